@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.older_torch import provide_names
+from tests.profiles import register_profiles
 from zero_sim.backends import WorldPool
-from zero_sim.fuzz.profiles import register_profiles
 
 register_profiles()
 provide_names()

@@ -336,7 +336,7 @@ def open_teams():
     if not paths[-1].startswith(str(here)):
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     preload = ("zero_sim.backends.worker", "dtensor_programs")
-    return Teams(backend="gloo", preload=preload, teams_open_max=len(MESHES))
+    return Teams(backend="gloo", preload=preload)
 
 
 def main(count, seed):

@@ -15,7 +15,7 @@ from itertools import islice
 
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import drawn_cases
-from zero_sim.run.found_rules import find_rules
+from zero_sim.rules.found import find_rules
 from zero_sim.run.judges import open_judge
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given, note, settings
 
-from zero_sim.fuzz.profiles import at_most
+from tests.profiles import at_most
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.run import run_case
 from zero_sim.scenario.conditions import why_order_matters

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_sim.fuzz.profiles import is_nightly
+from tests.profiles import is_nightly
 
 NIGHTLY_PROGRAMS = 5000
 PROGRAMS_A_MESH = 6

@@ -10,7 +10,7 @@ import pytest
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.families import has_family, siblings
 from zero_sim.fuzz.strategies import drawn_cases
-from zero_sim.judge.by_trajectory import TrajectoryComparison
+from zero_sim.judge.step_source import StepSource
 from zero_sim.judge.trajectory import Trajectories
 from zero_sim.run import run_case
 from zero_sim.targets import find_target
@@ -21,17 +21,17 @@ _MEMBERS = 5
 
 @pytest.fixture
 def left(monkeypatch):
-    """Comparisons that left steps which were kept for them."""
+    """Sources that fell back though the next step was kept for them."""
     found = []
-    right = TrajectoryComparison.go_alone
+    right = StepSource.fall_back
 
-    def go_alone(self, peers, **named):
-        placed = tuple(each._placed for each in peers)
-        if self._trajectory.step(self._next_step, placed=placed) is not None:
+    def fall_back(self):
+        placed = tuple(each._placed for each in self.peers)
+        if self._shared is not None and self._shared.find(self._next_step, placed=placed):
             found.append(self)
-        right(self, peers, **named)
+        right(self)
 
-    monkeypatch.setattr(TrajectoryComparison, "go_alone", go_alone)
+    monkeypatch.setattr(StepSource, "fall_back", fall_back)
     return found
 
 

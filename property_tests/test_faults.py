@@ -2,8 +2,8 @@
 
 from hypothesis import given, note, settings
 
-from zero_sim.fuzz.profiles import at_most
-from zero_sim.fuzz.strategies import faulty_scenarios
+from tests.faulty_cases import faulty_scenarios
+from tests.profiles import at_most
 from zero_sim.run import run_case
 
 

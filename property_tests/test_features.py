@@ -5,12 +5,12 @@ from dataclasses import replace
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from zero_sim.fuzz.optimizers import NO_FOREACH
-from zero_sim.fuzz.profiles import at_most
+from tests.profiles import at_most
 from zero_sim.fuzz.shapes import divisors
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.reference import POSITION_FREE
 from zero_sim.run import run_case
+from zero_sim.scenario.applies import WITH_FOREACH
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.shrink.repair import repaired
 
@@ -60,7 +60,7 @@ def test_what_must_not_matter_does_not(pool, scenario, data):
         world=replace(scenario.world, order=order, schedule="random"),
         optimizer=replace(
             scenario.optimizer,
-            foreach=scenario.optimizer.name not in NO_FOREACH and not scenario.optimizer.foreach,
+            foreach=scenario.optimizer.name in WITH_FOREACH and not scenario.optimizer.foreach,
         ),
     )
     assert_not_wrong(replace(scenario, world=replace(scenario.world, order=order)), pool)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_sim.run.found_rules import find_rules
+from zero_sim.rules.found import find_rules
 from zero_sim.targets import capabilities_of, find_target
 
 FREE = {"optimizer.name", "optimizer.lr", "system.target", "system.stage"}
@@ -18,10 +18,8 @@ FREE = {"optimizer.name", "optimizer.lr", "system.target", "system.stage"}
         "zero_sim",
         "single-device",
         "torch-ddp",
-        "torch-ddp-knobs",
         "torch-zero-redundancy",
         "torch-fsdp1",
-        "torch-fsdp1-knobs",
         "torch-fsdp2",
     ],
 )

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_sim.fuzz.profiles import at_most
+from tests.profiles import at_most
 from zero_sim.reference.quantization import encode, scale_for
 from zero_sim.zero.variants.fp8 import choose_scale, measure_amax, quantize_
 

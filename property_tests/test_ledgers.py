@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from zero_sim.cost.network import Network
-from zero_sim.cost.traffic import traffic_of
-from zero_sim.fuzz.profiles import at_most, is_nightly
+from tests.profiles import at_most, is_nightly
+from zero_sim.calculators.measure import measure
+from zero_sim.calculators.network import Network
+from zero_sim.calculators.traffic import traffic_of
 from zero_sim.fuzz.strategies import scenarios
-from zero_sim.run.measure import measure
 from zero_sim.scenario.load import load_cases
 from zero_sim.targets import find_target, why_missing
 

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.shapes import param_shapes
+from zero_sim.fuzz.swarm import Swarm
 from zero_sim.fuzz.systems import drawn_system
 from zero_sim.scenario.spec import (
     ModelSpec,
@@ -105,7 +106,9 @@ class Training(RuleBasedStateMachine):
     @rule(data=st.data(), size=st.integers(1, RANKS_MAX))
     def resize(self, data, size):
         sizes = [torch.Size(shape).numel() for shape in self.shapes]
-        system = Drawable(lambda choices: drawn_system(choices, ranks=size, sizes=sizes))
+        system = Drawable(
+            lambda choices: drawn_system(choices, ranks=size, sizes=sizes, swarm=Swarm(choices))
+        )
         drawn = data.draw(system.strategy())
         self.size, self.system = size, replace(drawn, divide="none", divide_by="ranks")
 

@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import at_most
 from zero_sim.checkpoint.pieces import PieceIndex, assign_writers, find_cover_problems
 from zero_sim.fuzz.choices import Shrinking
-from zero_sim.fuzz.profiles import at_most
 from zero_sim.fuzz.shapes import bucket_size, param_shapes
 from zero_sim.layout import LayoutPolicy, ParamSpec, plan_buffers
 

@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from tests.fuzz.test_merging import shard
+from tests.fuzz.kept_reports import report_of
+from tests.fuzz.test_old_corpus import old_line, write
 from zero_sim.bundle import read_bundle
-from zero_sim.cost.network_file import load_network
+from zero_sim.calculators.network_file import load_network
 from zero_sim.errors import Problem, ScenarioError, UsageError
 from zero_sim.fuzz.corpus import read_corpus
-from zero_sim.report.seen_calls import read_calls
+from zero_sim.report.fingerprints import read_calls
 from zero_sim.scenario.load import load_cases
 from zero_sim.targets import find_target
 
@@ -34,10 +35,7 @@ def topology(folder):
 
 
 def corpus(folder):
-    path = shard(folder / "corpus", 1, batches=[0]) / "batches-1-of-2.jsonl"
-    head, line = path.read_text().splitlines()
-    path.write_text(f"{head}\n{json.dumps({**json.loads(line), 'seconds': LONG})}\n")
-    read_corpus(path)
+    read_corpus(write(folder / "corpus", old_line(report_of(0)) | {"seconds": LONG}))
 
 
 def trace(folder):
@@ -71,9 +69,10 @@ SECRET = "root:*:19000:0:99999:7:::"
         (load_network, "a.toml", "got: a link, not a regular file. Put a copy of the file"),
         (lambda path: read_calls(path, rank=0), "a.json", "expected JSON"),
         (read_corpus, "batches-1-of-1.jsonl", "got: a link, not a regular file"),
+        (read_corpus, "shard-1-of-1.sqlite", "got: a link, not a regular file"),
         (read_bundle, "bundle.json", "got: a link, not a regular file"),
     ],
-    ids=["scenario", "topology", "trace", "corpus", "bundle"],
+    ids=["scenario", "topology", "trace", "old corpus", "corpus", "bundle"],
 )
 def test_no_line_of_what_a_link_leads_to_is_told(read, name, said, tmp_path):
     (tmp_path / "shadow").write_text(SECRET)

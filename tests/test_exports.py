@@ -10,7 +10,7 @@ import pytest
 
 import zero_sim
 
-SLOW = ("torch", "pydantic", "numpy", "hypothesis", "rich", "sklearn")
+SLOW = ("torch", "pydantic", "numpy", "hypothesis", "rich", "sklearn", "jinja2")
 
 
 def loaded_after(code: str) -> set[str]:

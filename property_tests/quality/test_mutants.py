@@ -5,8 +5,8 @@ The core set on every change; under the profile `nightly`, all of them.
 
 import pytest
 
-from zero_sim.fuzz.profiles import is_nightly
-from zero_sim.mutants import MINIMA, find_mutants
+from tests.profiles import is_nightly
+from zero_sim.mutants import find_mutants
 from zero_sim.mutants.campaign import CASES_MAX, Budget, check_unbroken, hunt
 
 CORE_CASES_MAX = 750
@@ -27,11 +27,11 @@ def test_a_mutant_dies_and_shrinks_to_its_known_minimum(pool, one):
         assert trial.armed > 0
         assert trial.killed, f"{one.id} survived {trial.cases} cases: {one.description}"
         shrunk.append(trial)
-        if trial.size <= MINIMA[one.id]:
+        if trial.size <= trial.minimum:
             break
     # A smaller one is no fault: whatever else cases come to have is one more place to begin at.
     least = min(shrunk, key=lambda trial: trial.size)
-    assert least.size <= MINIMA[one.id], f"{one.id} shrank to\n{least.smallest}"
+    assert least.size <= least.minimum, f"{one.id} shrank to\n{least.smallest}"
 
 
 def test_the_unbroken_system_survives_the_same_campaign(pool):

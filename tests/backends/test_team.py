@@ -83,11 +83,11 @@ def test_a_nursery_that_ends_says_its_status(monkeypatch):
         ("os._exit(7)", "exit status 7"),
     ],
 )
-def test_a_worker_that_dies_before_it_connects_says_its_status(tmp_path, monkeypatch, death, said):
+def test_a_worker_that_dies_before_it_serves_says_its_status(tmp_path, monkeypatch, death, said):
     """It is not waited for."""
     tmp_path.joinpath("deadly.py").write_text(
-        "import os\nimport zero_sim.backends.forkserver as nursery\n"
-        f"nursery.Client = lambda *args, **kwargs: {death}\n"
+        "import os\nimport zero_sim.backends.worker as worker\n"
+        f"worker.serve = lambda *args, **kwargs: {death}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with Teams(preload=("deadly",)) as teams:

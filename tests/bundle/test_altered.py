@@ -11,11 +11,10 @@ import pytest
 from tests.bundle.altering import altered, files_of, reseal, write
 from zero_sim.bundle import Bundle, freeze, frozen_path, read_bundle, replay_bundle, write_bundle
 from zero_sim.errors import ZeroSimError
-from zero_sim.report.chrome_trace import chrome_trace, write_chrome_trace
-from zero_sim.report.flight_recorder import write_flight_recorder
 from zero_sim.report.html import render_page
 from zero_sim.report.text import render_bundle
 from zero_sim.report.timeline import read_timeline
+from zero_sim.report.traces import chrome_trace, write_chrome_trace, write_flight_recorder
 from zero_sim.scenario.load import load_cases
 from zero_sim.sim import EventLog, Moment
 
@@ -85,13 +84,28 @@ def test_a_bundle_of_other_turns_is_repeated_as_far_as_they_go(files, tmp_path, 
     [
         (lambda head: head.update(seed=99), "seed: expected 7, that of the scenario, got 99"),
         (lambda head: head["worlds"][0].update(digest="0"), "worlds[0].digest: expected that of"),
-        (lambda head: head["findings"][1].update(step=-1), "findings[1].step: expected at least 0"),
+        (
+            lambda head: head["findings"][1].update(step=-1),
+            "findings[1].step: expected an integer of at least 0",
+        ),
         (lambda head: head["findings"][1].update(rank=3), "findings[1].rank[0]: expected 0 to 2"),
-        (lambda head: head["findings"][1].update(index=[-1]), "findings[1].index: expected at"),
-        (lambda head: head["findings"][1].update(differ_spans=[[3, 1]]), "expected spans from 0"),
-        (lambda head: head["findings"][1].update(ulp=10**30), "expected an integer of at most 64"),
-        (lambda head: head["strip"].update(padding=[[-3, 1]]), "strip.padding: expected spans"),
-        (lambda head: head["evidence"][0].update(start=-1), "evidence[0].start: expected at least"),
+        (lambda head: head["findings"][1].update(index=[-1]), "findings[1].index[0]: expected an"),
+        (
+            lambda head: head["findings"][1].update(differ_spans=[[3, 1]]),
+            "findings[1].differ_spans: expected spans",
+        ),
+        (
+            lambda head: head["findings"][1].update(ulp=10**30),
+            "findings[1].ulp: expected an integer of",
+        ),
+        (
+            lambda head: head["strip"].update(padding=[[-3, 1]]),
+            "strip.padding[0][0]: expected an integer",
+        ),
+        (
+            lambda head: head["evidence"][0].update(start=-1),
+            "evidence[0].start: expected an integer",
+        ),
         (lambda head: head.update(notes=json.loads("[" * 50 + "]" * 50)), "more than 32 levels"),
     ],
 )

@@ -40,8 +40,8 @@ def test_one_failure_in_two_ways_is_two_bundles(scenario, failed, folder):
     ("name", "value", "said"),
     [
         ("device", "cuda; rm", "device: expected a name such as cuda:1, got 'cuda; rm'"),
-        ("device", 1, "device: expected a string, got an integer"),
-        ("backend", "mpi", "backend: expected one of sim, gloo, nccl, got 'mpi'"),
+        ("device", 1, "device: expected a valid string, got 1"),
+        ("backend", "mpi", "backend: expected 'sim', 'gloo' or 'nccl', got 'mpi'"),
     ],
 )
 def test_what_no_writer_writes_is_refused(scenario, failed, folder, name, value, said):

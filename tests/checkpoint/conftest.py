@@ -174,7 +174,7 @@ def write_manifest(path, content):
     """Write a manifest of any content, with its checksum."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(canonical.encode()).hexdigest()
-    head = {"format": "zero_sim checkpoint", "version": 2, "sha256": digest}
+    head = {"format": "zero_sim checkpoint", "version": 3, "sha256": digest}
     # An infinity as JSON can have it.
     text = json.dumps(head | {"content": content}).replace("Infinity", "1e999")
     (path / "manifest.json").write_text(text)

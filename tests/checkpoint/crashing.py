@@ -6,7 +6,6 @@ saves into FOLDER/n/checkpoint and is killed before its n-th such step; prints h
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import shutil
@@ -27,8 +26,6 @@ def main() -> None:
     # Its dataclass looks its own module up.
     sys.modules[spec.name] = conftest
     spec.loader.exec_module(conftest)
-    if form == "dcp":
-        importlib.import_module("torch.distributed.checkpoint")  # once, not in every child
     # torch imports its compiler at the first optimizer: once here, not in every child.
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], foreach=False).step()

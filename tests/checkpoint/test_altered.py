@@ -13,7 +13,7 @@ import pytest
 from zero_sim.errors import CheckpointError
 from zero_sim.zero.variants.scaler import LossScaler
 
-FORMS = ("sharded", "consolidated", "dcp")
+FORMS = ("sharded", "consolidated")
 VALUES = (
     None, True, False, 0, 1, -1, 2, 0.5, -0.5, 1.5, 1e308, 1e999, 1 << 62, 1 << 70, -(1 << 70),
     "", "x", "0", "\x1b[2J", "\ud800", "../x", "x" * 5000, [], [0], [[]], {}, {"x": 0},

@@ -60,7 +60,7 @@ def train(run, steps, *, frozen=()):
     return whole | {name: b.clone() for name, b in run.module.named_buffers()}
 
 
-@pytest.mark.parametrize("form", ["sharded", "consolidated", "dcp"])
+@pytest.mark.parametrize("form", ["sharded", "consolidated"])
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize(
     ("size", "config"),

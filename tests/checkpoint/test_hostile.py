@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import io
 import json
 import os
@@ -10,14 +9,13 @@ import pickle
 import shutil
 import socket
 import stat
-import zipfile
 
 import pytest
 import torch
 
 from zero_sim.errors import CheckpointError
 
-FORMS = ("sharded", "consolidated", "dcp")
+FORMS = ("sharded", "consolidated")
 
 
 class Payload:
@@ -100,7 +98,7 @@ class TestCode:
     @pytest.mark.parametrize("weights_only", [False, True])
     @pytest.mark.parametrize("form", FORMS)
     def test_in_place_of_each_file(self, copy, load_each, kit, tmp_path, form, weights_only):
-        """Of every form, and of its index."""
+        """Manifest and files of tensors alike."""
 
         def alter():
             for name in sorted(os.listdir(copy(form))):
@@ -115,175 +113,6 @@ class TestCode:
         assert len(messages) >= 14
         assert all("expected" in message for message in messages)
         assert not (tmp_path / "marker").exists()
-
-    @pytest.mark.parametrize("listed", [True, False])
-    @pytest.mark.parametrize("form", FORMS)
-    def test_another_form_with_an_index(self, copy, load_each, kit, tmp_path, form, listed):
-        """A checkpoint turned into one of DCP's, whose reader would run its index."""
-
-        def alter():
-            for payload in payloads(tmp_path / "marker"):
-                path = copy(form)
-                (path / ".metadata").write_bytes(payload)
-
-                def change(content):
-                    content["form"] = "dcp"
-                    files = [file for file in content["files"] if file["name"] != ".metadata"]
-                    index = {"name": ".metadata", "pieces": [], "containers": []}
-                    content["files"] = [index, *files] if listed else files
-
-                kit.reseal(path, change)
-                yield path
-
-        messages, _ = load_each(alter())
-        assert all("content.files" in m or "index of the pieces" in m for m in messages)
-        assert not (tmp_path / "marker").exists()
-
-    def test_a_payload_within_a_right_index(self, copy, load_each, kit, tmp_path):
-        """All else is there; torch's own reader would run it."""
-
-        def alter():
-            for field in ("planner_data", "storage_meta", "version"):
-                path = copy("dcp")
-                index = pickle.loads((path / ".metadata").read_bytes())
-                setattr(index, field, Payload(tmp_path / "marker"))
-                (path / ".metadata").write_bytes(pickle.dumps(index))
-                kit.reseal(path)
-                yield path
-
-        messages, _ = load_each(alter())
-        assert all("nothing that runs, got 'posix', 'mkdir'" in m for m in messages)
-        assert not (tmp_path / "marker").exists()
-
-    def test_an_index_by_an_earlier_python(self, copy, load_each, kit):
-        """Up to 3.11.3 it looks members of an enumeration up by name: nothing to refuse."""
-        path = copy("dcp")
-        _, expected = load_each([path])
-        index = pickle.loads((path / ".metadata").read_bytes())
-        (path / ".metadata").write_bytes(_pickled_by_name(index))
-        kit.reseal(path)
-        messages, facts = load_each([path])
-        assert messages == [None]
-        kit.assert_same_runs([facts], [expected])
-
-    @pytest.mark.parametrize("attribute", ["__class__", "mro"])
-    def test_another_attribute_in_an_index(self, copy, load_each, kit, attribute):
-        """Looking one up may run what anybody wrote."""
-        path = copy("dcp")
-        index = pickle.loads((path / ".metadata").read_bytes())
-        content = _pickled_by_name(index, attribute=attribute)
-        (path / ".metadata").write_bytes(content)
-        kit.reseal(path)
-        messages, _ = load_each([path])
-        assert "an attribute of something else than its enumeration" in messages[0]
-
-    def test_a_payload_within_a_container(self, copy, load_each, kit, tmp_path):
-        """Beside the right bytes of a tensor, which are all that is read."""
-        path = copy("dcp")
-        _, expected = load_each([path])
-        _rebuild_containers(path, kit, {"data.pkl": pickle.dumps(Payload(tmp_path / "marker"))})
-        messages, facts = load_each([path])
-        assert messages == [None]
-        kit.assert_same_runs([facts], [expected])
-        assert not (tmp_path / "marker").exists()
-
-
-def _pickled_by_name(index, *, attribute=None):
-    """Pickle an index with members of enumerations as attributes of their classes."""
-
-    class ByName(pickle.Pickler):
-        def reducer_override(self, obj):
-            if isinstance(obj, enum.Enum):
-                return getattr, (type(obj), attribute or obj.name)
-            return NotImplemented
-
-    file = io.BytesIO()
-    ByName(file, protocol=4).dump(index)
-    return file.getvalue()
-
-
-def _rebuild_containers(path, kit, changes, **options):
-    """Write DCP's data files anew, entries changed; manifest and index say where they now lie."""
-    index = pickle.loads((path / ".metadata").read_bytes())
-
-    def change(content):
-        for file in content["files"]:
-            data, whole = (path / file["name"]).read_bytes(), b""
-            stored = [s for s in index.storage_data.values() if s.relative_path == file["name"]]
-            for number, (start, stop) in enumerate(file["containers"]):
-                made = data[start:stop]
-                made = made if number else _rebuild(made, changes, **options)
-                (info,) = [s for s in stored if (s.offset, s.length) == (start, stop - start)]
-                file["containers"][number] = [len(whole), len(whole) + len(made)]
-                info.offset, info.length = len(whole), len(made)
-                stored.remove(info)
-                whole += made
-            if whole:
-                (path / file["name"]).write_bytes(whole)
-        (path / ".metadata").write_bytes(pickle.dumps(index))
-
-    kit.reseal(path, change)
-
-
-def _rebuild(container, changes, *, compression=zipfile.ZIP_STORED, again=()):
-    file = io.BytesIO()
-    with (
-        zipfile.ZipFile(io.BytesIO(container)) as source,
-        zipfile.ZipFile(file, "w", compression) as target,
-    ):
-        for entry in source.infolist():
-            short = entry.filename.partition("/")[2]
-            target.writestr(entry.filename, changes.get(short, source.read(entry)))
-        with pytest.warns(UserWarning, match="Duplicate") if again else open(os.devnull):
-            for name in again:
-                target.writestr(f"archive/{name}", b"again")
-    return file.getvalue()
-
-
-class TestContainers:
-    """Of DCP's data files: one tensor as it is, or nothing."""
-
-    @pytest.mark.parametrize(
-        "how",
-        [
-            {"changes": {"data/0": b""}},
-            {"changes": {"data/0": bytes(1 << 15)}},
-            {"changes": {}, "compression": zipfile.ZIP_DEFLATED},
-            {"changes": {"data/0": bytes(1 << 22)}, "compression": zipfile.ZIP_DEFLATED},
-            {"changes": {}, "again": ("data/0",)},
-            {"changes": {}, "again": ("version",)},
-        ],
-        ids=["empty", "long", "compressed", "bomb", "twice", "another twice"],
-    )
-    def test_other_archives(self, copy, load_each, kit, how):
-        """Bombs, names that come twice, sizes that do not fit."""
-        path = copy("dcp")
-        _rebuild_containers(path, kit, **how)
-        (message,), _ = load_each([path])
-        assert "expected a container of torch.save around" in message
-
-    def test_entries_that_claim_more_than_there_is(self, copy, load_each, kit):
-        """Local headers and directories are numbers like others."""
-
-        def alter():
-            for at in range(0, 120, 6):
-                path = copy("dcp")
-                file = path / "__0_0.distcp"
-                data = bytearray(file.read_bytes())
-                end = json.loads((path / "manifest.json").read_text())["content"]["files"][1]
-                stop = end["containers"][0][1]
-                data[stop - 1 - at] ^= 0xFF
-                file.write_bytes(data)
-                kit.reseal(path)
-                yield path
-
-        messages, facts = load_each(alter())
-        refused = [message for message in messages if message is not None]
-        assert len(refused) >= 5
-        assert all("expected a container of torch.save" in message for message in refused)
-        # The rest is what the directory says besides, of dates and attributes.
-        _, expected = load_each([copy("dcp")])
-        kit.assert_same_runs([facts], [expected])
 
 
 class TestPlaces:
@@ -352,7 +181,7 @@ class TestPlaces:
 
         messages, _ = load_each(alter())
         for message in messages:
-            assert "size_bytes" in message or "index of the pieces" in message
+            assert "size_bytes" in message
 
     def test_a_manifest_without_end(self, copy, load_each):
         """Not read into memory."""

@@ -7,7 +7,7 @@ import torch
 
 from zero_sim.zero.variants.scaler import LossScaler
 
-FORMS = ("sharded", "consolidated", "dcp")
+FORMS = ("sharded", "consolidated")
 LAYOUTS = (
     (1, {"stage": 0}),
     (2, {"stage": 0, "bucket_elems": 4}),

@@ -1,6 +1,5 @@
 """`zero-sim fuzz`: options, exit status and what it prints."""
 
-import errno
 import json
 import shlex
 from concurrent.futures import Future
@@ -9,10 +8,13 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+from tests.fuzz.kept_reports import report_of
 from zero_sim.cli.main import main
-from zero_sim.fuzz import batch_pool, campaign, corpus
-from zero_sim.fuzz.recheck import Rechecked
-from zero_sim.fuzz.records import BatchReport, Found
+from zero_sim.errors import EnvironmentProblem
+from zero_sim.fuzz import campaign, corpus
+from zero_sim.fuzz.corpus import read_corpus
+from zero_sim.fuzz.known import Rechecked
+from zero_sim.fuzz.records import Found
 from zero_sim.host import device
 from zero_sim.mutants import find_mutants
 from zero_sim.shrink import Key
@@ -29,15 +31,14 @@ class BatchPool:
     def __init__(self):
         self.outcome = {}
 
-    def prepare(self, target, device):
+    def prepare(self, *call):
         pass
 
-    def submit(self, job):
+    def submit(self, run, job, render):
         self.job = job
         future = Future()
-        usual = {"index": job.index, "seed": job.seed, "asked": job.cases, "cases": job.cases}
-        usual |= {"seconds": 1.0, "verdicts": {"pass": job.cases}}
-        future.set_result(BatchReport(**(usual | self.outcome)))
+        report = report_of(job.index, **({"cases": job.cases} | self.outcome))
+        future.set_result(replace(report, seed=job.seed))
         return future
 
     def interrupt(self):
@@ -47,7 +48,7 @@ class BatchPool:
 @pytest.fixture
 def pool(monkeypatch):
     made = BatchPool()
-    monkeypatch.setattr(batch_pool, "BatchPool", lambda pool, render: made)
+    monkeypatch.setattr(campaign, "OwnProcess", lambda: made)
     return made
 
 
@@ -179,7 +180,7 @@ def test_options_reach_the_batches(tmp_path, pool):
     fuzz(tmp_path, "--cases", "150", "--seed", "9", "--shard", "2/3", "--seconds", "50")
     assert pool.job.index == 1
     assert 0 < pool.job.seconds <= 50
-    assert (tmp_path / "batches-2-of-3.jsonl").exists()
+    assert (tmp_path / "shard-2-of-3.sqlite").exists()
 
 
 def test_a_device_that_is_not_there_is_4_and_nothing_is_begun(tmp_path, pool):
@@ -197,8 +198,7 @@ def test_a_device_reaches_the_batches_the_corpus_and_the_command_to_replay(
     done = fuzz(tmp_path, "--cases", "1", "--device", "cuda:1")
     assert pool.job.device == "cuda:1"
     assert f"zero-sim replay {tmp_path}/bundles/0123456789ab --device cuda:1" in done.output
-    head = (tmp_path / "batches-1-of-1.jsonl").read_text().splitlines()[0]
-    assert json.loads(head)["device"] == "cuda:1"
+    assert read_corpus(tmp_path / "shard-1-of-1.sqlite").head.device == "cuda:1"
     other = fuzz(tmp_path, "--cases", "1")
     assert other.exit_code == 2
     assert "Try another --corpus, or the seed, target, device, options and family" in other.output
@@ -289,10 +289,10 @@ def test_what_is_not_kept_is_shown_whole(tmp_path, pool):
 
 
 def test_a_full_disk_is_4(tmp_path, pool, monkeypatch):
-    def full(self, line):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(self, report):
+        raise EnvironmentProblem("got: No space left on device")
 
-    monkeypatch.setattr(corpus.Corpus, "_append", full)
+    monkeypatch.setattr(corpus.Corpus, "append", full)
     done = fuzz(tmp_path, "--cases", "100")
     assert done.exit_code == 4
     assert "got: No space left on device" in done.stderr
@@ -309,3 +309,12 @@ def test_what_was_found_earlier_is_judged_again(tmp_path, pool, monkeypatch):
     assert done.exit_code == 0
     assert "Found earlier, is fixed: its case passes now\n  equality.grad: differs" in done.output
     assert f"bundle      {tmp_path}/fixed/0123456789ab" in done.output
+
+
+def test_a_corpus_of_an_earlier_version_is_converted_and_that_is_said(tmp_path, pool):
+    head = {"format": "zero_sim corpus", "version": 1, "seed": 0, "target": "zero_sim"}
+    old = tmp_path / "batches-1-of-1.jsonl"
+    old.write_text(json.dumps(head | {"cases": 50, "shard": [1, 1]}) + "\n")
+    done = fuzz(tmp_path, "--cases", "10")
+    assert f"Converted {old}, of an earlier version, to SQLite. You can delete it." in done.stderr
+    assert "Converted" not in fuzz(tmp_path, "--cases", "20").stderr

@@ -5,9 +5,9 @@ import json
 from click.testing import CliRunner
 
 from zero_sim.cli.main import main
-from zero_sim.mutants import MINIMA, campaign
+from zero_sim.mutants import campaign
 from zero_sim.mutants.records import Trial
-from zero_sim.shrink import Size
+from zero_sim.mutants.smallest import smallest_cases
 
 
 def invoke(*arguments):
@@ -42,9 +42,10 @@ def test_the_size_that_it_shrinks_to():
 
 
 def test_what_is_on_record_is_said_where_it_is_another(monkeypatch):
-    monkeypatch.setitem(MINIMA, "L01", Size(ranks=1, params=1, elements=1, steps=1, features=0))
+    other = smallest_cases()["E03"]
+    monkeypatch.setattr(campaign, "smallest_cases", lambda: {"L01": other})
     line = invoke("L01", "--jobs", "1", "--shrink").stdout.splitlines()[0]
-    assert line.endswith(" (on record: 1 rank, 1 param, 1 element, 1 step, 0 features)")
+    assert line.endswith(" (on record: 2 ranks, 1 param, 1 element, 1 step, 0 features)")
 
 
 def test_json_has_the_size_and_the_smallest_case():

@@ -123,9 +123,9 @@ def test_a_pipe_that_nobody_reads_is_not_waited_for(
 def test_what_is_no_file_of_a_corpus(invoke: Invoke, kind: str) -> None:
     """Told before any case is begun."""
     Path("corpus").mkdir()
-    make_odd(Path("corpus/batches-1-of-1.jsonl"), kind)
+    make_odd(Path("corpus/shard-1-of-1.sqlite"), kind)
     (line,) = said(invoke("fuzz", "--cases", "1", "--corpus", "corpus"))
-    assert "expected to read corpus/batches-1-of-1.jsonl, a file of a corpus, got: a" in line
+    assert "expected to read corpus/shard-1-of-1.sqlite, a file of a corpus, got: a" in line
 
 
 def test_an_expression_that_matches_nothing(invoke: Invoke) -> None:

@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from zero_sim.cli.rules import rules
-from zero_sim.run import found_rules
-from zero_sim.run.rule_report import FoundRules
+from zero_sim.rules import found as found_rules
+from zero_sim.rules.report import FoundRules
 
 
 @pytest.fixture

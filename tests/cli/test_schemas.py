@@ -44,8 +44,8 @@ def outputs(
         "fuzz": [
             invoke("fuzz", *few, "--corpus", corpus, "--json", *more).stdout
             for corpus, more in (("corpus", ()), ("covered", ("--coverage",)))
-        ],
-        "merge": [invoke("merge", "corpus", "--into", "merged", "--json").stdout],
+        ]
+        + [invoke("fuzz", "--join", "corpus", "--corpus", "joined", "--json").stdout],
         "memory": [invoke("memory", *counted, "--json").stdout],
         "traffic": [invoke("traffic", *counted, "--json").stdout],
         "fingerprint": [invoke("fingerprint", "one.toml", "--json").stdout],

@@ -76,6 +76,14 @@ def test_a_case_that_passes_is_not_shrunk(invoke: Invoke) -> None:
     assert not Path(".zero-sim").exists()
 
 
+def test_a_case_that_cannot_be_judged_is_not_shrunk(invoke: Invoke) -> None:
+    """Exit status 2, as of a run that is not judged."""
+    with Path("one.toml").open("a") as file:
+        file.write("[data.nan]\nstep = 0\nrank = 1\n")
+    done = invoke("shrink", "one.toml")
+    assert (done.exit_code, done.stdout.split()[0]) == (2, "ERROR"), done.output
+
+
 def test_a_file_of_several_cases_needs_one_chosen(invoke: Invoke) -> None:
     """Names some of them."""
     done = invoke("shrink", "several.toml")

@@ -5,9 +5,9 @@ from fractions import Fraction
 
 import pytest
 
+from zero_sim.calculators.network import sent_elems
 from zero_sim.cost.calls import calls_of_layers
 from zero_sim.cost.checkpoints import checkpoint_bytes
-from zero_sim.cost.network import sent_elems
 from zero_sim.scenario.spec import (
     DataSpec,
     ModelSpec,

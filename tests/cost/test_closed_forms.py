@@ -4,11 +4,11 @@ from fractions import Fraction
 
 import pytest
 
-from zero_sim.cost.counted import counted_model
-from zero_sim.cost.footprint import footprint_of, single_device
-from zero_sim.cost.network import Network
-from zero_sim.cost.rows import alone, choices, curve, memory_row
-from zero_sim.cost.traffic import traffic_of
+from zero_sim.calculators.counted import counted_model
+from zero_sim.calculators.footprint import footprint_of, single_device
+from zero_sim.calculators.network import Network
+from zero_sim.calculators.rows import alone, choices, curve, memory_row
+from zero_sim.calculators.traffic import traffic_of
 
 B = 10**9
 MLP_4096 = 10 * (4096 * 16384 + 16384 + 16384 * 4096 + 4096)
@@ -219,8 +219,8 @@ def test_no_torch_is_needed():
     import sys
 
     code = (
-        "import sys\nfrom zero_sim.cost import network_file, rows\n"
-        "from zero_sim.cost.counted import counted_model\n"
+        "import sys\nfrom zero_sim.calculators import network_file, rows\n"
+        "from zero_sim.calculators.counted import counted_model\n"
         "rows.memory_row(counted_model(7, dtype='bf16'))\nprint('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

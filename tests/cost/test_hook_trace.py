@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from zero_sim.cost.hook_trace import readers_of, record_hooks
+from zero_sim.targets import StepResult
 
 
 def names_of(module):
@@ -50,9 +51,9 @@ def test_gradients_and_modules_in_the_order_in_which_they_come():
     time = iter(range(100))
     module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     hook_trace = record_hooks(module, names=names_of(module), clock=lambda: next(time))
-    hook_trace.start(0, 0)
+    hook_trace.before_micro_batch(0, 0)
     module(module(torch.ones(1))).sum().backward()
-    hook_trace.end(0)
+    hook_trace.after_step(0, [], StepResult())
     assert [(set(s.names), s.time) for s in hook_trace.begins[0]] == [
         ({"0.weight"}, 1),
         ({"1.weight"}, 2),
@@ -67,8 +68,8 @@ def test_gradients_and_modules_in_the_order_in_which_they_come():
 def test_what_is_no_training_is_not_noted():
     module = nn.Linear(1, 1)
     hook_trace = record_hooks(module, names=names_of(module), clock=lambda: 0)
-    hook_trace.start(0, 0)
-    hook_trace.end(0)
+    hook_trace.before_micro_batch(0, 0)
+    hook_trace.after_step(0, [], StepResult())
     module(torch.ones(1)).sum().backward()
     assert not hook_trace.begins
     assert not hook_trace.arrivals
@@ -77,6 +78,6 @@ def test_what_is_no_training_is_not_noted():
 def test_modules_are_noted_in_the_first_micro_batch():
     module = nn.Linear(1, 1)
     hook_trace = record_hooks(module, names=names_of(module), clock=lambda: 0)
-    hook_trace.start(3, 1)
+    hook_trace.before_micro_batch(3, 1)
     module(torch.ones(1))
     assert not hook_trace.begins

@@ -15,6 +15,7 @@ from zero_sim.scenario.spec import (
     WorldSpec,
 )
 from zero_sim.sim import CollectiveRecord, EventLog
+from zero_sim.targets import StepResult
 
 SIZES = [
     ParamSize(
@@ -32,7 +33,7 @@ class Story:
         self.group_size = group_size
         self.log = EventLog()
         self.hook_trace = HookTrace(lambda: len(self.log.moments))
-        self.hook_trace.start(0, 0)
+        self.hook_trace.before_micro_batch(0, 0)
 
     def issue(self, kind, elems, *, dtype="float32"):
         size = self.group_size if kind == "reduce_scatter" else 2
@@ -56,7 +57,7 @@ class Story:
 
     def found(self, **parts):
         if 0 not in self.hook_trace.ends:
-            self.hook_trace.end(0)
+            self.hook_trace.after_step(0, [], StepResult())
         scenario = Scenario(
             schema=1,
             model=parts.pop("model", ModelSpec(name="mlp")),
@@ -155,7 +156,7 @@ def test_the_count_of_tokens_is_waited_for(divide_by, dtype, late):
         world=WorldSpec(size=2),
         system=SystemSpec(stage=0, bucket_elems=4, overlap_grads=True, divide_by=divide_by),
     )
-    story.hook_trace.end(0)
+    story.hook_trace.after_step(0, [], StepResult())
     found = check_overlap(
         story.log, {0: story.hook_trace}, world_ranks=range(8), sizes={0: sizes}, scenario=scenario
     )
@@ -165,7 +166,7 @@ def test_the_count_of_tokens_is_waited_for(divide_by, dtype, late):
 def gathered(story):
     story.arrive("a")
     records = [story.issue("all_gather", elems) for elems in (2, 2, 1)]
-    story.hook_trace.end(0)
+    story.hook_trace.after_step(0, [], StepResult())
     return records
 
 
@@ -182,7 +183,7 @@ def test_a_gather_that_is_waited_for_by_the_step():
     story = Story()
     story.arrive("a")
     story.wait(story.issue("all_gather", 2))
-    story.hook_trace.end(0)
+    story.hook_trace.after_step(0, [], StepResult())
     (message,) = story.found(overlap_grads=False, overlap_params=True)
     assert "1 of 1 gathers were waited for before the step of the optimizer came back" in message
 
@@ -204,7 +205,7 @@ def test_what_nobody_reads_may_be_waited_for_at_once():
     story.hook_trace.unguarded = frozenset({"a"})
     story.arrive("a")
     story.wait(story.issue("all_gather", 2))
-    story.hook_trace.end(0)
+    story.hook_trace.after_step(0, [], StepResult())
     assert not story.found(overlap_grads=False, overlap_params=True)
 
 
@@ -217,7 +218,7 @@ def copied(story, *, together):
     if not together:
         story.wait(records[0])
     story.issue("all_reduce", 4)
-    story.hook_trace.end(0)
+    story.hook_trace.after_step(0, [], StepResult())
     return story.found(**grads(redundancy=2))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_sim.cost.footprint import footprint_of
+from zero_sim.calculators.footprint import footprint_of
 from zero_sim.cost.forms import ParamSize
 from zero_sim.cost.staging import owned_lengths, staged_bytes, staging_peak
 from zero_sim.scenario.spec import ModelSpec, Scenario, SystemSpec, WorldSpec

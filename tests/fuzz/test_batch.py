@@ -1,21 +1,20 @@
 """A batch: the same cases for the same seed, every finding once, and shrunk."""
 
-import json
 import os
 import signal
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from zero_sim.bundle import read_bundle
 from zero_sim.findings.records import Evidence, Finding, not_judged
 from zero_sim.fuzz import batch, drawing
 from zero_sim.fuzz.batch import run_batch
+from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.drawing import draws
-from zero_sim.fuzz.records import BatchReport, Job, batch_seed
-from zero_sim.fuzz.strategies import scenarios
+from zero_sim.fuzz.records import BatchReport, Job, batch_seed, from_json, to_json
+from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.host import signals
 from zero_sim.report.text import render_case
 from zero_sim.run import CaseResult, run_case
@@ -26,7 +25,7 @@ from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, Wor
 from zero_sim.shrink import key_of
 from zero_sim.targets import import_target
 
-SMALL = scenarios(ranks_max=3, steps_max=1, models_from=["params"], reload=False)
+SMALL = drawn_cases(ranks_max=3, steps_max=1, models_from=["params"], reload=False)
 CUT = ("equality.master", "optimizer", "dense", "values")
 """Of its key all but in which part of the buffer it was seen first."""
 
@@ -59,9 +58,9 @@ def test_a_right_system_passes(tmp_path):
     report = run_batch(job(tmp_path), render_case, cases_from=SMALL)
     assert report.complete
     assert report.found == ()
-    assert report.cases == report.asked == 12
-    assert sum(report.verdicts.values()) == 12
-    assert set(report.verdicts) <= {"pass", "inconclusive"}
+    assert report.counts.cases == 12
+    assert sum(report.counts.verdicts.values()) == 12
+    assert set(report.counts.verdicts) <= {"pass", "inconclusive"}
     assert report.cases_with
 
 
@@ -69,16 +68,16 @@ def test_it_tells_what_was_not_shown(tmp_path):
     """Of a case without a finding: why it is inconclusive, and what the target does not tell."""
     report = run_batch(job(tmp_path, cases=40), render_case)
     assert report.found == ()
-    assert sum(report.unproved.values()) == report.verdicts["inconclusive"] > 0
-    assert all(name.startswith("guard.") for name in report.unproved)
-    assert "relations of calls, with ranks that join" in report.unobserved
+    assert sum(report.counts.unproved.values()) == report.counts.verdicts["inconclusive"] > 0
+    assert all(name.startswith("guard.") for name in report.counts.unproved)
+    assert "relations of calls, with ranks that join" in report.counts.unobserved
 
 
 def test_cases_that_cannot_have_an_option_that_all_get_are_left_out(tmp_path):
     few = (("all_reduce_last", "true"),)
-    asked = job(tmp_path, target="torch-fsdp2-knobs", options=few, cases=3)
+    asked = job(tmp_path, target="torch-fsdp2", options=few, cases=3)
     report = run_batch(asked, render_case)
-    assert (report.found, report.cases) == ((), 3)
+    assert (report.found, report.counts.cases) == ((), 3)
 
 
 def test_a_seed_decides_all(tmp_path):
@@ -90,12 +89,12 @@ def test_a_seed_decides_all(tmp_path):
 
 def test_a_finding_does_not_end_the_batch(found):
     report, _ = found
-    assert report.cases == 40
+    assert report.counts.cases == 40
     assert report.found[0].case < 39
     assert [one.key[:4] for one in report.found] == [CUT]
-    assert {tuple(key.split("|"))[:4] for key in report.keys} == {CUT}
-    assert sum(report.keys.values()) == report.verdicts["fail"]
-    assert all(map(report.found[0].is_met_by, report.keys))
+    assert {tuple(key.split("|"))[:4] for key in report.counts.keys} == {CUT}
+    assert sum(report.counts.keys.values()) == report.counts.verdicts["fail"]
+    assert all(map(report.found[0].is_met_by, report.counts.keys))
 
 
 def test_of_one_finding_the_case_with_the_largest_difference_is_made_smaller(tmp_path, monkeypatch):
@@ -132,7 +131,7 @@ def test_a_finding_is_a_bundle(found):
 
 def test_a_bundle_of_an_imported_target_can_be_read_whatever_that_is_called(tmp_path):
     """Cases that are drawn for a target name it; a file can name a registered one only."""
-    drawn = scenarios(
+    drawn = drawn_cases(
         import_target("broken:Broken"),
         ranks_max=3,
         steps_max=1,
@@ -155,7 +154,7 @@ def test_what_is_known_is_not_shrunk_again(found, tmp_path):
         cases_from=SMALL,
     )
     assert again.found == ()
-    assert again.keys == found[0].keys
+    assert again.counts.keys == found[0].counts.keys
     assert not list(tmp_path.iterdir())
 
 
@@ -164,7 +163,7 @@ def test_a_batch_goes_on_with_the_case_behind_those_that_ran(tmp_path):
     whole = run_batch(job(tmp_path), render_case, cases_from=SMALL)
     first = run_batch(job(tmp_path, cases=5), render_case, cases_from=SMALL)
     rest = run_batch(job(tmp_path, start=5), render_case, cases_from=SMALL)
-    assert (rest.start, rest.cases, rest.complete) == (5, 7, True)
+    assert (rest.start, rest.counts.cases, rest.complete) == (5, 7, True)
     names = whole.cases_with.keys()
     assert first.cases_with.keys() | rest.cases_with.keys() == names
     assert whole.cases_with == {
@@ -180,7 +179,7 @@ def test_what_an_earlier_part_left_as_it_was_is_made_smaller(found, tmp_path):
     left = replace(one, scenario=to_toml(failing), as_met=True, bundle="")
     asked = job(tmp_path, cases=12, start=12, target="broken:Broken", unshrunk=(left,))
     report = run_batch(asked, render_case, cases_from=SMALL)
-    assert (report.cases, report.keys) == (0, {})
+    assert (report.counts.cases, report.counts.keys) == (0, {})
     assert [(each.case, each.size, each.as_met) for each in report.found] == [
         (one.case, one.size, False)
     ]
@@ -195,7 +194,7 @@ def test_what_was_left_by_another_version_stays_as_it_is(found, tmp_path):
 
 def test_no_case_is_begun_after_its_time(tmp_path):
     report = run_batch(job(tmp_path, seconds=0.0), render_case, cases_from=SMALL)
-    assert report.cases == 0
+    assert report.counts.cases == 0
     assert not report.complete
 
 
@@ -215,7 +214,7 @@ def test_an_interrupt_ends_it_after_the_case_and_keeps_what_there_is(tmp_path, m
     monkeypatch.setattr(batch, "run_case", interrupting)
     report = run_batch(job(tmp_path), render_case, cases_from=SMALL)
     assert not report.complete
-    assert report.cases == count == 3
+    assert report.counts.cases == count == 3
     assert signal.getsignal(number) is before
 
 
@@ -239,7 +238,7 @@ def test_what_is_met_is_kept_at_once(tmp_path, monkeypatch):
     path = tmp_path / "unfinished"
 
     def killed(*args, **options):
-        kept.append(BatchReport.from_dict(json.loads(path.read_text())))
+        kept.append(from_json(BatchReport, path.read_text()))
         raise KeyboardInterrupt
 
     kept = []
@@ -270,7 +269,7 @@ def test_a_system_that_raises_is_a_finding(tmp_path):
 def test_a_batch_of_which_no_case_fits_says_what_excludes_them(tmp_path, monkeypatch):
     monkeypatch.setattr(drawing, "_FRUITLESS_DRAWS_MAX", 100)
     report = run_batch(job(tmp_path, target="broken:Excluded"), render_case)
-    assert (report.cases, report.complete) == (0, True)
+    assert (report.counts.cases, report.complete) == (0, True)
     assert "Capabilities.only = (('world.strict', (False,)),) excludes all" in report.futile
 
 
@@ -285,7 +284,7 @@ def test_fifty_cases_that_end_in_one_error_end_the_batch(tmp_path, monkeypatch, 
     monkeypatch.setattr(batch, "run_case", judge)
     monkeypatch.setattr(batch, "may_shrink", lambda key: False)
     report = run_batch(job(tmp_path, cases=60), render_case, cases_from=SMALL)
-    assert report.cases == cases
+    assert report.counts.cases == cases
     said = "all of its first 50 cases end in the same error: no module 0"
     assert report.futile == (said if errors == 1 else "")
 
@@ -332,8 +331,8 @@ def test_each_of_two_causes_shrinks_to_a_case_of_its_own(two):
 def test_a_batch_of_families_is_as_large_as_another_and_always_the_same(tmp_path):
     """Members count as cases; the last family may be cut short."""
     one, two = (run_batch(job(tmp_path, family=5), render_case, cases_from=SMALL) for _ in "ab")
-    assert one.cases == one.asked == 12
-    assert (one.verdicts, one.cases_with) == (two.verdicts, two.cases_with)
+    assert one.counts.cases == 12
+    assert (one.counts.verdicts, one.cases_with) == (two.counts.verdicts, two.cases_with)
     assert one.cases_with != run_batch(job(tmp_path), render_case, cases_from=SMALL).cases_with
 
 
@@ -357,8 +356,8 @@ def test_members_have_the_options_that_all_cases_get(tmp_path, monkeypatch):
 
     monkeypatch.setattr(batch, "run_case", run)
     few = (("all_reduce_last", "true"),)
-    asked = job(tmp_path, target="torch-fsdp2-knobs", options=few, cases=8, family=4)
-    assert run_batch(asked, render_case).cases == 8
+    asked = job(tmp_path, target="torch-fsdp2", options=few, cases=8, family=4)
+    assert run_batch(asked, render_case).counts.cases == 8
     assert all(
         ("all_reduce_last", "true") in {(each.name, each.value) for each in case.system.options}
         for case in judged
@@ -367,7 +366,7 @@ def test_members_have_the_options_that_all_cases_get(tmp_path, monkeypatch):
     assert len(set(models)) < len(models)
 
 
-OF_PARAMS = st.integers(0, 2**20).map(
+OF_PARAMS = Drawable(lambda choices: choices.integer(0, 2**20)).map(
     lambda seed: Scenario(
         schema=1,
         name="drawn",
@@ -382,8 +381,8 @@ OF_PARAMS = st.integers(0, 2**20).map(
 def test_some_cases_that_pass_by_params_only_are_judged_with_sgd(tmp_path):
     asked = job(tmp_path, cases=2 * TWIN_EVERY, target="tests.run.summing:Undivided")
     report = run_batch(asked, render_case, cases_from=OF_PARAMS)
-    assert report.verdicts == {"fail": 2, "pass": 2 * TWIN_EVERY - 2}
-    assert report.params_only == 2 * TWIN_EVERY - 2
+    assert report.counts.verdicts == {"fail": 2, "pass": 2 * TWIN_EVERY - 2}
+    assert report.counts.params_only == 2 * TWIN_EVERY - 2
     (one,) = report.found
     assert "found with SGD in place of AdamW" in one.text
     bundle = read_bundle(tmp_path / one.bundle)
@@ -394,12 +393,12 @@ def test_some_cases_that_pass_by_params_only_are_judged_with_sgd(tmp_path):
 def test_the_rest_of_a_batch_has_the_same_variants(tmp_path):
     asked = job(tmp_path, cases=TWIN_EVERY, start=1, target="tests.run.summing:Undivided")
     report = run_batch(asked, render_case, cases_from=OF_PARAMS)
-    assert report.verdicts == {"pass": TWIN_EVERY - 1}
+    assert report.counts.verdicts == {"pass": TWIN_EVERY - 1}
 
 
 def test_a_rule_that_was_worked_out_is_reported(tmp_path):
     asked = job(tmp_path, cases=3, target="tests.run.summing:ShowsMeans")
     report = run_batch(asked, render_case, cases_from=OF_PARAMS)
-    assert report.verdicts == {"pass": 3}
-    assert "grads_told = 'after-division'" in report.taken[0]
-    assert BatchReport.from_dict(json.loads(json.dumps(report.as_dict()))) == report
+    assert report.counts.verdicts == {"pass": 3}
+    assert "grads_told = 'after-division'" in next(iter(report.counts.taken))
+    assert from_json(BatchReport, to_json(report)) == report

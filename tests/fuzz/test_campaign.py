@@ -1,30 +1,34 @@
 """Campaigns over a crew that runs nothing: what is asked for, kept, merged and resumed."""
 
-import errno
-import json
-import resource
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
 import pytest
 
+from tests.fuzz.kept_reports import HEAD, found, report_of
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.fuzz import campaign, corpus
-from zero_sim.fuzz.campaign import BATCH_CASES, Plan, run_campaign
-from zero_sim.fuzz.corpus import Head, open_corpus
-from zero_sim.fuzz.recheck import Rechecked
-from zero_sim.fuzz.records import BatchReport, Found, batch_seed
+from zero_sim.fuzz.campaign import Plan, run_campaign
+from zero_sim.fuzz.corpus import open_corpus
+from zero_sim.fuzz.known import Rechecked
+from zero_sim.fuzz.records import batch_cases, batch_seed, to_json
 from zero_sim.shrink import Key
 
-HEAD = Head(seed=0, target="zero_sim", cases=BATCH_CASES, shard=(1, 1))
+
+def run(folder, pool, **changes):
+    """Run a campaign of the seed that reports here have."""
+    tell = changes.pop("tell", lambda totals: None)
+    head = {name: changes.pop(name) for name in ("shard", "family") if name in changes}
+    head["cases"] = batch_cases(head.get("family", 1))
+    plan = Plan(head=replace(HEAD, **head), corpus=folder, **changes)
+    return run_campaign(plan, pool=pool, render=str, tell=tell)
 
 
-def found(check, seed):
-    return Found(
-        key=Key(check), message="m", seed=seed, case=0, scenario="", bundle="", text="",
-        size="",
-    )  # fmt: skip
+def kept_in(folder, head=HEAD):
+    """What a corpus holds."""
+    with open_corpus(folder, head=head) as opened:
+        return opened.kept
 
 
 class BatchPool:
@@ -36,10 +40,10 @@ class BatchPool:
         self.jobs = []
         self.interrupted = False
 
-    def prepare(self, target, device):
+    def prepare(self, *call):
         pass
 
-    def submit(self, job):
+    def submit(self, run, job, render):
         self.jobs.append(job)
         future = Future()
         outcome = self.special.get(job.index, {})
@@ -47,10 +51,8 @@ class BatchPool:
             future.set_exception(outcome)
             return future
         count = outcome.get("cases", job.cases - job.start)
-        usual = {"index": job.index, "seed": job.seed, "asked": job.cases, "cases": count}
-        usual |= {"start": job.start, "seconds": 1.0, "verdicts": {"pass": count}}
-        usual |= {"cases_with": {"reload": 1} if count else {}}
-        future.set_result(BatchReport(**(usual | outcome)))
+        usual = {"cases": count, "start": job.start, "cases_with": {"reload": 1} if count else {}}
+        future.set_result(report_of(job.index, **(usual | outcome)))
         return future
 
     def interrupt(self):
@@ -59,9 +61,9 @@ class BatchPool:
 
 def test_all_cases_are_asked_for(tmp_path):
     batch_pool = BatchPool()
-    totals = run_campaign(Plan(cases=120, corpus=tmp_path), batch_pool=batch_pool)
+    totals = run(tmp_path, batch_pool, cases=120)
     assert [job.cases for job in batch_pool.jobs] == [50, 50, 20]
-    assert totals.cases == totals.verdicts["pass"] == 120
+    assert totals.counts.cases == totals.counts.verdicts["pass"] == 120
     assert totals.coverage.features["reload"] == 3
     assert not totals.found
     assert not totals.interrupted
@@ -70,9 +72,9 @@ def test_all_cases_are_asked_for(tmp_path):
 def test_shards_share_the_batches_out(tmp_path):
     crews = [BatchPool() for _ in range(3)]
     for number, batch_pool in enumerate(crews, 1):
-        run_campaign(Plan(cases=400, shard=(number, 3), corpus=tmp_path), batch_pool=batch_pool)
+        run(tmp_path, batch_pool, cases=400, shard=(number, 3))
     alone = BatchPool()
-    run_campaign(Plan(cases=400, corpus=tmp_path), batch_pool=alone)
+    run(tmp_path, alone, cases=400)
     seeds = sorted(job.seed for batch_pool in crews for job in batch_pool.jobs)
     assert seeds == sorted(job.seed for job in alone.jobs)
     assert {len(batch_pool.jobs) for batch_pool in crews} == {2, 3}
@@ -80,38 +82,36 @@ def test_shards_share_the_batches_out(tmp_path):
 
 def test_a_finding_is_known_to_later_batches_and_told_once(tmp_path):
     batch_pool = BatchPool(
-        {0: {"found": (found("a", 1),)}, 1: {"found": (found("a", 2), found("b", 2))}}
+        {
+            0: {"found": (found("a", seed=1),)},
+            1: {"found": (found("a", seed=2), found("b", seed=2))},
+        }
     )
-    totals = run_campaign(Plan(cases=150, corpus=tmp_path), batch_pool=batch_pool)
+    totals = run(tmp_path, batch_pool, cases=150)
     assert [one.seed for one in totals.found] == [1, 2]
     assert [len(job.known) for job in batch_pool.jobs] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("error", [BrokenProcessPool("gone"), CancelledError()])
 def test_a_worker_that_dies_costs_one_batch(tmp_path, error):
-    totals = run_campaign(Plan(cases=150, corpus=tmp_path), batch_pool=BatchPool({1: error}))
-    assert totals.cases == 100
+    totals = run(tmp_path, BatchPool({1: error}), cases=150)
+    assert totals.counts.cases == 100
     assert [lost.index for lost in totals.lost] == [1]
 
 
 def test_an_error_of_ours_comes_through(tmp_path):
     with pytest.raises(UsageError):
-        run_campaign(
-            Plan(cases=150, corpus=tmp_path),
-            batch_pool=BatchPool({0: UsageError("no such target")}),
-        )
+        run(tmp_path, BatchPool({0: UsageError("no such target")}), cases=150)
 
 
 def test_it_repeats_what_was_lost_and_goes_on_where_a_batch_was_cut_short(tmp_path):
-    cut = {"cases": 7, "complete": False, "found": (found("a", 3),)}
-    first = run_campaign(
-        Plan(cases=200, corpus=tmp_path), batch_pool=BatchPool({1: BrokenProcessPool(), 2: cut})
-    )
+    cut = {"cases": 7, "complete": False, "found": (found("a", seed=3),)}
+    first = run(tmp_path, BatchPool({1: BrokenProcessPool(), 2: cut}), cases=200)
     assert first.interrupted
     batch_pool = BatchPool()
-    again = run_campaign(Plan(cases=200, corpus=tmp_path), batch_pool=batch_pool)
+    again = run(tmp_path, batch_pool, cases=200)
     assert [(job.index, job.start) for job in batch_pool.jobs] == [(1, 0), (2, 7), (3, 0)]
-    assert (again.cases, again.earlier_cases) == (200, 57)
+    assert (again.counts.cases, again.earlier_cases) == (200, 57)
     assert [one.key for one in again.found] == [Key("a")]
 
 
@@ -119,77 +119,75 @@ def test_short_runs_come_to_an_end_together(tmp_path):
     """Each ends before its first batch does."""
     for ran in range(0, 50, 10):
         cut = {"cases": 10, "complete": ran == 40}
-        totals = run_campaign(Plan(cases=50, corpus=tmp_path), batch_pool=BatchPool({0: cut}))
-        assert (totals.cases, totals.earlier_cases) == (ran + 10, ran)
-    assert not run_campaign(Plan(cases=50, corpus=tmp_path), batch_pool=BatchPool()).interrupted
+        totals = run(tmp_path, BatchPool({0: cut}), cases=50)
+        assert (totals.counts.cases, totals.earlier_cases) == (ran + 10, ran)
+    assert not run(tmp_path, BatchPool(), cases=50).interrupted
     assert totals.coverage.features["reload"] == 5
 
 
 def test_what_an_interrupt_left_as_it_was_is_made_smaller_next_time(tmp_path):
-    seed = batch_seed(0, 0)
-    met = replace(found("a", seed), as_met=True)
-    run_campaign(
-        Plan(cases=50, corpus=tmp_path),
-        batch_pool=BatchPool({0: {"found": (met,), "complete": False}}),
-    )
-    batch_pool = BatchPool({0: {"found": (found("a", seed),)}})
-    totals = run_campaign(Plan(cases=50, corpus=tmp_path), batch_pool=batch_pool)
+    seed = batch_seed(HEAD.seed, 0)
+    met = replace(found("a", seed=seed), as_met=True)
+    run(tmp_path, BatchPool({0: {"found": (met,), "complete": False}}), cases=50)
+    batch_pool = BatchPool({0: {"found": (found("a", seed=seed),)}})
+    totals = run(tmp_path, batch_pool, cases=50)
     assert [(job.start, job.unshrunk) for job in batch_pool.jobs] == [(50, (met,))]
-    assert (totals.cases, [one.as_met for one in totals.found]) == (50, [False])
-    run_campaign(Plan(cases=50, corpus=tmp_path), batch_pool=(nothing := BatchPool()))
+    assert (totals.counts.cases, [one.as_met for one in totals.found]) == (50, [False])
+    run(tmp_path, (nothing := BatchPool()), cases=50)
     assert not nothing.jobs
 
 
 def test_a_case_counts_once_however_often_its_batch_was_run(tmp_path):
-    run_campaign(Plan(cases=100, corpus=tmp_path), batch_pool=BatchPool())
-    path = open_corpus(tmp_path, head=HEAD).path
-    *_, last = path.read_bytes().splitlines()
-    path.write_bytes(path.read_bytes() + last + b"\n")
-    assert run_campaign(Plan(cases=100, corpus=tmp_path), batch_pool=BatchPool()).cases == 100
+    """As where two campaigns add to one corpus, on a file system without locks."""
+    run(tmp_path, BatchPool(), cases=100)
+    with open_corpus(tmp_path, head=HEAD) as opened:
+        opened.append(report_of(1))
+        opened.append(report_of(1, start=20, cases=30))
+    assert run(tmp_path, BatchPool(), cases=100).counts.cases == 100
 
 
 def test_two_campaigns_do_not_add_to_one_corpus_at_once(tmp_path):
     class Meeting(BatchPool):
-        def submit(self, job):
+        def submit(self, call, job, render):
             with pytest.raises(UsageError, match="that no other campaign adds to"):
-                run_campaign(Plan(cases=50, corpus=tmp_path), batch_pool=BatchPool())
-            return super().submit(job)
+                run(tmp_path, BatchPool(), cases=50)
+            return super().submit(call, job, render)
 
-    totals = run_campaign(Plan(cases=50, corpus=tmp_path), batch_pool=Meeting())
-    assert totals.cases == 50
+    totals = run(tmp_path, Meeting(), cases=50)
+    assert totals.counts.cases == 50
 
 
 def test_a_campaign_can_be_made_longer(tmp_path):
-    run_campaign(Plan(cases=70, corpus=tmp_path), batch_pool=BatchPool())
+    run(tmp_path, BatchPool(), cases=70)
     batch_pool = BatchPool()
-    totals = run_campaign(Plan(cases=150, corpus=tmp_path), batch_pool=batch_pool)
+    totals = run(tmp_path, batch_pool, cases=150)
     assert [(job.index, job.start) for job in batch_pool.jobs] == [(1, 20), (2, 0)]
-    assert totals.cases == 150
+    assert totals.counts.cases == 150
 
 
 def test_an_interrupt_keeps_what_was_done(tmp_path):
     class Interrupted(BatchPool):
-        def submit(self, job):
+        def submit(self, run, job, render):
             if job.index == 2:
                 raise KeyboardInterrupt
-            return super().submit(job)
+            return super().submit(run, job, render)
 
     batch_pool = Interrupted()
-    totals = run_campaign(Plan(cases=500, corpus=tmp_path), batch_pool=batch_pool)
+    totals = run(tmp_path, batch_pool, cases=500)
     assert totals.interrupted
     assert batch_pool.interrupted
-    assert totals.cases == 100
-    assert len(open_corpus(tmp_path, head=HEAD).reports) == 2
+    assert totals.counts.cases == 100
+    assert len(kept_in(tmp_path).reports) == 2
 
 
 def test_it_stops_when_its_time_is_over(tmp_path):
-    assert run_campaign(Plan(seconds=0.0, corpus=tmp_path), batch_pool=BatchPool()).batches == 0
+    assert run(tmp_path, BatchPool(), seconds=0.0).batches == 0
 
 
 @pytest.mark.parametrize("changes", [{"shard": (3, 2)}, {"shard": (0, 1)}, {"cases": -1}])
 def test_plans_that_cannot_be(tmp_path, changes):
     with pytest.raises(UsageError, match="expected"):
-        Plan(corpus=tmp_path, **changes)
+        run(tmp_path, BatchPool(), **changes)
 
 
 ERRORS = {"verdicts": {"error": 50}, "futile": "all end in one error"}
@@ -197,46 +195,26 @@ ERRORS = {"verdicts": {"error": 50}, "futile": "all end in one error"}
 
 def test_it_stops_where_further_cases_would_show_nothing(tmp_path):
     pool = BatchPool({0: ERRORS})
-    totals = run_campaign(Plan(cases=200, corpus=tmp_path), batch_pool=pool)
+    totals = run(tmp_path, pool, cases=200)
     assert (len(pool.jobs), totals.futile) == (1, "all end in one error")
     # It may be mended since: the next run tries again.
-    again = run_campaign(Plan(cases=200, corpus=tmp_path), batch_pool=BatchPool())
-    assert (again.cases, again.futile) == (200, "")
+    again = run(tmp_path, BatchPool(), cases=200)
+    assert (again.counts.cases, again.futile) == (200, "")
 
 
 def test_errors_of_a_later_batch_stop_nothing(tmp_path):
-    totals = run_campaign(Plan(cases=200, corpus=tmp_path), batch_pool=BatchPool({1: ERRORS}))
-    assert (totals.cases, totals.futile) == (200, "")
+    totals = run(tmp_path, BatchPool({1: ERRORS}), cases=200)
+    assert (totals.counts.cases, totals.futile) == (200, "")
 
 
 def test_every_batch_is_told(tmp_path):
     lines = []
     tell = lambda totals: lines.append(totals.progress(seconds=10.0))  # noqa: E731
-    run_campaign(Plan(cases=100, corpus=tmp_path), batch_pool=BatchPool(), tell=tell)
+    run(tmp_path, BatchPool(), tell=tell, cases=100)
     assert [line.partition(" a second")[0] for line in lines] == [
         "50 cases, 5.0",
         "100 cases, 10.0",
     ]
-
-
-class TestCorpus:
-    def test_another_seed_is_another_campaign(self, tmp_path):
-        open_corpus(tmp_path, head=HEAD)
-        with pytest.raises(UsageError, match="Try another --corpus"):
-            open_corpus(tmp_path, head=Head(seed=1, target="zero_sim", cases=50, shard=(1, 1)))
-
-    def test_a_line_that_was_cut_short_is_dropped(self, tmp_path):
-        corpus = open_corpus(tmp_path, head=HEAD)
-        seed = batch_seed(0, 0)
-        report = BatchReport(
-            index=0, seed=seed, asked=50, cases=50, seconds=1.0, found=(found("a", 1),)
-        )
-        corpus.append(report)
-        with corpus.path.open("a") as file:
-            file.write('{"index": 1, "se')
-        corpus = open_corpus(tmp_path, head=HEAD)
-        corpus.append(report)
-        assert open_corpus(tmp_path, head=HEAD).reports == [report, report]
 
 
 class TestEarlierFindings:
@@ -254,34 +232,34 @@ class TestEarlierFindings:
         monkeypatch.setattr(campaign, "recheck", judged)
         return outcomes
 
-    def run(self, tmp_path, batch_pool):
-        return run_campaign(Plan(cases=150, corpus=tmp_path), batch_pool=batch_pool)
+    def again(self, tmp_path, batch_pool):
+        return run(tmp_path, batch_pool, cases=150)
 
     def test_one_that_fails_still_stays(self, tmp_path, come_to):
-        self.run(tmp_path, BatchPool({0: {"found": (found("a", 1),), "keys": {"a||||": 1}}}))
+        self.again(tmp_path, BatchPool({0: {"found": (found("a", seed=1),), "keys": {"a||||": 1}}}))
         come_to["a"] = "fails"
-        totals = self.run(tmp_path, again := BatchPool())
+        totals = self.again(tmp_path, again := BatchPool())
         assert [one.outcome for one in totals.rechecked] == ["fails"]
         assert [one.key for one in totals.found] == [Key("a")]
         assert not again.jobs
 
     def test_one_that_is_fixed_goes_and_its_batches_run_again(self, tmp_path, come_to):
-        met = {0: {"found": (found("a", 1),), "keys": {"a||||": 1}}, 2: {"keys": {"a||||": 3}}}
-        self.run(tmp_path, BatchPool(met))
+        met = {0: {"found": (found("a", seed=1),), "keys": {"a||||": 1}}, 2: {"keys": {"a||||": 3}}}
+        self.again(tmp_path, BatchPool(met))
         come_to["a"] = "fixed"
-        totals = self.run(tmp_path, again := BatchPool())
+        totals = self.again(tmp_path, again := BatchPool())
         assert not totals.found
         assert [job.index for job in again.jobs] == [0, 2]
-        assert (totals.cases, totals.earlier_cases) == (150, 50)
-        last = self.run(tmp_path, BatchPool())
+        assert (totals.counts.cases, totals.earlier_cases) == (150, 50)
+        last = self.again(tmp_path, BatchPool())
         assert (last.rechecked, last.found, last.earlier_cases) == ([], [], 150)
 
     def test_the_bundle_of_one_that_is_fixed_is_moved_aside(self, tmp_path, come_to):
-        one = replace(found("a", 1), bundle="0123456789ab")
+        one = replace(found("a", seed=1), bundle="0123456789ab")
         (tmp_path / "bundles" / "0123456789ab").mkdir(parents=True)
-        self.run(tmp_path, BatchPool({0: {"found": (one,)}}))
+        self.again(tmp_path, BatchPool({0: {"found": (one,)}}))
         come_to["a"] = "fixed"
-        self.run(tmp_path, BatchPool())
+        self.again(tmp_path, BatchPool())
         assert [path.name for path in (tmp_path / "fixed").iterdir()] == ["0123456789ab"]
         assert not list((tmp_path / "bundles").iterdir())
 
@@ -289,80 +267,66 @@ class TestEarlierFindings:
 class TestKilled:
     """What a batch met is kept while it runs."""
 
-    def leave(self, corpus, index):
-        seed = batch_seed(0, index)
-        report = BatchReport(
-            index=index, seed=seed, asked=50, cases=3, seconds=1.0, found=(found("a", 1),)
-        )
-        corpus.unfinished(index).write_text(json.dumps(report.as_dict()))
+    def leave(self, folder, index):
+        kept_in(folder)
+        path = folder / f"unfinished-{index}.json"
+        path.write_text(to_json(report_of(index, cases=3, found=(found("a"),))))
+        return path
 
     def test_a_worker_that_dies_leaves_what_it_met(self, tmp_path):
-        corpus = open_corpus(tmp_path, head=HEAD)
-        self.leave(corpus, 0)
-        totals = run_campaign(
-            Plan(cases=50, corpus=tmp_path), batch_pool=BatchPool({0: BrokenProcessPool("gone")})
-        )
+        class Dying(BatchPool):
+            def submit(dying, run, job, render):
+                self.leave(tmp_path / "aside", job.index).replace(job.unfinished)
+                return super().submit(run, job, render)
+
+        totals = run(tmp_path, Dying({0: BrokenProcessPool("gone")}), cases=50)
         assert [one.key for one in totals.found] == [Key("a")]
-        assert open_corpus(tmp_path, head=HEAD).reports[0].found == (found("a", 1),)
-        assert not corpus.unfinished(0).exists()
+        assert [*kept_in(tmp_path).found.values()] == [found("a")]
+        assert not (tmp_path / "unfinished-0.json").exists()
 
     def test_a_campaign_that_was_killed_leaves_it_to_the_next_one(self, tmp_path):
-        self.leave(open_corpus(tmp_path, head=HEAD), 1)
-        totals = run_campaign(
-            Plan(cases=100, corpus=tmp_path), batch_pool=(batch_pool := BatchPool())
-        )
+        self.leave(tmp_path, 1)
+        totals = run(tmp_path, (batch_pool := BatchPool()), cases=100)
         assert [one.key for one in totals.found] == [Key("a")]
-        assert [job.index for job in batch_pool.jobs] == [0, 1]
+        assert [(job.index, job.start) for job in batch_pool.jobs] == [(0, 0), (1, 3)]
+        assert (totals.earlier_cases, totals.counts.cases) == (3, 100)
+
+    def test_one_that_is_kept_already_changes_nothing(self, tmp_path):
+        """Killed in between: the batch was kept, and its file not yet removed."""
+        run(tmp_path, BatchPool(), cases=100)
+        self.leave(tmp_path, 1)
+        totals = run(tmp_path, (batch_pool := BatchPool()), cases=100)
+        assert (totals.earlier_cases, batch_pool.jobs) == (100, [])
 
     def test_another_shard_leaves_it_alone(self, tmp_path):
-        corpus = open_corpus(tmp_path, head=HEAD)
-        self.leave(corpus, 1)
-        open_corpus(tmp_path, head=replace(HEAD, shard=(1, 2)))
-        assert corpus.unfinished(1).exists()
+        path = self.leave(tmp_path, 1)
+        kept_in(tmp_path, replace(HEAD, shard=(1, 2)))
+        assert path.exists()
 
 
 def test_what_was_not_made_smaller_is_not_known_and_gives_way(tmp_path):
-    met = replace(found("a", 1), as_met=True)
+    met = replace(found("a", seed=1), as_met=True)
     batch_pool = BatchPool(
-        {0: {"found": (met,)}, 1: {"found": (found("a", 2),)}, 2: {"found": (met,)}}
+        {0: {"found": (met,)}, 1: {"found": (found("a", seed=2),)}, 2: {"found": (met,)}}
     )
-    totals = run_campaign(Plan(cases=200, corpus=tmp_path), batch_pool=batch_pool)
+    totals = run(tmp_path, batch_pool, cases=200)
     assert [one.seed for one in totals.found] == [2]
     assert [len(job.known) for job in batch_pool.jobs] == [0, 0, 1, 1]
 
 
-class TestNoRoom:
-    def test_a_corpus_that_is_full_ends_the_campaign_and_loses_nothing(self, tmp_path, monkeypatch):
-        def full(self, line):
-            raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_corpus_that_is_full_ends_the_campaign_and_loses_nothing(tmp_path, monkeypatch):
+    def full(self, report):
+        raise EnvironmentProblem("No space left on device")
 
-        monkeypatch.setattr(corpus.Corpus, "_append", full)
-        batch_pool = BatchPool({0: {"found": (found("a", 1),)}})
-        totals = run_campaign(Plan(cases=500, corpus=tmp_path), batch_pool=batch_pool)
-        assert len(batch_pool.jobs) == 1
-        assert [one.key for one in totals.found] == [Key("a")]
-        assert isinstance(totals.unkept, EnvironmentProblem)
-
-    def test_half_a_line_is_taken_back(self, tmp_path):
-        opened = open_corpus(tmp_path, head=HEAD)
-        before = opened.path.read_bytes()
-        report = BatchReport(index=0, seed=1, asked=50, cases=50, seconds=1.0)
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, hard))
-        try:
-            with pytest.raises(OSError, match="too large"):
-                opened.append(report)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        assert opened.path.read_bytes() == before
-
-    def test_a_folder_that_cannot_be_made_is_a_usage_error(self, tmp_path):
-        (tmp_path / "file").touch()
-        with pytest.raises(UsageError, match="expected to write a corpus to"):
-            open_corpus(tmp_path / "file" / "below", head=HEAD)
+    monkeypatch.setattr(corpus.Corpus, "append", full)
+    batch_pool = BatchPool({0: {"found": (found("a"),)}})
+    totals = run(tmp_path, batch_pool, cases=500)
+    assert len(batch_pool.jobs) == 1
+    assert [one.key for one in totals.found] == [Key("a")]
+    assert isinstance(totals.unkept, EnvironmentProblem)
 
 
 def test_a_batch_of_families_has_room_for_several(tmp_path):
     batch_pool = BatchPool()
-    run_campaign(Plan(cases=300, family=16, corpus=tmp_path), batch_pool=batch_pool)
+    run(tmp_path, batch_pool, cases=300, family=16)
     assert [job.cases for job in batch_pool.jobs] == [128, 128, 44]

@@ -1,97 +1,291 @@
-"""What may lie where a corpus is looked for: refused, never followed or waited for."""
+"""What a corpus keeps, and what of somebody else's is refused: never followed, never run."""
 
 from __future__ import annotations
 
-import json
+import resource
+import shutil
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.fuzz.kept_reports import HEAD, found, report_of
 from tests.odd_files import make_odd
-from zero_sim.errors import UsageError
-from zero_sim.fuzz.corpus import Corpus, Head, open_corpus
-from zero_sim.fuzz.records import BatchReport, batch_seed
+from zero_sim.errors import EnvironmentProblem, UsageError
+from zero_sim.fuzz import corpus as corpus_module
+from zero_sim.fuzz import old_corpus
+from zero_sim.fuzz.corpus import open_corpus, read_corpus
+from zero_sim.fuzz.records import to_json
 
-HEAD = Head(seed=0, target="zero_sim", cases=50, shard=(1, 1))
-REPORT = BatchReport(index=0, seed=batch_seed(HEAD.seed, 0), asked=50, cases=50, seconds=1.0)
 ODD = ("fifo", "folder", "loop", "dangling", "device", "socket")
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Corpus:
-    return open_corpus(tmp_path / "corpus", head=HEAD)
+def path(tmp_path: Path) -> Path:
+    """The file of a corpus with one batch and one finding."""
+    with open_corpus(tmp_path / "corpus", head=HEAD) as corpus:
+        corpus.append(report_of(0, found=(found("a"),)))
+    return corpus.path
 
 
-def leads_out(path: Path) -> Path:
-    """Put a link in a file's place that leads to the same content in another folder."""
-    elsewhere = path.parent.parent / "elsewhere"
-    elsewhere.write_bytes(path.read_bytes() if path.exists() else b"")
-    path.unlink(missing_ok=True)
-    path.symlink_to(elsewhere)
-    return elsewhere
+def reopen(path: Path) -> None:
+    with open_corpus(path.parent, head=HEAD):
+        pass
 
 
-@pytest.mark.parametrize("kind", ODD)
-@pytest.mark.parametrize("name", ["batches-1-of-1.jsonl", "unfinished-3.json"])
-def test_what_is_no_regular_file_is_refused(corpus: Corpus, kind: str, name: str) -> None:
-    path = corpus.folder / name
-    path.unlink(missing_ok=True)
-    make_odd(path, kind)
-    with pytest.raises(UsageError, match=f"expected to read .*{name}, .* Try another --corpus"):
-        open_corpus(corpus.folder, head=HEAD)
+def change(path: Path, *statements: str, values: tuple[object, ...] = ()) -> None:
+    """Change a file as somebody else could."""
+    with closing(sqlite3.connect(path)) as database, database:
+        for statement in statements:
+            database.execute(statement, values)
 
 
-@pytest.mark.parametrize("name", ["batches-1-of-1.jsonl", "unfinished-3.json"])
-def test_a_link_out_of_the_folder_is_refused(corpus: Corpus, name: str) -> None:
-    elsewhere = leads_out(corpus.folder / name)
-    before = elsewhere.read_bytes()
-    with pytest.raises(UsageError, match="got: a link, not a regular file"):
-        open_corpus(corpus.folder, head=HEAD)
-    assert elsewhere.read_bytes() == before
+def refused(path: Path, words: str) -> None:
+    """By both ways in."""
+    for way in (reopen, read_corpus):
+        with pytest.raises(UsageError, match=words) as caught:
+            way(path)
+        assert str(caught.value).isprintable()
 
 
-def test_nothing_is_added_to_what_a_link_leads_to(corpus: Corpus) -> None:
-    elsewhere = leads_out(corpus.path)
-    before = elsewhere.read_bytes()
-    with pytest.raises(OSError, match="a link, not a regular file"):
-        corpus.append(REPORT)
-    assert elsewhere.read_bytes() == before
+def test_what_was_kept_comes_back(path: Path) -> None:
+    kept = read_corpus(path)
+    assert kept.head == HEAD
+    assert [*kept.reports] == [report_of(0)]
+    assert [*kept.found.values()] == [found("a")]
 
 
-@pytest.mark.parametrize("levels", [40, 100_000])
-def test_a_line_that_nests_too_deep_is_named(corpus: Corpus, levels: int) -> None:
-    corpus.append(REPORT)
-    with corpus.path.open("ab") as file:
-        file.write(b"[" * levels + b"]" * levels + b"\n")
-    with pytest.raises(UsageError, match=r"batches-1-of-1\.jsonl line 3: .* more than 32 levels"):
-        open_corpus(corpus.folder, head=HEAD)
+def test_of_two_reports_from_one_case_on_the_longer_one_is_kept(path: Path) -> None:
+    """Whichever came first, and however often."""
+    with open_corpus(path.parent, head=HEAD) as corpus:
+        for cases in (10, 0, 10):
+            corpus.append(report_of(0, cases=cases, complete=False))
+        for cases in (0, 10, 0):
+            corpus.append(report_of(1, cases=cases, complete=False))
+    assert [each.counts.cases for each in read_corpus(path).reports] == [50, 10]
 
 
-def test_an_unfinished_batch_that_nests_too_deep_is_run_again(corpus: Corpus) -> None:
-    corpus.unfinished(0).write_bytes(b"[" * 100_000)
-    assert open_corpus(corpus.folder, head=HEAD).reports == []
+def test_another_seed_is_another_campaign(path: Path) -> None:
+    other = replace(HEAD, seed=1)
+    with (
+        pytest.raises(UsageError, match="Try another --corpus, or the seed"),
+        open_corpus(path.parent, head=other),
+    ):
+        pass
 
 
-def test_a_head_of_somebody_else_is_shown_without_what_a_terminal_does(corpus: Corpus) -> None:
-    corpus.path.write_bytes(b"\x1b[31m\xff\n")
-    with pytest.raises(UsageError) as caught:
-        open_corpus(corpus.folder, head=HEAD)
-    assert str(caught.value).isprintable()
+def test_nobody_else_reads_or_writes_while_it_is_open(path: Path) -> None:
+    with open_corpus(path.parent, head=HEAD):
+        refused(path, "that no other campaign adds to")
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"seed": 1}, "expected a batch of seed 0"),
-        ({"verdicts": {"pass": 9999}}, "expected what came of 50 cases"),
-        ({"cases": "50"}, "expected cases to be"),
-    ],
-)
-def test_a_line_that_is_no_batch_of_the_campaign_is_named(
-    corpus: Corpus, change: dict[str, object], words: str
+def test_a_write_that_was_cut_short_is_taken_back_by_its_own_campaign_alone(
+    path: Path, tmp_path: Path
 ) -> None:
-    corpus.append(REPORT)
-    with corpus.path.open("a") as file:
-        file.write(json.dumps(REPORT.as_dict() | change) + "\n")
-    with pytest.raises(UsageError, match=rf"batches-1-of-1\.jsonl line 3: .*{words}"):
-        open_corpus(corpus.folder, head=HEAD)
+    killed = tmp_path / "killed" / path.name
+    killed.parent.mkdir()
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.execute("PRAGMA cache_size = 1")
+        database.execute("BEGIN")
+        for index in range(1, 50):
+            values = (index, 0, 50, to_json(report_of(index)))
+            database.execute("INSERT INTO batches VALUES (?, ?, ?, ?)", values)
+        # Pages that do not fit the cache are in the file before the transaction ends.
+        for name in (path.name, f"{path.name}-journal"):
+            shutil.copy(path.with_name(name), killed.with_name(name))
+        database.execute("ROLLBACK")
+    assert killed.stat().st_size > path.stat().st_size
+    with pytest.raises(UsageError, match="got a write that was cut short; go on with its campaign"):
+        read_corpus(killed)
+    reopen(killed)
+    assert read_corpus(killed) == read_corpus(path)
+
+
+def test_a_file_system_without_locks_will_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unlocked(sqlite3.Connection):
+        def execute(self, sql: str, *values: object) -> sqlite3.Cursor:
+            if "sqlite_master" in sql and not is_without_locks:
+                error = sqlite3.OperationalError("disk I/O error")
+                error.sqlite_errorcode = sqlite3.SQLITE_IOERR_RDLOCK
+                raise error
+            return super().execute(sql, *values)
+
+    def connect(url: str, **options: object) -> sqlite3.Connection:
+        nonlocal is_without_locks
+        is_without_locks = url.endswith("nolock=1") or url == ":memory:"
+        return right(url, factory=Unlocked, **options)
+
+    right, is_without_locks = sqlite3.connect, False
+    monkeypatch.setattr(corpus_module.sqlite3, "connect", connect)
+    with open_corpus(path.parent, head=HEAD) as corpus:
+        corpus.append(report_of(1))
+    assert len(read_corpus(path).reports) == 2
+
+
+class TestNoRoom:
+    def test_what_does_not_fit_is_taken_back(self, path: Path) -> None:
+        before = read_corpus(path)
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        with open_corpus(path.parent, head=HEAD) as corpus:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, hard))
+            try:
+                with pytest.raises(EnvironmentProblem, match="Try a place with room"):
+                    corpus.append(report_of(1, found=(found("b", text="long" * 10_000),)))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        assert read_corpus(path) == before
+
+    def test_a_folder_that_cannot_be_made_is_a_usage_error(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with (
+            pytest.raises(UsageError, match="expected to write a corpus to"),
+            open_corpus(tmp_path / "file" / "below", head=HEAD),
+        ):
+            pass
+
+
+class TestFilesOfOthers:
+    @pytest.mark.parametrize("kind", ODD)
+    @pytest.mark.parametrize("name", ["shard-1-of-1.sqlite", "shard-1-of-1.sqlite-journal"])
+    def test_what_is_no_regular_file_is_refused(self, path: Path, kind: str, name: str) -> None:
+        odd = path.with_name(name)
+        odd.unlink(missing_ok=True)
+        make_odd(odd, kind)
+        refused(path, f"expected to read .*{name}, .* Try another --corpus")
+
+    @pytest.mark.parametrize("kind", ODD)
+    def test_nor_is_such_a_file_of_a_batch_that_ran(self, path: Path, kind: str) -> None:
+        make_odd(path.with_name("unfinished-3.json"), kind)
+        with pytest.raises(UsageError, match=r"expected to read .*unfinished-3\.json"):
+            reopen(path)
+
+    @pytest.mark.parametrize("name", ["shard-1-of-1.sqlite", "unfinished-3.json"])
+    def test_a_link_out_of_the_folder_is_refused(self, path: Path, name: str) -> None:
+        link, elsewhere = path.with_name(name), path.parent.parent / "elsewhere"
+        shutil.copy(path, elsewhere)
+        link.unlink(missing_ok=True)
+        link.symlink_to(elsewhere)
+        before = elsewhere.read_bytes()
+        with pytest.raises(UsageError, match="got: a link, not a regular file"):
+            reopen(path)
+        assert elsewhere.read_bytes() == before
+
+    @pytest.mark.parametrize(
+        "data", [b"\x1b[31m\xff\n", b"x" * 5000, b"SQLite format 3\0" + b"\1" * 4080]
+    )
+    def test_another_file(self, path: Path, data: bytes) -> None:
+        path.write_bytes(data)
+        refused(path, "expected a corpus in .*, got another file")
+
+    def test_a_file_that_was_cut_or_changed(self, path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[4096:] = b"\xff" * (len(data) - 4096)
+        path.write_bytes(data)
+        refused(path, "expected a corpus (in|of)")
+        path.write_bytes(data[:4096])
+        refused(path, "expected a corpus (in|of)")
+
+    def test_one_that_is_larger_than_any_of_ours(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(old_corpus, "_FILE_BYTES_MAX", 1000)
+        refused(path, "more than 1,000 bytes")
+
+    def test_a_write_ahead_log_that_sqlite_would_read(self, path: Path) -> None:
+        path.with_name(f"{path.name}-wal").write_bytes(b"x" * 100)
+        refused(path, "-wal beside it")
+        path.with_name(f"{path.name}-wal").unlink()
+        change(path, "PRAGMA journal_mode = WAL")
+        refused(path, "got another file")
+
+    def test_a_journal_for_which_sqlite_would_delete_a_file(self, path: Path) -> None:
+        precious = path.parent.parent / "precious"
+        precious.write_bytes(b"kept")
+        name = str(precious).encode()
+        tail = b"\0\0\4\0" + name + len(name).to_bytes(4, "big")
+        tail += (sum(name) & 0xFFFFFFFF).to_bytes(4, "big") + bytes.fromhex("d9d505f920a163d7")
+        head = bytes.fromhex("d9d505f920a163d7") + b"\0\0\0\0" + b"\0" * 500
+        path.with_name(f"{path.name}-journal").write_bytes(head + tail)
+        refused(path, "-journal beside it, which names another file")
+        assert precious.read_bytes() == b"kept"
+
+    @pytest.mark.parametrize(
+        "statement",
+        [
+            "CREATE TABLE other (a)",
+            "CREATE VIEW other AS SELECT 1",
+            "CREATE INDEX other ON batches (cases)",
+            "CREATE TRIGGER t AFTER INSERT ON batches BEGIN DELETE FROM findings; END",
+            "ALTER TABLE batches ADD COLUMN more",
+            "DROP TABLE findings",
+        ],
+    )
+    def test_other_tables_and_what_would_run_by_itself(self, path: Path, statement: str) -> None:
+        change(path, statement)
+        refused(path, "got other tables")
+
+    @pytest.mark.parametrize(
+        ("statement", "values", "words"),
+        [
+            ("DELETE FROM campaign", (), "its head: .* not enough values"),
+            ("INSERT INTO campaign SELECT head FROM campaign", (), "its head: .* too many values"),
+            ("UPDATE campaign SET head = ?", ("\x1b[31m",), "its head: .* Invalid JSON"),
+            ("UPDATE campaign SET head = ?", (b"\xff",), "its head"),
+            ("UPDATE campaign SET head = 3", (), "its head: .* should be an object, got 3"),
+            ("UPDATE campaign SET head = replace(head, '[1,1]', '[1,1000000001]')", (), "its head"),
+            ("UPDATE campaign SET head = replace(head, '[1,1]', '[2,1]')", (), "its head"),
+            ("UPDATE batches SET report = ?", ("[" * 100_000,), "batch 0 from case 0: .*recursion"),
+            ("UPDATE batches SET report = ?", ("{}",), "batch 0 from case 0: .* index: Field req"),
+            ("UPDATE batches SET batch = 1", (), "batch 1 from case 0: .* of another batch"),
+            ("UPDATE batches SET start = ?", ("\x1b",), "from case .x1b: .* of another batch"),
+            ("UPDATE batches SET cases = 1e300", (), "of another batch"),
+            (
+                "UPDATE batches SET report = ?",
+                (to_json(report_of(0, seed=1)),),
+                "a batch of another seed than 7",
+            ),
+            (
+                "UPDATE batches SET report = ?",
+                (to_json(report_of(0, verdicts={"pass": 9999})),),
+                "expected what came of 50 cases",
+            ),
+            (
+                "UPDATE batches SET report = replace(report, '\"cases\":50', '\"cases\":\"50\"')",
+                (),
+                "counts: cases: Input should be a valid integer",
+            ),
+            ("UPDATE findings SET finding = ?", (b"\0",), "finding 1"),
+            ("UPDATE findings SET finding = ?", (to_json(found("a", bundle="..")),), "finding 1"),
+        ],
+    )  # fmt: skip
+    def test_every_value_is_checked(
+        self, path: Path, statement: str, values: tuple[object, ...], words: str
+    ) -> None:
+        change(path, statement, values=values)
+        refused(path, words)
+
+    def test_pages_that_refer_to_each_other_are_not_read_without_end(self, path: Path) -> None:
+        """Each of many levels has the one below it many times."""
+        with closing(sqlite3.connect(path)) as database, database:
+            rows = [(index, 0, 50, to_json(report_of(index))) for index in range(1, 400)]
+            database.executemany("INSERT INTO batches VALUES (?, ?, ?, ?)", rows)
+        data = bytearray(path.read_bytes())
+        interior = [at for at in range(4096, len(data), 4096) if data[at] == 5]
+        assert interior
+        for at in interior:
+            cells = int.from_bytes(data[at + 3 : at + 5], "big")
+            first = int.from_bytes(data[at + 12 : at + 14], "big")
+            child = data[at + first : at + first + 4]
+            for cell in range(cells):
+                start = int.from_bytes(data[at + 12 + 2 * cell : at + 14 + 2 * cell], "big")
+                data[at + start : at + start + 4] = child
+        path.write_bytes(data)
+        refused(path, "expected a corpus")
+
+
+def test_an_unfinished_batch_that_nests_too_deep_is_run_again(path: Path) -> None:
+    path.with_name("unfinished-1.json").write_bytes(b"[" * 100_000)
+    reopen(path)
+    assert len(read_corpus(path).reports) == 1

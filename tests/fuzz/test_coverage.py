@@ -1,10 +1,14 @@
 """Coverage counts features and pairs, and estimates what is to come."""
 
+from dataclasses import replace
 from itertools import combinations, islice
+from pathlib import Path
 from random import Random
 
-from zero_sim.fuzz.coverage import Coverage, note_features, pairs_of
-from zero_sim.fuzz.features import every_feature
+from zero_sim.fuzz.coverage import Coverage, covering, note_features, pairs_of
+from zero_sim.fuzz.features import every_feature, features_of
+from zero_sim.scenario.discover import discover
+from zero_sim.scenario.spec import ExpectSpec, FaultSpec
 
 STAGE, RACES, LAZY = "system.stage=2", "world.races=true", "world.timing=lazy"
 APART = [name for name in every_feature() if name.startswith("layout: ")]
@@ -103,3 +107,38 @@ class TestOutlook:
         twice = [APART[4:6], APART[4:6]]
         # Six once, one twice, in eight cases: 7/8 x 6 x 5 / (2 x 2).
         assert covered(once + twice).outlook.pairs_left_min == 7
+
+
+ROOT = Path(__file__).parents[2]
+FOUND = discover((ROOT / "scenarios" / "features" / "redundancy.toml",)).cases
+CASES = [case.scenario for case in FOUND]
+
+
+def had_by(cases):
+    """Features and pairs of some cases."""
+    features = [features_of(case) for case in cases]
+    return set().union(*features), {pair for each in features for pair in pairs_of(each)}
+
+
+def test_every_feature_and_pair_stays():
+    chosen = covering(CASES, labels=[""] * len(CASES))
+    assert len(chosen) < len(CASES) / 2
+    assert chosen == sorted(set(chosen))
+    assert had_by([CASES[index] for index in chosen]) == had_by(CASES)
+
+
+def test_every_label_stays():
+    assert covering([CASES[0]] * 4, labels=["a", "b", "b", "a"]) == [0, 1]
+
+
+def test_every_fault_and_expected_finding_stays():
+    case = CASES[0]
+    faulty = [
+        replace(case, faults=(FaultSpec(kind=kind, rank=0),), expect=ExpectSpec(finding=finding))
+        for kind, finding in (("crash", "world"), ("slow", None), ("crash", None))
+    ]
+    assert covering([*faulty, case], labels=[""] * 4) == [0, 1]
+
+
+def test_nothing_comes_of_nothing():
+    assert covering([], labels=[]) == []

@@ -11,11 +11,13 @@ from zero_sim.fuzz.features import (
     features_for,
     features_of,
     is_feature,
+    layout_features,
     may_meet,
     setting_of,
 )
 from zero_sim.fuzz.strategies import drawn_cases
-from zero_sim.scenario.own_options import with_options
+from zero_sim.layout import LayoutPolicy, ParamSpec, plan_buffers
+from zero_sim.scenario.derived import with_options
 from zero_sim.scenario.spec import (
     DataSpec,
     ExpectSpec,
@@ -103,7 +105,7 @@ class TestForATarget:
         names = features_for(able)
         assert "system.bucket_elems" in names
         assert {"world.races=true", "data.nan", "layout: empty param"} <= {*names}
-        gone = {"system.arena=true", "optimizer.groups.lr", "reload", "reload.form=dcp"}
+        gone = {"system.arena=true", "optimizer.groups.lr", "reload", "reload.form=consolidated"}
         assert not gone & {*names}
 
     def test_after_a_checkpoint_it_follows_what_it_follows_before(self):
@@ -133,3 +135,73 @@ class TestForATarget:
 )
 def test_values_of_one_setting_make_no_pair_nor_a_table_and_what_is_in_it(one, other, met):
     assert may_meet(one, other) is met
+
+
+def layout(sizes, **policy):
+    specs = [ParamSpec(name=f"p{i}", shape=(n,), dtype="fp32") for i, n in enumerate(sizes)]
+    return plan_buffers(specs, policy=LayoutPolicy(**policy))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "policy", "expected"),
+    [
+        ([4], {"shard_count": 1}, {"one shard"}),
+        ([4], {"shard_count": 2}, {"param cut once", "payload just fits"}),
+        ([6], {"shard_count": 3}, {"param cut often", "payload just fits"}),
+        (
+            [2, 2],
+            {"shard_count": 2},
+            {"shard ends between params", "param of N", "payload just fits"},
+        ),
+        (
+            [3],
+            {"shard_count": 2},
+            {"param cut once", "bucket with padding", "payload one over", "payload one short"},
+        ),
+        (
+            [1, 0],
+            {"shard_count": 4},
+            {
+                "bucket with padding", "shard without payload", "rank that owns nothing",
+                "empty param", "one-element param", "param smaller than N", "payload one over",
+            },
+        ),
+        (
+            [4, 4],
+            {"shard_count": 2, "bucket_elems": 4},
+            {
+                "param cut once", "payload just fits", "bucket exactly full", "bucket of one param",
+                "several buckets",
+            },
+        ),
+        (
+            [5],
+            {"shard_count": 2, "partition": "uneven"},
+            {"param cut once", "uneven shards", "payload one over", "payload one short"},
+        ),
+        (
+            [6],
+            {"shard_count": 2, "align_elems": 3},
+            {"param cut once", "aligned", "payload just fits"},
+        ),
+        (
+            [2, 2],
+            {"shard_count": 1, "param_order": "reverse"},
+            {"one shard", "reversed"},
+        ),
+    ],
+)  # fmt: skip
+def test_features_of_a_layout(sizes, policy, expected):
+    assert layout_features(layout(sizes, **policy)) == expected
+
+
+def test_several_buffers_are_one_layout():
+    specs = [
+        ParamSpec(name="dense", shape=(4,), dtype="fp32"),
+        ParamSpec(name="expert", shape=(3,), dtype="fp32", kind="expert"),
+    ]
+    dense = plan_buffers(specs[:1], policy=LayoutPolicy(shard_count=4))
+    expert = plan_buffers(specs[1:], policy=LayoutPolicy(shard_count=1))
+    found = layout_features([*dense, *expert])
+    assert {"several buffers", "buffers sharded differently", "one shard"} <= found
+    assert "rank that owns nothing" not in found

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from zero_sim.fuzz.recheck import recheck
+from zero_sim.fuzz.known import recheck
 from zero_sim.fuzz.records import Found
 from zero_sim.run import run_case
 from zero_sim.scenario.load import parse_cases

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
+from tests.faulty_cases import faulty_scenarios
 from zero_sim.errors import Problem
 from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.effort import EFFORT_MAX, effort_of
 from zero_sim.fuzz.plans import layouts_of, param_specs
 from zero_sim.fuzz.shapes import bucket_size, edge_size, param_shapes
-from zero_sim.fuzz.strategies import STEPS_MAX, drawn_cases, faulty_scenarios, scenarios
+from zero_sim.fuzz.strategies import STEPS_MAX, drawn_cases, scenarios
 from zero_sim.reference.ranks import Ranks
 from zero_sim.run.dp_cp_groups import dp_cp_groups_of
 from zero_sim.run.program import segments_of
@@ -34,8 +35,12 @@ QUIET = settings(
 )
 
 
-def drawn(strategy, count, *, series=0):
-    return list(islice(draws(strategy, seed=str(series)), count))
+def drawn(values_from, count, *, series=0):
+    return list(islice(draws(values_from, seed=str(series)), count))
+
+
+def of_strategy(strategy):
+    return Drawable(lambda choices: choices.of(strategy))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +53,7 @@ def test_cases_are_valid(cases):
 
 
 def test_cases_are_the_same_kind_whatever_they_are_drawn_with():
-    strategic = drawn(scenarios(), 100)
+    strategic = drawn(of_strategy(scenarios()), 100)
     assert [check_scenario(case) for case in strategic if check_scenario(case)] == []
     assert len({case.model.name for case in strategic}) > 5
 
@@ -183,7 +188,7 @@ def test_no_more_ranks_in_a_group_than_a_target_takes():
 
 
 def test_cases_with_faults_are_valid_and_say_what_must_be_found():
-    faulty = drawn(faulty_scenarios(), 100)
+    faulty = drawn(of_strategy(faulty_scenarios()), 100)
     assert [check_scenario(case) for case in faulty if check_scenario(case)] == []
     assert all(case.faults and case.expect.finding for case in faulty)
 

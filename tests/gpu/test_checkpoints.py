@@ -9,7 +9,7 @@ from zero_sim.run import run_case
 from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 
 
-@pytest.mark.parametrize("form", ["sharded", "consolidated", "dcp"])
+@pytest.mark.parametrize("form", ["sharded", "consolidated"])
 @pytest.mark.parametrize("name", ["mlp", "fp8"])
 def test_every_form_goes_on_in_another_world(device, form, name):
     scenario = Scenario(

@@ -10,7 +10,7 @@ import pytest
 
 from zero_sim.cli import session as cli_session
 from zero_sim.cli.fuzz import _Progress
-from zero_sim.fuzz.campaign import CampaignTotals
+from zero_sim.fuzz.totals import CampaignTotals
 from zero_sim.host import supervisor
 
 ESCAPE = "\x1b"

@@ -3,40 +3,42 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from tests.judge.test_step_digests import CASE, taken
-from zero_sim.judge.by_digest import DigestsDiffer
-from zero_sim.judge.comparison import comparison_of
-from zero_sim.judge.step_teller import StepTeller
+from zero_sim.judge.comparison import owed_of
 from zero_sim.reference import Reference
+from zero_sim.run.step_wire import WiredSteps
 from zero_sim.targets import OwnedPart, Place, StepResult
 from zero_sim.workloads import build_workload
 
 
 @dataclass
-class Wire:
-    """Keeps what is told, as JSON."""
+class FakeRank:
+    """A rank with a store of what is told, as JSON."""
 
-    told: dict[int, str] = field(default_factory=dict)
-    begun: list[int] = field(default_factory=list)
+    store: dict[str, str]
+    rank: int
 
-    def begin(self, step):
-        self.begun.append(step)
+    def tell(self, value, *, about):
+        self.store[about] = json.dumps(value)
 
-    def tell(self, step, owed):
-        self.told[step] = json.dumps(owed)
+    def has_told(self, rank, *, about):
+        return about in self.store
 
-    def hear(self, step):
-        return json.loads(self.told.get(step, "null"))
+    def hear(self, rank, *, about, seconds):
+        if about not in self.store:
+            raise TimeoutError
+        return json.loads(self.store[about])
 
 
-def comparison(group, *, wire=None):
+def owed_by(group, *, store=None, rank=1):
     reference = Reference(CASE, workload=build_workload(CASE))
-    return comparison_of(group, reference=reference, order_seed=0, heard_by=wire)
+    shared = None if store is None else WiredSteps(FakeRank(store, rank), stall_seconds=1)
+    return owed_of(group, reference=reference, order_seed=0, shared=shared)
 
 
 @pytest.fixture
@@ -45,15 +47,13 @@ def group():
 
 
 @pytest.fixture
-def wire(group):
-    """A wire on which both steps were told."""
-    wire, teller = Wire(), comparison(group)
-    telling = StepTeller(wire)
-    for step in range(2):
-        telling.begin(step)
-        telling.tell(teller.advance([teller]), groups=[group])
-        teller.forget(step)
-    return wire
+def store(group):
+    """A store to which both steps were told."""
+    store = {}
+    telling = owed_by(group, store=store, rank=0).steps
+    for _ in range(2):
+        telling.advance()
+    return store
 
 
 def part_of(step, name):
@@ -69,9 +69,10 @@ def part_of(step, name):
     )
 
 
-def all_of(comparing, step, parts, params, result):
+def all_of(owed, group, step, parts, params, result):
     """Compare everything; rank 0 tells its gradients."""
-    comparing._group.telling[0] = True
+    comparing = owed.comparison
+    group.telling[0] = True
     found = [*comparing.compare_measured(result, rank=0, step=step)]
     for part in parts:
         found += comparing.compare_part(part, rank=0, step=step)
@@ -89,16 +90,16 @@ def shown(group):
     }
 
 
-def test_what_is_right_agrees_and_as_much_is_compared(group, wire, shown):
-    hearing, exact = comparison(group, wire=wire), comparison(group)
+def test_what_is_right_agrees_and_as_much_is_compared(group, store, shown):
+    hearing, exact = owed_by(group, store=store), owed_by(group)
     counts = []
     for each in (hearing, exact):
-        each.advance([each])
+        each.steps.advance()
         before = group.comparer.elems
-        assert all_of(each, 0, **shown) == []
+        assert all_of(each, group, 0, **shown) == []
         counts.append(group.comparer.elems - before)
     assert counts[0] == counts[1] > 0
-    assert not hearing.is_alone
+    assert hearing.steps.has_digests
 
 
 def _master(shown):
@@ -151,44 +152,42 @@ def _zeros(shown):
     "spoil",
     [_master, _state, _grad, _no_grad, _key, _dtype, _place, _param, _missing, _norm, _zeros],
 )
-def test_whatever_is_wrong_does_not_agree(group, wire, shown, spoil):
-    hearing = comparison(group, wire=wire)
-    hearing.advance([hearing])
+def test_whatever_is_wrong_does_not_agree(group, store, shown, spoil):
+    hearing = owed_by(group, store=store)
+    hearing.steps.advance()
     spoil(shown)
-    with pytest.raises(DigestsDiffer):
-        all_of(hearing, 0, **shown)
+    assert all_of(hearing, group, 0, **shown)
 
 
-def test_alone_it_finds_what_the_exact_comparison_finds(group, wire, shown):
+def test_with_its_own_reference_it_finds_what_the_exact_comparison_finds(group, store, shown):
     _master(shown)
-    hearing, exact = comparison(group, wire=wire), comparison(group)
-    hearing.advance([hearing])
-    hearing.go_alone([hearing])
-    exact.advance([exact])
-    (one,), (other,) = (all_of(each, 0, **shown) for each in (hearing, exact))
+    hearing, exact = owed_by(group, store=store), owed_by(group)
+    hearing.steps.advance()
+    hearing.steps.fall_back()
+    exact.steps.advance()
+    (one,), (other,) = (all_of(each, group, 0, **shown) for each in (hearing, exact))
     assert one == other
 
 
-def test_it_goes_on_alone_from_the_step_that_it_was_at(group, wire):
-    hearing, exact = comparison(group, wire=wire), comparison(group)
-    hearing.advance([hearing])
-    hearing.go_alone([hearing])
-    del wire.told[1]
+def test_it_falls_back_to_the_step_that_it_was_at(group, store):
+    hearing, exact = owed_by(group, store=store).steps, owed_by(group).steps
+    hearing.advance()
+    hearing.fall_back()
+    del store["owed 1"]
     hearing.forget(0)
     for each in (exact, exact, hearing):
-        each.advance([each])
+        each.advance()
     assert hearing.steps.keys() == {1}
     for name, master in exact.steps[1].masters.items():
         assert torch.equal(hearing.steps[1].masters[name], master)
 
 
-def test_where_a_step_is_not_told_it_takes_all_steps_itself(group, wire):
-    del wire.told[1]
-    hearing = comparison(group, wire=wire)
+def test_where_a_step_is_not_told_it_takes_all_steps_itself(group, store):
+    del store["owed 1"]
+    hearing = owed_by(group, store=store).steps
     for step in range(2):
-        (taken_step,) = hearing.advance([hearing])
-        assert taken_step.step == step
-    assert hearing.is_alone
+        assert hearing.get(step).step == step
+    assert hearing.is_local
     assert hearing.steps[1].masters
 
 
@@ -202,10 +201,8 @@ def test_what_was_noted_by_digests_is_taken_back(group):
 
 
 def test_a_teller_tells_nothing_more_once_it_has_stopped(group):
-    wire = Wire()
-    teller, telling = comparison(group), StepTeller(wire)
-    telling.stop(0)
-    telling.begin(0)
-    telling.tell(teller.advance([teller]), groups=[group])
-    assert wire.told == {0: "null"}
-    assert wire.begun == [0]
+    store = {}
+    telling = owed_by(group, store=store, rank=0).steps
+    telling.stop_sharing(0)
+    telling.advance()
+    assert store == {"owing 0": "{}", "owed 0": "null"}

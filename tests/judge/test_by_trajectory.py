@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from zero_sim.judge.by_trajectory import TrajectoryComparison
-from zero_sim.judge.trajectory import Trajectories
+from zero_sim.judge.trajectory import Trajectories, Trajectory
 from zero_sim.reference import Reference
 from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
@@ -153,7 +152,7 @@ def test_what_computes_otherwise_has_steps_of_its_own(pool, taken, other):
 )
 def test_what_depends_on_more_is_judged_as_ever(pool, monkeypatch, other):
     """A checkpoint goes on with its reference; sums in a ring depend on the layout."""
-    monkeypatch.setattr(TrajectoryComparison, "advance", None)
+    monkeypatch.setattr(Trajectory, "find", None)
     assert (
         run_case(replace(CASE, **other), pool=pool, trajectories=Trajectories()).verdict == "pass"
     )

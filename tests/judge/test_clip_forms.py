@@ -188,7 +188,6 @@ def test_judges_of_one_rank_each_name_what_fits_all():
     assert rules_together([None]) is None
     blind = replace(one, blind="No rule is proposed")
     assert rules_together([blind, two]).blind == ""
-    assert RulesTried.from_dict(blind.as_dict()) == blind
 
 
 class OfRows(Engine):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from zero_sim.errors import UsageError
-from zero_sim.judge.comparison import comparison_of, take_reference
+from zero_sim.judge.comparison import owed_of, take_reference
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.ownership import Ownership
 from zero_sim.reference import BoundedReference, Reference
@@ -28,7 +28,7 @@ def reference_of(case, *, before=None):
     return take_reference(case, before=before, workload=build_workload(case))
 
 
-def comparison(case):
+def steps_of(case):
     reference = reference_of(case)
     group = JudgedGroup(
         scenario=case,
@@ -38,7 +38,7 @@ def comparison(case):
         first_step=0,
         sees_all=True,
     )
-    return comparison_of(group, reference=reference, order_seed=0)
+    return owed_of(group, reference=reference, order_seed=0).steps
 
 
 @pytest.mark.parametrize(("case", "kind"), [(CASE, Reference), (UNKNOWN, BoundedReference)])
@@ -58,21 +58,19 @@ def test_without_an_order_nothing_goes_on():
 
 @pytest.mark.parametrize("case", [CASE, UNKNOWN], ids=["known", "unknown"])
 def test_a_step_is_kept_until_it_is_forgotten(case):
-    owed = comparison(case)
-    (taken,) = owed.advance([owed])
-    assert owed.steps == {0: taken}
-    owed.forget(0)
-    assert not owed.steps
+    source = steps_of(case)
+    assert source.steps == {0: source.get(0)}
+    source.forget(0)
+    assert not source.steps
 
 
 def test_a_step_that_some_rank_has_yet_to_see_outlives_the_next():
-    owed = comparison(CASE)
-    (taken,) = owed.advance([owed])
-    before = {name: master.clone() for name, master in taken.masters.items()}
-    owed.advance([owed])
-    assert all(before[name].equal(kept) for name, kept in owed.steps[0].masters.items())
+    source = steps_of(CASE)
+    before = {name: master.clone() for name, master in source.get(0).masters.items()}
+    source.get(1)
+    assert all(before[name].equal(kept) for name, kept in source.steps[0].masters.items())
 
 
 @pytest.mark.parametrize(("case", "unseen"), [(CASE, True), (UNKNOWN, False)])
 def test_only_a_known_order_needs_nothing_shown(case, unseen):
-    assert comparison(case).steps_unseen is unseen
+    assert steps_of(case).steps_unseen is unseen

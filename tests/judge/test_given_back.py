@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_sim.judge.given_back import check_given_back, hooks_of, note_module
+from zero_sim.judge.checks.given_back import check_given_back, hooks_of, note_module
 from zero_sim.scenario.spec import SystemSpec
 
 

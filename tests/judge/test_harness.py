@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zero_sim.errors import EnvironmentProblem
-from zero_sim.judge import invariants
+from zero_sim.judge import ownership
 from zero_sim.judge.exact import ExactComparison
 from zero_sim.judge.judge import Judge
 from zero_sim.reference import Reference
@@ -102,7 +102,7 @@ class TestFailures:
 
             yield Finding(check="invariant.ownership", message="lost", step=step, phase="forward")
 
-        monkeypatch.setattr(invariants, "check_ownership", confused)
+        monkeypatch.setattr(ownership, "check_ownership", confused)
         monkeypatch.setattr(Reference, "begin", raising(KeyError("lost")))
         result = judged()
         assert result.verdict == "fail"

@@ -129,7 +129,7 @@ def test_each_thing_that_is_broken_is_told_first(judged, after_load, act, messag
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-@pytest.mark.parametrize("form", ["sharded", "consolidated", "dcp"])
+@pytest.mark.parametrize("form", ["sharded", "consolidated"])
 def test_nothing_is_found_of_a_right_load(judged, form, weights_only):
     reload = replace(CASE["reload"], form=form, weights_only=weights_only)
     result = judged(**{**CASE, "reload": reload})

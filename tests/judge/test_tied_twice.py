@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.judge.by_owner import OwnerEngine, judge, target
 from zero_sim.scenario.spec import ModelSpec, WorldSpec
-from zero_sim.targets.answers import model_of
+from zero_sim.targets.bare_model import model_of
 
 TIED = ModelSpec(name="params", shapes=((5,), (2, 3), (4,)), tied=("p2", "p0"))
 

@@ -5,12 +5,12 @@ from itertools import islice
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from zero_sim.backends import WorldPool
 from zero_sim.errors import LayoutError
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
+from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.mutants import campaign, find_mutants
@@ -63,9 +63,7 @@ def test_a_mutant_that_fails_of_itself_is_no_kill(pool):
     def plant(patch):
         """Use what the system has no more."""
 
-        @patch(Unit, "reduce")
-        def wrong(right, self):
-            return right(self).gone
+        patch[Unit.reduce, "self._end_reduce()"] = "self.gone()"
 
     trial = hunt(mutant("X", "NORM", seen_in="nothing")(plant), pool=pool)
     assert not trial.killed
@@ -131,11 +129,11 @@ def test_the_score_counts_survivors(pool):
 
 
 def test_a_case_that_cannot_even_be_drawn_is_a_kill(pool):
-    def fails(number):
+    def fails(choices):
         raise LayoutError("no such layout")
 
     (one,) = find_mutants(["M05"])
-    trial = hunt(one, pool=pool, cases=st.integers().map(fails))
+    trial = hunt(one, pool=pool, cases=Drawable(fails))
     assert (trial.killed, trial.check, trial.cases) == (True, DRAWING, 0)
 
 

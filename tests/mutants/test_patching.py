@@ -1,65 +1,159 @@
 """A patch refuses what is not there, notes what no longer fits, and leaves nothing behind."""
 
+import traceback
+from dataclasses import dataclass
+
 import pytest
 
 from zero_sim.errors import MutantError
 from zero_sim.mutants.patching import Patches
-from zero_sim.zero.unit import Unit
 
 
-def test_a_replacement_gets_the_original_and_is_counted():
-    patches = Patches()
+def twice(function):
+    """A decorator with a wrapper, as `torch.no_grad` makes one."""
+    from functools import wraps
 
-    @patches(Unit, "reduce")
-    def wrong(right, self):
-        return right, self
+    @wraps(function)
+    def wrapper(*args):
+        return 2 * function(*args)
 
-    original, given = Unit.reduce("me")
-    assert given == "me"
-    assert original.__qualname__ == "Unit.reduce"
-    assert patches.armed == 1
-    patches.restore()
-    assert Unit.reduce is original
+    return wrapper
 
 
-def test_a_property_stays_one():
-    patches = Patches()
-    patches(Unit, "_has_replica_sum")(lambda right, self: "replaced")
-    try:
-        assert vars(Unit)["_has_replica_sum"].fget(None) == "replaced"
-    finally:
+class Base:
+    def number(self):
+        return 1
+
+
+class Child(Base):
+    scale = 10
+
+    def number(self):
+        """Return a number; not 2."""
+        own = super().number()
+        own = own + 1
+        return self.scale * own
+
+    @property
+    def prop(self):
+        return "right"
+
+    @staticmethod
+    @twice
+    def static(number):
+        if number:
+            return number
+        return -1
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    value: int
+
+    def __post_init__(self):
+        if self.value < 0:
+            raise ValueError("negative")
+
+
+def count_up(start):
+    def count():
+        nonlocal start
+        start += 1
+        return start
+
+    return count
+
+
+@pytest.fixture
+def patches():
+    made = Patches()
+    yield made
+    made.restore()
+
+
+class TestEdits:
+    def test_the_function_computes_what_the_edit_says_until_it_is_put_back(self, patches):
+        code, child = Child.number.__code__, Child()
+        patches[Child.number, "own + 1"] = "own + 2"
+        assert child.number() == 20
+        patches.install()
+        assert (child.number(), patches.armed) == (30, 1)
         patches.restore()
+        assert child.number() == 20
+        assert Child.number.__code__ is code
 
+    def test_several_edits_of_one_function_are_made_one_after_another(self, patches):
+        patches[Child.number, "own + 1"] = "own + 2"
+        patches[Child.number, "own + 2"] = "own + 3"
+        patches[Child.number, "return self"] = """
+            if own == 4:
+                own = 5
+            ..."""
+        patches.install()
+        assert Child().number() == 50
 
-def test_a_name_that_does_not_exist_is_refused():
-    with pytest.raises(MutantError, match=r"Unit\.reduze to replace, got None"):
-        Patches()(Unit, "reduze")
+    def test_lines_are_matched_and_indented_as_they_stand(self, patches):
+        patches[Child.static, "if number:\n    return number"] = """
+            if number > 1:
+                ..."""
+        patches.install()
+        assert [Child.static(number) for number in (0, 1, 2)] == [-2, -2, 4]
 
+    def test_a_property_is_given_by_itself(self, patches):
+        patches[Child.prop, "right"] = "wrong"
+        patches.install()
+        assert Child().prop == "wrong"
 
-@pytest.mark.parametrize(
-    "wrong", [lambda right, **others: None, lambda right, self: None, lambda right, *all: None]
-)
-def test_a_replacement_without_room_for_what_the_original_takes_is_refused(wrong):
-    patches = Patches()
-    with pytest.raises(MutantError, match=r"one without (async_op|1 arguments by place)"):
-        patches(Unit, "_sum_shards")(wrong)
-    assert not patches.armed
+    def test_a_method_of_a_dataclass_is_one_of_its_slotted_copy(self, patches):
+        patches[Record.__post_init__, "self.value < 0"] = "self.value < 1"
+        patches.install()
+        with pytest.raises(ValueError, match="negative"):
+            Record(0)
 
+    def test_a_closure_keeps_its_variables(self, patches):
+        count = count_up(1)
+        count()
+        patches[count, "+= 1"] = "+= 10"
+        patches.install()
+        assert count() == 12
 
-def raised_by(wrong):
-    patches = Patches()
-    patches(Unit, "reduce")(wrong)
-    try:
+    def test_a_second_mutant_of_a_module_is_refused(self, patches):
+        patches[Child.number, "own + 1"] = "own + 2"
+        patches.install()
+        second = Patches()
+        second[Child.prop, "right"] = "wrong"
+        with pytest.raises(MutantError, match="one mutant at a time"):
+            second.install()
+        second.restore()
+        assert (Child().number(), Child().prop) == (30, "right")
+
+    def test_a_traceback_names_the_line(self, patches):
+        patches[Child.number, "own + 1"] = "own + int('x')"
+        patches.install()
+        with pytest.raises(ValueError, match="invalid literal") as raised:
+            Child().number()
+        last = traceback.extract_tb(raised.value.__traceback__)[-1]
+        assert (last.filename, last.line) == (__file__, "own = own + 1")
+
+    @pytest.mark.parametrize(("fragment", "times"), [("own + 7", 0), ("own", 4), ("number", 3)])
+    def test_what_is_not_there_once_is_refused(self, patches, fragment, times):
+        with pytest.raises(MutantError, match=rf"once in Child\.number, got it {times} times"):
+            patches[Child.number, fragment] = "pass"
+
+    def test_a_function_without_a_source_is_refused(self, patches):
+        with pytest.raises(MutantError, match="with a source to edit, got <built-in"):
+            patches[len, "x"] = "y"
+
+    def test_an_edit_whose_names_are_gone_is_noted(self, patches):
+        patches[Child.number, "own + 1"] = "own + self.gone"
+        patches.install()
         with pytest.raises(AttributeError):
-            Unit.reduce("me")
-    finally:
-        patches.restore()
-    return patches.outdated
+            Child().number()
+        assert "no attribute 'gone'" in patches.outdated
 
-
-def test_a_replacement_whose_names_are_gone_is_noted():
-    assert "no attribute 'gone'" in raised_by(lambda right, self: self.gone)
-
-
-def test_what_the_system_raises_of_it_is_not():
-    assert raised_by(lambda right, self: right(self)) == ""
+    def test_what_the_rest_of_the_function_raises_of_it_is_not(self, patches):
+        patches[Child.number, "own + 1"] = "None"
+        patches.install()
+        with pytest.raises(TypeError):
+            Child().number()
+        assert patches.outdated == ""

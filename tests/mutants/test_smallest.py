@@ -18,6 +18,7 @@ from zero_sim.mutants.smallest import (
 )
 from zero_sim.run import run_case
 from zero_sim.scenario.dump import to_chosen_toml
+from zero_sim.shrink import Size, size_of
 
 IDS = sorted(smallest_cases())
 
@@ -39,6 +40,38 @@ def test_the_case_finds_the_mutant_and_nothing_where_it_is_not(pool, id):
     with one.apply():
         assert found_by(run_case(case, pool=pool))
     assert run_case(case, pool=pool).verdict in ("pass", "inconclusive")
+
+
+@pytest.mark.parametrize(
+    ("id", "least"),
+    [
+        # A border between two shards, and an element on either side of it.
+        ("L01", (2, 1, 2, 1, 0)),
+        # A rank that owns nothing: one element, two ranks.
+        ("E03", (2, 1, 1, 1, 0)),
+        # The last of several buckets: two, so two params, each as large as a bucket.
+        ("B04", (1, 2, 2, 1, 1)),
+        # A param that just fills its bucket.
+        ("M13", (1, 1, 1, 1, 1)),
+        # Two copies of the state, on a rank each.
+        ("M29", (2, 1, 1, 1, 1)),
+        # Copies, and a sum after each of two micro-batches.
+        ("M43", (2, 1, 1, 1, 3)),
+        # A division by two rounds nothing: three ranks.
+        ("S03", (3, 1, 1, 1, 0)),
+        # What is carried over to the next step, where accumulation begins anew.
+        ("M41", (1, 1, 1, 2, 1)),
+        # As words, "10" comes before "2": eleven pieces.
+        ("M95", (11, 1, 11, 2, 1)),
+        # Two groups of two ranks each.
+        ("M65", (4, 1, 1, 1, 1)),
+        # A scale that grows a step late: grown after one step, used in the next.
+        ("I05", (1, 1, 1, 2, 2)),
+    ],
+)
+def test_the_size_is_what_reason_says(id, least):
+    names = ("ranks", "params", "elements", "steps", "features")
+    assert size_of(smallest_cases()[id]) == Size(**dict(zip(names, least, strict=True)))
 
 
 def test_its_features_are_known():

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zero_sim.errors import UsageError
-from zero_sim.report.chrome_trace import chrome_trace, write_chrome_trace
+from zero_sim.report.traces import chrome_trace, write_chrome_trace
 from zero_sim.sim import Moment
 
 validator = pytest.importorskip("torch.profiler._trace_validator")

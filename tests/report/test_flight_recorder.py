@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zero_sim.errors import UsageError
-from zero_sim.report.flight_recorder import write_flight_recorder
+from zero_sim.report.traces import write_flight_recorder
 from zero_sim.sim import ContractViolation, Deadlock
 
 fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")

@@ -14,12 +14,11 @@ from zero_sim.bundle.records import current_environment
 from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.mutants import find_mutants
 from zero_sim.mutants.records import Trial
-from zero_sim.report.chrome_trace import chrome_trace
-from zero_sim.report.flight_recorder import flight_recorder_dumps
 from zero_sim.report.html import render_page
 from zero_sim.report.mutants import render_trial
 from zero_sim.report.text import render_bundle, render_case, render_replay
 from zero_sim.report.timeline import read_timeline
+from zero_sim.report.traces import chrome_trace, flight_recorder_dumps
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import ModelSpec, Scenario
 from zero_sim.sim import CollectiveRecord, EventLog

@@ -3,16 +3,17 @@
 import dataclasses
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
+import jinja2
 import pytest
 import torch
 
 from zero_sim.bundle import Bundle
 from zero_sim.bundle.records import current_environment
 from zero_sim.findings.records import Evidence, Finding
-from zero_sim.report.html import render_page, write_page
-from zero_sim.report.html_tables import values_table
-from zero_sim.report.markup import Markup, element, escaped
+from zero_sim.report import pages
+from zero_sim.report.html import render_page, values_table, write_page
 from zero_sim.report.svg_buffer_map import buffer_map_pictures
 from zero_sim.scenario.spec import ModelSpec, Scenario
 from zero_sim.sim import CollectiveRecord, EventLog
@@ -156,7 +157,7 @@ def test_what_it_shows(bundle):
 
 def test_the_folder_is_part_of_the_replay_line(bundle, tmp_path):
     page = render_page([bundle()], bundles_folder=tmp_path / "my bundles")
-    assert f"--bundles &#x27;{tmp_path}/my bundles&#x27;" in page
+    assert f"--bundles &#39;{tmp_path}/my bundles&#39;" in page
 
 
 def test_wide_things_scroll_in_their_own_box(bundle):
@@ -240,15 +241,25 @@ class TestStripPicture:
         assert buffer_map_pictures(even_strip()).count('class="strip"') == 1
 
 
-class TestMarkup:
-    def test_strings_are_escaped_and_markup_is_not(self):
-        inner = element("b", "<i>")
-        assert element("p", inner, "&", class_="a\"'") == (
-            '<p class="a&quot;&#x27;"><b>&lt;i&gt;</b>&amp;</p>'
-        )
+class TestValues:
+    def test_values_are_escaped_and_markup_is_not(self):
+        inner = pages.render("table.html", head=["<i>"], rows=[("a\"'", ["&"])])
+        assert "<th>&lt;i&gt;</th>" in inner
+        assert 'class="a&#34;&#39;"><td>&amp;</td>' in inner
+        outer = pages.render("table.html", head=[], rows=[("", [inner])])
+        assert f"<td>{inner}</td>" in outer
 
     def test_control_characters_are_spelled_out(self):
-        assert escaped("a\x1b\u202eb\n") == "a\\x1b\\u202eb\n"
+        text = pages.render("legend.html", entries=[("", "a\x1b\u202eb\n")])
+        assert "a\\x1b\\u202eb\n</span>" in text
 
-    def test_what_becomes_of_markup_is_no_markup(self):
-        assert not isinstance(Markup("<b>") + "<i>", Markup)
+    def test_a_variable_that_is_not_given_is_an_error(self):
+        with pytest.raises(jinja2.UndefinedError, match="'entries' is undefined"):
+            pages.render("legend.html")
+
+    def test_only_a_template_makes_markup(self):
+        folder = Path(pages.__file__).parent
+        for path in (folder / "templates").iterdir():
+            assert not re.search(r"\|\s*safe|autoescape", path.read_text()), path.name
+        makers = [path.name for path in folder.glob("*.py") if "Markup(" in path.read_text()]
+        assert makers == ["pages.py"]

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from zero_sim.findings.records import Finding
-from zero_sim.report.html_calls import RANKS_MAX, SUSPECTS_MAX, near_calls
-from zero_sim.report.kinds import class_of, legend
+from zero_sim.report.html_calls import RANKS_MAX, SUSPECTS_MAX, class_of, legend, near_calls
 from zero_sim.sim import CollectiveRecord, EventLog
 
 

@@ -9,16 +9,14 @@ import torch
 
 from zero_sim.findings.records import CaseResult, Evidence, Finding
 from zero_sim.report.explain import explain
-from zero_sim.report.records import Fact, Measurement
+from zero_sim.report.records import Fact, Measurement, render_facts, render_measurements
 from zero_sim.report.text import (
     FINDINGS_SHOWN,
     id_width,
     render_case,
     render_case_line,
     render_explanation,
-    render_facts,
     render_finding,
-    render_measurements,
     render_reduced,
     render_summary,
 )

@@ -61,7 +61,7 @@ def test_the_first_world_trains_on_and_the_second_begins_where_the_save_did(tmp_
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("form", ["sharded", "consolidated", "dcp"])
+@pytest.mark.parametrize("form", ["sharded", "consolidated"])
 def test_our_own_system_goes_back_to_what_there_was(pool, stage, form):
     result = judged(
         pool,

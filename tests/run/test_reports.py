@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+
 import pytest
+import torch
 
 from zero_sim.errors import EnvironmentProblem
-from zero_sim.findings.records import Finding
+from zero_sim.findings.records import Evidence, Finding
+from zero_sim.judge.copies import Copy
+from zero_sim.judge.grad_stats import PartStats, ReportedStats
+from zero_sim.judge.guarantee import Width
+from zero_sim.judge.judge_report import JudgeReport
+from zero_sim.judge.rank_digests import RankDigests
+from zero_sim.judge.rules import RulesTried
 from zero_sim.run.reports import CaseRun, Failure, Report, result_of
 from zero_sim.scenario.spec import ModelSpec, Scenario, WorldSpec
 
 CASE = Scenario(schema=1, name="case", model=ModelSpec(name="mlp"), world=WorldSpec(size=2))
 GONE = Failure(kind="system", message="RuntimeError: Connection closed by peer", rank=1, time=1.0)
+ONE = torch.ones(1)
 LOST = Finding(check="world.rank-died", rank=0, message="rank 0: its process ended")
 
 
@@ -51,3 +64,38 @@ def test_what_the_machine_lacks_comes_before_all():
     lacks = Failure(kind="machine", message="expected a GPU", rank=1, time=9.0)
     with pytest.raises(EnvironmentProblem, match="expected a GPU"):
         result(Report(found=[LOST]), Report(failure=lacks))
+
+
+def test_a_report_comes_through_json_as_it_was():
+    found = replace(
+        LOST,
+        index=(1, 2),
+        differ_spans=((0, 3),),
+        evidence=Evidence(start=0, expected=ONE, got=ONE),
+    )
+    tried = RulesTried(assumed="clip = 'a'", tried=2, fitting=("b",), blind="too small")
+    judged = JudgeReport(
+        world_ranks=(0, 2),
+        first_step=1,
+        has_started=True,
+        compared_elems=5,
+        nonzero_fraction_max=0.5,
+        same_data=False,
+        has_stepped=True,
+        uncertified_step=None,
+        unobserved=frozenset({"norm"}),
+        owed=Counter({"one-sum": 3}),
+        width=Width(reach=1e-7, signless=2),
+        digests=RankDigests(
+            copies=(Copy(step=0, what="norm", param="", start=0, rank=2, digest="ab"),),
+            part_stats=(PartStats(step=0, param="w", start=0, squares=math.inf, terms=1, zeros=0),),
+            reported=(ReportedStats(step=0, rank=2, norm=None, zeros=1, terms=1),),
+        ),
+        rules=RulesTried(assumed="", tried=1, fitting=(), what="mistake", also=tried),
+        bad_step=1,
+        findings=(found,),
+    )
+    report = Report(judged=[judged], found=[found], failure=GONE, accuracy=0.5, said=["so"])
+    heard = Report.from_dict(json.loads(json.dumps(report.as_dict())))
+    assert heard == replace(report, drifts=[], measured=[])
+    assert heard.found[0].evidence is None

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from zero_sim.scenario.bare_params import fitted_one_rank, unread_by, with_others
+from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
     DataSpec,
@@ -18,7 +19,6 @@ from zero_sim.scenario.spec import (
     TopologySpec,
     WorldSpec,
 )
-from zero_sim.scenario.unused import without_unused
 
 SHAPES = ((3,), (2,), (1,))
 
@@ -113,7 +113,7 @@ def test_what_makes_sense(said):
         (
             {"one_rank": (one(),), "data": DataSpec(ranks="same")},
             "model.one_rank",
-            "got data.ranks = 'same'",
+            "with data.ranks = 'same'",
         ),
     ],
     ids=str,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_sim.errors import UsageError
-from zero_sim.scenario.select import compile_expression
+from zero_sim.scenario.discover import compile_expression
 
 IDS = ("toy/size=1,dtype=bf16", "toy/size=2,dtype=fp32", "digits", "my case (old)")
 

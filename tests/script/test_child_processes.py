@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from zero_sim.script import child_guard
-from zero_sim.script.child_guard import REFUSED_STATUS, GuardedRun, NoRank
+from zero_sim.script.process_calls import REFUSED_STATUS, GuardedRun, NoRank
 
 START = """import multiprocessing
 import torch.distributed as dist

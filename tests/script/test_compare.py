@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from zero_sim.script.compare import first_difference
-from zero_sim.script.record import Point, ScriptRun
+from zero_sim.script.record import Point, ScriptRun, first_difference
 
 
 def point(name="step", *, visit=0, **digests):

@@ -19,7 +19,6 @@ from zero_sim.targets import (
 )
 
 ROOT = Path(__file__).parents[2]
-LINES_MAX = 150
 NAMES = library_target_names()
 
 
@@ -46,13 +45,6 @@ def test_none_of_them_is_imported_with_zero_sim():
     packages = {find_target(name).library.package.partition(".")[0] for name in NAMES}
     assert packages
     assert packages.isdisjoint(sys.modules)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_its_module_is_a_few_dozen_lines(name):
-    folder = Path(sys.modules[type(find_target(name)).__module__].__file__).parent
-    longest = max(len(path.read_text().splitlines()) for path in folder.glob("*.py"))
-    assert longest <= LINES_MAX
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -67,6 +67,16 @@ def test_a_registered_one_has_its_own_name():
     assert name_of(find_target("torch-ddp")) == "torch-ddp"
 
 
-def test_a_name_that_is_nearly_one_is_told_which():
-    with pytest.raises(UsageError, match=r"got 'torch-dpp'\. Try 'torch-ddp'\."):
-        find_target("torch-dpp")
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("torch-dpp", "torch-ddp"),
+        ("torch-ddp-knobs", "torch-ddp"),
+        ("torch-fsdp1-knobs", "torch-fsdp1"),
+        ("torch-fsdp2-knobs", "torch-fsdp2"),
+        ("torch-fsdp2-knobs-as-is", "torch-fsdp2-as-is"),
+    ],
+)
+def test_a_name_that_is_nearly_one_or_was_one_is_told_which(name, near):
+    with pytest.raises(UsageError, match=rf"got '{name}'\. Try '{near}'\."):
+        find_target(name)

@@ -33,12 +33,11 @@ def case(target, stage, *, dtype="fp32", size=2, micro_batches=2):
     ("target", "stage", "dtype"),
     [
         ("torch-ddp", 0, "fp32"),
-        ("torch-ddp-knobs", 0, "fp32"),
         ("torch-zero-redundancy", 1, "fp32"),
         ("torch-fsdp1", 3, "fp32"),
-        ("torch-fsdp1-knobs", 3, "bf16"),
+        ("torch-fsdp1", 3, "bf16"),
         ("torch-fsdp2", 1, "fp32"),
-        ("torch-fsdp2-knobs", 3, "bf16"),
+        ("torch-fsdp2", 3, "bf16"),
     ],
 )
 def test_a_tied_param_equals_the_reference(target, stage, dtype):
@@ -63,10 +62,10 @@ def test_one_device_alone_has_them_too():
     ids=str,
 )
 def test_fsdp1_accumulates_no_16_bit_gradient_of_a_tied_param_that_is_whole(parts, paths):
-    target = find_target("torch-fsdp1-knobs")
-    found = refusals(target, case("torch-fsdp1-knobs", **parts))
+    target = find_target("torch-fsdp1")
+    found = refusals(target, case("torch-fsdp1", **parts))
     assert [problem.path for problem in found] == paths
-    assert not refusals(find_target("torch-fsdp1-knobs-as-is"), case("torch-fsdp1-knobs", **parts))
+    assert not refusals(find_target("torch-fsdp1-as-is"), case("torch-fsdp1", **parts))
 
 
 @pytest.mark.parametrize(

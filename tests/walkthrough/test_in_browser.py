@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from zero_sim.report.walk_html import write_walk
+from zero_sim.report.walks import write_walk
 from zero_sim.walkthrough import walk_lifecycle, walk_ring, walk_zero1
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")

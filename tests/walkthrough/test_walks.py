@@ -8,9 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from zero_sim.cli.main import main
-from zero_sim.report.walk_html import render_walk_page
-from zero_sim.report.walk_text import render_walk
-from zero_sim.report.walks import Cell, Step, Table, Walk
+from zero_sim.report.walks import Cell, Step, Table, Walk, render_walk, render_walk_page
 from zero_sim.walkthrough import ring as of_ring
 from zero_sim.walkthrough import walk_lifecycle, walk_ring, walk_step, walk_zero1
 from zero_sim.walkthrough.lifecycle import run_step as run_life
@@ -207,7 +205,7 @@ def test_as_a_page(tmp_path):
     page = tmp_path / "ring.html"
     assert run("ring", "--html", page).exit_code == 0
     text = page.read_text()
-    assert "default-src 'none'" in text.replace("&#x27;", "'")
+    assert "default-src 'none'" in text.replace("&#39;", "'")
     assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org", "")
     assert text.count('class="walk"') > 9
 

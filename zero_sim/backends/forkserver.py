@@ -3,11 +3,10 @@
 Importing torch takes seconds, forking milliseconds. It never computes itself, so that no
 thread of torch's is alive when it forks.
 
-`Teams` runs it with the module search path of its own process. It speaks JSON lines. On stdin first
-`{"address": ..., "authkey": hex, "preload": [module, ...]}`; then `{"fork": {"rank": ...}}`,
-answered with `{"pid": ...}`, and `{"reap": pid}`, answered with `{"status": ...}` once it has
-ended, or `{"ended": pid}`, answered at once, with a status of null where it runs. It ends when
-stdin does; workers end with the connection to who asked for them.
+`Teams` runs it with the module search path of its own process. It speaks JSON over a connection.
+First it gets the names of the modules to import; then `{"fork": rank}` and the descriptor of the
+worker's own connection, answered with the process id, and `{"reap": pid}`, answered with the exit
+status once it has ended. It ends when the connection does; so does each worker with its own.
 """
 
 from __future__ import annotations
@@ -16,71 +15,49 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping
-from multiprocessing.connection import Client
-from typing import Any
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 
 from zero_sim.host.garbage import collect_seldom, spare_imports
 from zero_sim.host.signals import leave_to_owner
 from zero_sim.host.warnings_once import tell_once
 
 
-def main() -> None:
-    """Serve until stdin ends."""
-    # Answers go to who asked; what an imported module prints must not be among them.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def main(requests: Connection) -> None:
+    """Serve until the connection ends."""
     leave_to_owner()
     tell_once()
     collect_seldom()
-    settings = json.loads(sys.stdin.readline())
-    for name in settings["preload"]:
+    for name in json.loads(requests.recv_bytes()):
         importlib.import_module(name)
     # Before the forks, which share its pages until a collection writes into them.
     spare_imports()
-    for line in sys.stdin:
-        request = json.loads(line)
+    while True:
+        try:
+            request = json.loads(requests.recv_bytes())
+        except (EOFError, ConnectionError):
+            return
         if "fork" in request:
-            answer = {"pid": _fork(settings, request["fork"])}
-        elif "ended" in request:
-            answer = {"status": _look(request["ended"])}
+            with Connection(recv_handle(requests)) as connection:
+                answer = os.fork()
+                if answer == 0:
+                    _be_worker(requests, connection, rank=request["fork"])
         else:
-            answer = {"status": _reap(request["reap"])}
-        print(json.dumps(answer), file=answers, flush=True)
+            # Negative for a signal.
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])
+        requests.send_bytes(json.dumps(answer).encode())
 
 
-def _fork(settings: Mapping[str, Any], who: Mapping[str, Any]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        _be_worker(settings, who)
-    return pid
-
-
-def _be_worker(settings: Mapping[str, Any], who: Mapping[str, Any]) -> None:
+def _be_worker(requests: Connection, connection: Connection, *, rank: int) -> None:
     """Never comes back: nothing of the fork server's own may run in the child, whatever happens."""
     status = 1
     try:
-        # The fork server's stdin is not the child's to read, nor to keep open.
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        connection = Client(settings["address"], authkey=bytes.fromhex(settings["authkey"]))
-        connection.send_bytes(json.dumps({**who, "pid": os.getpid()}).encode())
+        # Or nobody would notice that the fork server ended while a worker runs.
+        requests.close()
         from zero_sim.backends.worker import serve
 
-        serve(connection, rank=who["rank"])
+        serve(connection, rank=rank)
         status = 0
     finally:
         sys.stderr.flush()
         os._exit(status)
-
-
-def _look(pid: int) -> int | None:
-    """The exit status of a worker that has ended, which is left to be reaped; None if it runs."""
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if ended is None:
-        return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-
-def _reap(pid: int) -> int:
-    """Wait for a worker that has ended or was killed; its exit status, negative for a signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

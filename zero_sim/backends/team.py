@@ -6,22 +6,15 @@ import contextlib
 import itertools
 import json
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import (
-    Connection,
-    answer_challenge,
-    deliver_challenge,
-    wait,
-)
-from pathlib import Path
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import send_handle
 from typing import Any, Literal, Self
 
 import torch.distributed as dist
@@ -31,14 +24,14 @@ from zero_sim.errors import EnvironmentProblem
 TEAMS_OPEN_MAX = 4
 _START_SECONDS = 120.0
 _STACK_SECONDS = 5.0
-_LOOK_SECONDS = 0.25
-"""How long nobody may connect before it is looked whether those that are to come still run."""
 _FORKSERVER = """
 import json, sys
-path = json.loads(sys.stdin.readline())
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv.pop()))
+path = json.loads(connection.recv_bytes())
 sys.path[:] = [*path, *(each for each in sys.path if each not in path)]
 from zero_sim.backends.forkserver import main
-main()
+main(connection)
 """
 """Workers import what this process can, from where it does; a `-m` would add the current folder."""
 _LOOK = 0.25
@@ -90,10 +83,6 @@ class JobRank:
     """Says so of this one."""
 
 
-class _NotConnected(Exception):
-    """A worker that was forked never came; says which, and why."""
-
-
 @dataclass(slots=True)
 class _Team:
     workers: list[_Worker]
@@ -123,34 +112,23 @@ class Teams:
         self._job_rank = job_rank
         self._teams: dict[int, _Team] = {}
         self._numbers = itertools.count()
-        self._folder = tempfile.TemporaryDirectory(prefix="zero-sim-")
-        authkey = secrets.token_bytes(32)
-        self._authkey = authkey
-        self._listener = socket.socket(socket.AF_UNIX)
-        address = str(Path(self._folder.name) / "workers")
-        self._listener.bind(address)
-        self._listener.listen()
         self._store = None
         if job_rank is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # One thread a process: ranks share the cores, and the count decides the bits of a product.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self._forkserver = subprocess.Popen(
-            [sys.executable, "-P", "-c", _FORKSERVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **threads},
-            text=True,
-            bufsize=1,
-        )
+        self._requests, theirs = Pipe()
+        with theirs:
+            self._forkserver = subprocess.Popen(
+                [sys.executable, "-P", "-c", _FORKSERVER, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                # This process's output is its own; what an imported module prints is no part of it.
+                stdout=2,
+                env={**os.environ, **threads},
+            )
         self._say([each for each in sys.path if isinstance(each, str)])
-        self._say(
-            {
-                "address": address,
-                "authkey": authkey.hex(),
-                "preload": list(preload),
-            }
-        )
+        self._say(list(preload))
 
     def __enter__(self) -> Self:
         return self
@@ -208,12 +186,8 @@ class Teams:
             for team in self._teams.values():
                 self._end(team)
         self._teams.clear()
-        with self._forkserver:
-            assert self._forkserver.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                self._forkserver.stdin.close()
-        self._listener.close()
-        self._folder.cleanup()
+        self._requests.close()
+        self._forkserver.wait()
 
     def _team(self, size: int) -> _Team:
         team = self._teams.pop(size, None)
@@ -226,16 +200,7 @@ class Teams:
 
     def _start(self, size: int) -> _Team:
         first = 0 if self._job_rank is None else self._job_rank.rank
-        pids = [self._ask({"fork": {"rank": first + rank}})["pid"] for rank in range(size)]
-        try:
-            workers = self._connect(pids, first=first)
-        except _NotConnected as lost:
-            for pid in pids:
-                self._kill(pid)
-            for pid in pids:
-                self._ask({"reap": pid})
-            raise EnvironmentProblem(f"cannot start {size} workers; the one of {lost}") from None
-        team = _Team(workers)
+        team = _Team([self._fork(first + rank) for rank in range(size)])
         join = {
             "op": "join",
             "backend": self._backend,
@@ -270,74 +235,41 @@ class Teams:
             "team": f"job-{job_rank.generation}",
         }
 
-    def _connect(self, pids: Sequence[int], *, first: int) -> list[_Worker]:
-        """Wait until every worker has connected.
-
-        Raises:
-            _NotConnected: One of them ended before, or did not come in time.
-        """
-        workers: dict[int, _Worker] = {}
-        deadline = time.monotonic() + _START_SECONDS
-        while len(workers) < len(pids):
-            if wait([self._listener], timeout=_LOOK_SECONDS):
-                handle = self._listener.accept()[0].detach()
-                try:
-                    worker = _greet(Connection(handle), authkey=self._authkey)
-                except (EOFError, OSError):
-                    continue  # It has ended since; the next look tells which one.
-                workers[worker.rank - first] = worker
-                continue
-            for rank in sorted(set(range(len(pids))) - workers.keys()):
-                status = self._ask({"ended": pids[rank]})["status"]
-                if status is not None:
-                    raise _NotConnected(f"rank {rank} died: its process ended with {_how(status)}")
-                if time.monotonic() > deadline:
-                    raise _NotConnected(f"rank {rank} did not connect in {_START_SECONDS:g} s")
-        assert all(workers[rank].pid == pid for rank, pid in enumerate(pids))
-        return [workers[rank] for rank in range(len(pids))]
-
-    def _kill(self, pid: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    def _fork(self, rank: int) -> _Worker:
+        ours, theirs = Pipe()
+        with theirs:
+            self._say({"fork": rank})
+            # Where the fork server has ended, no answer comes.
+            with contextlib.suppress(ConnectionError):
+                send_handle(self._requests, theirs.fileno(), self._forkserver.pid)
+        return _Worker(rank, self._hear(), ours)
 
     def _end(self, team: _Team) -> dict[int, int]:
         """Kill a team's workers; the exit status of each, by rank, as it was before."""
         statuses = {}
         for worker in team.workers:
             worker.connection.close()
-            self._kill(worker.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
         for worker in team.workers:
-            statuses[worker.rank] = self._ask({"reap": worker.pid})["status"]
+            self._say({"reap": worker.pid})
+            statuses[worker.rank] = self._hear()
         return statuses
 
     def _say(self, message: object) -> None:
-        assert self._forkserver.stdin is not None
-        # Where it has ended, the next question tells.
-        with contextlib.suppress(BrokenPipeError):
-            self._forkserver.stdin.write(json.dumps(message) + "\n")
+        # Where the fork server has ended, no answer comes.
+        with contextlib.suppress(ConnectionError):
+            self._requests.send_bytes(json.dumps(message).encode())
 
-    def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._forkserver.stdout is not None
-        self._say(message)
-        answer = self._forkserver.stdout.readline()
-        if not answer:
+    def _hear(self) -> int:
+        """The fork server's answer to the last request."""
+        try:
+            return json.loads(self._requests.recv_bytes())
+        except (EOFError, ConnectionResetError):
             raise EnvironmentProblem(
                 "expected the process that starts workers to answer, but it ended with "
                 f"{_how(self._forkserver.wait())}. Its error output stands above."
-            )
-        return json.loads(answer)
-
-
-def _greet(connection: Connection, *, authkey: bytes) -> _Worker:
-    """Make sure that who connected is a worker of ours, and hear which.
-
-    Raises:
-        EOFError, OSError: It has ended.
-    """
-    deliver_challenge(connection, authkey)
-    answer_challenge(connection, authkey)
-    hello = json.loads(connection.recv_bytes())
-    return _Worker(hello["rank"], hello["pid"], connection)
+            ) from None
 
 
 def _broadcast(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from zero_sim.errors import UsageError
@@ -54,7 +55,7 @@ def append_history(path: Path, measurements: Sequence[Measurement], **about: str
     Raises:
         UsageError: It cannot be written.
     """
-    line = json.dumps({**about, "measurements": [each.as_dict() for each in measurements]})
+    line = json.dumps({**about, "measurements": [asdict(each) for each in measurements]})
     try:
         with path.open("a") as file:
             file.write(f"{line}\n")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, Literal
 
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -18,15 +17,14 @@ from torch import Tensor
 import zero_sim
 from zero_sim.bundle.check import (
     check_buffer_map,
-    check_call,
     check_case,
     check_evidence,
     check_finding,
     check_logs,
     check_moment,
+    integers,
     world_sizes,
 )
-from zero_sim.bundle.decode import InvalidField, fields_of, integers, record_of, typed
 from zero_sim.bundle.records import (
     BUNDLE_FILE,
     CASE_FILE,
@@ -41,38 +39,31 @@ from zero_sim.bundle.records import (
     bundle_id,
 )
 from zero_sim.errors import BundleError
-from zero_sim.findings.records import BufferMap, Evidence, Finding, Verdict
+from zero_sim.findings.records import BufferMap, Evidence, Finding
 from zero_sim.scenario.decode import decode
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord, EventLog, Moment
 from zero_sim.targets import library_target_names, target_names
-from zero_sim.untrusted import NESTING_MAX, Unreadable, nests_too_deep, printable, read_regular
+from zero_sim.untrusted import Unreadable, printable, read_regular
+from zero_sim.untrusted_json import (
+    InvalidField,
+    build_record,
+    check_integers,
+    matching,
+    parse,
+    show,
+)
 
 HEAD_BYTES_MAX = 1 << 26
 FILE_BYTES_MAX = 1 << 30
 """What is larger was not written by us, and need not be read to know it."""
 
-_FIELDS = (
-    "format",
-    "version",
-    "id",
-    "verdict",
-    "scenario",
-    "seed",
-    "findings",
-    "evidence",
-    "notes",
-    "environment",
-    "worlds",
-    "files",
-)
-_LATER_FIELDS = ("strip", "target", "device", "backend", "written")
-"""Fields that a bundle may lack: the first ones were written before there were any."""
 _IDS_SHOWN = 5
-_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-_TARGET_CHARS_MAX = 200
-_DEVICE = re.compile(r"[a-z][a-z0-9_]{0,30}(:\d{1,3})?")
-_DAY = re.compile(r"\d{4}-\d\d-\d\d")
+_TARGET = matching(
+    r"(?!.{201})([^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*)?", "a name such as module:name"
+)
+_DEVICE = matching(r"[a-z][a-z0-9_]{0,30}(:\d{1,3})?", "a name such as cuda:1")
+_DAY = matching(r"(\d{4}-\d\d-\d\d)?", "a day such as 2026-07-31")
 
 
 def find_bundle(name: str, *, folder: Path) -> Path:
@@ -148,7 +139,20 @@ def read_bundle(path: Path) -> Bundle:
         ) from None
 
 
-class _World(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _EvidenceStart:
+    finding: int
+    start: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _World:
     digest: str
     calls: int
     moments: int
@@ -156,89 +160,83 @@ class _World(NamedTuple):
     refused: int | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Group:
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Head:
+    """Content of `BUNDLE_FILE` beside format and version.
+
+    Fields with a default are missing from older bundles.
+    """
+
+    id: str
+    verdict: Literal["fail", "error", "inconclusive"]
+    scenario: dict[str, Any]
+    seed: int
+    findings: tuple[Finding, ...]
+    evidence: tuple[_EvidenceStart, ...]
+    notes: tuple[str, ...]
+    environment: Environment
+    worlds: tuple[_World, ...]
+    files: dict[str, _File]
+    strip: BufferMap | None = None
+    target: Annotated[str, _TARGET] = ""
+    device: Annotated[str, _DEVICE] = "cpu"
+    backend: Literal["sim", "gloo", "nccl"] = "sim"
+    written: Annotated[str, _DAY] = ""
+
+
 def _read(path: Path) -> Bundle:
     head = _read_head(path)
-    files = _read_files(path, head["files"])
-    scenario = _scenario(path, head["scenario"])
-    findings = [
-        record_of(Finding, entry, where=f"findings[{i}]", besides=("evidence",))
-        for i, entry in enumerate(typed(head["findings"], list, where="findings"))
-    ]
+    files = _read_files(path, head.files)
+    scenario = _scenario(path, head.scenario)
+    ran = Ran(target=head.target, device=head.device, backend=head.backend)
+    if ran.target and ran.backend != "sim":
+        raise InvalidField(f"target: expected none with backend {ran.backend}, got {ran.target!r}")
+    findings = list(head.findings)
     if not findings:
         raise InvalidField("findings: expected at least one, got none")
-    name = typed(head["id"], str, where="id")
-    ran = _ran(head)
-    if name != (own := bundle_id(scenario, findings[0], ran=ran)):
+    if head.id != (own := bundle_id(scenario, findings[0], ran=ran)):
         raise InvalidField(
-            f"id: expected {own}, which goes with the scenario and the first finding, got {name!r}"
+            f"id: expected {own}, which goes with the scenario and the first finding, got "
+            f"{head.id!r}"
         )
-    verdict = _verdict(head["verdict"])
     rank_stop = max(world_sizes(scenario))
     for index, finding in enumerate(findings):
         check_finding(finding, where=f"findings[{index}]", rank_stop=rank_stop)
     case = _decoded(_read_file(path / CASE_FILE, bytes_max=FILE_BYTES_MAX), CASE_FILE)
-    check_case(case, scenario, seed=typed(head["seed"], int, where="seed"))
-    for index, evidence in _evidence(head["evidence"], files, finding_count=len(findings)).items():
+    check_case(case, scenario, seed=head.seed)
+    for index, evidence in _evidence(head.evidence, files, finding_count=len(findings)).items():
         findings[index] = dataclasses.replace(findings[index], evidence=evidence)
-    strip = None
-    if head.get("strip") is not None:
-        strip = record_of(BufferMap, head["strip"], where="strip")
-        check_buffer_map(strip, rank_stop=rank_stop)
-    notes = typed(head["notes"], list, where="notes")
-    environment = record_of(Environment, head["environment"], where="environment")
+    if head.strip is not None:
+        check_buffer_map(head.strip, rank_stop=rank_stop)
     # Another version hashes others.
-    is_hashed = environment.zero_sim == zero_sim.__version__
+    is_hashed = head.environment.zero_sim == zero_sim.__version__
     return Bundle(
-        id=name,
+        id=head.id,
         scenario=scenario,
-        verdict=verdict,
+        verdict=head.verdict,
         findings=tuple(findings),
-        notes=tuple(typed(note, str, where="notes") for note in notes),
-        environment=environment,
-        logs=_logs(head["worlds"], files, scenario, is_hashed=is_hashed),
-        strip=strip,
+        notes=head.notes,
+        environment=head.environment,
+        logs=_logs(head.worlds, files, scenario, is_hashed=is_hashed),
+        strip=head.strip,
         ran=ran,
-        written=_day(head.get("written", "")),
+        written=head.written,
     )
 
 
-def _verdict(value: object) -> Verdict:
-    match value:
-        case "fail" | "error" | "inconclusive":
-            return value
-    raise InvalidField(f"verdict: expected fail, error or inconclusive, got {value!r}")
-
-
-def _ran(head: Mapping[str, object]) -> Ran:
-    given = {name: head[name] for name in ("target", "device", "backend") if name in head}
-    ran = record_of(Ran, given, where=BUNDLE_FILE)
-    _target(ran.target)
-    if not _DEVICE.fullmatch(ran.device):
-        raise InvalidField(f"device: expected a name such as cuda:1, got {ran.device[:40]!r}")
-    if ran.target and ran.backend != "sim":
-        raise InvalidField(f"target: expected none with backend {ran.backend}, got {ran.target!r}")
-    return ran
-
-
-def _target(text: str) -> None:
-    if text and (len(text) > _TARGET_CHARS_MAX or not _TARGET.fullmatch(text)):
-        raise InvalidField(f"target: expected a name such as module:name, got {text[:20]!r}")
-
-
-def _day(value: object) -> str:
-    text = typed(value, str, where="written")
-    if text and not _DAY.fullmatch(text):
-        raise InvalidField(f"written: expected a day such as 2026-07-31, got {text[:20]!r}")
-    return text
-
-
-def _read_head(path: Path) -> Mapping[str, object]:
-    table = _parse(_read_file(path / BUNDLE_FILE, bytes_max=HEAD_BYTES_MAX), BUNDLE_FILE)
-    if not isinstance(table, dict) or table.get("format") != FORMAT:
+def _read_head(path: Path) -> _Head:
+    table = parse(_read_file(path / BUNDLE_FILE, bytes_max=HEAD_BYTES_MAX), where=BUNDLE_FILE)
+    if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
         raise InvalidField(
             f'{BUNDLE_FILE}: expected a bundle, "format": "{FORMAT}", got something else'
         )
-    version = typed(table.get("version"), int, where="version")
+    version = build_record(int, table.pop("version", None), where="version")
     if version > VERSION:
         raise InvalidField(
             f"version: expected at most {VERSION}, got {version}: a newer zero_sim wrote it. "
@@ -246,8 +244,10 @@ def _read_head(path: Path) -> Mapping[str, object]:
         )
     if version != VERSION:
         raise InvalidField(f"version: expected {VERSION}, got {version}")
-    later = [name for name in _LATER_FIELDS if name in table]
-    return fields_of(table, (*_FIELDS, *later), where=BUNDLE_FILE)
+    # Beside the scenario all integers count or number something.
+    counts = {name: value for name, value in table.items() if name != "scenario"}
+    check_integers(counts, where=BUNDLE_FILE, least=0)
+    return build_record(_Head, table, where=BUNDLE_FILE)
 
 
 def _read_file(path: Path, *, bytes_max: int) -> bytes:
@@ -267,9 +267,8 @@ def _decoded(data: bytes, where: str) -> str:
         ) from None
 
 
-def _read_files(path: Path, table: object) -> dict[str, bytes]:
-    """The files that the head names, each as it was written."""
-    named = typed(table, dict, where="files")
+def _read_files(path: Path, named: Mapping[str, _File]) -> dict[str, bytes]:
+    """Return the content of the files in the head, each as it was written."""
     needed, known = {TURNS_FILE, EVENTS_FILE}, {TURNS_FILE, EVENTS_FILE, TENSORS_FILE}
     if not needed <= named.keys() <= known:
         raise InvalidField(
@@ -277,29 +276,17 @@ def _read_files(path: Path, table: object) -> dict[str, bytes]:
         )
     found: dict[str, bytes] = {}
     for file, facts in named.items():
-        facts = fields_of(facts, ("bytes", "sha256"), where=f"files.{file}")
-        size = typed(facts["bytes"], int, where=f"files.{file}.bytes")
         data = _read_file(path / file, bytes_max=FILE_BYTES_MAX)
-        if len(data) != size:
-            raise InvalidField(f"expected {size} bytes in {file}, got {len(data)}")
-        if hashlib.sha256(data).hexdigest() != facts["sha256"]:
+        if len(data) != facts.bytes:
+            raise InvalidField(f"expected {facts.bytes} bytes in {file}, got {len(data)}")
+        if hashlib.sha256(data).hexdigest() != facts.sha256:
             raise InvalidField(f"expected {file} as it was written, got one that was changed since")
         found[file] = data
     return found
 
 
-def _parse(data: bytes, where: str) -> object:
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InvalidField(f"{where}: expected JSON, got an error: {error}") from None
-    if nests_too_deep(value):
-        raise InvalidField(f"{where}: expected JSON, got more than {NESTING_MAX} levels of it")
-    return value
-
-
-def _scenario(path: Path, raw: object) -> Scenario:
-    scenario, problems = decode(typed(raw, dict, where="scenario"))
+def _scenario(path: Path, raw: dict[str, object]) -> Scenario:
+    scenario, problems = decode(raw)
     if scenario is None:
         lines = "\n".join(f"  {problem}" for problem in problems)
         where = printable(f"{path}: expected a valid scenario in {BUNDLE_FILE}, got:")
@@ -314,7 +301,7 @@ def _scenario(path: Path, raw: object) -> Scenario:
 
 
 def _evidence(
-    table: object, files: Mapping[str, bytes], *, finding_count: int
+    starts: Sequence[_EvidenceStart], files: Mapping[str, bytes], *, finding_count: int
 ) -> dict[int, Evidence]:
     tensors: dict[str, Tensor] = {}
     if TENSORS_FILE in files:
@@ -325,29 +312,25 @@ def _evidence(
                 f"{TENSORS_FILE}: expected safetensors, got an error: {error}"
             ) from None
     found: dict[int, Evidence] = {}
-    for i, entry in enumerate(typed(table, list, where="evidence")):
+    for i, entry in enumerate(starts):
         where = f"evidence[{i}]"
-        facts = fields_of(entry, ("finding", "start"), where=where)
-        (index,) = integers([facts["finding"]], stop=finding_count, where=f"{where}.finding")
+        (index,) = integers([entry.finding], stop=finding_count, where=f"{where}.finding")
         sides = [tensors.get(f"{index}.{side}") for side in ("expected", "got")]
         if sides[0] is None or sides[1] is None:
             raise InvalidField(
                 f"{where}: expected {index}.expected and {index}.got in {TENSORS_FILE}"
             )
-        start = typed(facts["start"], int, where=f"{where}.start")
-        found[index] = Evidence(start=start, expected=sides[0], got=sides[1])
+        found[index] = Evidence(start=entry.start, expected=sides[0], got=sides[1])
         check_evidence(found[index], where=where)
     return found
 
 
 def _logs(
-    table: object, files: Mapping[str, bytes], scenario: Scenario, *, is_hashed: bool
+    worlds: Sequence[_World], files: Mapping[str, bytes], scenario: Scenario, *, is_hashed: bool
 ) -> tuple[EventLog, ...]:
-    worlds = [
-        record_of(_World, entry, where=f"worlds[{i}]")
-        for i, entry in enumerate(typed(table, list, where="worlds"))
-    ]
-    turns = typed(_parse(files[TURNS_FILE], TURNS_FILE), list, where=TURNS_FILE)
+    turns = parse(files[TURNS_FILE], where=TURNS_FILE)
+    if not isinstance(turns, list):
+        raise InvalidField(f"{TURNS_FILE}: expected a list, got {show(turns)}")
     if len(turns) != len(worlds):
         raise InvalidField(f"{TURNS_FILE}: expected {len(worlds)} lists, got {len(turns)}")
     logs = tuple(EventLog() for _ in worlds)
@@ -355,10 +338,12 @@ def _logs(
     sizes = world_sizes(scenario)
     for i, log in enumerate(logs):
         log.turns = integers(turns[i], stop=sizes[i], where=f"{TURNS_FILE}[{i}]")
-    groups: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in worlds]
+    groups: list[list[_Group]] = [[] for _ in worlds]
     for number, line in enumerate(files[EVENTS_FILE].splitlines(), 1):
         where = f"{EVENTS_FILE} line {number}"
-        event = dict(typed(_parse(line, where), dict, where=where))
+        event = parse(line, where=where, least=0)
+        if not isinstance(event, dict):
+            raise InvalidField(f"{where}: expected an object, got {show(event)}")
         (world,) = integers([event.pop("world", None)], stop=len(logs), where=f"{where}.world")
         _add_event(logs[world], groups[world], event, where, rank_stop=sizes[world])
     for i, (world, log) in enumerate(zip(worlds, logs, strict=True)):
@@ -381,7 +366,7 @@ def _logs(
 
 def _add_event(
     log: EventLog,
-    groups: list[tuple[str, tuple[int, ...]]],
+    groups: list[_Group],
     event: dict[str, object],
     where: str,
     *,
@@ -389,22 +374,23 @@ def _add_event(
 ) -> None:
     kind = event.pop("event", None)
     if kind == "group":
-        group = fields_of(event, ("name", "ranks"), where=where)
-        ranks = integers(group["ranks"], stop=rank_stop, where=f"{where}.ranks")
-        groups.append((typed(group["name"], str, where=f"{where}.name"), tuple(ranks)))
+        group = build_record(_Group, event, where=where)
+        integers(list(group.ranks), stop=rank_stop, where=f"{where}.ranks")
+        groups.append(group)
     elif kind == "call":
         (index,) = integers([event.pop("group", None)], stop=len(groups), where=f"{where}.group")
-        name, ranks = groups[index]
-        if typed(event.pop("harness", False), bool, where=f"{where}.harness"):
+        group = groups[index]
+        if build_record(bool, event.pop("harness", False), where=f"{where}.harness"):
             log.harness.add(len(log.collectives))
-        whole = event | {"group": name, "group_ranks": []}
-        record = record_of(CollectiveRecord, whole, where=where)._replace(group_ranks=ranks)
-        if record.rank not in ranks:
+        # Without ranks, which are checked once a group: a thousand ranks make many calls.
+        whole = event | {"group": group.name, "group_ranks": []}
+        record = build_record(CollectiveRecord, whole, where=where)
+        record = record._replace(group_ranks=group.ranks)
+        if record.rank not in group.ranks:
             raise InvalidField(f"{where}.rank: expected one of the group's, got {record.rank}")
-        check_call(record, where=where)
         log.collectives.append(record)
     elif kind == "moment":
-        moment = record_of(Moment, event, where=where)
+        moment = build_record(Moment, event, where=where)
         check_moment(moment, log, where=where)
         log.moments.append(moment)
     else:

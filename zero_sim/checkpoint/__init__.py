@@ -5,10 +5,10 @@ JSON manifest, and beside it files of tensors, in spans that are named by param.
 
 [Note: read with distrust]
 Checksums find damage; whoever alters a checkpoint on purpose puts them right. So nothing is
-believed because of one. No load unpickles, in any form, though torch's writer of the form `dcp`
-pickles. The manifest is checked value by value and as a whole; names, sizes and headers of files
-follow from it, and files that are made otherwise are refused before they are read. Whoever writes a
-checkpoint decides what is in it, of course: other weights, another learning rate.
+believed because of one, and nothing is unpickled. The manifest is checked value by value and as a
+whole; names, sizes and headers of files follow from it, and files that are made otherwise are
+refused before they are read. Whoever writes a checkpoint decides what is in it, of course: other
+weights, another learning rate.
 """
 
 from __future__ import annotations

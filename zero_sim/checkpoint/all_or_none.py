@@ -128,16 +128,6 @@ class Coordinator:
                 message, error = _ERROR + _list_failures(failed, size=self.size), raised
         return _open(self._broadcast(message), what=what, error=error)
 
-    def start_sending(self, tensor: Tensor) -> dist.Work:
-        """Send a 1D tensor to rank 0, which calls `receive`; to be waited for."""
-        work = dist.isend(tensor, group=self.group, group_dst=0)
-        assert work is not None
-        return work
-
-    def receive(self, tensor: Tensor, *, rank: int) -> None:
-        """Fill a 1D tensor with what a rank sends to this one, rank 0."""
-        dist.recv(tensor, group=self.group, group_src=rank)
-
     def _exchange(self, action: Callable[[], Any], *, what: str) -> list[bytes]:
         mine, error = _try(action)
         frames = self._all_gather(_frame(mine, _FRAME_TO_ALL_BYTES))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import torch
@@ -78,38 +77,6 @@ def build_header(entries: Sequence[Entry]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)  # a multiple of 8, so that the data is aligned
     return len(text).to_bytes(8, "little") + text
-
-
-class FileLayout:
-    """Where in a file everything lies, as follows from its record.
-
-    Args:
-        file: A record that was checked.
-        tensors: Shape and dtype of all tensors, from `Manifest.describe_tensors`.
-    """
-
-    entries: dict[str, tuple[Entry, int, int]]
-    """By key: a tensor, and its first byte and that after it, or those of its container."""
-    header: bytes | None
-    """What the file begins with; None if it is made of containers."""
-    size_bytes: int
-
-    def __init__(
-        self, file: FileRecord, *, tensors: Mapping[tuple[str, str], tuple[tuple[int, ...], str]]
-    ) -> None:
-        entries = list_entries(file, tensors)
-        if file.containers:
-            self.header = None
-            places = list(file.containers)
-        else:
-            self.header = build_header(entries)
-            sizes = (entry.size_bytes for entry in entries)
-            places = list(pairwise(accumulate(sizes, initial=len(self.header))))
-        self.entries = {
-            entry.piece.key: (entry, start, stop)
-            for entry, (start, stop) in zip(entries, places, strict=True)
-        }
-        self.size_bytes = places[-1][1]
 
 
 def list_entries(

@@ -17,16 +17,13 @@ from zero_sim.checkpoint.compatibility import (
     find_param_problems,
     find_span_problems,
 )
-from zero_sim.checkpoint.dcp_index import check_index
 from zero_sim.checkpoint.decode import decode_manifest
-from zero_sim.checkpoint.files import INDEX_NAME
 from zero_sim.checkpoint.folder import Folder, read_manifest
 from zero_sim.checkpoint.manifest import (
     MANIFEST_NAME,
     MASTER,
     Manifest,
     ParamRecord,
-    build_param,
     name_state,
 )
 from zero_sim.checkpoint.settings import probe_state, read_new_settings
@@ -40,6 +37,7 @@ from zero_sim.checkpoint.tensorfile import TensorFileReader, check_file
 from zero_sim.checkpoint.values import decode_value, find_dtype
 from zero_sim.errors import CheckpointError
 from zero_sim.layout import Span
+from zero_sim.untrusted_json import build_record
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.optimizer import DistributedOptimizer
 
@@ -131,8 +129,6 @@ def _check_files(folder: Path, manifest: Manifest, *, coordinator: Coordinator) 
     found = [problem for problem in problems if problem is not None]
     if found:
         raise CheckpointError("\n".join(found))
-    if any(record.name == INDEX_NAME for record in records):
-        check_index(folder / INDEX_NAME, manifest=manifest)
 
 
 def _check_spans(folder: Path, manifest: Manifest) -> None:
@@ -155,7 +151,7 @@ def _list_all_params(
     merged = coordinator.gather_and_decide(
         lambda: list_part_params(ddp), lambda parts: merge_params(params, parts), what=WHAT
     )
-    return tuple(build_param(record) for record in merged)
+    return build_record(tuple[ParamRecord, ...], merged, where="params")
 
 
 def _check_fit(
@@ -322,7 +318,7 @@ def _commit_optimizer(
             continue  # Of params that only other ranks hold.
         saved = manifest.groups[saved_index]
         inner.param_groups[index].update(read_new_settings(saved, inner.param_groups[index]))
-        optimizer.base_lrs[index] = decode_value(saved["base_lr"])
+        optimizer.base_lrs[index] = decode_value(saved.base_lr)
     scaler = optimizer.loss_scaler
     if scaler is not None and manifest.loss_scaler is not None:
         scaler.scale = manifest.loss_scaler.scale

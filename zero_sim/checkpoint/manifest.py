@@ -4,20 +4,59 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-Form = Literal["sharded", "consolidated", "dcp"]
+from pydantic import AfterValidator, Field
+
+from zero_sim.checkpoint.values import SAFETENSORS_DTYPES, Text, check_encoded
+from zero_sim.untrusted_json import matching, unfit
+from zero_sim.zero.variants.scaler import LossScaler
+
+Form = Literal["sharded", "consolidated"]
 
 MANIFEST_NAME: Final = "manifest.json"
 FORMAT: Final = "zero_sim checkpoint"
-VERSION: Final = 2
+VERSION: Final = 3
 
 MASTER: Final = "master"
 """Name of the fp32 master among a param's tensors."""
 
 NO_SETTINGS: Final = frozenset({"params", "param_names", "group_index"})
 """What a param group of torch holds besides its settings."""
+
+
+_ELEMS_STOP: Final = 1 << 63
+_DIMS_MAX: Final = 64
+
+
+def _check_dtype(name: str) -> str:
+    if name not in SAFETENSORS_DTYPES:
+        raise unfit(f"one of {', '.join(SAFETENSORS_DTYPES)}")
+    return name
+
+
+def _check_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) > _DIMS_MAX:
+        raise unfit(f"at most {_DIMS_MAX} sizes, as torch allows")
+    # A size of 0 does not take back what the others come to.
+    if math.prod(size for size in shape if size) >= _ELEMS_STOP:
+        raise unfit("sizes of fewer than 2^63 elements")
+    return shape
+
+
+def _check_setting(name: str) -> str:
+    if name in NO_SETTINGS:
+        raise unfit("a setting, not what torch keeps beside them")
+    return name
+
+
+Count = Annotated[int, Field(ge=0, lt=_ELEMS_STOP)]
+DtypeName = Annotated[str, AfterValidator(_check_dtype)]
+Shape = Annotated[tuple[Count, ...], AfterValidator(_check_shape)]
+Setting = Annotated[Text, AfterValidator(_check_setting)]
+Encoded = Annotated[Any, AfterValidator(check_encoded)]
 
 
 def name_state(key: str) -> str:
@@ -29,25 +68,29 @@ def name_state(key: str) -> str:
 class StateRecord:
     """One entry of the optimizer's state of one param."""
 
-    key: str
+    key: Text
     """Its name in `torch.optim`, such as `exp_avg`."""
-    dtype: str | None = None
+    dtype: DtypeName | None
     """Dtype of a tensor with one element for each of the param, which lies in files; None for
     everything else."""
-    value: Any = None
+    value: Encoded
     """What is not elementwise, such as a 0D `step`: encoded, once a param however many ranks own a
     part of it."""
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.value is not None:
+            raise unfit("a value of null beside a dtype")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamRecord:
     """One trained param."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    name: Text
+    shape: Shape
+    dtype: DtypeName
     """Of the working param; its master is fp32."""
-    group: int | None
+    group: Count | None
     """Index into `Manifest.groups`; None where no optimizer holds it, as for an empty param."""
     state: tuple[StateRecord, ...]
     """In the order in which the optimizer created it."""
@@ -57,24 +100,24 @@ class ParamRecord:
 class ModuleRecord:
     """One tensor of the module that is not trained."""
 
-    name: str
+    name: Text
     kind: Literal["frozen", "buffer"]
-    shape: tuple[int, ...]
-    dtype: str
+    shape: Shape
+    dtype: DtypeName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceRecord:
     """Where a file holds a span of a tensor of a param."""
 
-    key: str
+    key: Text
     """Name of the tensor inside its file."""
-    param: str
-    tensor: str
+    param: Text
+    tensor: Text
     """`master`, `state.` and the key of a state, or the kind of a `ModuleRecord`."""
-    start: int
+    start: Count
     """First element of the flattened param, in logical order."""
-    stop: int
+    stop: Count
     """First element after the last."""
 
 
@@ -82,34 +125,47 @@ class PieceRecord:
 class FileRecord:
     """One file beside the manifest."""
 
-    name: str
+    name: Text
     """Relative to the checkpoint."""
-    size_bytes: int
-    sha256: str
-    pieces: tuple[PieceRecord, ...] = ()
+    size_bytes: Count
+    sha256: Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")]
+    pieces: tuple[PieceRecord, ...]
     """In the order in which they lie there."""
-    containers: tuple[tuple[int, int], ...] = ()
-    """For each piece the bytes of the container around it, half-open; only in files that torch's
-    distributed checkpoint wrote."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalerRecord:
-    """The loss scaler."""
+    """The loss scaler, which checks its ranges."""
 
     scale: float
-    good_steps: int
+    good_steps: Count
     """Finite steps since the scale last changed."""
-    growth_interval: int
+    growth_interval: Count
+
+    def __post_init__(self) -> None:
+        LossScaler(
+            scale=self.scale, good_steps=self.good_steps, growth_interval=self.growth_interval
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldRecord:
     """Who wrote a checkpoint: for people, and for the names of its files."""
 
-    world_size: int
-    torch: str
+    world_size: Annotated[Count, Field(ge=1)]
+    torch: Annotated[
+        str, matching(r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}[a-z0-9.]{0,40}", "the version of a release")
+    ]
     """Version of torch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRecord:
+    """One param group."""
+
+    settings: dict[Setting, Encoded]
+    base_lr: Encoded
+    """Learning rate that factors are applied to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -121,11 +177,10 @@ class Manifest:
     params: tuple[ParamRecord, ...]
     """In registration order."""
     module: tuple[ModuleRecord, ...]
-    optimizer: str
+    optimizer: Text
     """Class of the optimizer."""
-    groups: tuple[dict[str, Any], ...]
-    """Param groups as `{"settings": {name: encoded}, "base_lr": encoded}`; equal ones only once.
-    Params name theirs."""
+    groups: tuple[GroupRecord, ...]
+    """Equal ones only once. Params name theirs."""
     loss_scaler: ScalerRecord | None
     files: tuple[FileRecord, ...]
 
@@ -176,16 +231,3 @@ def digest_content(content: Any) -> str:
     # Through JSON first: tuples become lists, as they will when the file is read.
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), default=take_apart)
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def build_param(record: dict[str, Any]) -> ParamRecord:
-    """Return the record of which this is the JSON, as another rank told it."""
-    state = tuple(StateRecord(**entry) for entry in record["state"])
-    return ParamRecord(**(record | {"shape": tuple(record["shape"]), "state": state}))
-
-
-def build_file(record: dict[str, Any]) -> FileRecord:
-    """Return the record of which this is the JSON, as another rank told it."""
-    pieces = tuple(PieceRecord(**piece) for piece in record["pieces"])
-    containers = tuple((start, stop) for start, stop in record["containers"])
-    return FileRecord(**(record | {"pieces": pieces, "containers": containers}))

@@ -12,26 +12,30 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, get_args
 
+import torch
+
+from zero_sim.checkpoint.all_or_none import Coordinator
 from zero_sim.checkpoint.folder import Folder, write_synced
 from zero_sim.checkpoint.manifest import (
     MANIFEST_NAME,
     FileRecord,
     Form,
+    GroupRecord,
     Manifest,
-    build_file,
+    ParamRecord,
+    WorldRecord,
     encode_manifest,
 )
-from zero_sim.checkpoint.save_plan import WHAT, SavePlan, agree_on_save
-from zero_sim.checkpoint.write import (
-    write_consolidated,
-    write_module_file,
-    write_own_files,
-)
+from zero_sim.checkpoint.snapshot import Snapshot, merge_reports, take_snapshot
+from zero_sim.checkpoint.write import SavePlan, write_consolidated, write_own_files
 from zero_sim.errors import CheckpointError
+from zero_sim.untrusted_json import build_record
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.optimizer import DistributedOptimizer
+
+WHAT = "Checkpoint not saved"
 
 
 def save(
@@ -54,30 +58,18 @@ def save(
         ddp: The params.
         optimizer: Their masters and state.
         form: `sharded` writes one file for each rank that owns something; `consolidated` one file
-            with whole tensors, which rank 0 gathers one at a time; `dcp` is torch's distributed
-            checkpoint, see `zero_sim.checkpoint.dcp`.
+            with whole tensors, which rank 0 gathers one at a time.
 
     Raises:
         CheckpointError: On all ranks, if anything fails on one.
     """
-    plan = agree_on_save(
-        path, ddp=ddp, optimizer=optimizer, form=form, copy=False, check_free=_check_free
-    )
+    plan = _agree(path, ddp=ddp, optimizer=optimizer, form=form, copy=False)
     _finish(plan, lambda: _write(plan))
 
 
 def _write(plan: SavePlan) -> list[FileRecord]:
     """Write this rank's files; return their records."""
-    match plan.form:
-        case "sharded":
-            return write_own_files(plan)
-        case "consolidated":
-            return write_consolidated(plan)
-        case "dcp":
-            # Only here: torch's module takes longer to import than all of this package.
-            from zero_sim.checkpoint import dcp
-
-            return [*dcp.write_own(plan), *write_module_file(plan)]
+    return write_own_files(plan) if plan.form == "sharded" else write_consolidated(plan)
 
 
 class SaveHandle:
@@ -156,9 +148,7 @@ def save_async(
     Raises:
         CheckpointError: On all ranks, if anything fails on one before the writing starts.
     """
-    plan = agree_on_save(
-        path, ddp=ddp, optimizer=optimizer, form=form, copy=True, check_free=_check_free
-    )
+    plan = _agree(path, ddp=ddp, optimizer=optimizer, form=form, copy=True)
     handle = SaveHandle(plan)
     if plan.coordinator.rank == 0:
         _under_way[plan.folder.final] = handle
@@ -172,6 +162,64 @@ def _check_free(folder: Folder) -> None:
             f"expected no other save into {folder.final} under way but there is one. "
             f"Try wait() on its handle first."
         )
+
+
+def _agree(
+    path: str | os.PathLike[str],
+    *,
+    ddp: DistributedDataParallel,
+    optimizer: DistributedOptimizer,
+    form: Form,
+    copy: bool,
+) -> SavePlan:
+    """Take a snapshot on every rank, settle who writes what, and make the folder.
+
+    Args:
+        path: As for `save`.
+        ddp: As for `save`.
+        optimizer: As for `save`.
+        form: As for `save`.
+        copy: True if tensors are copied, so that they may change before they are written.
+    """
+    coordinator = Coordinator(ddp.group, device=ddp.buffers[0].device)
+    ddp.finish_param_gather()
+
+    begun: list[tuple[Folder, Snapshot]] = []
+
+    def begin() -> dict[str, Any]:
+        if form not in get_args(Form):
+            raise CheckpointError(
+                f"expected form to be one of {', '.join(get_args(Form))}, got {form!r}."
+            )
+        snapshot = take_snapshot(ddp, optimizer, copy=copy)
+        begun.append((Folder.at(path), snapshot))
+        return snapshot.report()
+
+    def divide(reports: list[dict[str, Any]]) -> dict[str, Any]:
+        folder, snapshot = begun[0]
+        writers, params, groups = merge_reports(snapshot.params, reports)
+        _check_free(folder)
+        folder.begin()
+        return {
+            "params": params,
+            "groups": groups,
+            "writes": [
+                [[report["pieces"][i]["param"], *report["pieces"][i]["span"]] for i in indices]
+                for report, indices in zip(reports, writers, strict=True)
+            ],
+        }
+
+    agreed = coordinator.gather_and_decide(begin, divide, what=WHAT)
+    folder, snapshot = begun[0]
+    return SavePlan(
+        coordinator=coordinator,
+        folder=folder,
+        form=form,
+        snapshot=snapshot,
+        params=build_record(tuple[ParamRecord, ...], agreed["params"], where="params"),
+        groups=build_record(tuple[GroupRecord, ...], agreed["groups"], where="groups"),
+        writers=agreed["writes"],
+    )
 
 
 def _finish(plan: SavePlan, write: Callable[[], list[Any]]) -> None:
@@ -191,20 +239,16 @@ def _finish(plan: SavePlan, write: Callable[[], list[Any]]) -> None:
 
 
 def _publish(plan: SavePlan, written: list[list[Any]]) -> None:
-    files = [build_file(record) for records in written for record in records]
-    if plan.form == "dcp":
-        from zero_sim.checkpoint import dcp
-
-        files.insert(0, dcp.conclude(plan, [file for file in files if file.containers]))
+    files = [record for records in written for record in records]
     manifest = Manifest(
         form=plan.form,
-        world=plan.world,
+        world=WorldRecord(world_size=plan.coordinator.size, torch=torch.__version__.split("+")[0]),
         params=plan.params,
         module=plan.snapshot.module,
         optimizer=plan.snapshot.optimizer,
         groups=plan.groups,
         loss_scaler=plan.snapshot.loss_scaler,
-        files=tuple(files),
+        files=build_record(tuple[FileRecord, ...], files, where="files"),
     )
     write_synced(plan.folder.saving / MANIFEST_NAME, encode_manifest(manifest))
     plan.folder.publish()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_sim.checkpoint.manifest import Manifest
+from zero_sim.checkpoint.manifest import GroupRecord, Manifest
 from zero_sim.checkpoint.snapshot import name_class, read_settings
 from zero_sim.checkpoint.values import decode_value
 from zero_sim.zero.optimizer import DistributedOptimizer
@@ -41,19 +41,19 @@ def find_setting_problems(manifest: Manifest, optimizer: DistributedOptimizer) -
     fixed = inner.defaults.keys() - _list_accepted(inner)
     for index, saved in enumerate(manifest.groups):
         what = f"param group {index} of the checkpoint"
-        missing = names - saved["settings"].keys() - KEPT_SETTINGS - _OF_SCHEDULERS
+        missing = names - saved.settings.keys() - KEPT_SETTINGS - _OF_SCHEDULERS
         if missing:
             yield f"{what} lacks {sorted(missing)}"
-        unknown = saved["settings"].keys() - own.keys() - KEPT_SETTINGS - _OF_SCHEDULERS
+        unknown = saved.settings.keys() - own.keys() - KEPT_SETTINGS - _OF_SCHEDULERS
         if unknown:
             yield f"{what} has {sorted(unknown)}, which this run's groups have not"
-        settings = {name: decode_value(value) for name, value in saved["settings"].items()}
+        settings = {name: decode_value(value) for name, value in saved.settings.items()}
         found = bool(missing or unknown)
         for name, value in settings.items():
             for problem in _compare(name, value, own=own, fixed=fixed):
                 found = True
                 yield f"{what}: {problem}"
-        base_lr = decode_value(saved["base_lr"])
+        base_lr = decode_value(saved.base_lr)
         if (base_lr is None) != (own.get("lr") is None):
             found = True
             yield f"{what}: 'base_lr' is {base_lr!r}, in this run {own.get('lr')!r}"
@@ -81,9 +81,9 @@ def probe_state(
         return None
 
 
-def read_new_settings(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+def read_new_settings(saved: GroupRecord, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a param group's settings are to be, from a checkpoint's encoded group."""
-    settings = {name: decode_value(value) for name, value in saved["settings"].items()}
+    settings = {name: decode_value(value) for name, value in saved.settings.items()}
     own = read_settings(group)
     for name, value in settings.items():
         mine = own.get(name)
@@ -112,7 +112,7 @@ def _list_accepted(inner: Optimizer) -> set[str]:
 
 
 def _find_refusals(
-    inner: Optimizer, saved: Mapping[str, Any], *, base_lr: object, what: str
+    inner: Optimizer, saved: GroupRecord, *, base_lr: object, what: str
 ) -> Iterator[str]:
     """Yield why the optimizer's own class refuses settings: it knows their ranges."""
     group = inner.param_groups[0]

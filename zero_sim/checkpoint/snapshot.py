@@ -20,17 +20,18 @@ from torch.optim import Optimizer
 from zero_sim.checkpoint.manifest import (
     MASTER,
     NO_SETTINGS,
+    GroupRecord,
     ModuleRecord,
     ParamRecord,
     ScalerRecord,
     StateRecord,
-    build_param,
     name_state,
 )
 from zero_sim.checkpoint.pieces import assign_writers
 from zero_sim.checkpoint.values import encode_value, name_dtype
 from zero_sim.errors import CheckpointError
 from zero_sim.layout import Span
+from zero_sim.untrusted_json import build_record
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.optimizer import DistributedOptimizer
 
@@ -56,8 +57,8 @@ class Snapshot:
     part_params: list[dict[str, Any]]
     """Those among them that not all ranks hold, such as experts; from `list_part_params`."""
     pieces: tuple[Piece, ...]
-    groups: tuple[dict[str, Any], ...]
-    """This rank's param groups, encoded."""
+    groups: tuple[GroupRecord, ...]
+    """This rank's param groups."""
     optimizer: str
     """Class of the optimizer."""
     loss_scaler: ScalerRecord | None
@@ -158,7 +159,8 @@ def merge_params(
     merged = {param.name: param for param in first}
     holders: dict[str, int] = {}
     for record in (record for records in parts for record in records):
-        param, holder = build_param(record["param"]), record["holder"]
+        param = build_record(ParamRecord, record["param"], where="param")
+        holder = record["holder"]
         merged.setdefault(param.name, param)
         if holders.setdefault(param.name, holder) != holder:
             raise CheckpointError(
@@ -256,7 +258,7 @@ def merge_reports(
     merged = []
     for param in params:
         group, state, _ = known.get(param.name, (None, [], 0))
-        entries = tuple(StateRecord(**entry) for entry in state)
+        entries = build_record(tuple[StateRecord, ...], state, where=f"state of {param.name}")
         merged.append(
             ParamRecord(
                 name=param.name, shape=param.shape, dtype=param.dtype, group=group, state=entries
@@ -287,15 +289,15 @@ def _build_pieces(optimizer: DistributedOptimizer, *, copy: bool) -> Iterator[Pi
         )
 
 
-def _encode_groups(optimizer: DistributedOptimizer) -> Iterator[dict[str, Any]]:
+def _encode_groups(optimizer: DistributedOptimizer) -> Iterator[GroupRecord]:
     """Yield settings, and the learning rate that factors are applied to, of each group."""
     groups = optimizer.inner.param_groups
     for group, base_lr in zip(groups, optimizer.base_lrs, strict=True):
         settings = read_settings(group)
-        yield {
-            "settings": {name: encode_value(value) for name, value in settings.items()},
-            "base_lr": encode_value(base_lr),
-        }
+        yield GroupRecord(
+            settings={name: encode_value(value) for name, value in settings.items()},
+            base_lr=encode_value(base_lr),
+        )
 
 
 def _describe_state(key: object, value: object, *, leaf: nn.Parameter, where: str) -> StateRecord:
@@ -307,9 +309,9 @@ def _describe_state(key: object, value: object, *, leaf: nn.Parameter, where: st
                 f"expected state of one element or of shape {tuple(leaf.shape)}, the part that "
                 f"this rank owns, got {key!r} of shape {tuple(value.shape)} {where}."
             )
-        return StateRecord(key=key, dtype=name_dtype(value.dtype))
+        return StateRecord(key=key, dtype=name_dtype(value.dtype), value=None)
     try:
-        return StateRecord(key=key, value=encode_value(value))
+        return StateRecord(key=key, dtype=None, value=encode_value(value))
     except CheckpointError as error:
         raise CheckpointError(f"State {key!r} {where} cannot be saved. {error}") from error
 

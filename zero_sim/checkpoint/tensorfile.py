@@ -9,24 +9,23 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from zero_sim.checkpoint.containers import find_bytes
-from zero_sim.checkpoint.entries import Entry, FileLayout, build_header, sort_entries
+from zero_sim.checkpoint.entries import Entry, build_header, list_entries, sort_entries
 from zero_sim.checkpoint.folder import open_regular
 from zero_sim.checkpoint.manifest import FileRecord, Manifest, PieceRecord
 from zero_sim.checkpoint.pieces import PieceIndex
 from zero_sim.checkpoint.values import find_dtype, view_bytes
 from zero_sim.errors import CheckpointError
 from zero_sim.layout import Span
-
-_HASH_BYTES = 1 << 22
 
 
 class TensorFileWriter:
@@ -96,27 +95,60 @@ def check_file(path: Path, *, record: FileRecord) -> str | None:
             size_bytes = os.fstat(file.fileno()).st_size
             if size_bytes != record.size_bytes:
                 return f"expected {record.size_bytes} bytes in {path}, got {size_bytes}."
-            digest = _hash(file)
+            digest = hashlib.file_digest(file, "sha256")  # pyrefly: ignore[bad-argument-type]
     except CheckpointError as error:
         return str(error)
     except OSError as error:
         return f"expected to read {record.size_bytes} bytes from {path}, got {error!r}."
-    if digest != record.sha256:
-        return f"expected sha256 {record.sha256} of {path}, got {digest}."
+    if digest.hexdigest() != record.sha256:
+        return f"expected sha256 {record.sha256} of {path}, got {digest.hexdigest()}."
     return None
 
 
-def hash_file(path: Path) -> str:
-    """Return the sha256 of a file."""
-    with path.open("rb") as file:
-        return _hash(file)
+@dataclass(frozen=True, slots=True, eq=False)
+class _FileLayout:
+    """Where in a file everything lies, as follows from its record."""
+
+    header: bytes
+    """What the file begins with."""
+    entries: Mapping[str, tuple[Entry, int]]
+    """Each tensor by key, with its first byte."""
+    size_bytes: int
 
 
-def _hash(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(_HASH_BYTES):
-        digest.update(block)
-    return digest.hexdigest()
+class _Held:
+    """What the files of a checkpoint hold, indexed."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.pieces: dict[tuple[str, str], list[tuple[FileRecord, PieceRecord]]] = {}
+        """Which files hold what of each param and tensor."""
+        for file in manifest.files:
+            for piece in file.pieces:
+                self.pieces.setdefault((piece.param, piece.tensor), []).append((file, piece))
+        self.spans = {
+            where: [Span(piece.start, piece.stop) for _, piece in held]
+            for where, held in self.pieces.items()
+        }
+        self.indices = {where: PieceIndex(spans) for where, spans in self.spans.items()}
+        """The spans to be searched."""
+        self._tensors = manifest.describe_tensors()
+        self._layouts: dict[str, _FileLayout] = {}
+
+    def lay_out(self, file: FileRecord) -> _FileLayout:
+        """Return the layout of a file; that of one rank serves all others."""
+        if file.name not in self._layouts:
+            entries = list_entries(file, self._tensors)
+            header = build_header(entries)
+            sizes = (entry.size_bytes for entry in entries)
+            *starts, size_bytes = accumulate(sizes, initial=len(header))
+            placed = zip(entries, starts, strict=True)
+            by_key = {entry.piece.key: (entry, start) for entry, start in placed}
+            self._layouts[file.name] = _FileLayout(header, by_key, size_bytes)
+        return self._layouts[file.name]
+
+
+# For the same reason as `decode_manifest`.
+_index_pieces = lru_cache(maxsize=1)(_Held)
 
 
 class TensorFileReader:
@@ -140,10 +172,7 @@ class TensorFileReader:
 
     def spans(self) -> dict[tuple[str, str], list[Span]]:
         """Return what there is, by param and tensor."""
-        return {
-            where: [Span(piece.start, piece.stop) for _, piece in held]
-            for where, held in self._held.pieces.items()
-        }
+        return self._held.spans
 
     def read(self, output: Tensor, *, param: str, tensor: str, span: Span) -> None:
         """Fill a 1D tensor with a span.
@@ -191,14 +220,12 @@ class _OpenFile:
         CheckpointError: If it is made otherwise.
     """
 
-    def __init__(self, path: Path, *, layout: FileLayout) -> None:
+    def __init__(self, path: Path, *, layout: _FileLayout) -> None:
         self._path = path
         self._layout = layout
         with open_regular(path) as opened:
             # What is mapped must pass for writable, or torch warns; nothing writes to it.
             self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        if layout.header is None:
-            return
         if self._bytes[: len(layout.header)] != layout.header or (
             len(self._bytes) != layout.size_bytes
         ):
@@ -214,48 +241,13 @@ class _OpenFile:
         Raises:
             CheckpointError: If its bytes are no such tensor.
         """
-        entry, start, stop = self._layout.entries[key]
+        entry, start = self._layout.entries[key]
         dtype = find_dtype(entry.dtype)
         if not entry.numel:
             return torch.empty(0, dtype=dtype)
-        if self._layout.header is None:
-            where, size_bytes = str(self._path), entry.size_bytes
-            start = find_bytes(
-                self._bytes, start=start, stop=stop, size_bytes=size_bytes, where=where
-            )
         found = torch.frombuffer(self._bytes, dtype=dtype, count=entry.numel, offset=start)
         if dtype == torch.bool and int(found.view(torch.uint8).max()) > 1:
             raise CheckpointError(
                 f"expected bytes of 0 and 1 under {key!r} in {self._path}, as of bools, got others."
             )
         return found
-
-
-class _Held:
-    """What the files of a checkpoint hold, indexed; what is made of a file is kept."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.pieces: dict[tuple[str, str], list[tuple[FileRecord, PieceRecord]]] = {}
-        """Which files hold what of each param and tensor."""
-        for file in manifest.files:
-            for piece in file.pieces:
-                self.pieces.setdefault((piece.param, piece.tensor), []).append((file, piece))
-        self.indices = {
-            where: PieceIndex(Span(piece.start, piece.stop) for _, piece in held)
-            for where, held in self.pieces.items()
-        }
-        """The same to be searched."""
-        self._tensors = manifest.describe_tensors()
-        self._layouts: dict[str, FileLayout] = {}
-
-    def lay_out(self, file: FileRecord) -> FileLayout:
-        """Return what a file holds, and how it begins if it is a safetensors file."""
-        if file.name not in self._layouts:
-            self._layouts[file.name] = FileLayout(file, tensors=self._tensors)
-        return self._layouts[file.name]
-
-
-# For the same reason as `decode_manifest`.
-@lru_cache(maxsize=1)
-def _index_pieces(manifest: Manifest) -> _Held:
-    return _Held(manifest)

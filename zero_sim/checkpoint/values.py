@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import torch
+from pydantic import AfterValidator
 from torch import Tensor
 
 from zero_sim.errors import CheckpointError
+from zero_sim.untrusted import nests_too_deep
+from zero_sim.untrusted_json import unfit
+
+_TEXT_CHARS_MAX: Final = 1 << 12
+_DEPTH_MAX: Final = 8
+"""Of lists in lists in the settings of an optimizer."""
+_INTEGER_STOP: Final = 1 << 63
 
 SAFETENSORS_DTYPES: Final = {
     "float64": "F64",
@@ -25,6 +34,20 @@ SAFETENSORS_DTYPES: Final = {
     "bool": "BOOL",
 }
 """The dtypes that can be saved, as torch and as safetensors name them."""
+
+
+def _is_text(text: str) -> bool:
+    # What is not printable would reach terminals through messages; so would a name of a megabyte.
+    return text.isprintable() and len(text) <= _TEXT_CHARS_MAX
+
+
+def _check_text(text: str) -> str:
+    if not _is_text(text):
+        raise unfit(f"at most {_TEXT_CHARS_MAX} printable characters")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
 
 
 def name_dtype(dtype: torch.dtype) -> str:
@@ -63,7 +86,11 @@ def encode_value(value: object) -> Any:
         CheckpointError: If the value is anything else.
     """
     match value:
-        case None | bool() | int() | str():
+        case None | bool():
+            return value
+        case int() if -_INTEGER_STOP <= value < _INTEGER_STOP:
+            return value
+        case str() if _is_text(value):
             return value
         case float():
             # JSON has no inf and no nan; every other float survives as its shortest decimal.
@@ -76,8 +103,8 @@ def encode_value(value: object) -> Any:
             bits = view_bytes(value).hex()
             return {"tensor": name_dtype(value.dtype), "bits": bits, "value": str(value.item())}
     raise CheckpointError(
-        f"expected a number, string, None, 0D tensor or a list of those, got {value!r} "
-        f"(type={type(value).__name__})."
+        f"expected a number of 64 bits, a short string, None, a 0D tensor or a list of those, got "
+        f"{value!r} (type={type(value).__name__})."
     )
 
 
@@ -98,5 +125,21 @@ def decode_value(encoded: Any) -> Any:
             return tuple(decode_value(item) for item in items)
         case {"tensor": name, "bits": bits}:
             content = torch.frombuffer(bytearray.fromhex(bits), dtype=torch.uint8)
-            return content.view(find_dtype(name)).reshape(())
+            if name != "bool" or content.max() <= 1:
+                return content.view(find_dtype(name)).reshape(())
     raise CheckpointError(f"expected an encoded value, got {encoded!r}.")
+
+
+def check_encoded(encoded: Any) -> Any:
+    """Return the argument; the validator of fields with encoded values.
+
+    Raises:
+        PydanticCustomError: If `encode_value` would not have returned it.
+    """
+    is_own = False
+    if not nests_too_deep(encoded, most=_DEPTH_MAX):
+        with contextlib.suppress(CheckpointError, RuntimeError, TypeError, ValueError):
+            is_own = encode_value(decode_value(encoded)) == encoded
+    if not is_own:
+        raise unfit("a number, text, true, false, null, or a list of those, as saves encode them")
+    return encoded

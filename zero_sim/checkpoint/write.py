@@ -1,14 +1,16 @@
-"""Tensors into files: each rank its own pieces, or rank 0 everything, tensor by tensor."""
+"""The plan of a save, and its files: each rank writes its own pieces, or rank 0 everything."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from zero_sim.checkpoint.all_or_none import Coordinator
 from zero_sim.checkpoint.entries import (
     CONSOLIDATED_NAME,
     MODULE_NAME,
@@ -17,11 +19,44 @@ from zero_sim.checkpoint.entries import (
     build_whole,
     sort_entries,
 )
-from zero_sim.checkpoint.manifest import MASTER, FileRecord, ParamRecord, name_state
-from zero_sim.checkpoint.save_plan import SavePlan
+from zero_sim.checkpoint.folder import Folder
+from zero_sim.checkpoint.manifest import (
+    MASTER,
+    FileRecord,
+    Form,
+    GroupRecord,
+    ParamRecord,
+    name_state,
+)
+from zero_sim.checkpoint.snapshot import Piece, Snapshot
 from zero_sim.checkpoint.tensorfile import TensorFileWriter
 from zero_sim.checkpoint.values import find_dtype, name_dtype
 from zero_sim.layout import Span
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SavePlan:
+    """One save, as agreed; the same on all ranks but for the snapshot."""
+
+    coordinator: Coordinator
+    folder: Folder
+    form: Form
+    snapshot: Snapshot
+    params: tuple[ParamRecord, ...]
+    groups: tuple[GroupRecord, ...]
+    writers: Sequence[Sequence[tuple[str, int, int]]]
+    """For every rank the pieces that it writes: param, first element, and that after the last."""
+
+    @property
+    def pieces(self) -> dict[tuple[str, Span], Piece]:
+        """What this rank writes."""
+        mine = set(self.find_pieces(self.coordinator.rank))
+        held = {(piece.param, piece.span): piece for piece in self.snapshot.pieces}
+        return {where: piece for where, piece in held.items() if where in mine}
+
+    def find_pieces(self, rank: int) -> list[tuple[str, Span]]:
+        """Return what a rank writes, by param and span."""
+        return [(name, Span(start, stop)) for name, start, stop in self.writers[rank]]
 
 
 def write_own_files(plan: SavePlan) -> list[FileRecord]:
@@ -39,7 +74,7 @@ def write_own_files(plan: SavePlan) -> list[FileRecord]:
     if tensors:
         # Padded with zeros, so that a listing in string order is in rank order.
         name = f"rank-{plan.coordinator.rank:05d}-of-{plan.coordinator.size:05d}.safetensors"
-        files.append(_write_file(plan.folder.saving / name, tensors))
+        files.append(_write_all(plan.folder.saving / name, tensors))
     return files + write_module_file(plan)
 
 
@@ -48,7 +83,7 @@ def write_module_file(plan: SavePlan) -> list[FileRecord]:
     tensors = _list_module(plan)
     if plan.coordinator.rank != 0 or not tensors:
         return []
-    return [_write_file(plan.folder.saving / MODULE_NAME, tensors)]
+    return [_write_all(plan.folder.saving / MODULE_NAME, tensors)]
 
 
 def write_consolidated(plan: SavePlan) -> list[FileRecord]:
@@ -60,52 +95,17 @@ def write_consolidated(plan: SavePlan) -> list[FileRecord]:
     if plan.coordinator.rank != 0:
         _send_own(plan)
         return []
-    attempt = _Attempt()
     module = _list_module(plan)
     entries = [*_list_whole(plan.params), *module]
-    path = plan.folder.saving / CONSOLIDATED_NAME
-    attempt.start(path, entries)
-    # To the end even if the disk is full: the others send, and wait until it is received.
-    for entry, tensor in _collect_whole(plan, entries, module):
-        attempt.write(tensor.reshape(entry.shape))
-    record = attempt.finish()
-    if attempt.error is not None:
-        raise attempt.error
-    assert record is not None
-    return [record]
-
-
-@dataclass(slots=True, eq=False)
-class _Attempt:
-    """A file being written, which after its first error ignores what comes."""
-
-    writer: TensorFileWriter | None = None
-    error: Exception | None = None
-
-    def start(self, path: Path, entries: Sequence[Entry]) -> None:
-        try:
-            self.writer = TensorFileWriter(path, entries=entries)
-        except Exception as error:  # noqa: BLE001  (agreed on by all ranks)
-            self.error = error
-
-    def write(self, tensor: Tensor) -> None:
-        if self.writer is None or self.error is not None:
-            return
-        try:
-            self.writer.write(tensor)
-        except Exception as error:  # noqa: BLE001
-            self.error = error
-
-    def finish(self) -> FileRecord | None:
-        if self.writer is None:
-            return None
-        try:
-            return None if self.error is not None else self.writer.finish()
-        except Exception as error:  # noqa: BLE001
-            self.error = error
-            return None
-        finally:
-            self.writer.close()
+    collected = _collect_whole(plan, entries, module)
+    tensors = (tensor for _, tensor in collected)
+    try:
+        return [_write_file(plan.folder.saving / CONSOLIDATED_NAME, entries, tensors)]
+    except Exception:
+        # To the end even if the disk is full: the others send, and wait until it is received.
+        for _ in collected:
+            pass
+        raise
 
 
 def _send_own(plan: SavePlan) -> None:
@@ -118,7 +118,9 @@ def _send_own(plan: SavePlan) -> None:
         for where in own
         if where[0] == entry.piece.param
     ]
-    for work in [plan.coordinator.start_sending(part) for part in parts]:
+    group = plan.coordinator.group
+    for work in [dist.isend(part, group=group, group_dst=0) for part in parts]:
+        assert work is not None
         work.wait()
 
 
@@ -144,7 +146,7 @@ def _collect_whole(
             if rank == plan.coordinator.rank:
                 part.copy_(own[record.param, span].tensors[record.tensor])
             else:
-                plan.coordinator.receive(part, rank=rank)
+                dist.recv(part, group=plan.coordinator.group, group_src=rank)
         yield entry, whole
 
 
@@ -171,11 +173,17 @@ def _list_module(plan: SavePlan) -> dict[Entry, Tensor]:
     return tensors
 
 
-def _write_file(path: Path, tensors: Mapping[Entry, Tensor]) -> FileRecord:
-    writer = TensorFileWriter(path, entries=list(tensors))
+def _write_file(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor]) -> FileRecord:
+    """Write a file of tensors, which come in the order of `sort_entries`."""
+    writer = TensorFileWriter(path, entries=entries)
     try:
-        for entry in writer.entries:
-            writer.write(tensors[entry])
+        for tensor in tensors:
+            writer.write(tensor)
         return writer.finish()
     finally:
         writer.close()
+
+
+def _write_all(path: Path, tensors: Mapping[Entry, Tensor]) -> FileRecord:
+    entries = sort_entries(tensors)
+    return _write_file(path, entries, map(tensors.__getitem__, entries))

@@ -33,7 +33,7 @@ def bench(*, only: str, history: Path | None, check: bool, as_json: bool) -> int
     Figures are processor time, of all processes; ratios are taken in turns, so that they say the
     same on a busy machine.
     """
-    from zero_sim.report.text import render_measurements, render_worse
+    from zero_sim.report.records import render_measurements, render_worse
 
     if check and history is None:
         raise click.UsageError("--check compares with a history. Try --history FILE.")
@@ -52,12 +52,7 @@ def bench(*, only: str, history: Path | None, check: bool, as_json: bool) -> int
             ),
         )
     if as_json:
-        echo_report(
-            {
-                "measurements": [row.as_dict() for row in measurements],
-                "worse": [each.as_dict() for each in worse],
-            }
-        )
+        echo_report({"measurements": measurements, "worse": worse})
     else:
         click.echo(render_measurements(measurements))
         if worse:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from zero_sim.cli.parts import echo_report, json_option
-from zero_sim.errors import UsageError
+from zero_sim.cli.parts import FILE, echo_report, json_option, option, takes
+from zero_sim.cli.session import progress
+from zero_sim.errors import ScenarioError, UsageError
 from zero_sim.host.packages import packages_needed
 
 if TYPE_CHECKING:
-    from zero_sim.cost.counted import Model
-    from zero_sim.cost.network import Network
-    from zero_sim.cost.rows import MemoryRow
-    from zero_sim.run.measure import Measured
+    from zero_sim.calculators.counted import Model
+    from zero_sim.calculators.measure import Measured
+    from zero_sim.calculators.network import Network
+    from zero_sim.calculators.rows import MemoryRow
+    from zero_sim.scenario.spec import DtypeName, Scenario
 
 PARAMS_MAX = 10**15
 RANKS_MAX = 2**20
@@ -54,91 +56,94 @@ class _Count(click.ParamType):
         return int(number)
 
 
-Command = Callable[..., Any]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """Ways to train that are asked about; each list makes several rows."""
 
-
-def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-_what = _options(
-    click.argument("source", metavar="[FILE|MODULE:NAME]", required=False),
-    click.option("--params", type=_Count(PARAMS_MAX), metavar="P", help="Number of params: 7e9."),
-    click.option(
+    params: int | None = option(
+        "--params", type=_Count(PARAMS_MAX), metavar="P", help="Number of params: 7e9."
+    )
+    ranks: tuple[int, ...] = option(
         "--ranks",
         type=_Count(RANKS_MAX),
         multiple=True,
         metavar="N",
         help="Ranks that train one set of params; several for several rows.",
-    ),
-    click.option(
+    )
+    stages: tuple[str, ...] = option(
         "--stage",
-        "stages",
         type=click.Choice(["0", "1", "2", "3"]),
         multiple=True,
         help="ZeRO stage; several for several rows.",
-    ),
-    click.option(
+    )
+    redundancies: tuple[int, ...] = option(
         "--redundancy",
-        "redundancies",
         type=_Count(RANKS_MAX),
         multiple=True,
         metavar="K",
         help="Copies of what is sharded; several for several rows.",
-    ),
-    click.option(
+    )
+    dtype: DtypeName | None = option(
         "--dtype",
         type=click.Choice(["bf16", "fp16", "fp32"]),
         help="Of params and gradients, with --params.  [default: bf16]",
-    ),
-    click.option(
-        "--grad-dtype", type=click.Choice(["param", "fp32"]), help="Of the gradient buffer."
-    ),
-    click.option(
-        "--optimizer",
-        metavar="NAME",
-        help="Class of torch.optim, such as adamw or sgd.",
-    ),
-    click.option(
+    )
+    optimizer: str | None = option(
+        "--optimizer", metavar="NAME", help="Class of torch.optim, such as adamw or sgd."
+    )
+    no_masters: bool = option(
         "--no-masters", is_flag=True, help="The optimizer steps the params themselves, not copies."
-    ),
-    click.option(
+    )
+    micro_batches: int | None = option(
+        "--micro-batches", type=_Count(10**5), metavar="M", help="In a step."
+    )
+
+    @property
+    def has_masters(self) -> bool:
+        """True if the optimizer steps fp32 copies of the params."""
+        return not self.no_masters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SystemAsked:
+    """Fields of `system` in place of what the case says."""
+
+    grad_dtype: str | None = option(
+        "--grad-dtype", type=click.Choice(["param", "fp32"]), help="Of the gradient buffer."
+    )
+    bucket_elems: int | None = option(
         "--bucket-elems",
         type=_Count(PARAMS_MAX),
         metavar="E",
         help="Elements after which a bucket is closed.",
-    ),
-    click.option("--micro-batches", type=_Count(10**5), metavar="M", help="In a step."),
-)
-_deepspeed = _options(
-    click.option(
+    )
+    reduce_buffer_elems: int | None = option(
         "--reduce-buffer-elems",
         type=_Count(PARAMS_MAX),
         metavar="E",
         help="Stages 1 and 2: elements of the buffers through which gradients go to their owners; "
         "two of them with --bucket-elems.",
-    ),
-    click.option(
+    )
+    gather_chunk_elems: int | None = option(
         "--gather-chunk-elems",
         type=_Count(PARAMS_MAX),
         metavar="E",
         help="Stages 1 and 2: most elements that one call gathers.",
-    ),
-    click.option(
+    )
+    buffers_by: str | None = option(
         "--buffers-by",
         type=click.Choice(["dtype", "param-group"]),
         help="What params of one buffer have in common.",
-    ),
-    click.option("--offload-state", is_flag=True, help="Masters and optimizer state on the CPU."),
-)
+    )
+    offload_state: bool = option(
+        "--offload-state", is_flag=True, help="Masters and optimizer state on the CPU."
+    )
+
+
+_source = click.argument("source", metavar="[FILE|MODULE:NAME]", required=False)
 _topology = click.option(
     "--topology",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     metavar="FILE",
     help="Nodes and links, as TOML; without it nodes of 8 ranks.",
 )
@@ -149,8 +154,9 @@ _measure = click.option(
 
 
 @click.command()
-@_what
-@_deepspeed
+@_source
+@takes(_Asked, "asked")
+@takes(_SystemAsked, "system")
 @_curve
 @_measure
 @json_option
@@ -161,18 +167,19 @@ def memory(
     curve: bool,
     measure: bool,
     as_json: bool,
-    **asked: Any,
+    asked: _Asked,
+    system: _SystemAsked,
 ) -> None:
     """Say what a rank holds, by category: for a number of params, a scenario, or a module.
 
     By closed forms, which runs are held to; GB are 10^9 bytes, GiB 2^30. Exit status: 0, or with
     --measure 1 where closed forms and a run differ; 2 the usage is wrong, 4 no room to run.
     """
-    from zero_sim.cost.rows import alone, memory_row
+    from zero_sim.calculators.rows import alone, memory_row
     from zero_sim.report.costs import render_curve, render_memory, render_waterfall
 
-    models = _models(source, asked, needs_ranks=not curve)
-    chosen, has_masters = _chosen(models, asked, curve=curve), not asked["no_masters"]
+    models = _models(source, asked, system, needs_ranks=not curve)
+    chosen, has_masters = _chosen(models, asked, curve=curve), asked.has_masters
     runs = _run_all(chosen, has_masters=has_masters, curve=curve) if measure else []
     rows = [memory_row(model, has_masters=has_masters) for model in chosen]
     baseline = alone(models[0], has_masters=has_masters) if len(models) == 1 else None
@@ -211,8 +218,9 @@ def memory(
 
 
 @click.command()
-@_what
-@_deepspeed
+@_source
+@takes(_Asked, "asked")
+@takes(_SystemAsked, "system")
 @_topology
 @_measure
 @json_option
@@ -223,16 +231,16 @@ def traffic(
     topology: Path | None,
     measure: bool,
     as_json: bool,
-    **asked: Any,
+    asked: _Asked,
+    system: _SystemAsked,
 ) -> None:
     """Say what a rank sends in a step round rings, by kind and link."""
-    from zero_sim.cost.rows import traffic_row
+    from zero_sim.calculators.rows import traffic_row
     from zero_sim.report.costs import render_traffic
 
-    models, network = _models(source, asked), _network(topology)
+    models, network = _models(source, asked, system), _network(topology)
     chosen = _chosen(models, asked)
-    has_masters = not asked["no_masters"]
-    runs = _run_all(chosen, has_masters=has_masters) if measure else []
+    runs = _run_all(chosen, has_masters=asked.has_masters) if measure else []
     rows = [traffic_row(model, network=network) for model in chosen]
     if as_json:
         told = rows[0].as_dict()
@@ -241,7 +249,7 @@ def traffic(
                 "bytes_sent_per_rank": told["bytes_sent_per_rank"],
                 "total": told["total"],
                 "rows": [row.as_dict() for row in rows],
-                "network": _network_dict(network),
+                "network": asdict(network),
                 "measured": _measured_dicts(runs, network=network),
             }
         )
@@ -257,89 +265,115 @@ def traffic(
 
 
 def _models(
-    source: str | None, asked: Mapping[str, Any], *, needs_ranks: bool = True
+    source: str | None, asked: _Asked, system: _SystemAsked, *, needs_ranks: bool = True
 ) -> list[Model]:
     """What is asked about, with the settings that were given in the place of its own."""
-    params = asked["params"]
-    if (source is None) == (params is None):
+    if (source is None) == (asked.params is None):
         got = "neither" if source is None else "both"
         raise UsageError(
             f"expected --params, or a scenario file, or module:name; got {got}. "
             "Try --params 7e9 --ranks 8."
         )
-    if params is not None:
-        from zero_sim.cost.counted import counted_model
+    if asked.params is not None:
+        from zero_sim.calculators.counted import counted_model
 
-        if not asked["ranks"] and needs_ranks:
+        if not asked.ranks and needs_ranks:
             raise UsageError(
                 "expected --ranks with --params: how many train together. Try --ranks 8."
             )
-        models = [counted_model(params, dtype=asked["dtype"] or "bf16")]
+        models = [counted_model(asked.params, dtype=asked.dtype or "bf16")]
     else:
-        if asked["dtype"] is not None:
+        if asked.dtype is not None:
             raise UsageError(
                 "expected --dtype with --params alone: models have dtypes of their own."
             )
         assert source is not None
         with packages_needed():
-            from zero_sim.run.cost_models import model_of_name, models_of_file
+            from zero_sim.calculators.models import model_of_name, models_of_file
         is_name = ":" in source and not Path(source).exists()
         models = [model_of_name(source)] if is_name else models_of_file(Path(source))
-    return [_with_settings(model, asked) for model in models]
+    return [_with_settings(model, asked, system) for model in models]
 
 
-_OF_SYSTEM = (
-    "grad_dtype",
-    "bucket_elems",
-    "reduce_buffer_elems",
-    "gather_chunk_elems",
-    "buffers_by",
-    "offload_state",
-)
-"""Options that take the place of what `system` says."""
-
-
-def _with_settings(model: Model, asked: Mapping[str, Any]) -> Model:
-    from zero_sim.cost.state import check_name
+def _with_settings(model: Model, asked: _Asked, system: _SystemAsked) -> Model:
+    from zero_sim.calculators.state import check_name
 
     scenario = model.scenario
-    if asked["optimizer"] is not None:
-        name = check_name(asked["optimizer"])
+    if asked.optimizer is not None:
+        name = check_name(asked.optimizer)
         scenario = replace(scenario, optimizer=replace(scenario.optimizer, name=name))
-    if asked["micro_batches"] is not None:
-        scenario = replace(
-            scenario, run=replace(scenario.run, micro_batches=asked["micro_batches"])
-        )
-    system = {name: asked[name] for name in _OF_SYSTEM if asked.get(name)}
-    scenario = replace(scenario, system=replace(scenario.system, **system))
+    if asked.micro_batches is not None:
+        scenario = replace(scenario, run=replace(scenario.run, micro_batches=asked.micro_batches))
+    fields: dict[str, Any] = {name: value for name, value in asdict(system).items() if value}
+    scenario = replace(scenario, system=replace(scenario.system, **fields))
     return replace(model, scenario=scenario)
 
 
-def _chosen(
-    models: Sequence[Model], asked: Mapping[str, Any], *, curve: bool = False
-) -> list[Model]:
+def _chosen(models: Sequence[Model], asked: _Asked, *, curve: bool = False) -> list[Model]:
     """Each model in each way that is asked for."""
-    from zero_sim.cost import rows
+    from zero_sim.calculators import rows
 
-    stages: list[Any] = _stages(asked)
+    stages: list[Any] = [int(stage) for stage in asked.stages]
     if not stages and all(model.counted for model in models):
         stages = [0, 1, 2, 3]
-    copies = asked["redundancies"]
+    copies = asked.redundancies
     if not curve:
-        ranks = asked["ranks"]
-        return list(rows.choices(models, ranks=ranks, stages=stages, redundancies=copies))
-    if len(models) > 1 or asked["ranks"]:
-        got = "--ranks" if asked["ranks"] else f"{len(models)} cases"
+        return list(rows.choices(models, ranks=asked.ranks, stages=stages, redundancies=copies))
+    if len(models) > 1 or asked.ranks:
+        got = "--ranks" if asked.ranks else f"{len(models)} cases"
         raise UsageError(f"expected one case, and no --ranks, with --curve; got {got}.")
     return list(rows.curve(models[0], stages=stages, redundancies=copies))
 
 
 def _run_all(chosen: Sequence[Model], *, has_masters: bool, curve: bool = False) -> list[Measured]:
-    from zero_sim.cli.measuring import run_all
+    """Run each model; said before it is tried if there is no room.
 
+    Raises:
+        UsageError: It cannot be run.
+        EnvironmentProblem: It has no room here.
+    """
     if curve:
         raise UsageError("expected --measure without --curve, got both. Try one of them.")
-    return run_all(chosen, has_masters=has_masters)
+    with packages_needed():
+        from zero_sim.calculators.measure import check_fits, measure
+    if not has_masters:
+        raise UsageError(
+            "expected --measure without --no-masters: our own system keeps fp32 masters. "
+            "Try one of them."
+        )
+    cases = [_case_of(model) for model in chosen]
+    for model in chosen:
+        check_fits(model)
+    measured = []
+    for case in cases:
+        with progress(f"measure {case.name}"):
+            measured.append(measure(case))
+    return measured
+
+
+def _case_of(model: Model) -> Scenario:
+    """A scenario that trains a model on all ranks of the world.
+
+    Raises:
+        UsageError: It would be none, or one that is too large.
+    """
+    from zero_sim.scenario.rules import check_scenario
+
+    scenario = model.scenario
+    if model.counted:
+        shapes = tuple((size.elems,) for size in model.laid_out())
+        scenario = replace(scenario, model=replace(scenario.model, shapes=shapes))
+    elif model.imported:
+        raise UsageError(
+            f"expected a scenario, or --params, with --measure, got {scenario.name}: without data "
+            "and a loss it cannot be run. Try --params with its number of params."
+        )
+    parts = scenario.topology.tp * scenario.topology.pp
+    scenario = replace(scenario, world=replace(scenario.world, size=scenario.world.size * parts))
+    problems = check_scenario(scenario)
+    if problems:
+        raise ScenarioError(scenario.name, problems)
+    return scenario
 
 
 def _series(rows: Sequence[MemoryRow]) -> dict[str, list[tuple[int, float]]]:
@@ -361,18 +395,8 @@ def _measured_dicts(
     return [measured_dict(run, network=network) for run in runs]
 
 
-def _stages(asked: Mapping[str, Any]) -> list[Any]:
-    return [int(stage) for stage in asked["stages"]]
-
-
 def _network(path: Path | None) -> Network:
-    from zero_sim.cost.network import Network
-    from zero_sim.cost.network_file import load_network
+    from zero_sim.calculators.network import Network
+    from zero_sim.calculators.network_file import load_network
 
     return Network() if path is None else load_network(path)
-
-
-def _network_dict(network: Network) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(network)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -47,7 +48,7 @@ def explain(name: str, bundles: Path, as_json: bool) -> None:
             strip = None if bundle.strip is None else bundle.strip.as_dict()
             finding = bundle.findings[0].as_dict()
             about = {"bundle": bundle.id, "finding": finding, "strip": strip}
-        echo_report({**explanation.as_dict(), **about})
+        echo_report({**asdict(explanation), **about})
         return
     if bundle is not None:
         click.echo(render_bundle(bundle))

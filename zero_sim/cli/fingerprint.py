@@ -27,11 +27,10 @@ def fingerprint(ctx: click.Context, path: Path, case: str | None, rank: int, as_
     a Flight Recorder dump as JSON.
     """
     with packages_needed():
-        from zero_sim.cost.fingerprint import fingerprint as look
-        from zero_sim.report.fingerprints import render_fingerprint
-        from zero_sim.report.seen_calls import calls_of_log, read_calls
+        from zero_sim.calculators.fingerprint import fingerprint as look
+        from zero_sim.report.fingerprints import calls_of_log, read_calls, render_fingerprint
     if path.suffix == ".toml":
-        from zero_sim.run.measure import measure
+        from zero_sim.calculators.measure import measure
         from zero_sim.scenario.load import load_scenario
 
         scenario = load_scenario(path, case=case)

@@ -11,7 +11,7 @@ from zero_sim.errors import UsageError
 from zero_sim.host.packages import packages_needed
 
 if TYPE_CHECKING:
-    from zero_sim.run.kept_names import KeptNames
+    from zero_sim.rules.rank_globals import KeptNames
     from zero_sim.scenario.spec import Scenario
     from zero_sim.targets import Target
 
@@ -25,7 +25,7 @@ def tell_kept_names(name: str, *, packages: Sequence[str]) -> int:
             that its own module is in.
     """
     with packages_needed():
-        from zero_sim.run.kept_names import find_kept_names
+        from zero_sim.rules.rank_globals import find_kept_names
         from zero_sim.script.own_modules import check_found
         from zero_sim.targets import import_target
     target = import_target(name)

@@ -10,15 +10,15 @@ torch is imported inside commands only, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -29,28 +29,23 @@ from zero_sim.cli.findings import explain, report
 from zero_sim.cli.fingerprint import fingerprint
 from zero_sim.cli.fuzz import fuzz
 from zero_sim.cli.kept import tell_kept_names
-from zero_sim.cli.merge import merge
 from zero_sim.cli.mutants import mutants
-from zero_sim.cli.options import (
-    check_options,
-    chosen_options,
-    chosen_world,
-    own_options,
-    own_options_again,
-    parse_own_options,
-)
+from zero_sim.cli.options import Asked, imported, own_options, own_options_again, parse_own_options
 from zero_sim.cli.parts import (
     EXIT_INTERRUPTED,
-    a_number,
+    FILE,
+    FOLDER,
     bundles_option,
-    device_option,
     echo_json,
     echo_report,
     json_option,
+    option,
     require_with,
+    stdout_for,
+    takes,
 )
 from zero_sim.cli.rules import rules
-from zero_sim.cli.session import Session, coloured, of_target, progress
+from zero_sim.cli.session import Outputs, Session, coloured, progress
 from zero_sim.cli.shrink import shrink
 from zero_sim.cli.torchrun import torchrun
 from zero_sim.cli.walkthrough import walkthrough
@@ -146,99 +141,11 @@ def main() -> None:
 @click.option(
     "-k", "expression", metavar="EXPR", default="", help="Cases by id: words, and, or, not, ()."
 )
-@click.option(
-    "--backend",
-    type=click.Choice(["sim", "gloo", "nccl"]),
-    default="sim",
-    show_default=True,
-    help="What carries the collectives: the simulated world, or real processes; nccl, and several "
-    "machines, under torchrun.",
-)
-@click.option(
-    "--order",
-    metavar="NAME",
-    help="Order in which reductions add, whatever the scenarios say; any: one that the judge is "
-    "not told, so that sums are judged by proven bounds.",
-)
-@click.option(
-    "--native",
-    is_flag=True,
-    help="Let gloo or nccl add in its own order, whatever the scenarios say; only cases that owe "
-    "nothing to an order are run.",
-)
-@device_option
-@click.option(
-    "--target",
-    metavar="NAME",
-    help="System to judge, whatever the scenarios say: a registered name, or module:name, which "
-    "is imported.",
-)
-@click.option("--able", is_flag=True, help="Leave out cases that the target cannot be asked for.")
-@own_options
-@bundles_option
-@click.option("--no-bundles", is_flag=True, help="Write no bundles of failing cases.")
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write a Chrome trace: a file for one case, a folder for several; to a pipe only where "
-    "somebody reads it.",
-)
-@click.option(
-    "--junit",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Write JUnit XML, for CI services; to a pipe only where somebody reads it.",
-)
-@click.option(
-    "--stall-seconds",
-    type=click.FloatRange(min=0.001, max=10**6),
-    callback=a_number,
-    metavar="SECONDS",
-    help="Longest time without a call of torch.distributed, whatever the scenarios say.",
-)
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    metavar="J",
-    help="Cases at a time, each on a process of its own; told in the same order.",
-)
-@click.option(
-    "--cover",
-    "covering",
-    is_flag=True,
-    help="Run few of the cases that still have every file, feature and pair of features.",
-)
-@click.option(
-    "-v",
-    "--verbose",
-    is_flag=True,
-    help="Show every case that passes, with its notes. Of more than 40, those are only counted.",
-)
-@json_option
+@takes(Asked, "asked")
+@takes(Outputs, "outputs")
 @click.pass_context
 def run(
-    ctx: click.Context,
-    paths: tuple[str, ...],
-    expression: str,
-    backend: Literal["sim", "gloo", "nccl"],
-    order: str | None,
-    native: bool,
-    device: str,
-    target: str | None,
-    able: bool,
-    said: tuple[str, ...],
-    bundles: Path,
-    no_bundles: bool,
-    trace: Path | None,
-    junit: Path | None,
-    stall_seconds: float | None,
-    jobs: int,
-    covering: bool,
-    verbose: bool,
-    as_json: bool,
+    ctx: click.Context, paths: tuple[str, ...], expression: str, asked: Asked, outputs: Outputs
 ) -> None:
     """Run every scenario in PATH..., files or folders, and judge it.
 
@@ -248,73 +155,56 @@ def run(
     from zero_sim.scenario.discover import discover
 
     found = discover(paths, expression=expression)
+    session = Session(asked=asked, outputs=outputs, junit=outputs.junit, errors=found.errors)
     if not found.cases and not found.errors:
         have = f"{found.passed_over_count} cases, none matches -k {expression!r}"
-        ctx.exit(Session(as_json=as_json, junit=junit).finish_empty(have))
-    imported, own = target is not None and ":" in target, parse_own_options(said)
-    session = Session(
-        as_json=as_json,
-        errors=found.errors,
-        # Real processes tell no events that a run could be repeated from.
-        bundles=None if no_bundles or backend != "sim" else bundles,
-        target=target,
-        device=device,
-        trace=trace,
-        junit=junit,
-        stall_seconds=stall_seconds,
-        world=chosen_world(order, backend=backend),
-        options=[
-            *chosen_options(backend=backend, order=order, native=native, device=device),
-            *own_options_again(own),
-        ],
-        verbose=verbose,
-        covering=covering,
-        only_able=able,
-    )
-    check_options(
-        backend=backend, native=native, device=device, traced=trace is not None, jobs=jobs
-    )
-    cases = [of_target(case, target, options=own) for case in found.cases]
-    if backend == "sim":
+        ctx.exit(session.finish_empty(have))
+    asked.check(traced=outputs.trace is not None)
+    cases = [asked.of_target(case) for case in found.cases]
+    if asked.backend == "sim":
         chosen = session.select(cases, lambda scenario: "")
-        asked = session.as_asked(chosen)
-        how: dict[str, Any] = {"keep_logs": trace is not None, "device": device, "target": target}
-        status = session.run(chosen, lambda: _open_judge(asked, jobs=jobs, **how))
-    else:
-        with packages_needed():
-            from zero_sim.run.on_processes import run_on_processes
-        status = run_on_processes(
-            session, cases, backend=backend, native=native, target=target if imported else None
-        )
-    ctx.exit(status)
+        judging = partial(_open_judge, [asked.as_asked(case.scenario) for case in chosen], session)
+        ctx.exit(session.run(chosen, judging))
+    with packages_needed():
+        from zero_sim.run.on_processes import run_on_processes
+    named = imported(asked.target)
+    ctx.exit(
+        run_on_processes(session, cases, backend=asked.backend, native=asked.native, target=named)
+    )
 
 
-def _open_judge(
-    cases: Sequence[Scenario], *, jobs: int, **how: Any
-) -> AbstractContextManager[Judge]:
+def _open_judge(cases: Sequence[Scenario], session: Session) -> AbstractContextManager[Judge]:
     """What judges cases; imported when the first one is to be judged."""
     with packages_needed():
         from zero_sim.run import judges
-    chosen = judges.Chosen(**how)
-    if jobs > 1 and len(cases) > 1:
-        return judges.JobsJudge(cases, jobs=jobs, chosen=chosen)
+    asked, traced = session.asked, session.outputs.trace is not None
+    chosen = judges.Chosen(keep_logs=traced, device=asked.device, target=asked.target)
+    if asked.jobs > 1 and len(cases) > 1:
+        return judges.JobsJudge(cases, jobs=asked.jobs, chosen=chosen)
     return judges.open_judge(chosen)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Freezing:
+    """Whether `replay` keeps the case as a file, and where."""
+
+    frozen: bool = option("--freeze", is_flag=True, help="Keep the case as a scenario file.")
+    folder: Path = option(
+        "--folder",
+        type=FOLDER,
+        default=DEFAULT_REGRESSIONS,
+        show_default=True,
+        metavar="DIR",
+        help="Where --freeze writes.",
+    )
+    file_name: str = option("--name", default="", metavar="NAME", help="What --freeze calls it.")
+    force: bool = option("--force", is_flag=True, help="Let --freeze replace a file.")
 
 
 @main.command()
 @click.argument("name", metavar="ID|PATH")
 @bundles_option
-@click.option("--freeze", "frozen", is_flag=True, help="Keep the case as a scenario file.")
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=DEFAULT_REGRESSIONS,
-    show_default=True,
-    metavar="DIR",
-    help="Where --freeze writes.",
-)
-@click.option("--name", "file_name", default="", metavar="NAME", help="What --freeze calls it.")
-@click.option("--force", is_flag=True, help="Let --freeze replace a file.")
+@takes(_Freezing, "freezing")
 @click.option(
     "--target", metavar="MODULE:NAME", help="System under test, where it is one to import."
 )
@@ -328,10 +218,7 @@ def replay(
     ctx: click.Context,
     name: str,
     bundles: Path,
-    frozen: bool,
-    folder: Path,
-    file_name: str,
-    force: bool,
+    freezing: _Freezing,
     target: str | None,
     device: str | None,
     said: tuple[str, ...],
@@ -347,7 +234,7 @@ def replay(
     """
     from zero_sim.report.text import render_replay
 
-    require_with(ctx, "--freeze", "folder", "file_name", "force", given=frozen)
+    require_with(ctx, "--freeze", "folder", "file_name", "force", given=freezing.frozen)
     with packages_needed():
         from zero_sim.bundle import find_bundle, freeze, frozen_path, read_bundle, replay_bundle
         from zero_sim.targets import import_target, with_options
@@ -356,12 +243,12 @@ def replay(
         bundle = replace(bundle, scenario=with_options(bundle.scenario, own))
     system = None if target is None else import_target(target)
     path = None
-    if frozen:
-        path = frozen_path(bundle, folder=folder, name=file_name, force=force)
+    if freezing.frozen:
+        path = frozen_path(
+            bundle, folder=freezing.folder, name=freezing.file_name, force=freezing.force
+        )
         freeze(bundle, path)
-    # What a model prints must not end up in the middle of the JSON.
-    out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with out, progress(f"replay {bundle.id}  {bundle.scenario.name}"):
+    with stdout_for(as_json=as_json), progress(f"replay {bundle.id}  {bundle.scenario.name}"):
         replayed = replay_bundle(bundle, target=system, device=device)
     on = device or bundle.ran.device_named
     again = replay_command(name, bundles=bundles, target=target, device=on)
@@ -386,14 +273,14 @@ def replay(
 @bundles_option
 @click.option(
     "--chrome",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     metavar="FILE",
     help="Chrome trace, for Perfetto; compressed where FILE ends in .gz. To a pipe only where "
     "somebody reads it.",
 )
 @click.option(
     "--flight-recorder",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FOLDER,
     metavar="DIR",
     help="One Flight Recorder dump a rank, for torchfrtrace.",
 )
@@ -403,8 +290,7 @@ def export(name: str, bundles: Path, chrome: Path | None, flight_recorder: Path 
         raise UsageError("expected what to export. Try --chrome FILE or --flight-recorder DIR.")
     with packages_needed():
         from zero_sim.bundle import find_bundle, read_bundle
-        from zero_sim.report.chrome_trace import write_chrome_trace
-        from zero_sim.report.flight_recorder import write_flight_recorder
+        from zero_sim.report.traces import write_chrome_trace, write_flight_recorder
     bundle = read_bundle(find_bundle(name, folder=bundles))
     if not bundle.logs:
         raise UsageError(f"expected a bundle with events, got {bundle.id}, which has none.")
@@ -434,11 +320,10 @@ def schema(what: str) -> None:
     if what == _SCENARIO:
         echo_json(scenario_schema())
         return
-    for command in COMMANDS:
-        if what == command:
-            with packages_needed():
-                echo_json(output_schema(command))
-            return
+    if what in COMMANDS:
+        with packages_needed():
+            echo_json(output_schema(what))
+        return
     names = ", ".join((_SCENARIO, *COMMANDS))
     raise UsageError(f"expected one of {names}; got {what!r}.")
 
@@ -452,7 +337,7 @@ def schema(what: str) -> None:
 )
 @click.option(
     "--gpu-report",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     default=Path("zero-sim-gpu.json"),
     show_default=True,
     metavar="FILE",
@@ -505,11 +390,11 @@ def doctor(
         ctx.exit(_visit(gpu_report, only=only))
     require_with(ctx, "--gpu", "only", "gpu_report", given=False)
     from zero_sim.doctor import examine
-    from zero_sim.report.text import render_facts
+    from zero_sim.report.records import render_facts
 
     facts = examine()
     if as_json:
-        echo_report({"facts": [fact.as_dict() for fact in facts]})
+        echo_report({"facts": facts})
     else:
         click.echo(render_facts(facts))
     can_run = all(fact.ok for fact in facts if fact.required)
@@ -539,7 +424,6 @@ main.add_command(bench)
 main.add_command(fingerprint)
 main.add_command(fuzz)
 main.add_command(memory)
-main.add_command(merge)
 main.add_command(mutants)
 main.add_command(rules)
 main.add_command(shrink)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import click
 
-from zero_sim.cli.parts import echo_report, json_option
+from zero_sim.cli.parts import echo_report, json_option, stdout_for
 from zero_sim.cli.session import progress
 from zero_sim.host.packages import packages_needed
 from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
-    from zero_sim.run.rule_report import FoundRules
+    from zero_sim.rules.report import FoundRules
 
 EXIT_WRONG = 1
 _WIDTH = 88
@@ -45,12 +43,10 @@ def rules(ctx: click.Context, target: str, as_json: bool) -> None:
     cannot run it.
     """
     with packages_needed():
-        from zero_sim.run.found_rules import find_rules
+        from zero_sim.rules.found import find_rules
         from zero_sim.targets import import_target
     system = import_target(target)
-    # What a model prints must not end up in the middle of the JSON.
-    out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with out, progress(f"rules of {target}"):
+    with stdout_for(as_json=as_json), progress(f"rules of {target}"):
         found = find_rules(system)
     status = EXIT_WRONG if found.contradicted or found.alarms else 0
     if as_json:

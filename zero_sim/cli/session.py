@@ -9,17 +9,26 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING
 
 import click
 
-from zero_sim.cli.options import left_out_lines
-from zero_sim.cli.parts import EXIT_INTERRUPTED, EXIT_NOTHING_SELECTED, echo_report
+from zero_sim.cli.options import Asked, imported, left_out_lines
+from zero_sim.cli.parts import (
+    BUNDLES,
+    EXIT_INTERRUPTED,
+    EXIT_NOTHING_SELECTED,
+    FILE,
+    JSON,
+    echo_report,
+    option,
+    stdout_for,
+)
 from zero_sim.errors import ScenarioError, UsageError, ZeroSimError
 from zero_sim.host.packages import packages_needed
 from zero_sim.host.terminal import takes_codes
@@ -44,48 +53,65 @@ _STATUS = {"pass": 0, "fail": 1, "error": 1, "inconclusive": 3}
 _COLOURS = {"pass": "green", "fail": "red", "error": "red", "inconclusive": "yellow"}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outputs:
+    """What is written of a run, and where."""
+
+    bundles: Path = option("--bundles", **BUNDLES)
+    no_bundles: bool = option(
+        "--no-bundles", is_flag=True, help="Write no bundles of failing cases."
+    )
+    trace: Path | None = option(
+        "--trace",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Write a Chrome trace: a file for one case, a folder for several; to a pipe only "
+        "where somebody reads it.",
+    )
+    junit: Path | None = option(
+        "--junit",
+        type=FILE,
+        metavar="FILE",
+        help="Write JUnit XML, for CI services; to a pipe only where somebody reads it.",
+    )
+    verbose: bool = option(
+        "-v",
+        "--verbose",
+        is_flag=True,
+        help="Show every case that passes, with its notes. Of more than 40, those are only "
+        "counted.",
+    )
+    as_json: bool = option("--json", **JSON)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Judged:
+    """One case that was judged."""
+
+    result: CaseResult
+    source: dict[str, str | None]
+    """The file, the command that runs it alone, and the id of its bundle."""
+    text: str
+    """All there is to say of it, if JUnit XML is asked for."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Session:
     """One `run`: what was asked, what came of it so far."""
 
-    as_json: bool = False
+    asked: Asked
+    outputs: Outputs
+    junit: Path | None
+    """Where JUnit XML goes, if anywhere; of several processes one writes it."""
     errors: Sequence[ScenarioError] = ()
-    bundles: Path | None = None
-    """Where bundles of failing cases go, if anywhere."""
-    trace: Path | None = None
-    """Where Chrome traces go, if anywhere."""
-    junit: Path | None = None
-    """Where JUnit XML goes, if anywhere."""
-    stall_seconds: float | None = None
-    """In place of what the scenarios say; None for theirs."""
-    target: str | None = None
-    """In place of what the scenarios say; None for theirs."""
-    device: str = "cpu"
-    """Where simulated ranks and the reference compute."""
-    world: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `world` in place of what the scenarios say."""
-    options: Sequence[str] = ()
-    """Other options that the same verdict needs."""
-    only_able: bool = False
-    """Whether cases that their target cannot be asked for are left out; else they are errors."""
-    covering: bool = False
-    """True to run few cases that have every feature, and pair of features, of all."""
-    verbose: bool = False
-    """True to show every case that passes, with its notes."""
     passed_over: Counter[str] = field(default_factory=Counter)
     """How many cases cannot be judged in the way that was asked for, by why."""
     selected: Sequence[Case] = ()
-    results: list[CaseResult] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    """All there is to say of each, where JUnit XML is asked for."""
-    sources: list[dict[str, str | None]] = field(default_factory=list)
-    """Of each result: the file, the command that runs it alone, and the id of its bundle."""
+    judged: list[_Judged] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
-    left_out: int = 0
     interrupted: bool = False
     started: float = field(default_factory=time.perf_counter)
     begun: datetime = field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
-    stdout: TextIO = field(default_factory=lambda: sys.stdout)
 
     def select(self, cases: Sequence[Case], why_left_out: Callable[[Scenario], str]) -> list[Case]:
         """The cases that can be judged as they are asked for; counts the others.
@@ -93,24 +119,41 @@ class Session:
         Raises:
             UsageError: There is no such target.
         """
-        asked = self.as_asked(cases)
+        asked = [self.asked.as_asked(case.scenario) for case in cases]
         reasons = [
-            self._why_order_needed(each)
+            self.asked.why_order_needed(each)
             or why_left_out(each)
-            or self._why_package_missing(each)
-            or self._why_order_refused(each, case.scenario)
-            or self._why_not_able(each)
+            or self.asked.why_package_missing(each)
+            or self.asked.why_refused(each, as_written=case.scenario)
             for each, case in zip(asked, cases, strict=True)
         ]
         self.passed_over.update(reason for reason in reasons if reason)
         able = [case for case, reason in zip(cases, reasons, strict=True) if not reason]
-        return self._cover(able) if self.covering else able
+        return self._cover(able) if self.asked.covering else able
+
+    @property
+    def results(self) -> list[CaseResult]:
+        """Of all cases so far."""
+        return [each.result for each in self.judged]
+
+    @property
+    def left_out(self) -> int:
+        """Number of cases that an interrupt kept from being judged."""
+        return len(self.selected) - len(self.judged) if self.interrupted else 0
+
+    @property
+    def _bundles(self) -> Path | None:
+        """Where bundles of failing cases go, if anywhere."""
+        # Real processes tell no events that a run could be repeated from.
+        none = self.outputs.no_bundles or self.asked.backend != "sim"
+        return None if none else self.outputs.bundles
 
     def _cover(self, cases: Sequence[Case]) -> list[Case]:
         """Few of the cases, one of each file and more for features and pairs; counts the others."""
         with packages_needed():
-            from zero_sim.fuzz.covering import covering
-        chosen = covering(self.as_asked(cases), labels=[str(case.source) for case in cases])
+            from zero_sim.fuzz.coverage import covering
+        asked = [self.asked.as_asked(case.scenario) for case in cases]
+        chosen = covering(asked, labels=[str(case.source) for case in cases])
         self.passed_over[_COVERED] += len(cases) - len(chosen)
         return [cases[index] for index in chosen]
 
@@ -130,7 +173,7 @@ class Session:
         """Say that there is nothing to run; the exit status."""
         left_out = "".join(f"; {line}" for line in left_out_lines(self.passed_over))
         click.echo(f"Nothing selected: {have}{left_out}.", err=True)
-        if self.as_json:
+        if self.outputs.as_json:
             echo_report(self.as_dict(status=EXIT_NOTHING_SELECTED))
         self._write_junit()
         return EXIT_NOTHING_SELECTED
@@ -139,7 +182,7 @@ class Session:
         """Show what is wrong with files that are no scenarios."""
         from zero_sim.report.text import render_problems
 
-        if self.errors and not self.as_json:
+        if self.errors and not self.outputs.as_json:
             click.echo(render_problems(self.errors), err=True)
         self.statuses.extend(error.exit_status for error in self.errors)
 
@@ -154,60 +197,56 @@ class Session:
                 self._show_progress()
         except KeyboardInterrupt:
             self.interrupted = True
-            self.left_out = len(cases) - len(self.results)
-            where = cases[len(self.results)].id if self.left_out else "the last case"
+            where = cases[len(self.judged)].id if self.left_out else "the last case"
             click.echo(f"\nInterrupted during {where}.", err=True)
 
     def _show_progress(self) -> None:
         """Print a line at each tenth of many cases, of which those that pass are not shown."""
-        done, total = len(self.results), len(self.selected)
+        done, total = len(self.judged), len(self.selected)
         is_tenth = done * 10 // total > (done - 1) * 10 // total
-        if is_tenth and not self._shows_each and not self.as_json:
+        if is_tenth and not self._shows_each and not self.outputs.as_json:
             passed = sum(result.verdict == "pass" for result in self.results)
             click.echo(f"{done:,} of {total:,} cases, {passed:,} passed", err=True)
 
     @property
     def _shows_each(self) -> bool:
         """True if each case that passes has its line."""
-        return self.verbose or len(self.selected) <= CASES_SHOWN_MAX
+        return self.outputs.verbose or len(self.selected) <= CASES_SHOWN_MAX
 
     def _note(self, case: Case, result: CaseResult, status: int) -> None:
         """Keep a result, write what is asked of it, and show it."""
         from zero_sim.report.text import id_width, render_case
         from zero_sim.scenario.dump import to_chosen_toml
 
-        index = len(self.results)
+        asked, scenario = self.asked, result.twin or case.scenario
         command = reproduce_command(
             case.source,
             case.file_id,
-            stall_seconds=self.stall_seconds,
-            target=self.target,
-            options=self.options,
+            stall_seconds=asked.stall_seconds,
+            target=asked.target,
+            options=asked.again,
         )
-        bundle = self._write_bundle(case, result)
-        if self.trace is not None and result.logs:
-            self._write_trace(case, result, number=index if len(self.selected) > 1 else None)
-        # Logs are large, and all that is told of them is told below.
-        self.results.append(dataclasses.replace(result, logs=()))
-        self.statuses.append(status)
-        source = {"source": str(case.source), "reproduce": command, "bundle": bundle}
-        self.sources.append(source)
-        again = ""
-        if bundle is not None and self.bundles is not None:
+        bundle, again = self._write_bundle(case, result), ""
+        if bundle is not None:
             again = replay_command(
-                bundle, bundles=self.bundles, target=self.target, device=self.device
+                bundle, bundles=self._bundles, target=asked.target, device=asked.device
             )
-        said = {
-            "case": to_chosen_toml(result.twin or case.scenario),
-            "reproduce": command,
-            "replay": again,
-        }
-        if self.junit is not None:
-            self.texts.append(render_case(result, **said))
-        if not self.as_json and (self._shows_each or result.verdict != "pass"):
+        if result.logs:
+            self._write_trace(case, result)
+        texts = {"case": to_chosen_toml(scenario), "reproduce": command, "replay": again}
+        self.judged.append(
+            _Judged(
+                # Logs are large, and all that is told of them is told here.
+                result=dataclasses.replace(result, logs=()),
+                source={"source": str(case.source), "reproduce": command, "bundle": bundle},
+                text="" if self.junit is None else render_case(result, **texts),
+            )
+        )
+        self.statuses.append(status)
+        if not self.outputs.as_json and (self._shows_each or result.verdict != "pass"):
             width = id_width(case.id for case in self.selected)
-            with_notes = self.verbose or len(self.selected) == 1
-            text = render_case(result, width=width, with_notes=with_notes, **said)
+            with_notes = self.outputs.verbose or len(self.selected) == 1
+            text = render_case(result, width=width, with_notes=with_notes, **texts)
             click.echo(coloured(text, result.verdict))
 
     def finish(self) -> int:
@@ -217,19 +256,20 @@ class Session:
 
         self._write_junit()
         status = EXIT_INTERRUPTED if self.interrupted else _gravest(self.statuses)
-        if self.as_json:
+        if self.outputs.as_json:
             echo_report(self.as_dict(status=status))
         else:
+            results = self.results
             summary = render_summary(
-                self.results,
+                results,
                 seconds=self._seconds(),
                 bad_files=len(self.errors),
                 left_out=self.left_out,
             )
-            if len(self.results) > 1 and (observed := render_observed(self.results)):
-                click.echo(observed)
-            if len(self.results) > 1:
-                for taken in sorted({note for each in self.results for note in taken_notes(each)}):
+            if len(results) > 1:
+                if observed := render_observed(results):
+                    click.echo(observed)
+                for taken in sorted({note for each in results for note in taken_notes(each)}):
                     click.echo(taken)
             click.echo(summary)
             for line in left_out_lines(self.passed_over):
@@ -238,10 +278,7 @@ class Session:
 
     def as_dict(self, *, status: int) -> dict[str, object]:
         """Everything, ready for JSON."""
-        cases = [
-            {**result.as_dict(), **source}
-            for result, source in zip(self.results, self.sources, strict=True)
-        ]
+        cases = [{**each.result.as_dict(), **each.source} for each in self.judged]
         problems = [
             {
                 "source": error.source,
@@ -267,16 +304,18 @@ class Session:
             return
         from zero_sim.report.junit import TestCase, case_of, file_of, junit_xml, write_junit
 
-        rows = zip(self.selected, self.results, self.texts, strict=False)
         cases = [
             case_of(
-                result, scenario=self._as_asked(case.scenario), source=str(case.source), text=text
+                each.result,
+                scenario=self.asked.as_asked(case.scenario),
+                source=str(case.source),
+                text=each.text,
             )
-            for case, result, text in rows
+            for case, each in zip(self.selected, self.judged, strict=False)
         ]
         left = [
             TestCase(name=case.id, source=str(case.source), outcome="skipped", message="not run")
-            for case in self.selected[len(self.results) :]
+            for case in self.selected[len(self.judged) :]
         ]
         files = [file_of(error) for error in self.errors]
         document = junit_xml(
@@ -293,108 +332,42 @@ class Session:
         return time.perf_counter() - self.started
 
     def _write_bundle(self, case: Case, result: CaseResult) -> str | None:
-        if self.bundles is None or result.verdict != "fail" or not result.findings:
+        folder = self._bundles
+        if folder is None or result.verdict != "fail" or not result.findings:
             return None
         from zero_sim.bundle import Ran, write_bundle
 
         try:
-            scenario = result.twin or self._in_world_asked(case.scenario)
-            ran = Ran(target=self._imported or "", device=self.device)
-            return write_bundle(scenario, result, folder=self.bundles, ran=ran).name
+            scenario = result.twin or self.asked.in_world(case.scenario)
+            ran = Ran(target=imported(self.asked.target) or "", device=self.asked.device)
+            return write_bundle(scenario, result, folder=folder, ran=ran).name
         except OSError as error:
             # A full disk must not cost the other cases their verdict.
-            click.echo(f"No bundle of {case.id} in {self.bundles}: {error.strerror}.", err=True)
+            click.echo(f"No bundle of {case.id} in {folder}: {error.strerror}.", err=True)
             return None
 
-    def _write_trace(self, case: Case, result: CaseResult, *, number: int | None) -> None:
-        from zero_sim.report.chrome_trace import write_chrome_trace
+    def _write_trace(self, case: Case, result: CaseResult) -> None:
+        from zero_sim.report.traces import write_chrome_trace
 
-        assert self.trace is not None
-        path = self.trace
-        if number is not None:
+        path = self.outputs.trace
+        if path is None:
+            return
+        if len(self.selected) > 1:
             words = re.sub(r"[^\w.=,+-]+", "_", case.id)
-            path = path / f"{number:04}-{words[:TRACE_NAME_CHARS_MAX]}.json"
+            path = path / f"{len(self.judged):04}-{words[:TRACE_NAME_CHARS_MAX]}.json"
         try:
             write_chrome_trace(path, result.logs, name=case.id)
         except ZeroSimError as error:
             click.echo(f"No trace of {case.id}: {error}", err=True)
             self.statuses.append(error.exit_status)
 
-    def _why_order_needed(self, scenario: Scenario) -> str:
-        from zero_sim.scenario.conditions import why_order_matters
-
-        why = why_order_matters(scenario)
-        return (
-            f"its order must be known: it has {why}" if why and "order_known" in self.world else ""
-        )
-
-    def _why_package_missing(self, scenario: Scenario) -> str:
-        """Why a case's own target cannot run here; one that was asked for is an error instead."""
-        from zero_sim.scenario.spec import SystemSpec
-
-        if self.target is not None or scenario.system.target == SystemSpec().target:
-            return ""
-        with packages_needed():
-            from zero_sim.targets import find_target, library_target_names, why_missing
-        if scenario.system.target not in library_target_names():
-            return ""
-        return why_missing(find_target(scenario.system.target))
-
-    def _why_order_refused(self, scenario: Scenario, as_written: Scenario) -> str:
-        """Why its target refuses a case for the order that was asked for.
-
-        What a target refuses of a case as it is written is a mistake in that case, and is told when
-        the case is judged.
-        """
-        if "order" not in self.world:
-            return ""
-        with packages_needed():
-            from zero_sim.targets import import_target, refusals
-        # The cases of a registered one name it; see `of_target`.
-        target = import_target(self._imported or scenario.system.target)
-        problems = refusals(target, scenario)
-        if not problems or refusals(target, as_written):
-            return ""
-        if "order_known" in self.world:
-            paths = ", ".join(problem.path for problem in problems)
-            return f"target {target.name!r} must know its order: {paths}"
-        return f"target {target.name!r} does not support world.order = {scenario.world.order!r}"
-
-    def _why_not_able(self, scenario: Scenario) -> str:
-        """Why its target cannot be asked for a case, where such cases are not wanted."""
-        if not self.only_able:
-            return ""
-        with packages_needed():
-            from zero_sim.targets import import_target, refusals
-        target = import_target(self._imported or scenario.system.target)
-        problems = refusals(target, scenario)
-        return f"target {target.name!r} cannot be asked for {problems[0].path}" if problems else ""
-
-    @property
-    def _imported(self) -> str | None:
-        return self.target if self.target is not None and ":" in self.target else None
-
-    def as_asked(self, cases: Sequence[Case]) -> list[Scenario]:
-        """The scenarios of cases with what the command line puts in the place of what they say."""
-        return [self._as_asked(case.scenario) for case in cases]
-
-    def _as_asked(self, scenario: Scenario) -> Scenario:
-        """A scenario with what the command line puts in the place of what it says."""
-        return _with_stall_limit(self._in_world_asked(scenario), self.stall_seconds)
-
-    def _in_world_asked(self, scenario: Scenario) -> Scenario:
-        world = dataclasses.replace(scenario.world, **self.world)
-        return dataclasses.replace(scenario, world=world)
-
     def _judge(self, case: Case, judge: Judge) -> tuple[CaseResult, int]:
         from zero_sim.findings.records import not_judged, unforeseen
 
         started = time.perf_counter()
-        scenario = self._as_asked(case.scenario)
-        # What a model prints must not end up in the middle of the JSON.
-        out = contextlib.redirect_stdout(sys.stderr) if self.as_json else contextlib.nullcontext()
+        scenario = self.asked.as_asked(case.scenario)
         try:
-            with out:
+            with stdout_for(as_json=self.outputs.as_json):
                 result = judge(scenario)
         except ZeroSimError as error:
             seconds = time.perf_counter() - started
@@ -408,33 +381,8 @@ class Session:
         return result, UsageError.exit_status if refused else _STATUS[result.verdict]
 
 
-def of_target(case: Case, target: str | None, *, options: Mapping[str, str]) -> Case:
-    """The case of a registered target, so that its bundle names it, with options of its own.
-
-    Args:
-        case: As its file has it.
-        target: What `--target` says; one that is imported a case does not name.
-        options: What `--option` says, by name.
-    """
-    from zero_sim.scenario.own_options import with_options
-
-    scenario = with_options(case.scenario, options) if options else case.scenario
-    if target is not None and ":" not in target:
-        system = dataclasses.replace(scenario.system, target=target)
-        scenario = dataclasses.replace(scenario, system=system)
-    return case if scenario is case.scenario else dataclasses.replace(case, scenario=scenario)
-
-
 def _gravest(statuses: Sequence[int]) -> int:
     return min(statuses, key=_GRAVITY.index, default=0)
-
-
-def _with_stall_limit(scenario: Scenario, seconds: float | None) -> Scenario:
-    if seconds is None:
-        return scenario
-    return dataclasses.replace(
-        scenario, run=dataclasses.replace(scenario.run, stall_seconds=seconds)
-    )
 
 
 def coloured(text: str, verdict: str) -> str:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from zero_sim.cli.options import own_options, parse_own_options
-from zero_sim.cli.parts import a_number, bundles_option, echo_report, json_option
+from zero_sim.cli.options import imported, own_options, with_target
+from zero_sim.cli.parts import FILE, a_number, bundles_option, echo_report, json_option, stdout_for
 from zero_sim.cli.session import coloured, progress
 from zero_sim.errors import UsageError, ZeroSimError
 from zero_sim.host.files import unwritten, write_whole
@@ -62,7 +60,7 @@ DEFAULT_SECONDS = 60.0
 @bundles_option
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     metavar="FILE",
     help="Write the smaller case as a scenario file, too; to a pipe only where somebody reads it.",
 )
@@ -97,19 +95,15 @@ def shrink(
     with packages_needed():
         from zero_sim.bundle import Ran
         from zero_sim.host.device import check_device
-        from zero_sim.targets import import_target, with_options
+        from zero_sim.targets import import_target
     check_device(device)
-    scenario = with_options(scenario, parse_own_options(said)) if said else scenario
-    if target is not None and ":" not in target:
-        scenario = replace(scenario, system=replace(scenario.system, target=target))
+    scenario = with_target(scenario, target, said)
     system = import_target(target or scenario.system.target)
-    # What a model prints must not end up in the middle of the JSON.
-    out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with out, progress(f"shrink {scenario.name}"):
+    with stdout_for(as_json=as_json), progress(f"shrink {scenario.name}"):
         done = _shrink(scenario, system, seconds=seconds, device=device)
-    imported = target if target is not None and ":" in target else ""
-    bundle, again, smaller = "", "", ""
-    bundle = _write_bundle(done, bundles, ran=Ran(target=imported, device=device))
+    again, smaller = "", ""
+    ran = Ran(target=imported(target) or "", device=device)
+    bundle = _write_bundle(done, bundles, ran=ran)
     if bundle:
         again = replay_command(bundle, bundles=bundles, target=target, device=device)
     unwritten_output: ZeroSimError | None = None
@@ -117,7 +111,7 @@ def shrink(
         # What was found is not lost for want of a place.
         try:
             _write(done.reduced.scenario, output)
-            smaller = run_command(output, target=imported, device=device)
+            smaller = run_command(output, target=target, device=device)
         except ZeroSimError as error:
             unwritten_output = error
     if as_json:

@@ -6,11 +6,12 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from zero_sim.cli.parts import a_number, require_with
+from zero_sim.cli.parts import STALL_SECONDS, option, require_with, takes
 from zero_sim.errors import UsageError
 from zero_sim.host.packages import packages_needed
 from zero_sim.untrusted import printable
@@ -20,28 +21,25 @@ if TYPE_CHECKING:
     from zero_sim.script.record import ScriptRun
 
 EXIT_FOUND = 1
+_COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "show_default": True}
 _IGNORED = (
-    "--log-dir",
-    "--log_dir",
-    "--max-restarts",
-    "--max_restarts",
-    "--monitor-interval",
-    "--monitor_interval",
-    "--node-rank",
-    "--node_rank",
-    "--rdzv-backend",
-    "--rdzv_backend",
-    "--rdzv-conf",
-    "--rdzv_conf",
-    "--rdzv-endpoint",
-    "--rdzv_endpoint",
-    "--rdzv-id",
-    "--rdzv_id",
-    "--role",
-    "--start-method",
-    "--start_method",
+    "log-dir",
+    "max-restarts",
+    "monitor-interval",
+    "node-rank",
+    "rdzv-backend",
+    "rdzv-conf",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "role",
+    "start-method",
 )
 """Options of torchrun that say how processes find each other."""
+
+
+def _spelled(*names: str) -> list[str]:
+    """Options with hyphens, and with underscores, as torchrun takes both."""
+    return [f"--{each}" for name in names for each in dict.fromkeys((name, name.replace("-", "_")))]
 
 
 class _Numbers(click.ParamType):
@@ -70,112 +68,127 @@ class _Pattern(click.ParamType):
             self.fail(f"expected a regular expression, got {value!r}: {error}", param, ctx)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _WorldOptions:
+    """Options of the world that a script runs on, by the names of `Settings`."""
+
+    ranks_per_node: int = option(
+        *_spelled("nproc-per-node"), **_COUNT, default=1, metavar="N", help="Ranks a node."
+    )
+    nodes: int = option("--nnodes", **_COUNT, default=1, metavar="N", help="Nodes.")
+    order: str = option(
+        "--order", default="linear", show_default=True, help="Order in which reductions add."
+    )
+    schedule: str | None = option(
+        "--schedule",
+        type=click.Choice(["round-robin", "random", "pct"]),
+        help="Which rank runs next.  [default: round-robin; of several runs random]",
+    )
+    timing: str | None = option(
+        "--timing",
+        type=click.Choice(["eager", "lazy", "hostile"]),
+        help="When operations read and write.  [default: eager; of several runs hostile]",
+    )
+    depth: int = option("--depth", **_COUNT, default=3, hidden=True)
+    races: bool | None = option(
+        "--races/--no-races",
+        default=None,
+        help="Look at every operation for uses of memory in flight.  [default: of several runs]",
+    )
+    no_strict: bool = option(
+        "--no-strict", is_flag=True, help="Accept what gloo accepts and NCCL does not."
+    )
+    packages: tuple[str, ...] = option(
+        "--own-modules",
+        multiple=True,
+        metavar="PACKAGE",
+        help="Let every rank import a package for itself, as it does the modules of the script's "
+        "folder, so that its globals are not shared.",
+    )
+    cuda_is_cpu: bool = option(
+        "--cuda-is-cpu", is_flag=True, help="Let devices named cuda be the CPU."
+    )
+    shown: tuple[int, ...] | None = option(
+        "--output-of", type=_Numbers(), help="Show what only these ranks print."
+    )
+    stall_seconds: float = option(
+        "--stall-seconds",
+        **STALL_SECONDS,
+        default=300.0,
+        show_default=True,
+        metavar="S",
+        help="Longest time without a call of torch.distributed.",
+    )
+    address: str = option(*_spelled("master-addr"), default="localhost", hidden=True)
+    port: int = option(*_spelled("master-port"), type=int, default=29500, hidden=True)
+
+    def settings(self, *, several: bool) -> Settings:
+        """The world.
+
+        Args:
+            several: True for several runs, which are compared.
+        """
+        from zero_sim.script.launch import Settings
+
+        names = [each.name for each in fields(self) if each.name != "no_strict"]
+        given = {name: getattr(self, name) for name in names}
+        return Settings(
+            **given
+            | {
+                "schedule": self.schedule or ("random" if several else "round-robin"),
+                "timing": self.timing or ("hostile" if several else "eager"),
+                "races": several if self.races is None else self.races,
+                "strict": not self.no_strict,
+                "shown": None if self.shown is None else frozenset(self.shown),
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RunOptions:
+    """Options of which runs there are, and how they are compared."""
+
+    seed: int = option(
+        "--seed",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Of schedule, timing, and what the script leaves to chance.",
+    )
+    runs: int = option(
+        "--runs",
+        **_COUNT,
+        default=1,
+        metavar="N",
+        help="Run with so many seeds, from --seed on, and tell of the first run that differs from "
+        "the first: in how it ends, in the output of rank 0, or at zero_sim.checkpoint_here.",
+    )
+    seeds: tuple[int, ...] | None = option("--seeds", type=_Numbers(), help="Run with these seeds.")
+    ignore: re.Pattern[str] | None = option(
+        "--ignore",
+        type=_Pattern(),
+        metavar="REGEX",
+        help="Do not compare lines in which this is found, such as times.",
+    )
+
+
 @click.command(
     context_settings={"allow_interspersed_args": False},
     options_metavar="[OPTIONS]",
 )
-@click.option(
-    "--nproc-per-node",
-    "--nproc_per_node",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Ranks a node.",
-)
-@click.option(
-    "--nnodes", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Nodes."
-)
+@takes(_WorldOptions, "world")
+@takes(_RunOptions, "runs")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
-@click.option("--order", default="linear", show_default=True, help="Order in which reductions add.")
-@click.option(
-    "--schedule",
-    type=click.Choice(["round-robin", "random", "pct"]),
-    help="Which rank runs next.  [default: round-robin; of several runs random]",
-)
-@click.option(
-    "--timing",
-    type=click.Choice(["eager", "lazy", "hostile"]),
-    help="When operations read and write.  [default: eager; of several runs hostile]",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Of schedule, timing, and what the script leaves to chance.",
-)
-@click.option("--depth", type=click.IntRange(min=1), default=3, show_default=True, hidden=True)
-@click.option(
-    "--runs",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Run with so many seeds, from --seed on, and tell of the first run that differs from the "
-    "first: in how it ends, in the output of rank 0, or at zero_sim.checkpoint_here.",
-)
-@click.option("--seeds", type=_Numbers(), help="Run with these seeds.")
-@click.option(
-    "--ignore",
-    type=_Pattern(),
-    metavar="REGEX",
-    help="Do not compare lines in which this is found, such as times.",
-)
-@click.option(
-    "--races/--no-races",
-    default=None,
-    help="Look at every operation for uses of memory in flight.  [default: of several runs]",
-)
-@click.option("--no-strict", is_flag=True, help="Accept what gloo accepts and NCCL does not.")
-@click.option(
-    "--own-modules",
-    multiple=True,
-    metavar="PACKAGE",
-    help="Let every rank import a package for itself, as it does the modules of the script's "
-    "folder, so that its globals are not shared.",
-)
-@click.option("--cuda-is-cpu", is_flag=True, help="Let devices named cuda be the CPU.")
-@click.option("--output-of", type=_Numbers(), help="Show what only these ranks print.")
-@click.option(
-    "--stall-seconds",
-    type=click.FloatRange(min=0.001, max=10**6),
-    callback=a_number,
-    default=300.0,
-    show_default=True,
-    metavar="S",
-    help="Longest time without a call of torch.distributed.",
-)
-@click.option("--master-addr", "--master_addr", default="localhost", hidden=True)
-@click.option("--master-port", "--master_port", type=int, default=29500, hidden=True)
-@click.option("--standalone", is_flag=True, hidden=True)
-@click.option(*_IGNORED, "ignored", multiple=True, hidden=True)
+@click.option("--standalone", is_flag=True, hidden=True, expose_value=False)
+@click.option(*_spelled(*_IGNORED), "ignored", multiple=True, hidden=True, expose_value=False)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def torchrun(
     ctx: click.Context,
-    nproc_per_node: int,
-    nnodes: int,
+    world: _WorldOptions,
+    runs: _RunOptions,
     module: bool,
-    order: str,
-    schedule: str | None,
-    timing: str | None,
-    seed: int,
-    depth: int,
-    runs: int,
-    seeds: tuple[int, ...] | None,
-    ignore: re.Pattern[str] | None,
-    races: bool | None,
-    no_strict: bool,
-    own_modules: tuple[str, ...],
-    cuda_is_cpu: bool,
-    output_of: tuple[int, ...] | None,
-    stall_seconds: float,
-    master_addr: str,
-    master_port: int,
-    standalone: bool,
-    ignored: tuple[str, ...],
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
@@ -188,31 +201,15 @@ def torchrun(
     was a deadlock, a race, a violation of the contract, or a difference between runs; 2 the usage
     is wrong, or the script ended the process.
     """
-    if seeds is not None and runs != 1:
+    if runs.seeds is not None and runs.runs != 1:
         raise UsageError("expected --runs or --seeds, got both.")
-    chosen = seeds or tuple(range(seed, seed + runs))
-    several = len(chosen) > 1
+    seeds = runs.seeds or tuple(range(runs.seed, runs.seed + runs.runs))
+    several = len(seeds) > 1
     require_with(ctx, "--runs or --seeds", "ignore", given=several)
     with packages_needed():
-        from zero_sim.script.launch import Settings
-    settings = Settings(
-        ranks_per_node=nproc_per_node,
-        nodes=nnodes,
-        order=order,
-        schedule=schedule or ("random" if several else "round-robin"),
-        timing=timing or ("hostile" if several else "eager"),
-        depth=depth,
-        races=several if races is None else races,
-        strict=not no_strict,
-        stall_seconds=stall_seconds,
-        packages=own_modules,
-        cuda_is_cpu=cuda_is_cpu,
-        address=master_addr,
-        port=master_port,
-        shown=None if output_of is None else frozenset(output_of),
-    )
+        settings = world.settings(several=several)
     words = (*(["-m"] if module else []), script, *arguments)
-    ctx.exit(_run(settings, chosen, words=words, ignored=ignore))
+    ctx.exit(_run(settings, seeds, words=words, ignored=runs.ignore))
 
 
 def _run(
@@ -222,10 +219,10 @@ def _run(
     words: Sequence[str],
     ignored: re.Pattern[str] | None,
 ) -> int:
-    from zero_sim.script.compare import first_difference
     from zero_sim.script.launch import Launcher
     from zero_sim.script.own_modules import check_found
     from zero_sim.script.program import read_script
+    from zero_sim.script.record import first_difference
 
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
@@ -306,7 +303,7 @@ def repeat_command(
 
     usual = Settings(ranks_per_node=1)
     options = ["--nproc-per-node", str(settings.ranks_per_node)]
-    for option, name in (
+    for flag, name in (
         ("--nnodes", "nodes"),
         ("--order", "order"),
         ("--depth", "depth"),
@@ -316,7 +313,7 @@ def repeat_command(
     ):
         value = getattr(settings, name)
         if value != getattr(usual, name):
-            options += [option, str(value)]
+            options += [flag, str(value)]
     options += ["--timing", settings.timing, "--schedule", settings.schedule]
     if settings.races != (len(seeds) > 1):
         options += ["--races" if settings.races else "--no-races"]

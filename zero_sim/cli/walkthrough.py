@@ -44,8 +44,7 @@ def walkthrough(name: str, scenario: Path | None, case: str | None, html: Path |
         raise UsageError("expected --case with --scenario alone. Try to leave it out.")
     with packages_needed():
         from zero_sim import walkthrough as walks
-        from zero_sim.report.walk_html import write_walk
-        from zero_sim.report.walk_text import render_walk
+        from zero_sim.report.walks import render_walk, write_walk
     with progress(f"walkthrough {name}"):
         if scenario is not None:
             from zero_sim.scenario.load import load_scenario

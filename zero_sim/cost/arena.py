@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero_sim.cost.forms import ParamSize, by_registration
-from zero_sim.scenario.overlap import overlaps_grads
+from zero_sim.scenario.derived import overlaps_grads
 from zero_sim.scenario.spec import Scenario
 
 PLACE_BYTES = 512

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from zero_sim.cost.forms import BucketForm, Call, ParamSize, by_registration
 from zero_sim.cost.grad_forms import GradForm, grad_forms
-from zero_sim.scenario.joining import counts_over_ranks
+from zero_sim.scenario.derived import counts_over_ranks
 from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.tp_block import activation_elems, is_tp_block, rows_of
 

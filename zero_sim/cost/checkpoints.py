@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.tp_block import activation_elems, is_tp_block, rows_of
+
+if TYPE_CHECKING:
+    from zero_sim.cost.memory_recorder import Moment
 
 _ELEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -30,33 +33,24 @@ def checkpoint_bytes(scenario: Scenario, *, rank: int) -> int:
     return scenario.model.blocks * elems * _ELEM_BYTES[scenario.model.dtype]
 
 
-@dataclass(slots=True, eq=False)
-class CheckpointWatch:
-    """Looks at what a rank keeps when a forward is over, in one step."""
+def check_checkpoints(
+    moments: Sequence[Moment], *, owed: int, step: int, rank: int
+) -> Iterator[Finding]:
+    """Check what a rank keeps when a forward is over.
 
-    owed: int
-    """Bytes."""
-    rank: int
-    look: Callable[[], int]
-    """Tells the bytes that are kept now."""
-    found: list[Finding] = field(default_factory=list)
-    """The first one; nothing is looked at behind it."""
-
-    def between(self, step: int) -> None:
-        """Look between a forward and its backward.
-
-        Args:
-            step: Of which.
-        """
-        held = self.look()
-        if held != self.owed and not self.found:
-            self.found.append(
-                Finding(
-                    check=Check.INVARIANT_MEMORY,
-                    step=step,
-                    rank=self.rank,
-                    phase=Phase.FORWARD,
-                    message=f"this rank keeps {held} bytes of activation checkpoints behind the "
-                    f"forward, expected {self.owed} by the closed form",
-                )
+    Args:
+        moments: Moments of the step.
+        owed: Bytes.
+        step: Index of the step.
+        rank: Rank in the dp-cp group.
+    """
+    for moment in moments:
+        if moment.what == "forward" and moment.bytes != owed:
+            yield Finding(
+                check=Check.INVARIANT_MEMORY,
+                step=step,
+                rank=rank,
+                phase=Phase.FORWARD,
+                message=f"this rank keeps {moment.bytes} bytes of activation checkpoints behind "
+                f"the forward, expected {owed} by the closed form",
             )

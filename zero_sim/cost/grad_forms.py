@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from zero_sim.cost.forms import BucketForm, Call, ParamSize, bucket_forms
-from zero_sim.scenario.overlap import overlaps_grads
+from zero_sim.scenario.derived import overlaps_grads
 from zero_sim.scenario.spec import Scenario
 
 

@@ -12,62 +12,51 @@ what came out of turn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
 from zero_sim.cost.forms import ParamSize
 from zero_sim.cost.grad_forms import GradForm, buffer_turns, grad_forms
-from zero_sim.cost.hook_trace import tell_arrival
-from zero_sim.cost.peaks import Look
+from zero_sim.cost.memory_recorder import MemoryRecorder, Moment
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
+from zero_sim.scenario.derived import overlaps_grads
 from zero_sim.scenario.names import frozen_at
-from zero_sim.scenario.overlap import overlaps_grads
 from zero_sim.scenario.spec import Scenario
 
 BUFFERS = "reduce buffers"
 """What an engine calls all of them together, whoever uses them."""
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class GradPeakWatch:
-    """Looks at a rank's reduce buffers; see [Note: what a reduce buffer may hold]."""
+@dataclass(slots=True, eq=False)
+class _Replay:
+    """Gradients of a micro-batch, as they arrive; see [Note: what a reduce buffer may hold]."""
 
     forms: Sequence[GradForm]
     scenario: Scenario
-    rank: int
-    look: Look
+    step: int
     autograd_bytes: Mapping[str, int]
     """By param the bytes of its gradient where autograd leaves it."""
-    step: int = 0
-    found: list[Finding] = field(default_factory=list)
-    """The first one; nothing is looked at behind it."""
-    _micro: int | None = None
+    micro: int | None = None
     _arrived: set[str] = field(default_factory=set)
     _opened: set[int] = field(default_factory=set)
 
-    def start(self, step: int, micro: int) -> None:
-        """Note that a micro-batch begins."""
-        self.step, self._micro = step, micro
-        self._arrived.clear()
-        self._opened.clear()
-
-    def end(self) -> None:
-        """Note that the micro-batches of the step are done."""
-        self._micro = None
-
-    def _arrive(self, name: str) -> None:
-        if self._micro is not None and not self.found:
-            self._arrived.add(name)
-            self._check(name)
+    def arrive(self, moment: Moment) -> tuple[dict[int, int], int]:
+        """Return the bytes that may be there by unit, and of all buffers, as a gradient arrives."""
+        if moment.micro != self.micro:
+            self.micro = moment.micro
+            self._arrived.clear()
+            self._opened.clear()
+        self._arrived.add(moment.param)
+        return self._owed()
 
     def _owed(self) -> tuple[dict[int, int], int]:
-        """Bytes that may be there by unit, and of all buffers."""
         system, run = self.scenario.system, self.scenario.run
-        if system.sync == "last" and self._micro != run.micro_batches - 1:
+        if system.sync == "last" and self.micro != run.micro_batches - 1:
             return {}, 0
         frozen = frozen_at(self.scenario.model, step=self.step)
         missing = [{*form.names} - frozen - self._arrived for form in self.forms]
@@ -97,54 +86,56 @@ class GradPeakWatch:
         form = self.forms[index]
         return form.buffer_elems * form.grad_bytes
 
-    def _check(self, arrived: str) -> None:
-        owed, buffers = self._owed()
-        index_of = {name: index for index, form in enumerate(self.forms) for name in form.names}
-        for what, param, held in self.look():
+
+def _check_grad_peaks(
+    moments: Sequence[Moment], *, replay: _Replay, rank: int
+) -> Iterator[Finding]:
+    """Check what was there whenever a gradient arrived."""
+    forms = replay.forms
+    index_of = {name: index for index, form in enumerate(forms) for name in form.names}
+    for moment in moments:
+        if moment.what != "grad":
+            continue
+        owed, buffers = replay.arrive(moment)
+        for what, param, held in moment.whole:
             most = buffers if what == BUFFERS else owed.get(index_of[param], 0)
             if held > most:
-                names = self.forms[index_of[param]].names
+                names = forms[index_of[param]].names
                 where = "" if what == BUFFERS else f" that go with {', '.join(names[:3])}"
-                self.found.append(
-                    Finding(
-                        check=Check.INVARIANT_MEMORY,
-                        step=self.step,
-                        rank=self.rank,
-                        phase=Phase.BACKWARD,
-                        param=param,
-                        message=f"this rank holds {held} bytes of {what}{where} as the gradient "
-                        f"of {arrived} arrived in micro-batch {self._micro}, expected {most} by "
-                        f"the closed form of its stage",
-                    )
+                yield Finding(
+                    check=Check.INVARIANT_MEMORY,
+                    step=replay.step,
+                    rank=rank,
+                    phase=Phase.BACKWARD,
+                    param=param,
+                    message=f"this rank holds {held} bytes of {what}{where} as the gradient "
+                    f"of {moment.param} arrived in micro-batch {moment.micro}, expected {most} by "
+                    f"the closed form of its stage",
                 )
-                return
 
 
 def watch_grad_peaks(
+    recorder: MemoryRecorder,
     *,
     names: Mapping[Tensor, str],
     sizes: Sequence[ParamSize],
     scenario: Scenario,
     rank: int,
-    look: Look,
-) -> GradPeakWatch:
-    """Put hooks on params, behind those of the system that trains them.
+) -> None:
+    """Record the arrival of gradients, behind the hooks of the system that trains them.
 
     Args:
+        recorder: Records them, and gets the closed form.
         names: The params by the names that they had before.
         sizes: What the rank trains, in registration order.
         scenario: The case as its dp-cp group sees it.
         rank: Rank in that group.
-        look: Tells what is in the rank's memory.
     """
-    watch = GradPeakWatch(
+    replay = _Replay(
         forms=grad_forms(sizes, scenario=scenario, rank=rank),
         scenario=scenario,
-        rank=rank,
-        look=look,
+        step=recorder.step,
         autograd_bytes={size.name: size.elems * size.grad_bytes for size in sizes},
     )
-    for param, name in names.items():
-        if param.requires_grad and param.numel():
-            tell_arrival(param, watch._arrive, name=name)
-    return watch
+    recorder.forms.append(partial(_check_grad_peaks, replay=replay, rank=rank))
+    recorder.watch_grads(names)

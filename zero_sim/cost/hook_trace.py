@@ -7,11 +7,17 @@ that a system need not be believed what it says of its overlap.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+
+from zero_sim.cost.observer import Observer
+
+if TYPE_CHECKING:
+    from zero_sim.targets import StepResult
 
 Clock = Callable[[], int]
 """How many moments the log has."""
@@ -27,7 +33,7 @@ class HookEvent:
 
 
 @dataclass(slots=True, eq=False)
-class HookTrace:
+class HookTrace(Observer):
     """What one rank did between its calls.
 
     Args:
@@ -49,13 +55,13 @@ class HookTrace:
     _now: tuple[int, int] | None = None
     _begun: set[nn.Module] = field(default_factory=set)
 
-    def start(self, step: int, micro: int) -> None:
+    def before_micro_batch(self, step: int, micro: int) -> None:
         """Note that a micro-batch begins."""
         self._now = (step, micro)
         self._begun.clear()
         self.starts[self._now] = self.clock()
 
-    def end(self, step: int) -> None:
+    def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
         """Note that the optimizer's step is done; what runs from now on is no training."""
         self._now = None
         self.ends[step] = self.clock()

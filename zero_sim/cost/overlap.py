@@ -39,8 +39,8 @@ from zero_sim.cost.hook_trace import HookEvent, HookTrace
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
+from zero_sim.scenario.derived import overlaps_grads, overlaps_params
 from zero_sim.scenario.names import frozen_at
-from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog
 

@@ -28,7 +28,7 @@ bucket.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -36,16 +36,17 @@ from torch import Tensor, nn
 
 from zero_sim.cost.arena import keeps_grads
 from zero_sim.cost.forms import BucketForm, ParamSize, by_registration
-from zero_sim.cost.hook_trace import readers_of, tell_arrival
+from zero_sim.cost.hook_trace import readers_of
+from zero_sim.cost.memory_recorder import MemoryRecorder, Moment
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
+from zero_sim.scenario.derived import overlaps_grads
 from zero_sim.scenario.names import frozen_at
-from zero_sim.scenario.overlap import overlaps_grads
 from zero_sim.scenario.spec import Scenario
 
-Look = Callable[[], Iterable[tuple[str, str, int]]]
-"""What is whole in memory now: `gradients` or `params`, a param of the bucket, bytes."""
+_PHASES = {"begin": Phase.FORWARD, "end": Phase.FORWARD}
+"""Phase of each kind of moment; backward for all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class _Reads:
             following = self._of(ranks, range(last + 1, len(self.sharers)))[: self.prefetch]
             self.gathered |= {bucket for bucket in following if self.pending.get(bucket)}
 
-    def end(self, module: nn.Module, buckets: frozenset[int]) -> int:
+    def end(self, module: nn.Module, buckets: frozenset[int]) -> None:
         start = self.starts.pop()
         self.tick += 1
         self.in_use.subtract(buckets)
@@ -99,7 +100,6 @@ class _Reads:
             self.pending[bucket].discard(module)
         self.uses.append(_Use(start, self.tick, buckets))
         self.gathered = self.whole_in_forward()
-        return len(self.uses) - 1
 
     def whole_in_forward(self) -> set[int]:
         used = {b for b in self.gathered if self.in_use[b] or (self.starts and self.pending[b])}
@@ -146,111 +146,60 @@ class _Reads:
         return {bucket for bucket in may if not self.is_past(bucket)}
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class PeakWatch:
-    """Looks at one rank's memory at the moments of one step; see [Note: what may be whole].
-
-    Args:
-        forms: Its buckets, by the first registered param of each.
-        scenario: The case as its dp-cp group sees it.
-        rank: The rank, within the group.
-        look: Tells what is whole in its memory.
-        reads: Of its modules.
-        index_of: By param the index of its bucket.
-    """
+@dataclass(slots=True, eq=False)
+class _Replay:
+    """The moments of a step, one after another; see [Note: what may be whole]."""
 
     forms: Sequence[BucketForm]
-    scenario: Scenario
-    rank: int
-    look: Look
-    reads: _Reads
+    """Buckets of the rank, by the first registered param of each."""
     index_of: Mapping[str, int]
     """By param the index of its bucket."""
-    step: int = 0
-    found: list[Finding] = field(default_factory=list)
-    """The first one; nothing is looked at behind it."""
-    _micro: int | None = None
-    _filled: set[int] = field(default_factory=set)
-    _were_in_order: bool = True
-    """Whether no more gradients were whole at a time, in this step, than an arena has places for.
+    scenario: Scenario
+    step: int
+    reads: _Reads
+    """Reads of the micro-batch."""
+    micro: int | None = None
+    filled: set[int] = field(default_factory=set)
+    were_in_order: bool = True
+    """True if no more gradients were whole at a time, in this step, than an arena has places for.
     """
-    _arrived: set[str] = field(default_factory=set)
+    arrived: set[str] = field(default_factory=set)
 
-    def start(self, step: int, micro: int) -> None:
-        """Note that a micro-batch begins."""
-        self.step, self._micro = step, micro
-        if micro == 0:
-            self._filled.clear()
-            self._were_in_order = True
-        self._arrived.clear()
-        reads = self.reads
-        self.reads = _Reads(
-            users=reads.users, prefetch=reads.prefetch, kept=reads.kept, sharers=reads.sharers
-        )
+    def take(self, moment: Moment, *, buckets: Mapping[nn.Module, frozenset[int]]) -> None:
+        """Take what happened at a moment into account.
 
-    def end(self) -> None:
-        """Note that the micro-batches of the step are done."""
-        self._micro = None
+        Args:
+            moment: The next one.
+            buckets: By module the buckets that it reads.
+        """
+        if moment.micro != self.micro:
+            self.micro = moment.micro
+            self.arrived.clear()
+            reads = self.reads
+            self.reads = _Reads(
+                users=reads.users, prefetch=reads.prefetch, kept=reads.kept, sharers=reads.sharers
+            )
+        if moment.what == "begin" and moment.module is not None:
+            self.reads.begin(buckets[moment.module])
+        elif moment.what == "end" and moment.module is not None:
+            self.reads.end(moment.module, buckets[moment.module])
+        elif moment.what == "reach":
+            self.reads.come_to(moment.end)
+        elif moment.what == "grad":
+            self.arrived.add(moment.param)
+            self.filled.add(self.index_of[moment.param])
 
-    def _begin(self, buckets: frozenset[int], module: nn.Module, args: object) -> None:
-        if self._micro is not None and self.reads.reached is None:
-            self.reads.begin(buckets)
-            self._check(Phase.FORWARD, f"{type(module).__name__} began")
+    def excess(self, moment: Moment) -> tuple[BucketForm, str, str, int, int] | None:
+        """Return the first whole memory that may not be there; None if there is none.
 
-    def _end(
-        self, buckets: frozenset[int], module: nn.Module, args: object, output: object
-    ) -> None:
-        if self._micro is None or self.reads.reached is not None:
-            return
-        index = self.reads.end(module, buckets)
-        self._check(Phase.FORWARD, f"{type(module).__name__} ended")
-        for tensor in _tensors_in(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._come_to, self.reads, index))
+        Args:
+            moment: The last one.
 
-    def _come_to(self, reads: _Reads, index: int, grad: Tensor) -> None:
-        if self._micro is not None and reads is self.reads:
-            reads.come_to(index)
-            self._check(Phase.BACKWARD, "backward came to a module")
-
-    def _arrive(self, name: str) -> None:
-        if self._micro is None:
-            return
-        self._arrived.add(name)
-        self._filled.add(self.index_of[name])
-        self._check(Phase.BACKWARD, f"the gradient of {name} arrived")
-
-    def _whole_grads(self) -> set[int]:
-        """The buckets whose gradients may be whole."""
-        system, run = self.scenario.system, self.scenario.run
-        if system.sync == "last" and self._micro != run.micro_batches - 1:
-            return self._filled
-        frozen = frozen_at(self.scenario.model, step=self.step)
-        issued: list[int] = []
-        for index in range(len(self.forms))[::-1]:
-            missing = {*self.forms[index].names_with_elems} - frozen - self._arrived
-            if not (self.reads.is_past(index) if system.stage == 3 else not missing):
-                break
-            issued.append(index)
-        in_flight = issued[-1:] if overlaps_grads(system) else []
-        return (self._filled - {*issued}) | {*in_flight}
-
-    def _allowed_grads(self, what: str) -> set[int]:
-        whole = self._whole_grads()
-        if what == "gradients":
-            return whole
-        window = range(min(whole, default=0), max(whole, default=-1) + 1)
-        places = 1 + overlaps_grads(self.scenario.system)
-        self._were_in_order &= len(whole) == len(window) <= places
-        return set() if self._were_in_order or keeps_grads(self.scenario) else whole
-
-    def _check(self, phase: Phase, when: str) -> None:
-        if self.found:
-            return
+        Returns:
+            The bucket, what it is of, the param, the bytes that are there and those that may be.
+        """
         allowed: dict[str, set[int]] = {}
-        for what, param, held in self.look():
-            if not held:
-                continue
+        for what, param, held in moment.whole:
             if what not in allowed:
                 allowed[what] = (
                     self.reads.whole() if what == "params" else self._allowed_grads(what)
@@ -260,39 +209,88 @@ class PeakWatch:
             bytes_each = form.param_bytes if what == "params" else form.grad_bytes
             owed = form.elems * bytes_each if index in allowed[what] else 0
             if held > owed:
-                self.found.append(
-                    Finding(
-                        check=Check.INVARIANT_MEMORY,
-                        step=self.step,
-                        rank=self.rank,
-                        phase=phase,
-                        param=param,
-                        message=f"this rank holds {held} bytes of whole {what} of the "
-                        f"bucket of {', '.join(form.names[:3])} as {when} in micro-batch "
-                        f"{self._micro}, expected {owed} by the closed form of its stage",
-                    )
-                )
-                return
+                return form, what, param, held, owed
+        return None
+
+    def _whole_grads(self) -> set[int]:
+        """The buckets whose gradients may be whole."""
+        system, run = self.scenario.system, self.scenario.run
+        if system.sync == "last" and self.micro != run.micro_batches - 1:
+            return self.filled
+        frozen = frozen_at(self.scenario.model, step=self.step)
+        issued: list[int] = []
+        for index in range(len(self.forms))[::-1]:
+            missing = {*self.forms[index].names_with_elems} - frozen - self.arrived
+            if not (self.reads.is_past(index) if system.stage == 3 else not missing):
+                break
+            issued.append(index)
+        in_flight = issued[-1:] if overlaps_grads(system) else []
+        return (self.filled - {*issued}) | {*in_flight}
+
+    def _allowed_grads(self, what: str) -> set[int]:
+        whole = self._whole_grads()
+        if what == "gradients":
+            return whole
+        window = range(min(whole, default=0), max(whole, default=-1) + 1)
+        places = 1 + overlaps_grads(self.scenario.system)
+        self.were_in_order &= len(whole) == len(window) <= places
+        return set() if self.were_in_order or keeps_grads(self.scenario) else whole
+
+
+def _check_peaks(
+    moments: Sequence[Moment],
+    *,
+    replay: _Replay,
+    buckets: Mapping[nn.Module, frozenset[int]],
+    rank: int,
+) -> Iterator[Finding]:
+    """Check what was whole at every moment against what may be."""
+    for moment in moments:
+        if moment.what in ("forward", "update"):
+            continue
+        replay.take(moment, buckets=buckets)
+        excess = replay.excess(moment)
+        if excess is None:
+            continue
+        form, what, param, held, owed = excess
+        yield Finding(
+            check=Check.INVARIANT_MEMORY,
+            step=replay.step,
+            rank=rank,
+            phase=_PHASES.get(moment.what, Phase.BACKWARD),
+            param=param,
+            message=f"this rank holds {held} bytes of whole {what} of the "
+            f"bucket of {', '.join(form.names[:3])} as {_in_words(moment)} in micro-batch "
+            f"{moment.micro}, expected {owed} by the closed form of its stage",
+        )
+
+
+def _in_words(moment: Moment) -> str:
+    if moment.what == "grad":
+        return f"the gradient of {moment.param} arrived"
+    if moment.what == "reach":
+        return "backward came to a module"
+    return f"{type(moment.module).__name__} {'began' if moment.what == 'begin' else 'ended'}"
 
 
 def watch_peaks(
+    recorder: MemoryRecorder,
     module: nn.Module,
     *,
     names: Mapping[Tensor, str],
     sizes: Sequence[ParamSize],
     scenario: Scenario,
     rank: int,
-    look: Look,
-) -> PeakWatch:
-    """Put hooks on a module, behind those of the system that trains it.
+) -> None:
+    """Record the moments that the peaks of a stage depend on, behind the hooks of the system.
 
     Args:
+        recorder: Records them, and gets the closed form.
         module: What the system was given to train, after it was built.
         names: Its params by the names that they had before.
         sizes: What the rank trains, in registration order.
         scenario: The case as its dp-cp group sees it.
         rank: Rank in that group.
-        look: Tells what is whole in the rank's memory.
     """
     forms = by_registration(sizes, scenario=scenario, rank=rank)
     readers = {reader: read for reader, read in readers_of(module, names=names).items() if reader}
@@ -308,12 +306,11 @@ def watch_peaks(
     }
     system = scenario.system
     last = frozenset(index for index, form in enumerate(forms) if form.is_last)
-    watch = PeakWatch(
+    replay = _Replay(
         forms=forms,
-        scenario=scenario,
-        rank=rank,
-        look=look,
         index_of={name: index for index, form in enumerate(forms) for name in form.names},
+        scenario=scenario,
+        step=recorder.step,
         reads=_Reads(
             users=users,
             prefetch=1 if system.prefetch is None else system.prefetch,
@@ -321,22 +318,7 @@ def watch_peaks(
             sharers=[form.group_size for form in forms],
         ),
     )
-    for param, name in names.items():
-        if param.requires_grad and param.numel():
-            tell_arrival(param, watch._arrive, name=name)
+    recorder.forms.append(partial(_check_peaks, replay=replay, buckets=buckets, rank=rank))
+    recorder.watch_grads(names)
     if system.stage == 3:
-        for reader, own in buckets.items():
-            reader.register_forward_pre_hook(partial(watch._begin, own))
-            reader.register_forward_hook(partial(watch._end, own))
-    return watch
-
-
-def _tensors_in(output: object) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors_in(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
-            yield from _tensors_in(value)
+        recorder.watch_modules(buckets)

@@ -9,9 +9,7 @@ know of.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zero_sim.cost.forms import ParamSize, bucket_forms
 from zero_sim.findings.phase import Phase
@@ -20,7 +18,7 @@ from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
+    from zero_sim.cost.memory_recorder import Moment
 
 _FP32_BYTES = 4
 
@@ -77,51 +75,24 @@ def staging_peak(sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int) -
     return (longer + buffer * has_fitting) * _FP32_BYTES
 
 
-@dataclass(slots=True, eq=False)
-class StagingWatch:
-    """Looks at what the optimizer of a rank is given in one step."""
+def check_staging(
+    moments: Sequence[Moment], *, owed: int, step: int, rank: int
+) -> Iterator[Finding]:
+    """Check what the optimizer of a rank is given.
 
-    owed: int
-    """Most bytes."""
-    rank: int
-    step: int = 0
-    found: list[Finding] = field(default_factory=list)
-    """The first one; nothing is looked at behind it."""
-
-    @contextmanager
-    def watching(self, step: int) -> Iterator[None]:
-        """Look while an engine takes a step.
-
-        Args:
-            step: Which one.
-        """
-        # Here, as calculators want closed forms alone, and no torch.
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        self.step = step
-        handle = register_optimizer_step_pre_hook(self._look)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        grads = [
-            param.grad
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if getattr(param, "grad", None) is not None
-        ]
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in grads}
-        held = sum(each.nbytes() for each in storages.values())
-        if held > self.owed and not self.found:
-            self.found.append(
-                Finding(
-                    check=Check.INVARIANT_MEMORY,
-                    step=self.step,
-                    rank=self.rank,
-                    phase=Phase.OPTIMIZER,
-                    message=f"this rank's optimizer is given gradients that take {held} bytes, "
-                    f"expected at most {self.owed} with a step buffer",
-                )
+    Args:
+        moments: Moments of the step.
+        owed: Most bytes.
+        step: Index of the step.
+        rank: Rank in the dp-cp group.
+    """
+    for moment in moments:
+        if moment.what == "update" and moment.bytes > owed:
+            yield Finding(
+                check=Check.INVARIANT_MEMORY,
+                step=step,
+                rank=rank,
+                phase=Phase.OPTIMIZER,
+                message=f"this rank's optimizer is given gradients that take {moment.bytes} bytes, "
+                f"expected at most {owed} with a step buffer",
             )

@@ -6,15 +6,18 @@ import dataclasses
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
 
 from zero_sim.scenario.checks import Check
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from zero_sim.scenario.spec import Scenario
     from zero_sim.sim import EventLog
+else:
+    # Records are decoded without torch, by their annotations.
+    Tensor = Any
 
 Verdict = Literal["pass", "fail", "inconclusive", "error"]
 """`pass`: all that was observed is right; see `Scope`. `fail`: the system under test is wrong.

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from zero_sim.backends import Stop, WorldPool, interrupts_ask
 from zero_sim.bundle import Ran, write_bundle
 from zero_sim.errors import ScenarioError, ZeroSimError
 from zero_sim.findings.records import CaseResult, taken_notes, unforeseen
-from zero_sim.fuzz.choices import ValuesFrom
+from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.coverage import note_features
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.excluded import why_none_fits
 from zero_sim.fuzz.families import has_family, siblings
 from zero_sim.fuzz.features import features_of
 from zero_sim.fuzz.known import KnownFindings
-from zero_sim.fuzz.records import BATCH_CASES, BatchReport, Found, Job, size_in_words
+from zero_sim.fuzz.records import (
+    BATCH_CASES,
+    BatchReport,
+    Counts,
+    Found,
+    Job,
+    size_in_words,
+    to_json,
+)
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.host.device import check_device
 from zero_sim.host.files import write_whole
@@ -45,7 +53,6 @@ from zero_sim.shrink import (
 from zero_sim.targets import Target, import_target, refusals, with_options
 from zero_sim.targets.options import check_said
 
-Judge = Callable[[Scenario], CaseResult]
 Render = Callable[[CaseResult], str]
 """What shows the result of a case to a person; a function of a module, as it travels."""
 
@@ -54,7 +61,7 @@ def run_batch(
     job: Job,
     render: Render,
     *,
-    cases_from: ValuesFrom[Scenario] | None = None,
+    cases_from: Drawable[Scenario] | None = None,
 ) -> BatchReport:
     """Run a batch; what its cases are depends on its seed, and on whether it is the first one.
 
@@ -76,135 +83,230 @@ def run_batch(
     deadline = None if job.seconds is None else time.monotonic() + job.seconds
     stop = Stop(deadline=deadline)
     with interrupts_ask(stop), WorldPool() as pool:
+        system = _System(
+            target=target,
+            pool=pool,
+            device=job.device,
+            trajectories=Trajectories() if job.family > 1 else None,
+        )
         drawn = drawn_cases(target) if cases_from is None else cases_from
         if options := dict(job.options):
             check_said(target, options)
             # What the target refuses with them is no finding.
             drawn = drawn.map(lambda scenario: with_options(scenario, options)).filter(
-                lambda scenario: not refusals(target, scenario)
+                system.may_ask
             )
-
-        trajectories = Trajectories() if job.family > 1 else None
-        batch = _Batch(
-            job=job,
-            render=render,
-            cases_from=drawn.map(lambda scenario: _aimed(scenario, job.target)),
-            why_none_fits=lambda: why_none_fits(target, options=options),
-            siblings=lambda first, place: siblings(
-                first,
-                target=target,
-                most=job.family,
-                seed=f"{job.seed}/{place}",
-                then=lambda scenario: with_options(scenario, options),
-            ),
-            target=target,
-            judge=lambda scenario: _judge(
-                scenario,
-                pool=pool,
-                target=target,
-                device=job.device,
-                trajectories=trajectories,
-            ),
-            may_ask=lambda scenario: not refusals(target, scenario),
-            right=right_judge(target, pool=pool, device=job.device),
-            stop=stop,
-        )
+        drawn = drawn.map(lambda scenario: _aimed(scenario, job.target))
+        findings = _Findings(job=job, system=system, render=render, stop=stop)
+        batch = _Batch(job=job, system=system, cases_from=drawn, findings=findings, stop=stop)
         return batch.run()
 
 
-@dataclass(slots=True)
-class _Batch:
-    """One batch while it runs."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _System:
+    """The system under test."""
+
+    target: Target
+    pool: WorldPool
+    device: str
+    trajectories: Trajectories | None
+    """Steps of the reference that members of a family share."""
+
+    def may_ask(self, scenario: Scenario) -> bool:
+        """Whether the target is there for a case; drawn ones are."""
+        return not refusals(self.target, scenario)
+
+    def judge(self, scenario: Scenario) -> CaseResult:
+        """Judge a case; an error that nobody foresaw is a finding, too, and costs no other case."""
+        try:
+            return run_case(
+                scenario,
+                pool=self.pool,
+                target=self.target,
+                device=self.device,
+                trajectories=self.trajectories,
+                with_digest=False,
+            )
+        except ZeroSimError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            return unforeseen(error, id=scenario.name)
+
+
+class _Failed(NamedTuple):
+    """A case that has a finding."""
+
+    case: int
+    scenario: Scenario
+    key: Key
+    apart: float
+    """How far apart values are; see `how_far_apart`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Findings:
+    """What a batch met, and what becomes of it."""
 
     job: Job
+    system: _System
     render: Render
-    cases_from: ValuesFrom[Scenario]
-    siblings: Callable[[Scenario, int], Iterator[Scenario]]
-    """Other members of the family of a case, the one in this place of those that were drawn."""
-    target: Target
-    judge: Judge
-    may_ask: Callable[[Scenario], bool]
-    """Whether the target is there for a case; drawn ones are."""
-    right: Judge | None
-    """Judges with a system that is right, where there is another one than the target."""
     stop: Stop
-    why_none_fits: Callable[[], str]
-    """Names the declarations of the target that exclude every case."""
-    cases: int = 0
-    verdicts: Counter[str] = field(default_factory=Counter)
-    params_only: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    """Cases that could not be judged, by why."""
-    keys: Counter[Key] = field(default_factory=Counter)
-    unproved: Counter[str] = field(default_factory=Counter)
-    unobserved: Counter[str] = field(default_factory=Counter)
-    taken: set[str] = field(default_factory=set)
-    cases_with: dict[str, int] = field(default_factory=dict)
-    """By feature, which cases had it."""
-    failed: list[tuple[int, Scenario, Key]] = field(default_factory=list)
-    """Which cases have a finding, and which one."""
-    apart: dict[int, float] = field(default_factory=dict)
-    """By case that has a finding, how far apart values are; see `how_far_apart`."""
+    failed: list[_Failed] = field(default_factory=list)
     met: dict[Key, Found] = field(default_factory=dict)
     """The first case of each key, as it was met."""
     looked_at: int = 0
     """How many of those that failed were made smaller, or show what is known."""
     known: KnownFindings = field(default_factory=KnownFindings)
-    found: dict[tuple[object, ...], Found] = field(default_factory=dict)
+    shrunk: dict[tuple[object, ...], Found] = field(default_factory=dict)
     """New ones, shrunk."""
-    seconds: float = 0.0
-    complete: bool = False
-    futile: str = ""
 
     def __post_init__(self) -> None:
         for each in self.job.known:
             self.known.add(each)
 
-    def run(self) -> BatchReport:
-        started = time.monotonic()
-        try:
-            self._take_up()
-            self._explore_all()
-            self.complete = not self.stop.now
-            if self.complete and not self.job.start and not self.cases:
-                self.futile = self.why_none_fits()
-            self.seconds = time.monotonic() - started
-            self._shrink_all()
-        except KeyboardInterrupt:
-            self.complete = False
-        return self.report()
-
-    def report(self) -> BatchReport:
-        """What there is so far; what was not shrunk is told as it was met."""
-        return BatchReport(
-            index=self.job.index,
-            seed=self.job.seed,
-            asked=self.job.cases,
-            cases=self.cases,
-            seconds=self.seconds,
-            verdicts=dict(self.verdicts),
-            params_only=self.params_only,
-            cases_with=dict(sorted(self.cases_with.items())),
-            keys={str(key): count for key, count in self.keys.items()},
-            unproved=dict(self.unproved),
-            unobserved=dict(self.unobserved),
-            taken=tuple(sorted(self.taken)),
-            found=(*self.found.values(), *self._as_met()),
-            complete=self.complete,
-            start=self.job.start,
-            futile=self.futile,
-        )
-
-    def _take_up(self) -> None:
+    def take_up(self) -> None:
         """Take up what an earlier part of this batch has met and left as it was."""
         for one in self.job.unshrunk:
             try:
                 scenario = one.case_again()
             except ScenarioError:
                 continue  # Of another version: it stays as it is.
-            self.failed.append((one.case, scenario, one.key))
-            self.apart[one.case] = one.apart
+            self.failed.append(_Failed(one.case, scenario, one.key, one.apart))
             self.met[one.key] = one
+
+    def note(self, failed: _Failed, result: CaseResult) -> bool:
+        """Note a case that fails; whether it is the first of its key."""
+        self.failed.append(failed)
+        is_first = failed.key not in self.met
+        if is_first:
+            self.met[failed.key] = replace(self._describe(failed, result), as_met=True)
+        return is_first
+
+    def so_far(self) -> tuple[Found, ...]:
+        """Those that are new; what was not shrunk is told as it was met."""
+        new: dict[Key, Found] = {}
+        for _, scenario, key, _ in self.failed[self.looked_at :]:
+            if key not in new and not self.known.explain(key, scenario):
+                new[key] = self.met[key]
+        return (*self.shrunk.values(), *new.values())
+
+    def shrink_all(self, keep: Callable[[], None]) -> None:
+        """Shrink a case of each finding that is not known by then.
+
+        Of one check the case comes first whose values are furthest apart: the others may show what
+        was rounded on the way.
+
+        Args:
+            keep: Called after each.
+        """
+        checks = {one.key.check: place for place, one in reversed([*enumerate(self.failed)])}
+        self.failed.sort(key=lambda one: (checks[one.key.check], -one.apart))
+        for failed in self.failed:
+            if not self.known.explain(failed.key, failed.scenario):
+                one = self._shrink(failed)
+                self.known.add(one)
+                # Two ways into one smallest case are one finding.
+                before = self.shrunk.get(one.is_of)
+                self.shrunk[one.is_of] = one if before is None else before.joined(one)
+            self.looked_at += 1
+            keep()
+
+    def _shrink(self, failed: _Failed) -> Found:
+        """Shrink a case and write what is left as a bundle."""
+        _, scenario, key, _ = failed
+        # Not kept from before: event logs are large. What is drawn fails again as it did.
+        result = marked(self.system.judge(scenario), scenario)
+        if not may_shrink(key) or key_of(result) != key:
+            return self._written(failed, result)
+        others = self.known.others(key, scenario)
+
+        def may_ask(other: Scenario) -> bool:
+            has_other_cause = any(one.needs.met_by(other) for one in others)
+            return self.system.may_ask(other) and not has_other_cause
+
+        reduced, best = shrink_finding(
+            scenario,
+            result,
+            judge=self.system.judge,
+            may_ask=may_ask,
+            limits=Limits(seconds=self.job.shrink_seconds),
+            is_over=lambda: self.stop.asked,
+            right=right_judge(self.system.target, pool=self.system.pool, device=self.job.device),
+        )
+        one = self._written(failed._replace(scenario=reduced.scenario), marked(best, scenario))
+        as_met = self.stop.asked and not reduced.complete
+        return replace(one, complete=reduced.complete, as_met=as_met)
+
+    def _written(self, failed: _Failed, result: CaseResult) -> Found:
+        found = self._describe(failed, result)
+        if result.verdict != "fail":
+            return found
+        imported = self.job.target if ":" in self.job.target else ""
+        folder, ran = Path(self.job.bundles), Ran(target=imported, device=self.job.device)
+        try:
+            path = write_bundle(failed.scenario, result, folder=folder, ran=ran)
+        except OSError as error:
+            return replace(found, unkept=error.strerror or str(error))
+        return replace(found, bundle=path.name)
+
+    def _describe(self, failed: _Failed, result: CaseResult) -> Found:
+        return Found(
+            key=failed.key,
+            message=result.findings[0].message if result.findings else result.error,
+            seed=self.job.seed,
+            case=failed.case,
+            scenario=to_toml(failed.scenario),
+            bundle="",
+            text=self.render(result),
+            size=size_in_words(failed.scenario),
+            places=tuple(dict.fromkeys((failed.key.place, *places_of(result)))),
+            apart=how_far_apart(result),
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Batch:
+    """One batch while it runs."""
+
+    job: Job
+    system: _System
+    cases_from: Drawable[Scenario]
+    findings: _Findings
+    stop: Stop
+    counts: Counts = field(default_factory=Counts)
+    errors: Counter[str] = field(default_factory=Counter)
+    """Cases that could not be judged, by why."""
+    cases_with: dict[str, int] = field(default_factory=dict)
+    """By feature, which cases had it."""
+    complete: bool = False
+    futile: str = ""
+
+    def run(self) -> BatchReport:
+        started = time.monotonic()
+        try:
+            self.findings.take_up()
+            self._explore_all()
+            self.complete = not self.stop.now
+            if self.complete and not self.job.start and not self.counts.cases:
+                self.futile = why_none_fits(self.system.target, options=dict(self.job.options))
+            self.counts.seconds = time.monotonic() - started
+            self.findings.shrink_all(self._keep)
+        except KeyboardInterrupt:
+            self.complete = False
+        return self.report()
+
+    def report(self) -> BatchReport:
+        """What there is so far."""
+        return BatchReport(
+            index=self.job.index,
+            seed=self.job.seed,
+            counts=self.counts,
+            cases_with=dict(sorted(self.cases_with.items())),
+            found=self.findings.so_far(),
+            complete=self.complete,
+            start=self.job.start,
+            futile=self.futile,
+        )
 
     def _explore_all(self) -> None:
         """Draw the batch's cases, always the same ones, and judge them."""
@@ -212,46 +314,52 @@ class _Batch:
             if self.stop.now:
                 return
             self._explore(scenario)
-            if self.cases == BATCH_CASES and set(self.errors.values()) == {BATCH_CASES}:
+            is_first_lot = self.counts.cases == BATCH_CASES
+            if is_first_lot and set(self.errors.values()) == {BATCH_CASES}:
                 (error,) = self.errors
                 self.futile = f"all of its first {BATCH_CASES} cases end in the same error: {error}"
                 return
 
     def _drawn(self) -> Iterator[Scenario]:
         """Case after case, each with its family behind it, if it has one."""
+        job, options = self.job, dict(self.job.options)
         # The simplest case is the same in all batches, and so would its family be.
-        drawn = draws(self.cases_from, seed=str(self.job.seed), simplest=self.job.index == 0)
+        drawn = draws(self.cases_from, seed=str(job.seed), simplest=job.index == 0)
         for place, first in enumerate(drawn):
             yield first
-            if self.job.family > 1 and has_family(first):
-                yield from self.siblings(first, place)
+            if job.family > 1 and has_family(first):
+                yield from siblings(
+                    first,
+                    target=self.system.target,
+                    most=job.family,
+                    seed=f"{job.seed}/{place}",
+                    then=lambda scenario: with_options(scenario, options),
+                )
 
     def _explore(self, drawn: Scenario) -> None:
-        scenario = drawn
-        result = self.judge(scenario)
-        case = self.job.start + self.cases
+        scenario, counts = drawn, self.counts
+        result = self.system.judge(scenario)
+        case = self.job.start + counts.cases
         if case % TWIN_EVERY == 0:
-            result = with_twin(result, scenario, judge=self.judge, find=lambda: self.target)
+            judge = self.system.judge
+            result = with_twin(result, scenario, judge=judge, find=lambda: self.system.target)
             # What fails is made smaller, kept and judged again by itself.
             scenario = result.twin or scenario
-        self.verdicts[result.verdict] += 1
-        self.params_only += result.passes_by_params_only
+        counts.verdicts[result.verdict] += 1
+        counts.params_only += result.passes_by_params_only
         if result.verdict == "error":
             self.errors[result.error] += 1
-        self.unobserved.update(result.unobserved)
-        self.taken.update(taken_notes(result))
+        counts.unobserved.update(result.unobserved)
+        counts.taken.update(taken_notes(result))
         if result.verdict == "inconclusive" and result.findings:
-            self.unproved[str(result.findings[0].check)] += 1
-        note_features(self.cases_with, features_of(drawn), case=self.cases)
-        self.cases += 1
+            counts.unproved[str(result.findings[0].check)] += 1
+        note_features(self.cases_with, features_of(drawn), case=counts.cases)
+        counts.cases += 1
         key = key_of(result)
         if key is None:
             return
-        self.keys[key] += 1
-        self.failed.append((case, scenario, key))
-        self.apart[case] = how_far_apart(result)
-        if key not in self.met:
-            self.met[key] = self._describe(key, case, scenario, result, as_met=True)
+        counts.keys[str(key)] += 1
+        if self.findings.note(_Failed(case, scenario, key, how_far_apart(result)), result):
             self._keep()
 
     def _keep(self) -> None:
@@ -261,89 +369,7 @@ class _Batch:
             return
         # Whoever keeps the whole report finds out, too, and says so.
         with contextlib.suppress(OSError):
-            write_whole(Path(self.job.unfinished), json.dumps(report.as_dict()).encode())
-
-    def _as_met(self) -> Iterable[Found]:
-        """What is new among what nobody has made smaller."""
-        new: dict[Key, Found] = {}
-        for _, scenario, key in self.failed[self.looked_at :]:
-            if key not in new and not self.known.explain(key, scenario):
-                new[key] = self.met[key]
-        return new.values()
-
-    def _shrink_all(self) -> None:
-        """Shrink a case of each finding that is not known by then.
-
-        Of one check the case comes first whose values are furthest apart: the others may show what
-        was rounded on the way.
-        """
-        checks = {key.check: place for place, (_, _, key) in reversed([*enumerate(self.failed)])}
-        self.failed.sort(key=lambda one: (checks[one[2].check], -self.apart[one[0]]))
-        for case, scenario, key in self.failed:
-            if not self.known.explain(key, scenario):
-                one = self._shrunk(key, case, scenario)
-                self.known.add(one)
-                # Two ways into one smallest case are one finding.
-                before = self.found.get(one.is_of)
-                self.found[one.is_of] = one if before is None else before.joined(one)
-            self.looked_at += 1
-            self._keep()
-
-    def _shrunk(self, key: Key, case: int, scenario: Scenario) -> Found:
-        """Shrink a case and write what is left as a bundle."""
-        # Not kept from before: event logs are large. What is drawn fails again as it did.
-        result = marked(self.judge(scenario), scenario)
-        if not may_shrink(key) or key_of(result) != key:
-            return self._written(key, case, scenario, result, complete=False)
-        others = self.known.others(key, scenario)
-
-        def may_ask(other: Scenario) -> bool:
-            return self.may_ask(other) and not any(one.has_what_it_takes(other) for one in others)
-
-        reduced, best = shrink_finding(
-            scenario,
-            result,
-            judge=self.judge,
-            may_ask=may_ask,
-            limits=Limits(seconds=self.job.shrink_seconds),
-            is_over=lambda: self.stop.asked,
-            right=self.right,
-        )
-        best = marked(best, scenario)
-        one = self._written(key, case, reduced.scenario, best, complete=reduced.complete)
-        return replace(one, as_met=self.stop.asked and not reduced.complete)
-
-    def _written(
-        self, key: Key, case: int, scenario: Scenario, result: CaseResult, *, complete: bool
-    ) -> Found:
-        found = replace(self._describe(key, case, scenario, result), complete=complete)
-        if result.verdict != "fail":
-            return found
-        imported = self.job.target if ":" in self.job.target else ""
-        folder, ran = Path(self.job.bundles), Ran(target=imported, device=self.job.device)
-        try:
-            path = write_bundle(scenario, result, folder=folder, ran=ran)
-        except OSError as error:
-            return replace(found, unkept=error.strerror or str(error))
-        return replace(found, bundle=path.name)
-
-    def _describe(
-        self, key: Key, case: int, scenario: Scenario, result: CaseResult, *, as_met: bool = False
-    ) -> Found:
-        first = result.findings[0].message if result.findings else result.error
-        return Found(
-            key=key,
-            message=first,
-            seed=self.job.seed,
-            case=case,
-            scenario=to_toml(scenario),
-            bundle="",
-            text=self.render(result),
-            size=size_in_words(scenario),
-            places=tuple(dict.fromkeys((key.place, *places_of(result)))),
-            as_met=as_met,
-            apart=how_far_apart(result),
-        )
+            write_whole(Path(self.job.unfinished), to_json(report).encode())
 
 
 def warm_up(target: str, device: str) -> None:
@@ -362,27 +388,3 @@ def _aimed(scenario: Scenario, target: str) -> Scenario:
     """The case with the target that it is for; a file can name a registered one only."""
     named = SystemSpec().target if ":" in target else target
     return replace(scenario, system=replace(scenario.system, target=named))
-
-
-def _judge(
-    scenario: Scenario,
-    *,
-    pool: WorldPool,
-    target: Target,
-    device: str,
-    trajectories: Trajectories | None,
-) -> CaseResult:
-    """Judge a case; an error that nobody foresaw is a finding, too, and costs no other case."""
-    try:
-        return run_case(
-            scenario,
-            pool=pool,
-            target=target,
-            device=device,
-            trajectories=trajectories,
-            with_digest=False,
-        )
-    except ZeroSimError:
-        raise
-    except Exception as error:  # noqa: BLE001
-        return unforeseen(error, id=scenario.name)

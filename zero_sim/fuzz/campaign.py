@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from zero_sim.backends.pool import is_lost
-from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
-from zero_sim.fuzz.batch_pool import BatchPool
-from zero_sim.fuzz.corpus import SHARDS_MAX, Corpus, Head, counted, open_corpus
-from zero_sim.fuzz.coverage import Coverage
-from zero_sim.fuzz.recheck import Rechecked, recheck
-from zero_sim.fuzz.records import BATCH_CASES, BatchReport, Found, Job, batch_seed
-from zero_sim.host.files import unwritten
+from zero_sim.backends.pool import OwnProcess, Pool, Processes, connected, is_lost
+from zero_sim.errors import EnvironmentProblem, UsageError
+from zero_sim.fuzz.batch import Render, run_batch, warm_up
+from zero_sim.fuzz.corpus import Corpus, open_corpus
+from zero_sim.fuzz.known import recheck
+from zero_sim.fuzz.records import (
+    BatchReport,
+    Counts,
+    Head,
+    Job,
+    batch_seed,
+)
+from zero_sim.fuzz.totals import CampaignTotals
 
-_FAMILIES = 8
-"""Of the most members that there is room for in a batch: its last one may be cut short."""
 INTERRUPT_SECONDS = 30
 """How long batches have to end after an interrupt."""
 
@@ -33,39 +35,17 @@ class Plan:
         UsageError: A number is out of range.
     """
 
-    target: str = "zero_sim"
-    device: str = "cpu"
-    """Where ranks and reference compute."""
-    options: tuple[tuple[str, str], ...] = ()
-    """Options of the target's own that all cases have, by name."""
-    family: int = 1
-    """Most members of a family; 1 for cases that have none."""
-    seed: int = 0
+    head: Head
     cases: int | None = None
     """Cases of all shards together; absent for no limit."""
     seconds: float | None = None
     """After so long no further case is begun; absent for no limit."""
-    shard: tuple[int, int] = (1, 1)
-    """Which shard of how many, counted from 1."""
     corpus: Path
     """Folder of what is kept, bundles of findings included."""
 
     def __post_init__(self) -> None:
-        number, count = self.shard
-        if not 1 <= number <= count <= SHARDS_MAX:
-            raise UsageError(
-                f"expected a shard of 1/N to N/N, with N of at most {SHARDS_MAX:,}, "
-                f"got {number}/{count}."
-            )
-        if self.family < 1:
-            raise UsageError(f"expected a family of at least 1, got {self.family}")
         if self.cases is not None and self.cases < 0:
             raise UsageError(f"expected a number of cases, got {self.cases}")
-
-    @property
-    def batch_cases(self) -> int:
-        """Number of cases of each batch but the last one."""
-        return BATCH_CASES if self.family == 1 else max(BATCH_CASES, _FAMILIES * self.family)
 
     @property
     def bundles(self) -> Path:
@@ -74,7 +54,7 @@ class Plan:
 
     def batches(self) -> Iterator[tuple[int, int]]:
         """This shard's batches: place in the campaign and number of cases, in order."""
-        number, count = self.shard
+        number, count = self.head.shard
         index = number - 1
         while cases := self.cases_of(index):
             yield index, cases
@@ -83,143 +63,40 @@ class Plan:
     def cases_of(self, index: int) -> int:
         """Number of cases of a batch, 0 behind the last one."""
         if self.cases is None:
-            return self.batch_cases
-        return max(0, min(self.batch_cases, self.cases - index * self.batch_cases))
+            return self.head.cases
+        return max(0, min(self.head.cases, self.cases - index * self.head.cases))
 
 
-@dataclass(kw_only=True, slots=True)
-class CampaignTotals:
-    """What has come of a campaign so far, earlier runs of it included."""
+@contextlib.contextmanager
+def open_pool(*, jobs: int | None = None, scheduler: str | None = None) -> Iterator[Pool]:
+    """Those who run the batches of a campaign.
 
-    cases: int = 0
-    earlier_cases: int = 0
-    """Those of them that an earlier run did."""
-    batches: int = 0
-    busy_seconds: float = 0.0
-    """Over all workers; without shrinking."""
-    verdicts: Counter[str] = field(default_factory=Counter)
-    params_only: int = 0
-    """Cases that pass with neither an averaged gradient nor optimizer state."""
-    keys: Counter[str] = field(default_factory=Counter)
-    """Failing cases by finding."""
-    unproved: Counter[str] = field(default_factory=Counter)
-    """Inconclusive cases by the check that says why."""
-    unobserved: Counter[str] = field(default_factory=Counter)
-    """By what the target does not tell, cases of which nothing is said of that."""
-    taken: set[str] = field(default_factory=set)
-    """Rules that were worked out because the target declares none."""
-    found: list[Found] = field(default_factory=list)
-    """Distinct findings, in the order in which they came."""
-    coverage: Coverage = field(default_factory=Coverage)
-    lost: list[BatchReport] = field(default_factory=list)
-    """Batches whose worker died."""
-    rechecked: list[Rechecked] = field(default_factory=list)
-    """What came of the findings of earlier runs."""
-    interrupted: bool = False
-    unkept: ZeroSimError | None = None
-    """Why no more was kept, and so no more was run."""
-    futile: str = ""
-    """Why no more was run, if further cases would show nothing."""
+    Args:
+        jobs: Batches at a time; 1, or all that a cluster has cores for, where left out.
+        scheduler: Address of a Dask scheduler; absent for this machine.
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether this run ran no case."""
-        return self.cases == self.earlier_cases and not self.lost
-
-    def take(self, report: BatchReport) -> None:
-        """Add what came of a batch."""
-        self.note(report.found)
-        if report.lost:
-            self.lost.append(report)
-        self.batches += 1
-        self.cases += report.cases
-        self.busy_seconds += report.seconds
-        self.verdicts.update(report.verdicts)
-        self.params_only += report.params_only
-        self.keys.update(report.keys)
-        self.unproved.update(report.unproved)
-        self.unobserved.update(report.unobserved)
-        self.taken.update(report.taken)
-        self.coverage.take(report.cases_with, cases=report.cases)
-        # Another batch may show something where this one did not.
-        is_futile = set(self.verdicts) <= {"error"}
-        self.futile = (report.futile or self.futile) if is_futile else ""
-
-    def note(self, found: Iterable[Found]) -> None:
-        """Add findings; two with one smallest case are one.
-
-        One that nobody made smaller gives way to one that somebody did.
-        """
-        for one in found:
-            alike = [known for known in self.found if known.key[:-1] == one.key[:-1]]
-            if one.as_met and alike:
-                continue
-            self.found = [known for known in self.found if not (known.as_met and known in alike)]
-            places = [i for i, known in enumerate(self.found) if known.is_of == one.is_of]
-            if places:
-                self.found[places[0]] = self.found[places[0]].joined(one)
-            else:
-                self.found.append(one)
-
-    def progress(self, *, seconds: float) -> str:
-        """One line: how fast, what was found, what was covered.
-
-        Args:
-            seconds: Since this run began.
-        """
-        rate = (self.cases - self.earlier_cases) / seconds if seconds > 0 else 0.0
-        outlook = self.coverage.outlook
-        new = "" if outlook is None else f", new ones in {outlook.new_share:.0%} of cases"
-        return (
-            f"{self.cases} cases, {rate:.1f} a second, {len(self.found)} distinct "
-            f"finding{'' if len(self.found) == 1 else 's'}, "
-            f"{len(self.coverage.features)} features, {len(self.coverage.pairs)} pairs{new}"
-        )
-
-    def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
-        return {
-            "cases": self.cases,
-            "earlier_cases": self.earlier_cases,
-            "batches": self.batches,
-            "busy_seconds": self.busy_seconds,
-            "verdicts": dict(self.verdicts),
-            "params_only": self.params_only,
-            "failing_cases": dict(self.keys),
-            "inconclusive_cases": dict(self.unproved),
-            "unobserved": dict(self.unobserved),
-            "taken": sorted(self.taken),
-            "findings": [
-                {
-                    "check": found.key.check,
-                    "phase": found.key.phase,
-                    "kind": found.key.kind,
-                    "manner": found.key.manner,
-                    "place": found.key.place,
-                    "message": found.message,
-                    "bundle": found.bundle,
-                    "seed": found.seed,
-                    "case": found.case,
-                    "size": found.size,
-                    "scenario": found.scenario,
-                }
-                for found in self.found
-            ],
-            "coverage": self.coverage.as_dict(),
-            "lost": [{"index": one.index, "seed": one.seed, "why": one.lost} for one in self.lost],
-            "rechecked": [one.as_dict() for one in self.rechecked],
-            "interrupted": self.interrupted,
-            "unkept": None if self.unkept is None else str(self.unkept),
-            "futile": self.futile,
-        }
+    Raises:
+        EnvironmentProblem: The cluster cannot be used.
+    """
+    if scheduler is not None:
+        with connected(scheduler, slots=jobs) as cluster:
+            yield cluster
+    elif jobs is None or jobs == 1:
+        yield OwnProcess()
+    elif jobs < 1:
+        raise UsageError(f"expected at least 1 job, got {jobs}")
+    else:
+        with contextlib.closing(Processes(jobs)) as processes:
+            yield processes
 
 
 def run_campaign(
     plan: Plan,
     *,
-    batch_pool: BatchPool,
+    pool: Pool,
+    render: Render,
     tell: Callable[[CampaignTotals], None] = lambda totals: None,
-    send: Callable[[], None] = lambda: None,
+    tell_converted: Callable[[Path], None] = lambda path: None,
 ) -> CampaignTotals:
     """Run a campaign, or go on with one that its corpus holds.
 
@@ -229,27 +106,20 @@ def run_campaign(
 
     Args:
         plan: What to do.
-        batch_pool: Who does it.
+        pool: Who does it.
+        render: What writes the text of a finding, wherever it is found.
         tell: Called after each batch with what there is so far.
-        send: Called after each batch that was kept, and at the end, to send the corpus elsewhere;
-            where it raises an EnvironmentProblem no more is run.
+        tell_converted: Called with the file of an earlier version that the corpus was made from.
 
     Raises:
         UsageError: There is no such target, the corpus is of another campaign, or cannot be read or
             written there.
         EnvironmentProblem: There is no room for the corpus.
     """
-    head = Head(
-        seed=plan.seed,
-        target=plan.target,
-        cases=plan.batch_cases,
-        shard=plan.shard,
-        device=plan.device,
-        options=tuple(sorted(plan.options)),
-        family=plan.family,
-    )
-    with open_corpus(plan.corpus, head=head) as corpus:
-        run = _Run(plan=plan, batch_pool=batch_pool, tell=tell, send=send, corpus=corpus)
+    with open_corpus(plan.corpus, head=plan.head) as corpus:
+        if corpus.converted is not None:
+            tell_converted(corpus.converted)
+        run = _Run(plan=plan, pool=pool, render=render, tell=tell, corpus=corpus)
         run.run()
     return run.totals
 
@@ -259,9 +129,9 @@ class _Run:
     """A campaign while it runs."""
 
     plan: Plan
-    batch_pool: BatchPool
+    pool: Pool
+    render: Render
     tell: Callable[[CampaignTotals], None]
-    send: Callable[[], None]
     corpus: Corpus
     totals: CampaignTotals = field(default_factory=CampaignTotals)
     ran: dict[int, int] = field(default_factory=dict)
@@ -272,31 +142,28 @@ class _Run:
     def recheck(self) -> None:
         """Judge again what earlier runs found, and let go of what is fixed."""
         earlier = CampaignTotals()
-        for report in self.corpus.reports:
-            earlier.note(report.found)
-        for one in recheck(earlier.found, target=self.plan.target, device=self.plan.device):
+        earlier.note(self.corpus.kept.found.values())
+        for one in recheck(
+            earlier.found, target=self.plan.head.target, device=self.plan.head.device
+        ):
             self.totals.rechecked.append(one)
             if one.outcome == "fixed":
-                try:
-                    self.corpus.append_fixed(one.found)
-                except OSError as error:
-                    raise unwritten("a corpus", self.corpus.folder, error) from None
+                self.corpus.append_fixed(one.found)
 
     def remember(self) -> None:
         """Take in what earlier runs did; a batch that was cut short goes on where it ended."""
-        for report, counts in counted(self.corpus.reports):
+        for report, counts in self.corpus.kept.counted():
             if counts and self.plan.cases_of(report.index):
-                self.ran[report.index] = report.start + report.cases
+                self.ran[report.index] = report.start + report.counts.cases
                 self.totals.take(replace(report, lost=""))
-            else:
-                self.totals.note(report.found)
-        self.totals.earlier_cases = self.totals.cases
+        self.totals.note(self.corpus.kept.found.values())
+        self.totals.earlier_cases = self.totals.counts.cases
         # It may be mended since.
         self.totals.futile = ""
 
     def run(self) -> None:
         try:
-            self.batch_pool.prepare(self.plan.target, self.plan.device)
+            self.pool.prepare(warm_up, self.plan.head.target, self.plan.head.device)
             self.recheck()
         except KeyboardInterrupt:
             self.totals.interrupted = True
@@ -309,16 +176,15 @@ class _Run:
             self.totals.interrupted = True
         if self.totals.interrupted:
             self._wind_up()
-        self._send()
 
     def _all_batches(self) -> None:
         batches = self.plan.batches()
         while True:
-            while len(self.pending) < self.batch_pool.slots and not self._is_over():
+            while len(self.pending) < self.pool.slots and not self._is_over():
                 job = self._next_job(batches)
                 if job is None:
                     break
-                self.pending[self.batch_pool.submit(job)] = job
+                self.pending[self.pool.submit(run_batch, job, self.render)] = job
             if not self.pending:
                 return
             finished, _ = wait(self.pending, return_when=FIRST_COMPLETED)
@@ -338,7 +204,7 @@ class _Run:
 
     def _next_job(self, batches: Iterator[tuple[int, int]]) -> Job | None:
         for index, cases in batches:
-            seed, start = batch_seed(self.plan.seed, index), self.ran.get(index, 0)
+            seed, start = batch_seed(self.plan.head.seed, index), self.ran.get(index, 0)
             left = tuple(one for one in self.totals.found if one.as_met and one.seed == seed)
             if start >= cases and not left:
                 continue
@@ -348,10 +214,10 @@ class _Run:
                 cases=cases,
                 start=start,
                 unshrunk=left,
-                target=self.plan.target,
-                device=self.plan.device,
-                options=self.plan.options,
-                family=self.plan.family,
+                target=self.plan.head.target,
+                device=self.plan.head.device,
+                options=self.plan.head.options,
+                family=self.plan.head.family,
                 bundles=str(self.plan.bundles),
                 known=tuple(found for found in self.totals.found if not found.as_met),
                 seconds=self._seconds_left(),
@@ -367,25 +233,17 @@ class _Run:
             report = replace(left, lost=report.lost)
         try:
             self.corpus.append(report)
-        except OSError as error:
-            self.totals.unkept = unwritten("a corpus", self.corpus.folder, error)
+        except (EnvironmentProblem, UsageError) as error:
+            self.totals.unkept = error
         self.totals.take(report)
-        self._send()
         out_of_time = job.seconds is not None and (self._seconds_left() or 0.0) <= 0
         if not report.complete and not report.lost and not out_of_time:
             self.totals.interrupted = True
         self.tell(self.totals)
 
-    def _send(self) -> None:
-        if self.totals.unkept is None:
-            try:
-                self.send()
-            except EnvironmentProblem as error:
-                self.totals.unkept = error
-
     def _wind_up(self) -> None:
         """Wait a little for what still runs, and keep what comes of it."""
-        self.batch_pool.interrupt()
+        self.pool.interrupt()
         # A second interrupt ends the waiting.
         with contextlib.suppress(KeyboardInterrupt):
             wait(self.pending, timeout=INTERRUPT_SECONDS)
@@ -394,12 +252,8 @@ class _Run:
                 self._take(future)
             else:
                 future.cancel()
-                self._keep_unfinished(job)
-
-    def _keep_unfinished(self, job: Job) -> None:
-        left = self.corpus.read_unfinished(job.index)
-        if left is not None:
-            self.totals.note(left.found)
+                left = self.corpus.read_unfinished(job.index)
+                self.totals.note(() if left is None else left.found)
 
 
 def _report(future: Future[BatchReport], job: Job) -> BatchReport:
@@ -412,10 +266,8 @@ def _report(future: Future[BatchReport], job: Job) -> BatchReport:
     return BatchReport(
         index=job.index,
         seed=job.seed,
-        asked=job.cases,
+        counts=Counts(),
         start=job.start,
-        cases=0,
-        seconds=0.0,
         complete=False,
         lost=f"{type(error).__name__}: {error}" if error is not None else "given up",
     )

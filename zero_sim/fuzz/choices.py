@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 from hypothesis import HealthCheck, Phase, Verbosity, event, find, reject, settings
 from hypothesis import strategies as st
@@ -34,33 +34,9 @@ class Rejected(Exception):
     """What was drawn is not wanted; another value may be."""
 
 
-class Choices(Protocol):
-    """One choice after another; what is simplest is the least, or the first."""
-
-    def integer(self, least: int, most: int) -> int:
-        """A number from the least to the most, both included."""
-        ...
-
-    def among(self, values: Sequence[Value]) -> Value:
-        """One of some values, of which there is at least one."""
-        ...
-
-    def of(self, strategy: st.SearchStrategy[Value]) -> Value:
-        """A value that a strategy of somebody else gives."""
-        ...
-
-    def note(self, feature: str) -> None:
-        """Say what the value has, for statistics."""
-        ...
-
-    def refuse(self) -> NoReturn:
-        """End here: the value is not wanted."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Shrinking:
-    """Choices of Hypothesis.
+    """Choices of Hypothesis, one after another; what is simplest is the least, or the first.
 
     Args:
         draw: What a composite strategy is given.
@@ -69,23 +45,23 @@ class Shrinking:
     draw: st.DrawFn
 
     def integer(self, least: int, most: int) -> int:
-        """See `Choices`."""
+        """A number from the least to the most, both included."""
         return self.draw(st.integers(least, most))
 
     def among(self, values: Sequence[Value]) -> Value:
-        """See `Choices`."""
+        """One of some values, of which there is at least one."""
         return self.draw(st.sampled_from(values))
 
     def of(self, strategy: st.SearchStrategy[Value]) -> Value:
-        """See `Choices`."""
+        """A value that a strategy of somebody else gives."""
         return self.draw(strategy)
 
     def note(self, feature: str) -> None:
-        """See `Choices`."""
+        """Say what the value has, for statistics."""
         event(feature)
 
     def refuse(self) -> NoReturn:
-        """See `Choices`."""
+        """End here: the value is not wanted."""
         reject()
 
 
@@ -100,17 +76,17 @@ class Seeded:
     random: Random | None
 
     def integer(self, least: int, most: int) -> int:
-        """See `Choices`."""
+        """See `Shrinking`."""
         if self.random is None:
             return least
         return least + int(self.random.random() * (most - least + 1))
 
     def among(self, values: Sequence[Value]) -> Value:
-        """See `Choices`."""
+        """See `Shrinking`."""
         return values[0 if self.random is None else int(self.random.random() * len(values))]
 
     def of(self, strategy: st.SearchStrategy[Value]) -> Value:
-        """See `Choices`.
+        """See `Shrinking`.
 
         Raises:
             Rejected: It gives no values.
@@ -123,11 +99,15 @@ class Seeded:
         return self.among(drawn)
 
     def note(self, feature: str) -> None:
-        """See `Choices`; nobody keeps statistics."""
+        """See `Shrinking`; nobody keeps statistics."""
 
     def refuse(self) -> NoReturn:
-        """See `Choices`."""
+        """See `Shrinking`."""
         raise Rejected
+
+
+Choices = Shrinking | Seeded
+"""What values are drawn with."""
 
 
 def drawn_in_a_run(
@@ -185,7 +165,3 @@ class Drawable(Generic[Value]):
             return self.drawn(Shrinking(draw))
 
         return values()
-
-
-ValuesFrom = Drawable[Value] | st.SearchStrategy[Value]
-"""What draws values: with any choices, or as Hypothesis does."""

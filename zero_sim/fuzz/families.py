@@ -19,16 +19,15 @@ from random import Random
 
 from zero_sim.fuzz.choices import Choices, Rejected, Seeded
 from zero_sim.fuzz.effort import chunk_within, effort_of
-from zero_sim.fuzz.options import with_drawn_options
 from zero_sim.fuzz.plans import param_specs
 from zero_sim.fuzz.strategies import fitted_to_model
 from zero_sim.fuzz.swarm import Swarm
-from zero_sim.fuzz.systems import drawn_system, drawn_world
+from zero_sim.fuzz.systems import drawn_system, drawn_world, with_drawn_options
 from zero_sim.reference import POSITION_FREE, computed_of_system
+from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.names import with_known_names
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import Scenario
-from zero_sim.scenario.unused import without_unused
 from zero_sim.targets import Target, capabilities_of, refusals
 from zero_sim.workloads import params_of
 

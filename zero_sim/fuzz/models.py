@@ -21,7 +21,6 @@ from zero_sim.scenario.spec import (
     TopologySpec,
 )
 from zero_sim.scenario.tp_block import HEAD_ELEMS, SHARED
-from zero_sim.targets import EVERYTHING
 
 BARE: tuple[ModelName, ...] = ("params", "bit-hash")
 """Models that are nothing but params of given shapes."""
@@ -45,10 +44,10 @@ _MLP_PARAMS = ("0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias")
 def drawn_model(
     choices: Choices,
     *,
-    ranks: int = 2,
+    ranks: int,
     align_elems: int = 1,
-    names: Sequence[ModelName] = MODELS,
-    swarm: Swarm | None = None,
+    names: Sequence[ModelName],
+    swarm: Swarm,
 ) -> ModelSpec:
     """A model whose params lie at the edges of a partition among so many ranks.
 
@@ -58,9 +57,9 @@ def drawn_model(
         align_elems: What shards are aligned to, in elements.
         names: Models to draw from, the simplest first; of them those that the target can train, or
             any that it can where there are none.
-        swarm: What the case has; drawn anew where left out.
+        swarm: What the case has.
     """
-    able = EVERYTHING if swarm is None else swarm.able
+    able = swarm.able
     name = choices.among([name for name in names if name in able.models] or able.models)
     shapes = None
     if name in BARE:
@@ -76,7 +75,6 @@ def drawn_model(
         # would be a single one, though a person would rather look at a handful of bare params.
         for _ in range(_PRICE):
             choices.among((False, True))
-    swarm = swarm or Swarm(choices)
     dtype = able.dtypes[0]
     if len(able.dtypes) > 1:
         narrow = [each for each in able.dtypes if each != "fp32"]
@@ -165,15 +163,14 @@ def _freeze(choices: Choices, *names: str) -> tuple[FreezeSpec, ...]:
     return (FreezeSpec(param=param, start=start, stop=start + 1),)
 
 
-def drawn_data(choices: Choices, *, model: ModelSpec, swarm: Swarm | None = None) -> DataSpec:
+def drawn_data(choices: Choices, *, model: ModelSpec, swarm: Swarm) -> DataSpec:
     """What the ranks are fed: always distinct data, with nothing planted.
 
     Args:
         choices: What it is drawn with.
         model: The model, which decides what losses there are.
-        swarm: What the case has; drawn anew where left out.
+        swarm: What the case has.
     """
-    swarm = swarm or Swarm(choices)
     return DataSpec(
         rows=choices.integer(1, 3),
         uneven_rows=swarm.on("uneven rows"),
@@ -183,7 +180,7 @@ def drawn_data(choices: Choices, *, model: ModelSpec, swarm: Swarm | None = None
     )
 
 
-def drawn_overflow(choices: Choices, *, scenario: Scenario, elems: int = 1) -> NanSpec:
+def drawn_overflow(choices: Choices, *, scenario: Scenario, elems: int) -> NanSpec:
     """A NaN or an infinity on one rank at one step, for a case in which such a step is skipped.
 
     Args:

@@ -8,7 +8,7 @@ from typing import get_args
 
 from zero_sim.fuzz.choices import Choices
 from zero_sim.fuzz.swarm import Swarm
-from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
+from zero_sim.scenario.applies import USED_BY, WITH_FOREACH
 from zero_sim.scenario.names import matching_groups
 from zero_sim.scenario.spec import (
     LossScaleSpec,
@@ -21,14 +21,6 @@ from zero_sim.scenario.spec import (
 from zero_sim.workloads import EXACT_MODELS, params_of
 
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
-NO_FOREACH = ("nadam", "radam", "asgd", *WHOLE_PARAM_OPTIMIZERS)
-"""Those that have no foreach kernels, or that round otherwise in them than in the loop that the
-reference steps with."""
-_WITH_MOMENTUM = ("sgd", "rmsprop", "muon")
-_WITH_NESTEROV = ("sgd", "muon")
-_WITH_AMSGRAD = ("adam", "adamw")
-_WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax", "lamb")
-_WITH_EPS = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta", "muon")
 _ENDINGS: dict[ModelName, tuple[str, str]] = {
     "params": ("0", "1"),
     "bit-hash": ("0", "1"),
@@ -46,35 +38,33 @@ def drawn_optimizer(
     choices: Choices,
     *,
     model: ModelSpec,
-    names: Sequence[OptimizerName] = OPTIMIZERS,
-    swarm: Swarm | None = None,
+    swarm: Swarm,
 ) -> OptimizerSpec:
     """An optimizer with all that goes with it.
 
     Args:
         choices: What it is drawn with.
         model: The model, after whose params groups are called.
-        names: Optimizers to draw from, the usual one first; of them those that the target steps
-            with.
-        swarm: What the case has; drawn anew where left out.
+        swarm: What the case has.
     """
-    swarm = swarm or Swarm(choices)
-    able = [name for name in names if name in swarm.able.optimizers] or swarm.able.optimizers
+    able = [each for each in OPTIMIZERS if each in swarm.able.optimizers] or swarm.able.optimizers
     others = [name for name in able if name in swarm.theme.optimizers] or able
     name = choices.among(others) if len(able) > 1 and swarm.on("any optimizer") else able[0]
     clips = [way for way in ("norm", "value") if swarm.follows(f"optimizer.clip_{way}")]
     clip = choices.among(clips) if clips and swarm.on("clip") else None
-    momentum = swarm.on("momentum", fits=name in _WITH_MOMENTUM)
+    momentum = swarm.on("momentum", fits=name in USED_BY["optimizer.momentum"])
     return OptimizerSpec(
         name=name,
         lr=choices.among([1e-3, 0.1]),
-        betas=(0.5, 0.75) if swarm.on("betas", fits=name in _WITH_BETAS) else (0.9, 0.999),
+        betas=(0.5, 0.75)
+        if swarm.on("betas", fits=name in USED_BY["optimizer.betas"])
+        else (0.9, 0.999),
         momentum=0.9 if momentum else 0.0,
-        nesterov=swarm.on("nesterov", fits=name in _WITH_NESTEROV and momentum),
-        amsgrad=swarm.on("amsgrad", fits=name in _WITH_AMSGRAD),
-        eps=1.0 if swarm.on("large eps", fits=name in _WITH_EPS) else 1e-8,
+        nesterov=swarm.on("nesterov", fits=name in USED_BY["optimizer.nesterov"] and momentum),
+        amsgrad=swarm.on("amsgrad", fits=name in USED_BY["optimizer.amsgrad"]),
+        eps=1.0 if swarm.on("large eps", fits=name in USED_BY["optimizer.eps"]) else 1e-8,
         weight_decay=0.1 if swarm.on("decay", fits=name != "rprop") else 0.0,
-        foreach=swarm.on("foreach", fits=name not in NO_FOREACH),
+        foreach=swarm.on("foreach", fits=name in WITH_FOREACH),
         warmup_steps=3 if swarm.on("warmup") else 0,
         groups=drawn_groups(choices, model=model, decay=name != "rprop")
         if swarm.on("groups")
@@ -100,9 +90,7 @@ def _drawn_loss_scale(choices: Choices, model: ModelSpec) -> LossScaleSpec:
     )
 
 
-def drawn_groups(
-    choices: Choices, *, model: ModelSpec, decay: bool = True
-) -> tuple[ParamGroupSpec, ...]:
+def drawn_groups(choices: Choices, *, model: ModelSpec, decay: bool) -> tuple[ParamGroupSpec, ...]:
     """One or two param groups that params of a model fall into; or a few that all of them do.
 
     Args:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from torch.nn import Module
-
 from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
 from zero_sim.scenario.kinds import kind_of
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, TopologySpec
@@ -14,6 +12,13 @@ from zero_sim.targets.torch.optim import group_index
 from zero_sim.workloads import build_module, build_workload
 
 _MODELS_KEPT = 512
+_DTYPES = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.float8_e4m3fn": "fp8-e4m3",
+    "torch.float8_e5m2": "fp8-e5m2",
+}
 
 
 def layouts_of(scenario: Scenario) -> tuple[BufferPlan, ...]:
@@ -63,10 +68,7 @@ def _param_specs(model: ModelSpec, ep: int) -> tuple[ParamSpec, ...]:
     scenario = Scenario(
         schema=1, model=model, topology=TopologySpec(ep=ep), run=RunSpec(steps=1, seed=0)
     )
-    return _trained(build_module(build_workload(scenario), expert_index=0))
-
-
-def _trained(module: Module) -> tuple[ParamSpec, ...]:
+    module = build_module(build_workload(scenario), expert_index=0)
     return tuple(
         ParamSpec(
             name=name,
@@ -77,12 +79,3 @@ def _trained(module: Module) -> tuple[ParamSpec, ...]:
         for name, param in module.named_parameters()
         if param.requires_grad
     )
-
-
-_DTYPES = {
-    "torch.float32": "fp32",
-    "torch.bfloat16": "bf16",
-    "torch.float16": "fp16",
-    "torch.float8_e4m3fn": "fp8-e4m3",
-    "torch.float8_e5m2": "fp8-e5m2",
-}

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
-import re
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from functools import cache
+from typing import Annotated, TypeVar
 
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from zero_sim.errors import UsageError
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import Key
+from zero_sim.untrusted import printable
 
 BATCH_CASES = 50
+_FAMILIES = 8
+"""Of the most members that there is room for in a batch: its last one may be cut short."""
+SHARDS_MAX = 1_000_000
+"""Shards of a campaign, so that a stranger's corpus cannot make a reader list more of them."""
 _SEED_BYTES = 8
+_ROW_NUMBER_MAX = 2**63 - 1
+"""Largest integer of SQLite."""
 _FEATURES_MAX = 1_000
 """Of a batch: what has more was not written by us."""
 _UNOBSERVED_MAX = 1_000
 """The same of what a target does not tell."""
-_BUNDLE = re.compile(r"([0-9a-f]{12})?")
+_SHOWN_CHARS = 200
+
+_RowNumber = Annotated[int, Field(ge=0, le=_ROW_NUMBER_MAX)]
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Counted = Counter[str]
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +50,8 @@ class Found:
     """Which case of that batch, counted from 0."""
     scenario: str
     """The shrunk case, as TOML."""
-    bundle: str
-    """Id of its bundle; empty where there is none, as for what zero_sim itself raised."""
+    bundle: Annotated[str, Field(pattern=r"^([0-9a-f]{12})?$")]
+    """Id of its bundle, which becomes part of paths; empty if zero_sim itself raised."""
     text: str
     """The failure block."""
     size: str
@@ -52,7 +67,7 @@ class Found:
     it."""
     unkept: str = ""
     """Why it has no bundle, where it should have one."""
-    apart: float = 0.0
+    apart: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """How far apart values are in its case, as `how_far_apart` has it; 0 if an earlier version did
     not say."""
 
@@ -80,22 +95,37 @@ class Found:
         kind, _, place = key.rpartition("|")
         return kind == "|".join(self.key[:-1]) and place in ("", *self.places)
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Found:
-        """What a report's `as_dict` holds of a finding.
 
-        Raises:
-            TypeError, KeyError, ValueError: It is not of that form.
-        """
-        fields = dict(data)
-        fields["key"] = Key.from_list(data["key"])
-        fields["places"] = tuple(data.get("places", ()))
-        found = cls(**fields)
-        _require_typed(found)
-        # Becomes part of paths.
-        if not _BUNDLE.fullmatch(found.bundle):
-            raise ValueError(f"expected the id of a bundle, got {found.bundle!r}")
-        return found
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """What batches of one corpus have in common.
+
+    Raises:
+        UsageError: A number is out of range.
+    """
+
+    seed: Annotated[int, Field(ge=0)]
+    target: str
+    cases: Annotated[int, Field(ge=1)]
+    """Cases of a batch."""
+    shard: tuple[int, int]
+    """Which shard of how many, counted from 1."""
+    device: str = "cpu"
+    """Where ranks and reference compute."""
+    options: tuple[tuple[str, str], ...] = ()
+    """Options of the target's own that all cases have."""
+    family: int = 1
+    """Most members of a family."""
+
+    def __post_init__(self) -> None:
+        number, count = self.shard
+        if not 1 <= number <= count <= SHARDS_MAX:
+            raise UsageError(
+                f"expected a shard of 1/N to N/N, with N of at most {SHARDS_MAX:,}, "
+                f"got {number}/{count}."
+            )
+        if self.family < 1:
+            raise UsageError(f"expected a family of at least 1, got {self.family}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,106 +161,123 @@ class Job:
     """What those have met and nobody has made smaller."""
 
 
+@dataclass(kw_only=True, slots=True)
+class Counts:
+    """Counts over cases: of a batch, or of a campaign so far."""
+
+    cases: _RowNumber = 0
+    """Cases that were run, one after the other; shrinking is not counted."""
+    seconds: _Seconds = 0.0
+    """Over all workers; without shrinking."""
+    verdicts: _Counted = field(default_factory=Counter)
+    params_only: _RowNumber = 0
+    """Cases that pass with neither an averaged gradient nor optimizer state."""
+    keys: _Counted = field(default_factory=Counter)
+    """Failing cases by finding, its key joined by `|`."""
+    unproved: _Counted = field(default_factory=Counter)
+    """Inconclusive cases by the check that says why."""
+    unobserved: _Counted = field(default_factory=Counter)
+    """By what the target does not tell, cases of which nothing is said of that."""
+    taken: set[str] = field(default_factory=set)
+    """Rules that were worked out because the target declares none."""
+
+    def add(self, other: Counts) -> None:
+        """Add the counts of further cases."""
+        for name in (each.name for each in dataclasses.fields(self)):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(ours, int | float):
+                setattr(self, name, ours + theirs)
+            else:
+                ours.update(theirs)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchReport:
     """What came of a batch."""
 
-    index: int
+    index: _RowNumber
     seed: int
-    asked: int
-    """Cases that it has."""
-    cases: int
-    """Cases that were run, one after the other; shrinking is not counted."""
-    seconds: float
-    verdicts: dict[str, int] = field(default_factory=dict)
-    params_only: int = 0
-    """Cases that pass with neither an averaged gradient nor optimizer state."""
+    counts: Counts
     cases_with: dict[str, int] = field(default_factory=dict)
     """By feature, which cases had it, a bit a case; see `zero_sim.fuzz.coverage`."""
-    keys: dict[str, int] = field(default_factory=dict)
-    """Failing cases by finding, its key joined by `|`."""
-    unproved: dict[str, int] = field(default_factory=dict)
-    """Inconclusive cases by the check that says why."""
-    unobserved: dict[str, int] = field(default_factory=dict)
-    """By what the target does not tell, cases of which nothing is said of that."""
-    taken: tuple[str, ...] = ()
-    """Rules that were worked out because the target declares none."""
     found: tuple[Found, ...] = ()
     """New ones."""
     complete: bool = True
     """Whether it came to its end."""
-    start: int = 0
+    start: _RowNumber = 0
     """The first case that was run: those before are in an earlier report."""
     lost: str = ""
     """Why nothing is known of it, where its worker died."""
     futile: str = ""
     """Why further cases would show nothing: none fits the target, or all end in one error."""
 
-    def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> BatchReport:
-        """What `as_dict` gave.
-
-        Raises:
-            TypeError, KeyError, ValueError: It is not of that form.
-        """
-        fields = dict(data)
-        fields["found"] = tuple(map(Found.from_dict, data["found"]))
-        fields["taken"] = tuple(data.get("taken", ()))
-        # Of an earlier form, from which which case had what cannot be told any more.
-        fields.pop("layouts", None)
-        report = cls(**fields)
-        _require_typed(report)
-        if len(report.cases_with) > _FEATURES_MAX or any(
-            which >> report.cases for which in report.cases_with.values()
-        ):
-            raise ValueError(f"expected features of {report.cases} cases, got others")
-        # An earlier form kept the verdict of a case that it had not counted yet.
-        most = report.cases + (not report.complete)
-        for counts in (report.verdicts, report.keys, report.unproved):
-            if min(counts.values(), default=0) < 0 or sum(counts.values()) > most:
-                raise ValueError(f"expected what came of {report.cases} cases, got {counts}")
-        if not 0 <= report.params_only <= report.verdicts.get("pass", 0):
-            raise ValueError(
-                f"expected params_only of {report.verdicts.get('pass', 0)} passes, got "
-                f"{report.params_only}"
-            )
-        silent = report.unobserved
-        if len(silent) > _UNOBSERVED_MAX or any(
-            not 0 <= count <= most for count in silent.values()
-        ):
-            raise ValueError(f"expected what {report.cases} cases did not tell, got {silent}")
-        return report
+    def may_have_met(self, found: Found) -> bool:
+        """True if one of its cases can be of a finding."""
+        return any(map(found.is_met_by, self.counts.keys))
 
 
-def _require_typed(record: Found | BatchReport) -> None:
-    """Hold every field to its type: a corpus may come from anybody.
+def _checked(report: BatchReport) -> BatchReport:
+    """The report, if its parts can belong together.
 
     Raises:
-        TypeError: One is of another.
+        ValueError: They cannot: it was not written by a campaign.
     """
-    hints = get_type_hints(type(record))
-    for name, hint in hints.items():
-        value = getattr(record, name)
-        if hint == dict[str, int]:
-            fits = isinstance(value, dict) and all(type(count) is int for count in value.values())
-        elif hint is float:
-            fits = type(value) in (int, float) and math.isfinite(value)
-        elif hint in (str, int, bool):
-            fits = type(value) is hint
-        else:
-            fits = all(isinstance(part, str | Found) for part in value)
-        if not fits:
-            raise TypeError(f"expected {name} to be {hint}, got {value!r}")
+    counts = report.counts
+    if len(report.cases_with) > _FEATURES_MAX or any(
+        which >> counts.cases for which in report.cases_with.values()
+    ):
+        raise ValueError(f"expected features of {counts.cases} cases, got others")
+    # An earlier form kept the verdict of a case that it had not counted yet.
+    most = counts.cases + (not report.complete)
+    for each in (counts.verdicts, counts.keys, counts.unproved):
+        if min(each.values(), default=0) < 0 or each.total() > most:
+            raise ValueError(f"expected what came of {counts.cases} cases, got {dict(each)}")
+    if counts.params_only > counts.verdicts["pass"]:
+        raise ValueError(
+            f"expected params_only of {counts.verdicts['pass']} passes, got {counts.params_only}"
+        )
+    silent = counts.unobserved
+    if len(silent) > _UNOBSERVED_MAX or not all(0 <= each <= most for each in silent.values()):
+        raise ValueError(f"expected what {counts.cases} cases did not tell, got {dict(silent)}")
+    return report
+
+
+@cache
+def _adapter(record: type[_Record]) -> TypeAdapter[_Record]:
+    if record is BatchReport:
+        return TypeAdapter(Annotated[record, AfterValidator(_checked)])
+    return TypeAdapter(record)
+
+
+def to_json(record: object) -> str:
+    """A record as JSON, for `from_json`."""
+    return _adapter(type(record)).dump_json(record).decode()
+
+
+def from_json(record: type[_Record], data: str | bytes) -> _Record:
+    """The record that JSON holds, every value of its type: a corpus may come from anybody.
+
+    Raises:
+        ValueError: It is no such JSON.
+    """
+    try:
+        return _adapter(record).validate_json(data, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = "".join(f"{part}: " for part in first["loc"])
+        got = printable(repr(first["input"])[:_SHOWN_CHARS])
+        raise ValueError(f"{where}{first['msg']}, got {got}") from None
 
 
 def _untitled(scenario: str) -> str:
     """The TOML of a case without its name and description, which say where it came from."""
     lines = scenario.splitlines()
     return "\n".join(line for line in lines if not line.startswith(("name = ", "description = ")))
+
+
+def batch_cases(family: int) -> int:
+    """Number of cases of each batch but the last one, for families of so many members."""
+    return BATCH_CASES if family == 1 else max(BATCH_CASES, _FAMILIES * family)
 
 
 def batch_seed(seed: int, index: int) -> int:

@@ -7,7 +7,6 @@ then their sizes, then features, each to its default.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,30 +23,31 @@ from zero_sim.fuzz.effort import (
 )
 from zero_sim.fuzz.models import BARE, MODELS, drawn_data, drawn_model, drawn_overflow, fit_blocks
 from zero_sim.fuzz.optimizers import drawn_optimizer
-from zero_sim.fuzz.options import with_drawn_options
 from zero_sim.fuzz.plans import param_specs
 from zero_sim.fuzz.swarm import Swarm
-from zero_sim.fuzz.systems import drawn_reload, drawn_system, drawn_topology, drawn_world, shares
+from zero_sim.fuzz.systems import (
+    drawn_reload,
+    drawn_system,
+    drawn_topology,
+    drawn_world,
+    shares,
+    with_drawn_options,
+)
 from zero_sim.scenario.bare_params import fitted_one_rank
-from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
-from zero_sim.scenario.joining import limits_of_joins, world_size_at
+from zero_sim.scenario.derived import limits_of_joins, world_size_at
+from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.names import with_known_names
 from zero_sim.scenario.spec import (
-    ExpectSpec,
-    FaultSpec,
     ModelName,
     ModelSpec,
-    OptimizerSpec,
     ReloadSpec,
     RunSpec,
     Scenario,
     SystemSpec,
     TopologySpec,
-    WorldSpec,
 )
-from zero_sim.scenario.unused import without_unused
 from zero_sim.targets import (
     EVERYTHING,
     Capabilities,
@@ -199,7 +199,9 @@ def _drawn_case(
     if goes_on and scenario.run.steps > 1:
         is_slow = 2 * effort_of(scenario, sizes=sizes) > effort_max
         ranks_after_max = min(ranks_max, _RANKS_AFTER_SLOW) if is_slow else ranks_max
-        after = _after(choices, scenario, sizes=sizes, ranks_max=ranks_after_max, swarm=swarm)
+        after = drawn_reload(
+            choices, before=scenario, sizes=sizes, ranks_max=ranks_after_max, swarm=swarm
+        )
         scenario = _within_both(replace(scenario, reload=after), steps_max=steps_max)
     scenario = _joined(choices, fitted_one_rank(scenario), swarm=swarm)
     # As few have as many ranks, these may cost what they cost.
@@ -229,32 +231,19 @@ def _one_step(
     accumulates = swarm.on("accumulation", often=ranks == 1)
     data = drawn_data(choices, model=model, swarm=swarm)
     world = drawn_world(choices, size=ranks * topology.tp * topology.pp, swarm=swarm)
+    if system.sum_by == "first-rank":
+        # The order in which the system adds by itself.
+        world = replace(world, order="linear")
     return Scenario(
         schema=1,
         name="drawn",
         model=model,
         data=data,
-        world=_in_the_order_of(system, world),
+        world=world,
         topology=topology,
         system=system,
         optimizer=drawn_optimizer(choices, model=model, swarm=swarm),
         run=RunSpec(steps=1, micro_batches=choices.integer(1, 3) if accumulates else 1),
-    )
-
-
-def _after(
-    choices: Choices, scenario: Scenario, *, sizes: Sequence[int], ranks_max: int, swarm: Swarm
-) -> ReloadSpec:
-    """The checkpoint of a case, and the layout after it."""
-    return drawn_reload(
-        choices,
-        steps=scenario.run.steps,
-        model=scenario.model,
-        system=scenario.system,
-        topology=scenario.topology,
-        sizes=sizes,
-        ranks_max=ranks_max,
-        swarm=swarm,
     )
 
 
@@ -322,11 +311,6 @@ def _joined(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
     return replace(scenario, run=replace(run, own_micro_batches=own))
 
 
-def _in_the_order_of(system: SystemSpec, world: WorldSpec) -> WorldSpec:
-    """The world with the order in which the system adds, where it does so by itself."""
-    return replace(world, order="linear") if system.sum_by == "first-rank" else world
-
-
 def fitted_to_model(scenario: Scenario, *, swarm: Swarm) -> Scenario:
     """The case with what its optimizer and its model allow and make possible.
 
@@ -334,27 +318,16 @@ def fitted_to_model(scenario: Scenario, *, swarm: Swarm) -> Scenario:
         scenario: With all that does not depend on either.
         swarm: Which features it has.
     """
-    return _split(_fitted(scenario, swarm=swarm), swarm=swarm)
-
-
-def _fitted(scenario: Scenario, *, swarm: Swarm) -> Scenario:
-    """The case with what its optimizer allows and makes possible."""
-    system, optimizer = scenario.system, scenario.optimizer
+    system, optimizer, world = scenario.system, scenario.optimizer, scenario.world
     if optimizer.name in WHOLE_PARAM_OPTIMIZERS:
         system = replace(system, offload_state=False, step_buffer_elems=None)
     if swarm.on("buffers by group", fits=bool(optimizer.groups)):
         system = replace(system, buffers_by="param-group")
-    return replace(scenario, system=system)
-
-
-def _split(scenario: Scenario, *, swarm: Swarm) -> Scenario:
-    """The case with what it keeps of blocks that ranks split, and an order that suits them."""
-    system, has_blocks = scenario.system, scenario.model.name == "tp-block"
+    has_blocks = scenario.model.name == "tp-block"
     if swarm.on("checkpoints", fits=has_blocks and system.stage != 3, often=True):
         system = replace(system, checkpoints="whole" if swarm.on("whole checkpoints") else "split")
         if swarm.on("offloaded checkpoints", often=True):
             system = replace(system, offload_checkpoints=True)
-    world = scenario.world
     if has_blocks and scenario.topology.tp > 1:
         world = replace(world, order="linear")
     return replace(scenario, system=system, world=world)
@@ -406,81 +379,3 @@ def _within_both(scenario: Scenario, *, steps_max: int) -> Scenario:
         run=replace(scenario.run, steps=steps),
         reload=after,
     )
-
-
-def faulty_scenarios(*, ranks_max: int = 4, steps_max: int = 3) -> st.SearchStrategy[Scenario]:
-    """Cases with one planned fault that must be found; each passes only if it is.
-
-    A rank that stops, or a sum of gradients in which one rank's share is changed, lost or counted
-    twice. Every element of every gradient is nonzero and in the sum, so that nothing hides it.
-
-    Args:
-        ranks_max: Most ranks, of at least 2.
-        steps_max: Most optimizer steps.
-    """
-    drawn = partial(_faulty_case, ranks_max=ranks_max, steps_max=steps_max)
-    return Drawable(drawn).strategy()
-
-
-def _faulty_case(choices: Choices, *, ranks_max: int, steps_max: int) -> Scenario:
-    world_size = choices.integer(2, ranks_max)
-    swarm = Swarm(choices)
-    names: list[ModelName] = ["params"]
-    # A gradient that is frozen for a while, or not in all losses, is nothing to change.
-    model = drawn_model(choices, ranks=world_size, names=names, swarm=swarm)
-    model = replace(model, unused=(), one_rank=(), freeze=())
-    sizes = [spec.numel for spec in param_specs(model)]
-    system = drawn_system(choices, ranks=world_size, sizes=sizes, swarm=swarm)
-    # Shards of one length, with nothing in them but what somebody owns; and one place for each sum.
-    system = replace(
-        system,
-        stage=1,
-        redundancy=1,
-        partition="padded",
-        sync="last",
-        prefetch=None,
-        reshard_after_forward=True,
-        sum_by="reduce-scatter",
-        gather_after_step=False,
-        arena=False,
-        reduce_buffer_elems=None,
-        contiguous_grads=True,
-        gather_chunk_elems=None,
-    )
-    if system.divide_by == "tokens":
-        system = replace(system, divide_by="ranks")
-    steps = choices.integer(1, steps_max)
-    fault, wanted = choices.among(_FAULTS)
-    fault = replace(fault, rank=choices.integer(0, world_size - 1))
-    if fault.kind in ("crash", "stall"):
-        fault = replace(fault, call=choices.integer(0, steps - 1))
-    scenario = Scenario(
-        schema=1,
-        name="faulty",
-        model=model,
-        world=drawn_world(choices, size=world_size, swarm=swarm),
-        system=system,
-        optimizer=OptimizerSpec(),
-        faults=(fault,),
-        run=RunSpec(steps=steps, seed=choices.integer(0, 10**6)),
-        expect=ExpectSpec(finding=wanted.value),
-    )
-    return without_unused(_summing(scenario))
-
-
-_FAULTS = (
-    (FaultSpec(kind="crash", rank=0), Check.WORLD_RANK_FAILED),
-    (FaultSpec(kind="stall", rank=0), Check.WORLD_STALLED_BY_PLAN),
-    (FaultSpec(kind="drop", rank=0, collective="reduce_scatter"), Check.EQUALITY_GRAD),
-    (FaultSpec(kind="duplicate", rank=0, collective="reduce_scatter"), Check.EQUALITY_GRAD),
-)
-"""Faults, and the check that must find each."""
-
-
-def _summing(scenario: Scenario) -> Scenario:
-    """The case with its first sum holding at least one element that is not padding."""
-    shapes = scenario.model.shapes
-    if shapes is None or (math.prod(shapes[0]) and math.prod(shapes[-1])):
-        return scenario
-    filled = tuple(shape if math.prod(shape) else (1,) for shape in shapes)
-    return replace(scenario, model=replace(scenario.model, shapes=filled))

@@ -3,12 +3,20 @@
 Most real bugs need two or three features at once, and many hide behind others; a generator that
 gives every case a little of everything never shows either kind (Groce et al., Swarm Testing, ISSTA
 2012).
+
+[Note: conjunctions]
+What takes five features at once comes up in one case of a hundred where each is in four of ten, and
+in one of a thousand where it needs a certain model and number of ranks as well. A case with a theme
+has nearly all of the theme's features, and of all others as many as any case.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from zero_sim.fuzz.choices import Choices
-from zero_sim.fuzz.themes import ANYTHING, THEMES, Theme
+from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
+from zero_sim.scenario.spec import ModelName, OptimizerName
 from zero_sim.targets import EVERYTHING, Capabilities
 
 _LEVELS = 8
@@ -73,13 +81,72 @@ _PATHS = {
 """The option that a feature sets, which a target may not follow; all others are no target's."""
 
 
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """What a case is mostly about."""
+
+    features: frozenset[str] = frozenset()
+    """Names of features, as `Swarm.on` is asked for them, that nearly every such case has."""
+    without: frozenset[str] = frozenset()
+    """Features that it has not, as they would be in the way."""
+    models: tuple[ModelName, ...] = ()
+    """Models to draw from; any where empty."""
+    optimizers: tuple[OptimizerName, ...] = ()
+    """Optimizers to draw from where it is not the usual one; any where empty."""
+    ranks: tuple[int, ...] = ()
+    """Ranks of a dp-cp group to draw from; any number where empty."""
+    stages: tuple[int, ...] = ()
+    """Stages above 1 to draw from; any where empty."""
+
+
+ANYTHING = Theme()
+_OVERFLOW = {"loss scale", "overflow", "accumulation"}
+_FROZEN = {"freeze", "reload", "accumulation", "unused params"}
+_SAVED = {"reload", "saved async", "16-bit params", "uneven", "buckets"}
+_JOINED = {"accumulation", "ranks join", "buckets", "overlap grads", "overlap params", "timing"}
+_OVERLAPPED = {"buckets", "overlap params", "timing", "any order"}
+_AT_FIRST_RANK = {"summed to all", "16-bit params", "divide", "accumulation"}
+_REDUCED_IN_BUFFERS = {"reduce buffers", "accumulation", "fp32 grads", "16-bit params", "buckets"}
+_STAGE_3 = {"stage 2 or 3", "accumulation", "buckets", "prefetch", "timing"}
+_KEPT_BY_FEW = {"stage 2 or 3", "kept by few", "buckets", "prefetch", "accumulation"}
+_OTHER_EXPERTS = {*_STAGE_3, "groups", "buffers by group", "summed to all"} - {"accumulation"}
+_COPIED = {"copies", "state over all", "uneven", "buckets"}
+_COPIES_SUMMED_AT_FIRST = {"copies", "uneven", "buckets", "summed to all"}
+_WHOLE_PARAMS = {"any optimizer", "copies", "state over all", "groups"}
+_ABOUT = (
+    Theme(frozenset(_OVERFLOW), without=frozenset({"reload"})),
+    Theme(frozenset(_FROZEN)),
+    Theme(frozenset(_SAVED)),
+    Theme(frozenset(_JOINED), ranks=(2, 2, 3)),
+    Theme(frozenset(_OVERLAPPED), without=frozenset({"stage 0", "stage 2 or 3"}), ranks=(2, 3)),
+    Theme(frozenset(_AT_FIRST_RANK), ranks=(3, 3, 4)),
+    Theme(frozenset(_REDUCED_IN_BUFFERS), stages=(2,)),
+    Theme(frozenset(_STAGE_3), ranks=(2, 2, 3), stages=(3,)),
+    Theme(
+        frozenset(_KEPT_BY_FEW),
+        without=frozenset({"copies", "kept after forward"}),
+        ranks=(4,),
+        stages=(3,),
+    ),
+    Theme(frozenset(_COPIED), ranks=(2, 4)),
+    Theme(frozenset(_COPIES_SUMMED_AT_FIRST), without=frozenset({"state over all"}), ranks=(4,)),
+    Theme(frozenset(_WHOLE_PARAMS), optimizers=WHOLE_PARAM_OPTIMIZERS, ranks=(2, 2, 4)),
+    Theme(frozenset({"split blocks", "checkpoints"}), models=("tp-block",), ranks=(1, 1, 2)),
+    Theme(frozenset({"copies", "sync every"}), models=("moe",), ranks=(2, 2, 4)),
+    Theme(frozenset(_OTHER_EXPERTS), models=("moe",), ranks=(1, 2, 2), stages=(3,)),
+    Theme(frozenset({"reload", "copies", "state over all"}), models=("fp8",)),
+)
+THEMES = (ANYTHING,) * (2 * len(_ABOUT)) + _ABOUT
+"""A third of all cases have one."""
+
+
 class Swarm:
     """Which features one case has: asked feature by feature, while the case is drawn.
 
     Args:
         choices: What the case is drawn with.
         able: What the target of the case can be asked for.
-        has_theme: Whether the case may be about something; see `fuzz.themes`.
+        has_theme: Whether the case may be about something; see `Theme`.
     """
 
     able: Capabilities

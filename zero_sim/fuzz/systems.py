@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+from hypothesis import strategies as st
+
+from zero_sim.errors import ProtocolError
 from zero_sim.fuzz.choices import Choices
 from zero_sim.fuzz.shapes import bucket_size, divisors
 from zero_sim.fuzz.swarm import Swarm
@@ -14,10 +17,13 @@ from zero_sim.scenario.spec import (
     OrderName,
     PartitionName,
     ReloadSpec,
+    Scenario,
     SystemSpec,
     TopologySpec,
     WorldSpec,
 )
+from zero_sim.targets import Option, Target, options_of, with_options
+from zero_sim.targets.options import OptionValue, written
 
 _ENDINGS = ("bias", "weight", "0", "router", "1")
 _AXES = ("tp-cp-dp-pp", "pp-dp-cp-tp", "dp-tp-cp-pp")
@@ -43,18 +49,15 @@ def shares(model: ModelSpec, ranks: int, *, swarm: Swarm) -> list[int]:
     return [ways for ways in divisors(ranks) if model.experts % ways == 0]
 
 
-def drawn_topology(
-    choices: Choices, *, ranks: int = 2, parts_max: int = 4, swarm: Swarm | None = None
-) -> TopologySpec:
+def drawn_topology(choices: Choices, *, ranks: int, parts_max: int, swarm: Swarm) -> TopologySpec:
     """An arrangement of ranks, without expert parallelism.
 
     Args:
         choices: What it is drawn with.
         ranks: Number of ranks of a dp-cp group.
         parts_max: Most of these groups.
-        swarm: What the case has; drawn anew where left out.
+        swarm: What the case has.
     """
-    swarm = swarm or Swarm(choices)
     tp = pp = cp = 1
     if swarm.on("tp", fits=parts_max >= 2):
         tp = choices.integer(2, min(parts_max, 3))
@@ -77,15 +80,14 @@ def _endings(choices: Choices) -> tuple[str, ...]:
     return tuple(choices.among(_ENDINGS) for _ in range(choices.integer(1, 2)))
 
 
-def drawn_world(choices: Choices, *, size: int = 2, swarm: Swarm | None = None) -> WorldSpec:
+def drawn_world(choices: Choices, *, size: int, swarm: Swarm) -> WorldSpec:
     """A world of so many ranks: order of addition, schedule, timing, races.
 
     Args:
         choices: What it is drawn with.
         size: Number of ranks.
-        swarm: What the case has; drawn anew where left out.
+        swarm: What the case has.
     """
-    swarm = swarm or Swarm(choices)
     orders = [order for order in _ORDERS if order in swarm.able.orders]
     any_order = len(orders) > 1 and swarm.on("any order")
     return WorldSpec(
@@ -100,10 +102,10 @@ def drawn_world(choices: Choices, *, size: int = 2, swarm: Swarm | None = None) 
 def drawn_system(
     choices: Choices,
     *,
-    ranks: int = 2,
-    sizes: Sequence[int] = (1,),
+    ranks: int,
+    sizes: Sequence[int],
     align_elems: int = 1,
-    swarm: Swarm | None = None,
+    swarm: Swarm,
 ) -> SystemSpec:
     """Settings of the system under test; of our own, where nothing else is said.
 
@@ -112,9 +114,8 @@ def drawn_system(
         ranks: Number of ranks that hold the same params: of an expert, if there are any.
         sizes: Elements of each param, for buckets that just fit.
         align_elems: What shards are aligned to, in elements.
-        swarm: What the case has; drawn anew where left out.
+        swarm: What the case has.
     """
-    swarm = swarm or Swarm(choices)
     stage = _drawn_stage(choices, swarm)
     buffered = swarm.on("reduce buffers", fits=stage in (1, 2))
     uneven = swarm.on("uneven", fits=stage > 0 and align_elems == 1)
@@ -206,28 +207,22 @@ def _drawn_stage(choices: Choices, swarm: Swarm) -> Stage:
 def drawn_reload(
     choices: Choices,
     *,
-    steps: int,
-    model: ModelSpec,
-    system: SystemSpec,
-    topology: TopologySpec,
-    sizes: Sequence[int] = (1,),
-    ranks_max: int = 8,
-    swarm: Swarm | None = None,
+    before: Scenario,
+    sizes: Sequence[int],
+    ranks_max: int,
+    swarm: Swarm,
 ) -> ReloadSpec:
     """A checkpoint in the middle of a run of at least two steps, and another layout after it.
 
     Args:
         choices: What it is drawn with.
-        steps: Steps of the run.
-        model: The model.
-        system: Settings before the checkpoint.
-        topology: Arrangement before the checkpoint; tp, cp and pp stay.
+        before: The case without the checkpoint; its tp, cp and pp stay.
         sizes: Elements of each param.
         ranks_max: Most ranks after it; those of one dp-cp group with one data-parallel rank are
             always possible.
-        swarm: What the case has; drawn anew where left out.
+        swarm: What the case has.
     """
-    swarm = swarm or Swarm(choices)
+    model, system, topology = before.model, before.system, before.topology
     parts = topology.tp * topology.pp
     most = min(ranks_max // parts, swarm.able.world_size_max or ranks_max)
     ranks = topology.cp * choices.integer(1, max(1, most // topology.cp))
@@ -253,7 +248,7 @@ def drawn_reload(
     if partition == "one-owner" and system.gather_chunk_elems is not None:
         partition = "uneven"
     return replace(
-        _drawn_checkpoint(choices, steps, model, swarm),
+        _drawn_checkpoint(choices, before.run.steps, model, swarm),
         world_size=ranks * parts,
         stage=stage,
         ep=ep,
@@ -283,7 +278,7 @@ def _drawn_checkpoint(choices: Choices, steps: int, model: ModelSpec, swarm: Swa
     return ReloadSpec(
         step=step,
         async_steps=choices.integer(1, steps - step) if goes_on else 0,
-        form=choices.among(["sharded", "sharded", "consolidated", "dcp"]),
+        form=choices.among(["sharded", "sharded", "consolidated"]),
         weights_only=swarm.on("weights only"),
     )
 
@@ -298,3 +293,47 @@ def _late(steps: int) -> list[int]:
 
 def _other_order(system: SystemSpec) -> Literal["registration", "reverse"]:
     return "registration" if system.param_order == "reverse" else "reverse"
+
+
+def with_drawn_options(choices: Choices, scenario: Scenario, *, target: Target) -> Scenario:
+    """The case with options of the target drawn; half of the cases have none.
+
+    Args:
+        choices: What they are drawn with.
+        scenario: The case that gets them.
+        target: Whose options they are.
+
+    Raises:
+        ProtocolError: An option draws values of another type than that of its default.
+    """
+    options = options_of(target)
+    if not options or not choices.among((False, True)):
+        return scenario
+    said: dict[str, str] = {}
+    for name, option in options.items():
+        if option.fits is not None and option.fits(scenario):
+            continue
+        # By default first: that is what a case shrinks to.
+        is_other = choices.among((False, True))
+        value = _value(choices, name, option, target) if is_other else option.default
+        if type(value) is not type(option.default):
+            raise ProtocolError(
+                f"expected option {name!r} of target {target.name!r} to draw values like its "
+                f"default, {option.default!r}, got {value!r}."
+            )
+        if value != option.default:
+            choices.note(f"option {name}")
+            said[name] = written(value)
+    return with_options(scenario, said) if said else scenario
+
+
+def _value(choices: Choices, name: str, option: Option, target: Target) -> OptionValue:
+    values = option.values
+    if isinstance(values, st.SearchStrategy):
+        return choices.of(values)
+    if isinstance(values, Sequence) and not isinstance(values, str):
+        return choices.among(list(values) or [option.default])
+    raise ProtocolError(
+        f"expected values of option {name!r} of target {target.name!r} to be a tuple or a "
+        f"Hypothesis strategy, got {values!r}."
+    )

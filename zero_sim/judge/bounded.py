@@ -27,11 +27,13 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.records import Finding
 from zero_sim.judge.copies import Copy, Ledger, What, digest_of
 from zero_sim.judge.factors import FactorCauses
+from zero_sim.judge.forward_reads import ForwardReads, compare_losses
 from zero_sim.judge.grad_stats import PartStats, ReportedStats
 from zero_sim.judge.guarantee import Width
 from zero_sim.judge.judge_report import JudgeReport, with_digests
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.rank_digests import RankDigests
+from zero_sim.judge.step_source import Steps
 from zero_sim.judge.told import told_within_bounds
 from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Follower
 from zero_sim.scenario.checks import Check
@@ -44,7 +46,7 @@ _NOT_TOLD = (
 )
 
 
-class BoundedComparison:
+class BoundedComparison(Steps):
     """Holds a group to what every order of addition gives.
 
     See [Note: what is owed where the order is not known].
@@ -57,11 +59,10 @@ class BoundedComparison:
     steps_unseen = False
 
     def __init__(self, group: JudgedGroup, *, reference: BoundedReference) -> None:
+        super().__init__()
         self._group = group
         self._comparer = group.comparer
         self._reference = reference
-        self.steps: dict[int, BoundedStep] = {}
-        self.uncertified_step: int | None = None
         self._last_step: int | None = None
         self._ledger = Ledger(group.world_ranks)
         self._followers: dict[tuple[str, int, int], tuple[int, Follower]] = {}
@@ -77,38 +78,22 @@ class BoundedComparison:
         self._replica_count = world.size if system.stage == 0 else system.redundancy
 
     def follows(self, step: int) -> bool:
-        """Whether there was nothing before a step that could not be followed.
-
-        Args:
-            step: Index of the step, from 0.
-        """
+        """Whether there was nothing before a step that could not be followed."""
         return self.uncertified_step is None or step <= self.uncertified_step
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Tell where each rank's working params lie, before the first step.
-
-        Args:
-            addresses: By rank.
-        """
+        """Tell where each rank's working params lie, before the first step."""
         self._reference.set_addresses(addresses)
 
-    def watch_updates(self) -> None:
-        """Nothing: what does not tell its gradients is not followed."""
-
-    def note_told(self, norm: Tensor | None) -> None:
-        """Nothing: what a rank says of its norm is read where it is compared.
-
-        Args:
-            norm: What it says.
-        """
-
-    def advance(self, peers: Sequence[BoundedComparison]) -> Sequence[BoundedStep]:
+    def advance(self, *, told: Tensor | None = None) -> None:
         """Replay the next step from the params that were shown after the last one.
 
         Args:
-            peers: This group; there are no others where the order is not known.
+            told: Not used: what a rank reports of its norm is read where it is compared.
         """
-        return [each._step() for each in peers]
+        taken = self._step()
+        if self.on_step is not None:
+            self.on_step(taken)
 
     def _step(self) -> BoundedStep:
         if self._last_step is not None:
@@ -124,32 +109,35 @@ class BoundedComparison:
         return taken
 
     def forget(self, step: int) -> None:
-        """Forget a step that every rank was shown with, but for the params to go on from.
-
-        Args:
-            step: Index of the step, from 0.
-        """
-        self.steps.pop(step, None)
+        """Forget a step that every rank was shown with, but for the params to go on from."""
+        super().forget(step)
         self._ledger.forget(before=step)
 
-    def scales(self, step: int) -> Mapping[str, Tensor]:
-        """None: params in fp8 are judged only where the order is known.
+    def scale_names(self, step: int) -> Sequence[str]:
+        """Return none: params in fp8 are judged only where the order is known."""
+        return ()
 
-        Args:
-            step: Index of the step, from 0.
-        """
-        return {}
+    def compare_scales(
+        self, scales: Mapping[str, Tensor | None], *, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare nothing; see `scale_names`."""
+        yield from ()
+
+    def compare_losses(
+        self, losses: Sequence[Tensor], *, reads: ForwardReads | None, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare a rank's losses; arguments as for `compare_measured`."""
+        return compare_losses(losses, self.steps[step], reads=reads, group=self._group, rank=rank)
 
     def compare_loaded(self, engine: CompletedEngine, *, rank: int) -> Iterator[Finding]:
         """None: a case whose order is not known goes on in no other world."""
         yield from ()
 
-    def add_to(self, judged: JudgeReport) -> JudgeReport:
-        """Return what was seen with what ranks showed, compared where all of them did.
+    def note_agreed(self, part: OwnedPart, *, step: int) -> None:
+        """Do nothing: no steps come from elsewhere."""
 
-        Args:
-            judged: The judge's report so far.
-        """
+    def add_to(self, judged: JudgeReport) -> JudgeReport:
+        """Return what was seen with what ranks showed, compared where all of them did."""
         digests = RankDigests(
             copies=tuple(self._copies),
             part_stats=tuple(self._part_stats),
@@ -181,13 +169,7 @@ class BoundedComparison:
         return taken.divisor != 1 and self._group.tells_divided
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare norm and zeros with what the bounds leave them.
-
-        Args:
-            result: What the engine said of the step.
-            rank: The rank, within the judged group.
-            step: Index of the step, from 0.
-        """
+        """Compare norm and zeros with what the bounds leave them."""
         expected = self.steps[step]
         self._norms[rank] = result.norm
         if expected.overflow != "never":
@@ -214,13 +196,7 @@ class BoundedComparison:
         )
 
     def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare a part's gradient with its bounds, and what follows from it bit for bit.
-
-        Args:
-            part: The part of a param that a rank owns, as its engine shows it.
-            rank: The rank that owns it.
-            step: Index of the step, from 0.
-        """
+        """Compare a part's gradient with its bounds, and what follows from it bit for bit."""
         expected, place = self.steps[step], part.place
         name, start, stop = place.param, place.start, place.stop
         at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, place)
@@ -304,25 +280,13 @@ class BoundedComparison:
     def compare_reported(
         self, engine: CompletedEngine, *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare nothing: what tells no parts is not followed.
-
-        Args:
-            engine: The rank's engine.
-            rank: The rank, within the judged group.
-            step: Index of the step, from 0.
-        """
+        """Compare nothing: what tells no parts is not followed."""
         yield from ()
 
     def compare_params(
         self, params: Mapping[str, Tensor], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare the working params of ranks with each other.
-
-        Args:
-            params: By name.
-            rank: The rank, within the judged group.
-            step: Index of the step, from 0.
-        """
+        """Compare the working params of ranks with each other."""
         for name, like in self.steps[step].params_before.items():
             got = params.get(name)
             at = findings.param(step, rank, name)

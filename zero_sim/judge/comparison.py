@@ -7,8 +7,9 @@ it is not, sums owe a place between two numbers, and all that follows from them 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -16,18 +17,15 @@ from zero_sim.errors import UsageError
 from zero_sim.findings.records import Finding
 from zero_sim.judge.bounded import BoundedComparison
 from zero_sim.judge.by_digest import DigestComparison
-from zero_sim.judge.by_trajectory import TrajectoryComparison
 from zero_sim.judge.exact import ExactComparison
+from zero_sim.judge.forward_reads import ForwardReads
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
-from zero_sim.judge.step_digests import StepDigests, StepWire
-from zero_sim.judge.trajectory import LateReference, Trajectory
+from zero_sim.judge.step_source import SharedSteps, Steps, StepSource
+from zero_sim.judge.trajectory import LateReference
 from zero_sim.reference import (
-    Addresses,
     BoundedReference,
-    BoundedStep,
     Reference,
-    ReferenceStep,
     Rules,
 )
 from zero_sim.scenario.spec import Scenario
@@ -35,61 +33,23 @@ from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.workloads import Workload
 
 AnyReference = Reference | BoundedReference
-AnyStep = ReferenceStep | BoundedStep | StepDigests
 
 
-class Comparison(Protocol):
-    """What one group of ranks owes, step by step."""
+class Comparing(Protocol):
+    """What one group of ranks owes after a step.
 
-    @property
-    def steps(self) -> Mapping[int, AnyStep]:
-        """Those that the reference has taken and that are not forgotten."""
-        ...
-
-    @property
-    def uncertified_step(self) -> int | None:
-        """Step from whose update on nothing is owed; None as long as all is."""
-        ...
-
-    @property
-    def steps_unseen(self) -> bool:
-        """Whether the reference can take a step without being shown the one before."""
-        ...
-
-    def follows(self, step: int) -> bool:
-        """Whether the reference can take a step at all."""
-        ...
-
-    def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Tell where each rank's working params lie, before the first step."""
-        ...
-
-    def watch_updates(self) -> None:
-        """Let updates be explained by rules for gradients, where these are not told."""
-        ...
-
-    def note_told(self, norm: Tensor | None) -> None:
-        """Note the norm that a rank tells of the step that is about to be compared."""
-        ...
-
-    def advance(self, peers: Sequence[Self]) -> Sequence[AnyStep]:
-        """Take the next step of all groups that share a norm, this one among them."""
-        ...
-
-    def forget(self, step: int) -> None:
-        """Forget a step that every rank was shown with."""
-        ...
-
-    def scales(self, step: int) -> Mapping[str, Tensor]:
-        """The scales of params in fp8 after a step."""
-        ...
-
-    def compare_loaded(self, engine: CompletedEngine, *, rank: int) -> Iterator[Finding]:
-        """Compare all that a rank goes on with after a load, before its first step."""
-        ...
+    In all methods `rank` is a rank within the judged group, and `step` the index of a step that was
+    taken, from 0. What is compared is as the engine of that rank shows it, by the names of params.
+    """
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare what was measured of the whole gradient."""
+        ...
+
+    def compare_losses(
+        self, losses: Sequence[Tensor], *, reads: ForwardReads | None, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare a rank's losses, and if one differs the params that its forward read."""
         ...
 
     def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
@@ -102,10 +62,36 @@ class Comparison(Protocol):
         """Compare gradients of whole params, where the target declares that it shows them."""
         ...
 
+    def scale_names(self, step: int) -> Iterable[str]:
+        """Return the names of params in fp8."""
+        ...
+
+    def compare_scales(
+        self, scales: Mapping[str, Tensor | None], *, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare the scales of params in fp8; None for one that the rank has not."""
+        ...
+
     def compare_params(
         self, params: Mapping[str, Tensor], *, rank: int, step: int
     ) -> Iterator[Finding]:
         """Compare the working params that a rank holds, those that others own included."""
+        ...
+
+
+class Comparison(Comparing, Protocol):
+    """The same with a reference of this process, which knows more than digests."""
+
+    def compare_loaded(self, engine: CompletedEngine, *, rank: int) -> Iterator[Finding]:
+        """Compare all that a rank goes on with after a load, before its first step."""
+        ...
+
+    def note_agreed(self, part: OwnedPart, *, step: int) -> None:
+        """Note a part that agreed with a step from elsewhere."""
+        ...
+
+    def forget(self, step: int) -> None:
+        """Forget a step that every rank was compared with."""
         ...
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
@@ -113,30 +99,48 @@ class Comparison(Protocol):
         ...
 
 
-def comparison_of(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owed:
+    """Expected steps of a group, and the comparisons with them."""
+
+    steps: Steps
+    exact: Comparison
+    """Comparison with steps of a reference of this process."""
+    digests: Comparing | None = None
+    """Comparison with digests; None if the group has none."""
+
+    @property
+    def comparison(self) -> Comparing:
+        """The comparison for the steps as they are now."""
+        if self.digests is None or not self.steps.has_digests:
+            return self.exact
+        return self.digests
+
+
+def owed_of(
     group: JudgedGroup,
     *,
     reference: AnyReference | LateReference,
     order_seed: int,
-    heard_by: StepWire | Trajectory | None = None,
-) -> Comparison:
-    """What a group owes by a reference.
+    shared: SharedSteps | None = None,
+) -> Owed:
+    """Return what a group owes by a reference.
 
     Args:
         group: The judged group, and what is known of it.
         reference: The oracle, at the step before the first one.
         order_seed: Seed of the world, from which orders are drawn.
-        heard_by: Where another process tells what its reference of the same computes, if one does;
-            or the steps that references of the same took in other cases.
+        shared: Steps of references elsewhere; None to take all steps here.
     """
-    if not isinstance(reference, BoundedReference):
-        exact = ExactComparison(group, reference=reference, order_seed=order_seed)
-        if heard_by is None:
-            return exact
-        if isinstance(heard_by, Trajectory):
-            return TrajectoryComparison(group, exact=exact, trajectory=heard_by)
-        return DigestComparison(group, exact=exact, wire=heard_by)
-    return BoundedComparison(group, reference=reference)
+    if isinstance(reference, BoundedReference):
+        bounded = BoundedComparison(group, reference=reference)
+        return Owed(steps=bounded, exact=bounded)
+    source = StepSource(group, reference=reference, order_seed=order_seed, shared=shared)
+    return Owed(
+        steps=source,
+        exact=ExactComparison(group, source=source),
+        digests=DigestComparison(group, steps=source.steps),
+    )
 
 
 def take_reference(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +14,7 @@ from zero_sim.findings.compare import same_bits
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
 from zero_sim.judge.factors import FactorCauses
+from zero_sim.judge.forward_reads import ForwardReads, compare_losses
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.loaded import compare_loaded
@@ -25,23 +26,18 @@ from zero_sim.judge.rules import (
     part_picked,
     why_blind,
 )
+from zero_sim.judge.step_source import StepSource
 from zero_sim.judge.told import OtherGrads, reported_sum, told_as, told_otherwise
-from zero_sim.judge.trajectory import LateReference, frozen
 from zero_sim.reference import (
-    POSITION_FREE,
-    Addresses,
-    Orders,
     PartialSum,
-    Reference,
     ReferenceStep,
     norms_of_shard,
     partial_sums,
     quotient,
-    step_together,
 )
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
-from zero_sim.targets.adapt import GRADIENTS, PARTS
+from zero_sim.targets.adapt import GRADIENTS
 
 
 class ExactComparison:
@@ -49,166 +45,59 @@ class ExactComparison:
 
     Args:
         group: The judged group, and what is known of it.
-        reference: Its oracle, at the step before the first one; one that is late is built once it
-            is to do something.
-        order_seed: Seed of the world, from which orders are drawn.
+        source: Steps of its reference.
     """
 
-    steps_unseen = True
-
-    def __init__(
-        self, group: JudgedGroup, *, reference: Reference | LateReference, order_seed: int
-    ) -> None:
+    def __init__(self, group: JudgedGroup, *, source: StepSource) -> None:
         self._group = group
         self._comparer = group.comparer
-        self._given = reference
-        self._order_seed = order_seed
-        self.steps: dict[int, ReferenceStep] = {}
-        is_certified = isinstance(reference, LateReference) or reference.certified
-        self.uncertified_step: int | None = None if is_certified else group.first_step
-        self._told: Tensor | None = None
-        self._watches_updates = False
+        self._source = source
         self._rules = RulesTrial(scenario=group.scenario)
         self._grad_rules = RulesTrial("gradient", scenario=group.scenario)
         self._mistakes = RulesTrial("mistake")
 
     @property
-    def _reference(self) -> Reference:
-        if isinstance(self._given, LateReference):
-            self._given = self._given.build()
-        return self._given
-
-    def follows(self, step: int) -> bool:
-        """Always: it needs nothing to be shown."""
-        return True
-
-    def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Tell where each rank's working params lie, before the first step.
-
-        Args:
-            addresses: By rank.
-        """
-        self._reference.set_addresses(addresses)
-        self._reference.set_holdings(self._group.ownership.holdings)
-        silent = PARTS in self._group.unobserved and not self._group.numerics.grads_in_params
-        if silent or self._watches_updates:
-            self._reference.tells_grads = False
-
-    def watch_updates(self) -> None:
-        """Let updates be explained by rules for gradients, because these are not told."""
-        self._watches_updates = True
-        self._reference.tells_grads = False
-
-    def note_told(self, norm: Tensor | None) -> None:
-        """Note the norm that a rank tells of the step that is about to be compared.
-
-        Args:
-            norm: 0-D fp32; None where it tells none.
-        """
-        self._told = norm
-
-    def advance(self, peers: Sequence[ExactComparison]) -> Sequence[ReferenceStep]:
-        """Take the next step of all references that share a norm.
-
-        Args:
-            peers: All groups that share it, this one among them.
-        """
-        orders = [each._prepare() for each in peers]
-        taken = step_together(
-            [each._reference for each in peers],
-            orders,
-            order_seed=self._order_seed,
-            told=self._told,
-        )
-        for each, own in zip(peers, taken, strict=True):
-            each.take(own)
-        return taken
-
-    def catch_up(
-        self,
-        peers: Sequence[ExactComparison],
-        *,
-        stop: int,
-        addresses: Sequence[Sequence[Addresses] | None],
-        shown: Sequence[Collection[int]],
-    ) -> None:
-        """Take the steps so far, which somebody else's references had taken in place of these.
-
-        Args:
-            peers: All groups that share a norm, this one among them.
-            stop: The step before which it ends.
-            addresses: By group, as for `set_addresses`; None where none were told.
-            shown: By group the steps that ranks are yet to be shown with; others are forgotten.
-        """
-        for each, placed in zip(peers, addresses, strict=True):
-            if placed is not None:
-                each.set_addresses(placed)
-        for step in range(self._group.first_step, stop):
-            self.advance(peers)
-            for each, steps in zip(peers, shown, strict=True):
-                if step not in steps:
-                    each.forget(step)
-
-    def _prepare(self) -> Orders | None:
-        """Save the steps that some rank has yet to see; return what the ring's order depends on."""
-        # A rank that waits for no other one comes here before all have built their engines.
-        self.watch_updates()
-        for earlier, kept in self.steps.items():
-            self.steps[earlier] = frozen(kept)
-        if self._group.scenario.world.order in POSITION_FREE:
-            return None
-        return self._group.ownership.orders()
-
-    def take(self, taken: ReferenceStep) -> None:
-        """Note a step, by whichever reference it was taken.
-
-        Args:
-            taken: The next step of this group.
-        """
-        self.steps[taken.step] = taken
-        if not taken.clip_certified and self.uncertified_step is None:
-            self.uncertified_step = taken.step
+    def _steps(self) -> Mapping[int, ReferenceStep]:
+        return self._source.steps
 
     def forget(self, step: int) -> None:
-        """Forget a step that every rank was shown with.
-
-        Args:
-            step: Index of the step, from 0.
-        """
-        self.steps.pop(step, None)
+        """Forget a step that every rank was compared with."""
         self._rules.forget(step)
         self._grad_rules.forget(step)
         self._mistakes.forget(step)
 
-    def scales(self, step: int) -> Mapping[str, Tensor]:
-        """The scales of params in fp8 after a step.
+    def scale_names(self, step: int) -> Iterable[str]:
+        """Return the names of params in fp8."""
+        return self._steps[step].scales
 
-        Args:
-            step: Index of the step, from 0.
-        """
-        return self.steps[step].scales
+    def compare_scales(
+        self, scales: Mapping[str, Tensor | None], *, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare the scales of params in fp8 after a step."""
+        expected = self._steps[step].scales
+        for name, scale in scales.items():
+            at = findings.scale(step, rank, name)
+            if scale is None:
+                yield findings.missing(at, "the system does not have the scale of this param")
+            elif self._comparer.differs(expected[name], scale):
+                yield findings.differing(at, expected[name], scale)
+
+    def compare_losses(
+        self, losses: Sequence[Tensor], *, reads: ForwardReads | None, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare a rank's losses, and if one differs the params that its forward read."""
+        return compare_losses(losses, self._steps[step], reads=reads, group=self._group, rank=rank)
 
     def compare_loaded(self, engine: CompletedEngine, *, rank: int) -> Iterator[Finding]:
-        """Compare all that a rank goes on with after a load, before its first step.
-
-        Args:
-            engine: The rank's engine.
-            rank: The rank, within the judged group.
-        """
-        standing = self._reference.standing()
+        """Compare all that a rank goes on with after a load, before its first step."""
+        standing = self._source.reference.standing()
         # Ranks that wait for none of the others may be steps ahead of them.
         if standing.next_step == self._group.first_step:
             yield from compare_loaded(self._group, engine, standing=standing, rank=rank)
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare norm and zeros; the norm only where every order of adding gives it.
-
-        Args:
-            result: What the engine said of the step.
-            rank: The rank, within the judged group.
-            step: Index of the step, from 0.
-        """
-        expected = self.steps[step]
+        """Compare norm and zeros; the norm only where every order of adding gives it."""
+        expected = self._steps[step]
         norm = result.norm if expected.norm_certified else None
         if self._group.numerics.norm == "told":
             self._group.unobserved.add("norm")
@@ -260,14 +149,8 @@ class ExactComparison:
         return f"these are the bits of {' or '.join(fitting)}.\n{advice}"
 
     def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare a part's gradient, master and optimizer state.
-
-        Args:
-            part: The part of a param that a rank owns, as its engine shows it.
-            rank: The rank that owns it.
-            step: Index of the step, from 0.
-        """
-        expected, place = self.steps[step], part.place
+        """Compare a part's gradient, master and optimizer state."""
+        expected, place = self._steps[step], part.place
         name, start, stop = place.param, place.start, place.stop
         whole = stop - start == expected.masters[name].numel()
 
@@ -312,14 +195,9 @@ class ExactComparison:
             )
 
     def note_agreed(self, part: OwnedPart, *, step: int) -> None:
-        """Note a part that was found to be as it is owed in another way.
-
-        Args:
-            part: As its rank's engine shows it.
-            step: Index of the step, from 0.
-        """
+        """Note a part that was found to be as it is owed in another way."""
         pick, got = part_picked(part)
-        self._rules.look(step, self.steps[step].otherwise, pick=pick, got=got, agrees=True)
+        self._rules.look(step, self._steps[step].otherwise, pick=pick, got=got, agrees=True)
 
     def _compare_grad(
         self,
@@ -374,21 +252,17 @@ class ExactComparison:
     def compare_reported(
         self, engine: CompletedEngine, *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare gradients of whole params, where the target declares that it shows them.
-
-        Args:
-            engine: The rank's engine.
-            rank: The rank, within the judged group.
-            step: Index of the step, from 0.
-        """
+        """Compare gradients of whole params, where the target declares that it shows them."""
         group = self._group
-        group.note_unreported(divisor=self.steps[step].divisor)
+        group.note_unreported(divisor=self._steps[step].divisor)
         if not group.shows_grads_of_params:
             return
         reported = engine.gradients()
         # In the order of the params: that of a set is another one in every process.
-        for name in (each for each in self.steps[step].grads if each in group.ownership.held[rank]):
-            wanted, got = self._as_reported(self.steps[step], name), reported.get(name)
+        for name in (
+            each for each in self._steps[step].grads if each in group.ownership.held[rank]
+        ):
+            wanted, got = self._as_reported(self._steps[step], name), reported.get(name)
             if wanted is None:
                 continue
             if got is None:
@@ -397,13 +271,13 @@ class ExactComparison:
                     yield findings.missing(at, "the system has no gradient of this param")
                 continue
             differs = self._comparer.differs(wanted, got)
-            self._look_at_grad(self.steps[step], name, got, cut=_whole, agrees=not differs)
+            self._look_at_grad(self._steps[step], name, got, cut=_whole, agrees=not differs)
             if differs:
                 at = findings.gradient(step, rank, name)
-                known = partial(self._known_grads, self.steps[step], rank=rank, name=name, start=0)
-                factors = self._factors(self.steps[step])
+                known = partial(self._known_grads, self._steps[step], rank=rank, name=name, start=0)
+                factors = self._factors(self._steps[step])
                 found = self._group.differing(at, wanted, got, known=known, factors=factors)
-                side = told_otherwise(self.steps[step], name, _whole, got, numerics=group.numerics)
+                side = told_otherwise(self._steps[step], name, _whole, got, numerics=group.numerics)
                 yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
 
     def _known_grads(
@@ -476,14 +350,8 @@ class ExactComparison:
     def compare_params(
         self, params: Mapping[str, Tensor], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare the working params that a rank holds, those that others own included.
-
-        Args:
-            params: By name.
-            rank: The rank, within the judged group.
-            step: Index of the step, from 0.
-        """
-        for name, value in self.steps[step].params.items():
+        """Compare the working params that a rank holds, those that others own included."""
+        for name, value in self._steps[step].params.items():
             if name not in self._group.ownership.held[rank]:
                 continue
             if name not in params:
@@ -493,19 +361,15 @@ class ExactComparison:
             differs = self._comparer.differs(value, params[name])
             if differs:
                 at = findings.param(step, rank, name)
-                known = partial(_known_params, self.steps[step], name=name)
+                known = partial(_known_params, self._steps[step], name=name)
                 yield self._group.differing(at, value, params[name], known=known)
             pick, got = param_picked(name, params[name])
             self._look_at_update(
-                self.steps[step], pick=pick, got=got, rank=rank, agrees=not differs
+                self._steps[step], pick=pick, got=got, rank=rank, agrees=not differs
             )
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
-        """Return what was seen with the rules that would fit what differs.
-
-        Args:
-            judged: The judge's report so far.
-        """
+        """Return what was seen with the rules that would fit what differs."""
         bad = judged.bad_step
         rules, mistakes = self._rules.of_step(bad), self._mistakes.of_step(bad)
         if mistakes is not None and mistakes.fitting:

@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from zero_sim.cost.observer import Observer
 from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.phase import Phase
@@ -20,10 +21,11 @@ from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
 from zero_sim.judge.harness import PauseClock, harness_time
 from zero_sim.judge.judged_group import JudgedGroup
-from zero_sim.targets.untrained import is_plain
+from zero_sim.reference import BoundedStep, ReferenceStep
+from zero_sim.targets.bare_model import is_plain
 
 
-class ForwardReads:
+class ForwardReads(Observer):
     """What the forward of one rank reads in one step and in the step before.
 
     Args:
@@ -52,13 +54,8 @@ class ForwardReads:
         for owner in self._attributes:
             owner.register_forward_pre_hook(self._read)
 
-    def start(self, step: int, micro: int) -> None:
-        """Note which forward comes next.
-
-        Args:
-            step: Index of the step, from 0.
-            micro: Index of the micro-batch.
-        """
+    def before_forward(self, step: int, micro: int) -> None:
+        """Note which forward comes next."""
         self._at = (step, micro) if self._step - 1 <= step <= self._step else None
 
     def _read(self, owner: nn.Module, args: object) -> None:
@@ -125,25 +122,22 @@ def _agrees(wanted: Tensor | None, got: Tensor) -> bool | None:
 
 def compare_losses(
     losses: Sequence[Tensor],
-    expected: Mapping[tuple[int, int], Tensor],
+    taken: ReferenceStep | BoundedStep,
     *,
-    params: Mapping[str, Tensor],
     reads: ForwardReads | None,
     group: JudgedGroup,
-    step: int,
     rank: int,
 ) -> Iterator[Finding]:
     """Compare a rank's losses, and if one differs the params that its forward read.
 
     Args:
         losses: By micro-batch.
-        expected: The losses of all ranks, by rank and micro-batch.
-        params: What the params were in the step; empty if that is not kept.
+        taken: The expected step; without params from before it if these are not kept.
         reads: What the rank's forwards read; None if that is not recorded.
         group: The judged group.
-        step: Index of the step, from 0.
         rank: The rank, within the group.
     """
+    expected, params, step = taken.losses, taken.params_before, taken.step
     differ = [
         micro
         for micro, loss in enumerate(losses)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from zero_sim.reference import BoundedStep, ReferenceStep
 
@@ -35,10 +35,6 @@ class Width:
     def __add__(self, other: Width) -> Width:
         """Both together."""
         return Width(reach=max(self.reach, other.reach), signless=self.signless + other.signless)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {"reach": self.reach, "signless": self.signless}
 
 
 def count_guarantees(

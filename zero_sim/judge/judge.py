@@ -10,159 +10,85 @@ computes.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from torch import Tensor
 
-from zero_sim.cost.checkpoints import CheckpointWatch
-from zero_sim.cost.forms import ParamSize
-from zero_sim.cost.grad_peaks import GradPeakWatch
-from zero_sim.cost.hook_trace import HookTrace
-from zero_sim.cost.memory import bytes_held, check_memory
-from zero_sim.cost.messages import HeldSize
-from zero_sim.cost.peaks import PeakWatch
-from zero_sim.cost.staging import StagingWatch
-from zero_sim.cost.volume import StepWindow
 from zero_sim.findings import describe as findings
 from zero_sim.findings.buffer_map import build_buffer_map
-from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import BufferMap, Finding
-from zero_sim.judge import invariants
-from zero_sim.judge.by_digest import DigestComparison, DigestsDiffer
-from zero_sim.judge.by_trajectory import TrajectoryComparison
-from zero_sim.judge.comparison import AnyReference, AnyStep, comparison_of
+from zero_sim.judge.checks import table
+from zero_sim.judge.checks.shown import Shown
+from zero_sim.judge.comparison import AnyReference, owed_of
+from zero_sim.judge.coverage import Coverage
 from zero_sim.judge.facts import Facts
-from zero_sim.judge.forward_reads import ForwardReads, compare_losses
-from zero_sim.judge.guarantee import Guarantee
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
-from zero_sim.judge.ownership import Ownership
-from zero_sim.judge.positions import Arrangements
-from zero_sim.judge.step_digests import StepDigests, StepWire, owed_by
-from zero_sim.judge.step_result import check_result
-from zero_sim.judge.step_teller import StepTeller
+from zero_sim.judge.rank_notes import RankNotes
+from zero_sim.judge.step_book import FirstBadStep, StepBook
+from zero_sim.judge.step_source import AnyStep, SharedSteps
 from zero_sim.judge.trainable import check_trainable
-from zero_sim.judge.trajectory import LateReference, Trajectory
-from zero_sim.judge.working_params import (
-    check_casts,
-    check_repeated,
-    check_scales,
-    check_untrained,
-)
-from zero_sim.reference import SumSite
-from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, Place, StepResult
+from zero_sim.judge.trajectory import LateReference
+from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
-from zero_sim.targets.costs import CostCase, Costs, form_of
-
-_LAGGING = (DigestComparison, TrajectoryComparison)
-"""With a reference of their own that takes no step as long as all agrees with somebody else's."""
-_Watch = PeakWatch | GradPeakWatch | StagingWatch | CheckpointWatch
 
 
 class Judge:
     """Judges one run; collects findings of the first step at which anything is wrong.
 
     Args:
-        scenario: The case that is judged.
-        reference: The oracle, at the step before `first_step`.
-        first_step: The first step to judge, more than 0 after a checkpoint was reloaded.
-        stop_step: The step before which this world ends; all of the case where left out.
-        world_ranks: The ranks of the group that is judged, as findings name them.
-        order_seed: Seed of the world, if it is not the scenario's.
+        group: The judged group of ranks.
+        reference: The oracle, at the step before the first one.
+        order_seed: Seed of the world, from which orders are drawn.
+        observed: The ranks, within the group, that this judge is shown.
+        weighed_step: The step whose memory is compared; weighing costs as much as comparing.
         calls_made: How many calls the world has logged, for findings to say where in the log they
-            stand; left out where there is no log.
-        numerics: What the target declares; without it, gradients are told before the division.
-        observed: The ranks, within the group, that this judge is shown; all where left out.
+            stand; None if there is no log.
         after_step: Called with every step that the reference has taken, before the next one.
-        teller: Tells judges in other processes of the reference's steps; left out where none hears.
-        heard_by: Where steps are heard that another process tells, or the reference of a case that
-            computes the same took.
+        shared: Steps that other processes take, or that earlier cases took; None to take all here.
 
     Judges of one world that share a norm have to be told of each other by `join_peers`.
     """
 
     def __init__(
         self,
-        scenario: Scenario,
+        group: JudgedGroup,
         *,
         reference: AnyReference | LateReference,
-        first_step: int = 0,
-        stop_step: int | None = None,
-        world_ranks: Sequence[int] | None = None,
-        order_seed: int | None = None,
-        calls_made: Callable[[], int] | None = None,
-        numerics: Numerics | None = None,
-        observed: Collection[int] | None = None,
-        after_step: Callable[[int], None] | None = None,
-        teller: StepTeller | None = None,
-        heard_by: StepWire | Trajectory | None = None,
+        order_seed: int,
+        observed: Iterable[int],
+        weighed_step: int,
+        calls_made: Callable[[], int] | None,
+        after_step: Callable[[int], None],
+        shared: SharedSteps | None,
     ) -> None:
-        self.scenario = scenario
-        self.first_step = first_step
-        self.world_ranks: Sequence[int] = world_ranks or range(scenario.world.size)
-        self.nonzero_fraction_max = 0.0
-        self.same_data = scenario.world.size > 1
-        self.can_unwrap = True  # False if the engine of any rank has no `unwrap`.
-        self.has_stepped = False
-        """Whether any step was taken, and on finite gradients: others prove nothing."""
-        self.owed: Counter[Guarantee] = Counter()
-        """Elements of the reduced gradients of all steps, by why they are owed."""
-        self.windows: list[StepWindow] = []
-        """Where the steps of all ranks lie in the event log."""
-        self.sizes: dict[int, Sequence[ParamSize]] = {}
-        """What each rank trains, by rank."""
-        self.held_sizes: dict[int, Sequence[HeldSize]] = {}
-        """What the module of each rank has, trained or not, by rank."""
-        self.costs = Costs()  # As declared; the same for all ranks.
-        self.hook_traces: dict[int, HookTrace] = {}
-        self.forward_reads: dict[int, ForwardReads] = {}  # By rank, if they are recorded.
-        self._held_by_form: dict[int, Mapping[str, int]] = {}
-        """What ranks are to hold by a form of their target's own, by rank."""
-        self._peaks: dict[int, Sequence[_Watch]] = {}
-        """What each such rank did between its calls, if that is looked at."""
-        ranks = range(scenario.world.size) if observed is None else observed
-        seed = scenario.run.seed if order_seed is None else order_seed
-        self._observed = dict.fromkeys(ranks, first_step - 1)
+        first_step = group.first_step
+        self.group = group
+        self.weighed_step = weighed_step
+        self.notes: dict[int, RankNotes] = {}
+        """By rank that has begun."""
+        self.book = StepBook(group.world_ranks, first_step=first_step, calls_made=calls_made)
+        self.bad = FirstBadStep(first_step=first_step, book=self.book)
+        self._coverage = Coverage(group.scenario, first_step=first_step)
+        self._shown_steps = dict.fromkeys(observed, first_step - 1)
         """By rank that is shown: the last step at which it was."""
-        self._ownership = Ownership(scenario, held=reference.held)
-        self._group = JudgedGroup(
-            scenario=scenario,
-            numerics=numerics or Numerics(),
-            ownership=self._ownership,
-            world_ranks=self.world_ranks,
-            first_step=first_step,
-            sees_all=len(self._observed) == scenario.world.size,
-        )
-        self._comparison = comparison_of(
-            self._group, reference=reference, order_seed=seed, heard_by=heard_by
-        )
-        self._teller, self._after_step = teller, after_step
-        self._call_count, self._calls_made = calls_made or int, calls_made
-        self._calls_seen: dict[int, int] = {}
-        self._skipped: dict[int, bool] = {}
-        self._looked: dict[int, list[tuple[int, int]]] = {}
-        """By rank: stretches of the log in which its engine gathered what the judge asked for."""
-        stop_step = scenario.run.steps if stop_step is None else stop_step
-        # What leaks has done so after the second step. Weighing costs as much as comparing.
-        self.weighed_step = min(first_step + 1, stop_step - 1)
-        self._call_starts: dict[tuple[int, int], int] = {}
-        self._parts: dict[int, list[OwnedPart]] = {}
-        self._bad_step: int | None = None
-        self._begun_step = self._taken_step = first_step - 1
-        self._findings: list[Finding] = []
-        self._peers: Sequence[Judge] = (self,)
+        self._parts: dict[int, Sequence[OwnedPart]] = {}
+        """By rank: what it owns, as after its last step."""
+        self._owed = owed_of(group, reference=reference, order_seed=order_seed, shared=shared)
+        self._owed.steps.on_step = self._take
+        self._after_step = after_step
 
     @staticmethod
     def join_peers(judges: Sequence[Judge]) -> None:
         """Let judges step their references together: every rank of all has built by then."""
         for judge in judges:
-            judge._peers = judges
+            judge._owed.steps.peers = [each._owed.steps for each in judges]
+
+    @property
+    def has_started(self) -> bool:
+        """Whether every rank has built its engine and told of it."""
+        return self.group.ownership.are_all_there
 
     def findings(self) -> tuple[Finding, ...]:
         """What was found at the first bad step, in the order in which an error travels."""
@@ -170,32 +96,36 @@ class Judge:
 
     def judge_report(self) -> JudgeReport:
         """All there is to say of this run, as plain data."""
-        placed = (findings.with_index(found, self._ownership.shapes) for found in self._findings)
+        placed = (
+            findings.with_index(found, self.group.ownership.shapes) for found in self.bad.findings
+        )
         judged = JudgeReport(
-            world_ranks=tuple(self.world_ranks),
-            first_step=self.first_step,
+            world_ranks=tuple(self.group.world_ranks),
+            first_step=self.group.first_step,
             has_started=self.has_started,
-            compared_elems=self._group.comparer.elems,
-            nonzero_fraction_max=self.nonzero_fraction_max,
-            same_data=self.same_data,
-            has_stepped=self.has_stepped,
-            uncertified_step=self._comparison.uncertified_step,
-            unobserved=frozenset(self._group.unobserved),
-            owed=self.owed,
-            bad_step=self._bad_step,
+            compared_elems=self.group.comparer.elems,
+            nonzero_fraction_max=self._coverage.nonzero_fraction_max,
+            same_data=self._coverage.same_data,
+            has_stepped=self._coverage.has_stepped,
+            uncertified_step=self._owed.steps.uncertified_step,
+            unobserved=frozenset(self.group.unobserved),
+            owed=self._coverage.owed,
+            bad_step=self.bad.step,
             findings=tuple(
-                found if found.rank is None else replace(found, rank=self.world_ranks[found.rank])
+                found
+                if found.rank is None
+                else replace(found, rank=self.group.world_ranks[found.rank])
                 for found in placed
             ),
         )
-        return self._comparison.add_to(judged)
+        return self._owed.exact.add_to(judged)
 
     def buffer_map(self) -> BufferMap | None:
         """The flat buffer of the first finding that lies in one."""
         judged = self.judge_report()
         for first in judged.merged():
-            sharing = self._ownership.places_beside(first.param)
-            places = {self.world_ranks[rank]: places for rank, places in sharing.items()}
+            sharing = self.group.ownership.places_beside(first.param)
+            places = {self.group.world_ranks[rank]: places for rank, places in sharing.items()}
             found = [finding for finding in judged.findings if finding.check == first.check]
             buffer_map = build_buffer_map(first, found=found, places=places)
             if buffer_map is not None:
@@ -209,27 +139,13 @@ class Judge:
             rank: The rank, within the group.
             facts: What it says. Of every rank, also those that are not observed, before any steps.
         """
-        self._ownership.note_facts(rank, facts)
-        self._group.unobserved.update(facts.unreported)
-        self.can_unwrap &= facts.can_unwrap
+        ownership, step = self.group.ownership, self.group.first_step
+        ownership.note_facts(rank, facts)
+        self.group.unobserved.update(facts.unreported)
         if self.has_started:
-            self._comparison.set_addresses(self._ownership.addresses)
-            tell_parts = PARTS not in self._group.unobserved
-            self._report(
-                self.first_step, self._ownership.check(self.first_step, tell_parts=tell_parts)
-            )
-
-    def calls(self) -> Iterator[tuple[tuple[int, ...], SumSite]]:
-        """The calls that add gradients, once all ranks were heard; see `Ownership.calls`."""
-        return self._ownership.calls()
-
-    def arrange(self, arrangements: Arrangements) -> None:
-        """Note how communicators were seen to add, before the first step.
-
-        Args:
-            arrangements: By their ranks, within the group.
-        """
-        self._ownership.arrangements = arrangements
+            self._owed.steps.set_addresses(ownership.addresses)
+            tell_parts = PARTS not in self.group.unobserved
+            self.bad.report(step, ownership.check(step, tell_parts=tell_parts))
 
     def observe_load(self, rank: int, engine: CompletedEngine) -> None:
         """Judge what a rank goes on with, right after it has loaded a checkpoint.
@@ -243,74 +159,27 @@ class Judge:
             engine.parts()
             engine.params()
             engine.settings()
-            self._report(self.first_step, self._comparison.compare_loaded(engine, rank=rank))
+            found = self._owed.exact.compare_loaded(engine, rank=rank)
+            self.bad.report(self.group.first_step, found)
 
-    def hold_to_costs(
-        self,
-        rank: int,
-        sizes: Sequence[ParamSize],
-        *,
-        held: Sequence[HeldSize] = (),
-        costs: Costs,
-        hook_trace: HookTrace | None = None,
-        peaks: PeakWatch | GradPeakWatch | None = None,
-        staging: StagingWatch | None = None,
-        checkpoints: CheckpointWatch | None = None,
-    ) -> None:
-        """Hold a rank to what is declared of its costs, from the next step on.
+    def begin(self, rank: int, notes: RankNotes) -> None:
+        """Note what is known of a rank, which is judged from the next step on.
 
         Args:
             rank: The rank, within the group.
-            sizes: What it trains, as it was before its engine had it.
-            held: What its module has, likewise.
-            costs: What the target declares.
-            hook_trace: What it will do between its calls; left out where that is not looked at.
-            peaks: What it will hold within `weighed_step`; left out likewise.
-            staging: What its optimizer will be given in that; left out likewise.
-            checkpoints: What it will keep of activations in that; left out likewise.
+            notes: Its module, declared costs, and recorders.
         """
-        self.sizes[rank], self.held_sizes[rank], self.costs = sizes, held, costs
-        if costs.held is not None and costs.held != "textbook":
-            # Code of the target's own: asked here, where what it raises is not the judge's.
-            elems = {size.name: size.elems for size in sizes}
-            case = CostCase(scenario=self.scenario, rank=rank, elems=elems)
-            self._held_by_form[rank] = form_of(costs.held, case, name="held", kind=Mapping)
-        watches = (peaks, staging, checkpoints)
-        self._peaks[rank] = [each for each in watches if each is not None]
-        if hook_trace is not None:
-            self.hook_traces[rank] = hook_trace
-        self._calls_seen[rank] = self._call_count()
-
-    def note_uncosted(self, names: Iterable[str]) -> None:
-        """Note what of the ranks' costs is held to nothing."""
-        self._group.unobserved.update(names)
-
-    @property
-    def places(self) -> Mapping[int, Sequence[Place]]:
-        """What each rank tells that it owns, by rank."""
-        return self._ownership.places
-
-    @property
-    def param_names(self) -> frozenset[str]:
-        """Names of the params that any rank of the group trains."""
-        return frozenset[str]().union(*self._ownership.held)
-
-    @property
-    def has_started(self) -> bool:
-        """Whether every rank has built its engine and told of it."""
-        return self._ownership.are_all_there
+        self.notes[rank] = notes
+        self.book.begin(rank)
 
     def before_backward(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Look at a rank right before the first backward of a step."""
-        self._begun_step = max(self._begun_step, step)
-        if self._calls_made is not None:
-            self._call_starts[rank, step] = self._calls_made()
-            # Params of the step before may be looked at in this one.
-            self._call_starts.pop((rank, step - 2), None)
-        if self._teller is not None and self._bad_step is not None and self._bad_step < step:
-            self._teller.stop(step)
-        with self.aside(rank):
-            self._report(step, invariants.check_zero_gradients(engine, step=step, rank=rank))
+        self.book.begin_backward(rank, step)
+        if self.bad.is_before(step):
+            self._owed.steps.stop_sharing(step)
+        with self.book.aside(rank):
+            shown = self._shown(rank, step, engine)
+            self.bad.report(step, table.run_checks(table.BEFORE_BACKWARD, shown))
 
     def observe(
         self,
@@ -329,109 +198,65 @@ class Judge:
             result: What its engine said of the step.
             engine: Its engine; params may still be in flight.
         """
-        with self.aside(rank), engine.asked_once():
-            self._query_after_step(step, engine)
-            if self._bad_step is not None and step > self._bad_step:
+        with self.book.aside(rank), engine.asked_once():
+            self._query_after_step(rank, step, engine)
+            if self.bad.is_before(step):
                 return
-            self._observe(rank, step, losses, result, engine)
-        self._close_window(rank, step)
+            shown = self._shown(rank, step, engine)
+            self._observe(replace(shown, losses=losses, result=result))
+        self.book.end(rank, step)
 
-    def _query_after_step(self, step: int, engine: CompletedEngine) -> None:
+    def _query_after_step(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Query an engine for everything that may be compared after a step.
 
         Its answers may take collectives. So the queries follow from the case alone: no finding,
         and nothing that one rank reports, decides whether another rank is queried.
         """
-        engine.parts()
+        # Views of live state, looked at once more when the params are there.
+        self._parts[rank] = list(engine.parts())
         engine.stray_gradients(padding_only=True)
-        if self._group.shows_grads_of_params:
+        if self.group.shows_grads_of_params:
             engine.gradients()
-        if self.costs.held is not None and step == self.weighed_step:
+        if self._is_weighed(rank, step):
             engine.held_bytes()
 
-    def _observe(
-        self,
-        rank: int,
-        step: int,
-        losses: Sequence[Tensor],
-        result: StepResult,
-        engine: CompletedEngine,
-    ) -> None:
-        if self._comparison.follows(step):
-            self._comparison.note_told(result.norm)
-            self._note_silence(rank, step, engine)
-            self._expected(step)
-            if self._comparison.uncertified_step is None:
-                compare = partial(self._compare, rank, step, losses, result, engine)
-                self._hold(step, compare)
-                if self.costs.held is not None and step == self.weighed_step:
-                    self._report(step, self._compare_memory(rank, step, engine))
-            else:
-                # Whether it was skipped is not owed either: an overflow may depend on the order.
-                self._skipped[step] = bool(result.skipped)
-        else:
-            self._skipped.setdefault(step, bool(result.skipped))
+    def _is_weighed(self, rank: int, step: int) -> bool:
+        """True for the step whose memory is compared, if the target declares any of it."""
+        return step == self.weighed_step and self.notes[rank].costs.held is not None
 
-    @contextmanager
-    def aside(self, rank: int) -> Iterator[None]:
-        """A block in which what a rank calls belongs to no step: for the judge, or a checkpoint."""
-        start = self._call_count()
-        yield
-        stop = self._call_count()
-        if stop > start:
-            self._looked.setdefault(rank, []).append((start, stop))
-
-    def _note_silence(self, rank: int, step: int, engine: CompletedEngine) -> None:
-        """Note before the reference's first step whether gradients are told, which explain it."""
-        if step == self.first_step and step not in self._comparison.steps:
-            parts = engine.parts()
-            if parts and all(part.grad is None for part in parts):
-                self._comparison.watch_updates()
-
-    def _close_window(self, rank: int, step: int) -> None:
-        """Note what the rank called since its last step ended."""
-        start, stop = self._calls_seen.get(rank, 0), self._call_count()
-        self._calls_seen[rank] = stop
-        self.windows.append(
-            StepWindow(
-                rank=rank,
-                world_rank=self.world_ranks[rank],
-                step=step,
-                start=start,
-                stop=stop,
-                skipped=self._skipped[step],
-                looked=tuple(self._looked.pop(rank, ())),
-            )
-        )
+    def _observe(self, shown: Shown) -> None:
+        steps, rank, step, skipped = self._owed.steps, shown.rank, shown.step, self.book.skipped
+        if not steps.follows(step):
+            skipped.setdefault(step, bool(shown.result.skipped))
+            return
+        steps.get(step, told=shown.result.norm)
+        if steps.uncertified_step is not None:
+            # Whether it was skipped is not owed either: an overflow may depend on the order.
+            skipped[step] = bool(shown.result.skipped)
+            return
+        self.group.telling[rank] = any(part.grad is not None for part in shown.parts)
+        self._compare(table.AFTER_STEP, shown)
+        if self._is_weighed(rank, step):
+            self.bad.report(step, table.run_checks(table.WEIGHED, shown))
 
     def observe_params(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Judge a rank's working params, once a step's gathers are done; last look at that step."""
-        with self.aside(rank), engine.asked_once():
+        with self.book.aside(rank), engine.asked_once():
             # On every rank, whatever was found: see `_query_after_step`.
             engine.params()
             engine.stray_padding()
-            if self._bad_step is None or step <= self._bad_step:
-                if self._comparison.uncertified_step is None:
-                    compare = partial(self._compare_params, rank, step, engine)
-                    self._hold(step, compare, agreed=self._parts[rank])
-                found = check_untrained(engine, group=self._group, step=step, rank=rank)
-                self._report(step, found)
-        self._observed[rank] = step
+            if not self.bad.is_before(step):
+                shown = self._shown(rank, step, engine)
+                if self._owed.steps.uncertified_step is None:
+                    self._compare(table.AFTER_GATHER, shown, agreed=shown.parts)
+                self.bad.report(step, table.run_checks(table.AFTER_GATHER_ALWAYS, shown))
+        self._shown_steps[rank] = step
         self._forget_shown(step)
-
-    def note_findings(self, step: int, found: Iterator[Finding]) -> None:
-        """Note what a check found that needs nothing of the judge.
-
-        Args:
-            step: After which step.
-            found: Its findings.
-        """
-        self._report(step, found)
 
     def step_unseen(self) -> None:
         """Let the references of all peers take a step of which nothing is shown here."""
-        if self._comparison.steps_unseen:
-            self._advance()
+        if self._owed.steps.steps_unseen:
+            self._owed.steps.advance()
 
     def ask_reference(self) -> None:
         """Let the reference take the step that a rank has begun, if it has not yet.
@@ -439,153 +264,59 @@ class Judge:
         Raises:
             UntrainableError: It cannot, or not with finite numbers.
         """
-        if self._comparison.steps_unseen and self._taken_step < self._begun_step:
-            self._go_alone()
-            self._advance()
+        steps = self._owed.steps
+        if steps.steps_unseen and self._coverage.taken_step < self.book.begun_step:
+            steps.fall_back()
+            steps.advance()
 
-    def _hold(
+    def _shown(self, rank: int, step: int, engine: CompletedEngine) -> Shown:
+        return Shown(
+            rank=rank,
+            step=step,
+            engine=engine,
+            notes=self.notes[rank],
+            group=self.group,
+            owed=self._owed,
+            parts=self._parts.get(rank, ()),
+        )
+
+    def _compare(
         self,
-        step: int,
-        compare: Callable[[], Iterator[Finding]],
+        checks: Sequence[table.RankCheck],
+        shown: Shown,
         *,
         agreed: Sequence[OwnedPart] = (),
     ) -> None:
-        """Report what a comparison finds, with a reference of this case's own from then on."""
-        if isinstance(self._comparison, _LAGGING) and not self._comparison.is_alone:
-            noted = self._group.noted()
-            with suppress(DigestsDiffer):
-                if next(compare(), None) is None:
-                    return
-            self._group.go_back(noted)
-            self._go_alone(agreed)
-        self._report(step, compare())
+        """Report what checks find; with steps from elsewhere, what they find with own steps then.
 
-    def _go_alone(self, agreed: Sequence[OwnedPart] = ()) -> None:
-        """Compare with references of this process's own from now on."""
-        if isinstance(self._comparison, _LAGGING):
-            peers: list[Any] = [judge._comparison for judge in self._peers]
-            self._comparison.go_alone(peers, agreed=agreed)
-
-    def _report(self, step: int, found: Iterator[Finding]) -> None:
-        for finding in found:
-            is_first = self.first_step and finding.step == self.first_step
-            if is_first and finding.phase != Phase.LOAD:
-                message = f"{finding.message}, in the first step after the checkpoint was loaded"
-                finding = replace(finding, message=message)
-            self._findings.append(self._dated(finding))
-            self._bad_step = step if self._bad_step is None else min(self._bad_step, step)
-        if self._bad_step is not None:
-            # Only the first bad step tells where it began.
-            self._findings = [f for f in self._findings if f.step in (None, self._bad_step)]
-
-    def _dated(self, finding: Finding) -> Finding:
-        """A finding with its place in the event log."""
-        if self._calls_made is None:
-            return finding
-        started = None
-        if finding.rank is not None and finding.step is not None:
-            started = self._call_starts.get((finding.rank, finding.step))
-        return replace(finding, call_start=started, call_stop=self._calls_made())
-
-    def _expected(self, step: int) -> AnyStep:
-        if step not in self._comparison.steps:
-            self._advance()
-        return self._comparison.steps[step]
-
-    def _advance(self) -> None:
-        """Take the next step of all references that share a norm."""
-        if self._teller is not None:
-            self._teller.begin(self._taken_step + 1)
-        taken = self._comparison.advance([judge._comparison for judge in self._peers])
-        if self._teller is not None:
-            self._teller.tell(taken, groups=[judge._group for judge in self._peers])
-        for judge, own in zip(self._peers, taken, strict=True):
-            judge._take(own)
+        Args:
+            checks: The checks.
+            shown: What a rank shows.
+            agreed: Parts that agreed with this step before, and are as they were.
+        """
+        steps, step = self._owed.steps, shown.step
+        if not steps.is_local:
+            noted = self.group.noted()
+            if next(table.run_checks(checks, shown), None) is None:
+                return
+            self.group.go_back(noted)
+            steps.fall_back()
+            for part in agreed:
+                self._owed.exact.note_agreed(part, step=step)
+        self.bad.report(step, table.run_checks(checks, shown))
 
     def _take(self, taken: AnyStep) -> None:
         """Note a step that the reference has just done."""
         self._forget_shown(taken.step)
-        self._taken_step = taken.step
-        if self._after_step is not None:
-            self._after_step(taken.step)
-        self._skipped[taken.step] = taken.skipped
-        self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
-        if taken.norm.isfinite():
-            self.owed += owed_by(taken, scenario=self.scenario)
-        self.has_stepped |= not taken.skipped and bool(taken.norm.isfinite())
-        self.same_data &= len(set(taken.data_digests.values())) == 1
+        self._after_step(taken.step)
+        self.book.skipped[taken.step] = taken.skipped
+        self._coverage.note(taken)
         # Behind a finding the system's own mistake may have led there.
-        if not self._findings and not isinstance(taken, StepDigests):
-            check_trainable(taken, self.scenario, world_ranks=self.world_ranks)
+        if not self.bad.findings:
+            check_trainable(taken, self.group.scenario, world_ranks=self.group.world_ranks)
 
     def _forget_shown(self, step: int) -> None:
         """Forget a step once all ranks were shown with it; at once where none ever is."""
-        if all(last >= step for last in self._observed.values()):
-            self._comparison.forget(step)
-
-    def _compare(
-        self,
-        rank: int,
-        step: int,
-        losses: Sequence[Tensor],
-        result: StepResult,
-        engine: CompletedEngine,
-    ) -> Iterator[Finding]:
-        expected = self._comparison.steps[step]
-        yield from self._comparison.compare_measured(result, rank=rank, step=step)
-        spec, unobserved = self.scenario.optimizer, self._group.unobserved
-        yield from check_result(
-            result, expected, optimizer=spec, unobserved=unobserved, step=step, rank=rank
-        )
-        yield from compare_losses(
-            losses,
-            expected.losses,
-            params={} if isinstance(expected, StepDigests) else expected.params_before,
-            reads=self.forward_reads.get(rank),
-            group=self._group,
-            step=step,
-            rank=rank,
-        )
-        # Views of live state, looked at once more when the params are there.
-        self._parts[rank] = list(engine.parts())
-        owned = [part.place for part in self._parts[rank]]
-        self._group.telling[rank] = any(part.grad is not None for part in self._parts[rank])
-        yield from invariants.check_same_places(
-            self._ownership.places[rank], owned, step=step, rank=rank
-        )
-        for part in self._parts[rank]:
-            yield from self._comparison.compare_part(part, rank=rank, step=step)
-        yield from invariants.check_padding(engine, step=step, rank=rank)
-        yield from self._comparison.compare_reported(engine, rank=rank, step=step)
-
-    def _compare_params(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:
-        params, held = engine.params(), self._ownership.held[rank]
-        expected = self._comparison.scales(step)
-        scales = engine.scales([name for name in expected if name in held])
-        at: dict[str, Any] = {"comparer": self._group.comparer, "step": step, "rank": rank}
-        yield from check_scales(scales, expected, **at)
-        yield from check_casts(self._parts[rank], params, scales, **at)
-        yield from check_repeated(engine.repeated(), params, **at)
-        yield from self._comparison.compare_params(params, rank=rank, step=step)
-        yield from invariants.check_param_padding(engine, step=step, rank=rank)
-
-    def _compare_memory(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:
-        if rank in self._held_by_form:
-            own = self._held_by_form[rank]
-            yield from check_memory(engine.held_bytes(), own, step=step, rank=rank)
-            return
-        owed = bytes_held(
-            self.sizes[rank],
-            scenario=self.scenario,
-            rank=rank,
-            # What state an element has was compared with the reference before.
-            stored=sum(
-                part.master.numel() * sum(value.dim() > 0 for value in part.state.values())
-                for part in self._parts[rank]
-            ),
-        )
-        if PARTS in self._group.unobserved:
-            del owed["state"]  # How much of it an element has only parts tell.
-        yield from check_memory(engine.held_bytes(), owed, step=step, rank=rank)
-        for watch in self._peaks.get(rank, ()):
-            yield from watch.found
+        if all(last >= step for last in self._shown_steps.values()):
+            self._owed.steps.forget(step)
+            self._owed.exact.forget(step)

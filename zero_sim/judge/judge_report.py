@@ -6,11 +6,9 @@ digests of it. What they say of the oracle is the same; what they say of the ran
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
 
 from zero_sim.findings.dataflow import sort_and_merge
 from zero_sim.findings.records import Finding
@@ -57,56 +55,6 @@ class JudgeReport:
     def merged(self) -> tuple[Finding, ...]:
         """One finding for each check, in the order in which an error travels."""
         return with_rules(sort_and_merge(self.findings), self.rules)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything but the evidence, ready for JSON."""
-        return {
-            **{name: getattr(self, name) for name in _PLAIN},
-            "world_ranks": list(self.world_ranks),
-            "unobserved": sorted(self.unobserved),
-            "owed": dict(self.owed),
-            "width": self.width.as_dict(),
-            "digests": self.digests.as_dict(),
-            "rules": None if self.rules is None else self.rules.as_dict(),
-            "findings": [finding.as_dict() for finding in self.findings],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> JudgeReport:
-        """What `as_dict` gave."""
-        return cls(
-            **{name: data[name] for name in _PLAIN},
-            world_ranks=tuple(data["world_ranks"]),
-            unobserved=frozenset(data["unobserved"]),
-            owed=cast(Counter[Guarantee], Counter(data["owed"])),
-            width=Width(**data["width"]),
-            digests=RankDigests.from_dict(data["digests"]),
-            rules=None if data["rules"] is None else RulesTried.from_dict(data["rules"]),
-            findings=tuple(finding_from(each) for each in data["findings"]),
-        )
-
-
-_PLAIN = (
-    "first_step",
-    "has_started",
-    "compared_elems",
-    "nonzero_fraction_max",
-    "same_data",
-    "has_stepped",
-    "uncertified_step",
-    "unfollowed",
-    "bad_step",
-)
-
-
-def finding_from(data: Mapping[str, Any]) -> Finding:
-    """What `Finding.as_dict` gave."""
-    names = {field.name for field in dataclasses.fields(Finding)} - {"evidence"}
-    values: dict[str, Any] = {name: data[name] for name in names}
-    if values["index"] is not None:
-        values["index"] = tuple(values["index"])
-    values["differ_spans"] = tuple(tuple(span) for span in values["differ_spans"])
-    return Finding(**values)
 
 
 def merge_judge_reports(parts: Sequence[JudgeReport]) -> JudgeReport:

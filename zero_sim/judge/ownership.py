@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
+from math import prod
 
+from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
-from zero_sim.judge import invariants
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.positions import Arrangements, members_of, sum_spans
 from zero_sim.reference import Addresses, Holding, Orders, SumSite
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Place
 
@@ -37,6 +39,8 @@ class Ownership:
         """By rank: what it owns of the optimizer."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Of all working params."""
+        self.can_unwrap = True
+        """False if the engine of any rank has no `unwrap`."""
         self.arrangements: Arrangements | None = None
         """How communicators add, by the ranks of each; None where nobody looked."""
         self._addresses: dict[int, Addresses] = {}
@@ -52,10 +56,16 @@ class Ownership:
             facts: What it says.
         """
         self.places[rank] = list(facts.places)
+        self.can_unwrap &= facts.can_unwrap
         self._addresses[rank] = facts.addresses
         self._starts[rank] = facts.start
         self.shapes |= facts.shapes
         self._tied_parts |= {name: other for other, name in facts.tied_parts.items()}
+
+    @property
+    def param_names(self) -> frozenset[str]:
+        """Names of the params that any rank of the group trains."""
+        return frozenset[str]().union(*self.held)
 
     @property
     def are_all_there(self) -> bool:
@@ -71,7 +81,7 @@ class Ownership:
     def sharings(self) -> list[tuple[tuple[int, ...], frozenset[str]]]:
         """The ranks that hold params together, and which: dense ones, and each share of experts."""
         names_of: dict[tuple[int, ...], set[str]] = {}
-        for name in frozenset[str]().union(*self.held):
+        for name in self.param_names:
             ranks = tuple(rank for rank, names in enumerate(self.held) if name in names)
             names_of.setdefault(ranks, set()).add(name)
         return [(ranks, frozenset(names)) for ranks, names in sorted(names_of.items())]
@@ -96,10 +106,10 @@ class Ownership:
             rank: {**addresses, **{place.param: None for place in self.places[rank]}}
             for rank, addresses in self._addresses.items()
         }
-        yield from invariants.check_held(named, held=self.held, step=step)
-        yield from invariants.check_start(self._starts, step=step)
+        yield from check_held(named, held=self.held, step=step)
+        yield from check_start(self._starts, step=step)
         for ranks, names in self.sharings if tell_parts else ():
-            for finding in invariants.check_ownership(
+            for finding in check_ownership(
                 self._replicas(ranks, names),
                 shapes={name: shape for name, shape in self.shapes.items() if name in names},
                 step=step,
@@ -205,4 +215,133 @@ def _holding(place: Place) -> Holding:
         shard=(place.buffer, place.bucket or 0),
         offset=offset,
         shard_elems=elems,
+    )
+
+
+def check_ownership(
+    replicas: Sequence[Mapping[int, Sequence[Place]]],
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    step: int,
+) -> Iterator[Finding]:
+    """Check that the ranks of every replica own each element exactly once between them.
+
+    Args:
+        replicas: What each rank owns, by rank, for each replica of the optimizer state.
+        shapes: Shape of every trainable param.
+        step: The step that comes next, for the finding.
+    """
+    for places in replicas:
+        owned = [(rank, place) for rank in sorted(places) for place in places[rank]]
+        for finding in _check_cover(owned, shapes=shapes):
+            yield replace(finding, step=step)
+
+
+def check_held(
+    names: Mapping[int, Iterable[str]], *, held: Sequence[Collection[str]], step: int
+) -> Iterator[Finding]:
+    """Check that no rank holds a param that is not its own to train, such as another's expert.
+
+    Args:
+        names: Names of the params that each rank has, by rank.
+        held: Names of those that it is to have, in rank order.
+        step: The step that comes next, for the finding.
+    """
+    for rank in sorted(names):
+        for name in names[rank]:
+            if name not in held[rank]:
+                yield replace(
+                    _ownership(name, 0, "this rank holds a param that is not among its own"),
+                    step=step,
+                    rank=rank,
+                )
+
+
+def check_start(starts: Mapping[int, Mapping[str, str]], *, step: int) -> Iterator[Finding]:
+    """Check that ranks which hold the same param or buffer begin with the same values of it.
+
+    Args:
+        starts: By rank and name, a digest of what the rank has.
+        step: The step that comes next, for the finding.
+    """
+    first: dict[str, int] = {}
+    for rank in sorted(starts):
+        for name, digest in starts[rank].items():
+            holder = first.setdefault(name, rank)
+            if digest != starts[holder][name]:
+                yield Finding(
+                    check=Check.INVARIANT_START,
+                    step=step,
+                    rank=rank,
+                    param=name,
+                    message=f"before the step this rank has other values of it than rank {holder}",
+                )
+
+
+def _check_cover(
+    owned: Sequence[tuple[int, Place]], *, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[Finding]:
+    by_param: dict[str, list[tuple[int, int, int]]] = {name: [] for name in shapes}
+    for rank, place in owned:
+        by_param.setdefault(place.param, []).append((place.start, place.stop, rank))
+    for name, spans in by_param.items():
+        numel = prod(shapes.get(name, (0,)))
+        for start, stop, ranks in _stretches(spans, numel=numel):
+            if len(ranks) != 1:
+                of = "" if ranks else f" of {numel}"
+                says = f"elements [{start}, {stop}){of} belong to {_owners(ranks)}"
+                yield _ownership(name, start, says, stop=stop)
+        last, rank = max(((stop, rank) for _, stop, rank in spans), default=(0, 0))
+        if last > numel:
+            says = f"rank {rank} owns elements up to {last} of a param with {numel}"
+            yield _ownership(name, numel, says)
+
+
+def _stretches(
+    spans: Iterable[tuple[int, int, int]], *, numel: int
+) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Return the elements of a param in stretches, each with the ranks that own it.
+
+    Args:
+        spans: Start, stop and rank of each part.
+        numel: Number of elements.
+    """
+    edges: dict[int, list[tuple[bool, int]]] = {0: [], numel: []}
+    for start, stop, rank in spans:
+        if start < min(stop, numel):
+            edges.setdefault(start, []).append((True, rank))
+            edges.setdefault(min(stop, numel), []).append((False, rank))
+    found: list[tuple[int, int, tuple[int, ...]]] = []
+    owners: list[int] = []
+    for start, stop in pairwise(sorted(edges)):
+        for begins, rank in edges[start]:
+            if begins:
+                owners.append(rank)
+            else:
+                owners.remove(rank)
+        ranks = tuple(sorted(owners))
+        before = found.pop() if found and found[-1][2] == ranks else (start, start, ranks)
+        found.append((before[0], stop, ranks))
+    return found
+
+
+def _owners(ranks: Sequence[int]) -> str:
+    """Return the owners of elements that are not owned once, in words."""
+    each = sorted(set(ranks))
+    if not each:
+        return "no rank"
+    if len(each) == 1:
+        return f"rank {each[0]} twice"
+    return f"ranks {', '.join(map(str, each[:-1]))} and {each[-1]}"
+
+
+def _ownership(param: str, offset: int, message: str, *, stop: int | None = None) -> Finding:
+    return Finding(
+        check=Check.INVARIANT_OWNERSHIP,
+        message=message,
+        step=0,
+        phase=Phase.FORWARD,
+        param=param,
+        offset_in_param=offset,
+        differ_spans=() if stop is None else ((offset, stop),),
     )

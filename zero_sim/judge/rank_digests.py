@@ -5,10 +5,8 @@ Where each rank is judged in a process of its own, this is what judges have to t
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from zero_sim.findings.records import Finding
 from zero_sim.judge.copies import Copy, compare_copies
@@ -30,19 +28,6 @@ class RankDigests:
         """Give a finding for each thing that does not agree; ranks are the world's."""
         yield from compare_copies(self.copies)
         yield from check_measures(self.part_stats, self.reported)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RankDigests:
-        """What `as_dict` gave."""
-        return cls(
-            copies=tuple(Copy(**each) for each in data["copies"]),
-            part_stats=tuple(PartStats(**each) for each in data["part_stats"]),
-            reported=tuple(ReportedStats(**each) for each in data["reported"]),
-        )
 
     @classmethod
     def together(cls, parts: Sequence[RankDigests]) -> RankDigests:

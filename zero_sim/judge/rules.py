@@ -85,31 +85,6 @@ class RulesTried:
     also: RulesTried | None = None
     """Of a mistake: what came of trying rules."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {
-            "assumed": self.assumed,
-            "tried": self.tried,
-            "fitting": list(self.fitting),
-            "what": self.what,
-            "blind": self.blind,
-            "factor": self.factor,
-            "also": None if self.also is None else self.also.as_dict(),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RulesTried:
-        """What `as_dict` gave."""
-        return cls(
-            assumed=data["assumed"],
-            tried=data["tried"],
-            fitting=tuple(data["fitting"]),
-            what=data["what"],
-            blind=data["blind"],
-            factor=data["factor"],
-            also=None if data["also"] is None else cls.from_dict(data["also"]),
-        )
-
     @property
     def cause(self) -> str:
         """The cause, as the end of a message; empty if there is none or more than one."""

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero_sim.errors import UntrainableError
+from zero_sim.judge.step_digests import StepDigests
 from zero_sim.reference import BoundedStep, NonFinite, ReferenceStep
 from zero_sim.scenario.spec import Scenario
 
 
 def check_trainable(
-    taken: ReferenceStep | BoundedStep, scenario: Scenario, *, world_ranks: Sequence[int]
+    taken: ReferenceStep | BoundedStep | StepDigests,
+    scenario: Scenario,
+    *,
+    world_ranks: Sequence[int],
 ) -> None:
     """Check that the reference has taken a step with finite numbers.
 
     Args:
-        taken: The step as the reference took it.
+        taken: The step as the reference took it; one in digests is finite.
         scenario: The case that is judged.
         world_ranks: The ranks of the group, as messages name them.
 

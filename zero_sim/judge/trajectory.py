@@ -57,22 +57,20 @@ class Trajectory:
     that had a reference."""
     _steps: dict[tuple[Hashable, int], Sequence[ReferenceStep]] = field(default_factory=dict)
 
-    def step(self, index: int, *, placed: Hashable) -> Sequence[ReferenceStep] | None:
-        """A step, group by group; None where none took it.
+    are_digests: bool = field(default=False, init=False)
 
-        Args:
-            index: Of the step, from 0.
-            placed: How params lie in memory, which can change the bits of a product.
-        """
-        return self._steps.get((placed, index))
+    def find(self, step: int, *, placed: Hashable) -> Sequence[ReferenceStep] | None:
+        """Return a step, group by group; None if no reference took it."""
+        return self._steps.get((placed, step))
 
-    def keep(self, taken: Sequence[ReferenceStep], *, placed: Hashable) -> None:
-        """Keep a step without what only explains findings: who has one computes it anew.
+    def begin(self, step: int) -> None:
+        """Do nothing: cases come one after another."""
 
-        Args:
-            taken: The step, group by group, as the references have just taken it.
-            placed: As in `step`.
-        """
+    def stop(self, step: int) -> None:
+        """Do nothing: steps of a broken system's reference are as good as any."""
+
+    def keep(self, taken: Sequence[ReferenceStep], *, groups: object, placed: Hashable) -> None:
+        """Keep a step without what only explains findings: who has one computes it anew."""
         bare = [
             replace(
                 frozen(each),

@@ -1,7 +1,6 @@
 """Seeded faults of our own system, and the score of the harness that has to find them."""
 
 from zero_sim.mutants.catalogue import IMPOSSIBLE, MUTANTS, find_mutants
-from zero_sim.mutants.minima import MINIMA
 from zero_sim.mutants.records import Mutant, Trial
 
-__all__ = ["IMPOSSIBLE", "MINIMA", "MUTANTS", "Mutant", "Trial", "find_mutants"]
+__all__ = ["IMPOSSIBLE", "MUTANTS", "Mutant", "Trial", "find_mutants"]

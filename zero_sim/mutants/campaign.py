@@ -22,18 +22,17 @@ import torch
 
 from zero_sim.backends import WorldPool
 from zero_sim.backends.pool import share_out
-from zero_sim.fuzz.choices import ValuesFrom
+from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.drawing import draws
-from zero_sim.fuzz.needs import NOTHING, Needs
+from zero_sim.fuzz.known import NOTHING, Needs
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.mutants.catalogue import find_mutants
-from zero_sim.mutants.minima import MINIMA
 from zero_sim.mutants.records import Mutant, Trial
 from zero_sim.mutants.smallest import smallest_cases
 from zero_sim.run import CaseResult, run_case
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario
-from zero_sim.shrink import Limits, Reduced, shrink
+from zero_sim.shrink import Limits, Reduced, shrink, size_of
 
 CASES_MAX = 2000
 """Cases that a mutant may survive before it counts as a survivor."""
@@ -136,7 +135,7 @@ def hunt(
     *,
     pool: WorldPool,
     budget: Budget | None = None,
-    cases: ValuesFrom[Scenario] | None = None,
+    cases: Drawable[Scenario] | None = None,
 ) -> Trial:
     """Run cases against one mutant until it is found or the budget is spent.
 
@@ -150,8 +149,8 @@ def hunt(
     drawn_from = drawn_cases() if cases is None else cases
     # A series of its own, or all mutants would share the luck of one.
     drawn = draws(drawn_from, seed=f"{budget.seed}/{mutant.id}")
-    known = None if budget.every_case else smallest_cases().get(mutant.id)
-    needs = NOTHING if known is None else Needs.of(known)
+    known = smallest_cases().get(mutant.id)
+    needs = NOTHING if known is None or budget.every_case else Needs.of(known)
     trial = _Hunt(pool=pool, drawn=drawn, needs=needs)
     error = ""
     with mutant.apply() as patches:
@@ -177,7 +176,7 @@ def hunt(
     return replace(
         outcome,
         size=small.size,
-        minimum=MINIMA.get(mutant.id),
+        minimum=None if known is None else size_of(known),
         smallest=to_chosen_toml(small.scenario),
     )
 

@@ -7,15 +7,10 @@ from types import ModuleType
 
 from zero_sim.errors import UsageError
 from zero_sim.mutants import (
-    async_saves,
     buckets,
     checkpoints,
     costs,
-    first_rank,
     gathers,
-    giving_back,
-    hybrid,
-    joining,
     layout,
     lifetimes,
     partitions,
@@ -23,11 +18,11 @@ from zero_sim.mutants import (
     reductions,
     residual,
     rules,
-    scales,
     sending,
     shards,
     updates,
     whole_params,
+    wrapping,
 )
 from zero_sim.mutants.records import CLASSES, Mutant
 from zero_sim.scenario.suggest import did_you_mean
@@ -45,21 +40,16 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         lifetimes,
         updates,
         checkpoints,
-        async_saves,
         costs,
         reductions,
         gathers,
         shards,
-        hybrid,
         places,
-        scales,
         partitions,
-        first_rank,
         whole_params,
         sending,
-        giving_back,
+        wrapping,
         residual,
-        joining,
         rules,
     )
     for one in _in(module)

@@ -1,113 +1,199 @@
-"""Replacing functions of the system at run time, and putting them back.
+"""Edits of the system's functions at run time.
 
-A mutant is written against a function as it was. Were that function rewritten, the mutant could go
-on without breaking anything: then no case finds it, and the campaign says so. Or it could break in
-a way of its own, by a name that is gone: that is noted, and never counts as found.
+[Note: a mutant is an edit]
+An edit replaces a fragment of a function's source. The result is compiled, and the function's code
+object is exchanged, so that every importer, hook and partial runs the edited code. Restoring is one
+assignment. If the fragment does not occur exactly once, the table of mutants fails to load, so a
+refactoring cannot disarm a mutant unnoticed. If an edited line uses a name that is gone, its error
+is noted and never counts as a kill.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
-import traceback
-from collections.abc import Callable
-from types import ModuleType
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 from zero_sim.errors import MutantError
 
-_OWN_MISTAKES = (AttributeError, NameError, TypeError)
+_NAME = "__mutant__"
+"""Global name of the patches in edited code; Python does not mangle it inside a class."""
+_WATCHED = f"""
+{_NAME}.armed += 1
+try:
+    pass
+except (AttributeError, NameError, TypeError) as __error__:
+    {_NAME}.note(__error__)
+    raise
+"""
+"""Frame of an edited function, whose body replaces `pass`."""
+
+
+@dataclass(slots=True)
+class _EditedFunction:
+    function: FunctionType
+    first_line: int
+    """Line number in its file, from 1, decorators included."""
+    length: int
+    """Number of lines there."""
+    source: str
+    """All lines, as edited so far."""
+    news: list[str] = field(default_factory=list)
+    """Stripped lines of all edits."""
+
+    def replace(self, fragment: str, by: str) -> None:
+        fragment, by = _plain(fragment), _plain(by)
+        found = list(_find(fragment, self.source))
+        if len(found) != 1:
+            raise MutantError(
+                f"expected {fragment!r} once in {self.function.__qualname__}, got it "
+                f"{len(found)} times. Adapt the edit."
+            )
+        ((start, present),) = found
+        self.news += filter(None, map(str.strip, by.replace("...", "\n").split("\n")))
+        lines = [line.replace("...", _indented(fragment, like=line)) for line in by.split("\n")]
+        new = _indented("\n".join(lines), like=_line_of(self.source, start))
+        self.source = self.source[:start] + new + self.source[start + len(present) :]
+
+    def compile(self) -> CodeType:
+        """Return the code as edited."""
+        # The whole file, so that line numbers, closures and `super()` are right.
+        old = self.function.__code__
+        lines = Path(old.co_filename).read_text().splitlines(keepends=True)
+        lines[self.first_line - 1 : self.first_line - 1 + self.length] = [self.source]
+        tree = ast.parse("".join(lines), old.co_filename)
+        stop = self.first_line + self.source.count("\n")
+        node = next(
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef)
+            and node.name == self.function.__name__
+            and self.first_line <= node.lineno < stop
+        )
+        watched = ast.parse(_WATCHED).body
+        for each in (inner for statement in watched for inner in ast.walk(statement)):
+            if "lineno" in each._attributes:
+                ast.copy_location(each, node.body[0])
+        guarded = watched[-1]
+        assert isinstance(guarded, ast.Try)
+        guarded.body, node.body = node.body, watched
+        return next(
+            code
+            for code in _codes_in(compile(tree, old.co_filename, "exec", dont_inherit=True))
+            if code.co_qualname == old.co_qualname and code.co_firstlineno == old.co_firstlineno
+        )
 
 
 class Patches:
-    """The functions that one mutant has replaced.
+    """The edits of one mutant.
+
+    `patches[function, fragment] = by` edits a function, method or property. Several edits of one
+    function apply in order. In `by` three dots stand for the fragment. Lines after the first get
+    the indentation of the line in which the fragment begins. Nothing changes before `install`.
+
+    Example:
+        patches = Patches()
+        patches[clip_by_norm_, "torch.minimum"] = "torch.maximum"
+        patches.install()
+        patches.restore()
 
     Attributes:
-        armed: How often one of the replacements was called.
-        outdated: What a replacement raised of its own, as it does where the names that it uses are
-            gone; empty while none did.
+        armed: Number of calls of edited code.
+        outdated: Error raised by an edited line itself, because a name that it uses is gone; empty
+            if there was none.
+        kept: State of edits between calls; they use it as `__mutant__.kept`.
     """
 
     def __init__(self) -> None:
         self.armed = 0
         self.outdated = ""
-        self._replaced: list[tuple[ModuleType | type, str, object]] = []
+        self.kept: dict[Any, Any] = {}
+        self._edited: dict[FunctionType, _EditedFunction] = {}
+        self._right: dict[FunctionType, CodeType] = {}
 
-    def __call__(
-        self, owner: ModuleType | type, name: str
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Make a decorator that puts a function in the place of another.
-
-        Args:
-            owner: A module of the system, at the place where the function is used, or a class.
-            name: Function, method or property there.
-
-        Returns:
-            A decorator. What it decorates is called with the original first.
+    def __setitem__(self, place: tuple[Callable[..., Any] | property, str], by: str) -> None:
+        """Replace a fragment of a function.
 
         Raises:
-            MutantError: If there is no such function.
+            MutantError: If it does not occur exactly once, or the function has no source.
         """
-        present = vars(owner).get(name)
-        original = present.fget if isinstance(present, property) else present
-        if not inspect.isfunction(original):
-            raise MutantError(
-                f"expected a function {owner.__name__}.{name} to replace, got {present!r}. "
-                f"Try its new name, or the module that calls it."
-            )
+        where, fragment = place
+        inner = where.fget if isinstance(where, property) else where
+        function = inspect.unwrap(inner) if inner is not None else None
+        if not isinstance(function, FunctionType):
+            raise MutantError(f"expected a function with a source to edit, got {where!r}.")
+        if function not in self._edited:
+            lines, first = inspect.getsourcelines(function)
+            self._edited[function] = _EditedFunction(function, first, len(lines), "".join(lines))
+        self._edited[function].replace(fragment, by)
 
-        def install(wrong: Callable[..., Any]) -> Callable[..., Any]:
-            _check_takes(wrong, original, name=f"{owner.__name__}.{name}")
+    def install(self) -> None:
+        """Break the system.
 
-            def replacement(*args: Any, **named: Any) -> Any:
-                self.armed += 1
-                try:
-                    return wrong(original, *args, **named)
-                except _OWN_MISTAKES as error:
-                    self._note(error, wrong)
-                    raise
-
-            self._replaced.append((owner, name, present))
-            is_property = isinstance(present, property)
-            setattr(owner, name, property(replacement) if is_property else replacement)
-            return wrong
-
-        return install
+        Raises:
+            MutantError: If another mutant has edits in the same module.
+        """
+        codes = {function: edited.compile() for function, edited in self._edited.items()}
+        if any(_NAME in function.__globals__ for function in codes):
+            raise MutantError("expected one mutant at a time, got one beside another.")
+        for function, code in codes.items():
+            self._right[function] = function.__code__
+            function.__globals__[_NAME] = self
+            function.__code__ = code
 
     def restore(self) -> None:
         """Put everything back."""
-        while self._replaced:
-            owner, name, present = self._replaced.pop()
-            setattr(owner, name, present)
+        while self._right:
+            function, code = self._right.popitem()
+            function.__code__ = code
+            function.__globals__.pop(_NAME, None)
 
-    def _note(self, error: Exception, wrong: Callable[..., Any]) -> None:
-        """Note what was raised by a replacement itself, and not by what it called."""
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        if last.filename in (wrong.__code__.co_filename, __file__):
-            self.outdated = f"{type(error).__name__}: {error}, at {last.name}:{last.lineno}"
+    def note(self, error: Exception) -> None:
+        """Note an error that an edited line raised, unless a function called by it did."""
+        raised = error.__traceback__
+        if raised is None or raised.tb_next is not None:
+            return
+        code = raised.tb_frame.f_code
+        edited = next(each for each in self._edited.values() if each.function.__code__ is code)
+        line = edited.source.splitlines()[raised.tb_lineno - edited.first_line]
+        if any(new in line for new in edited.news):
+            self.outdated = (
+                f"{type(error).__name__}: {error}, in {code.co_qualname}: {line.strip()}"
+            )
 
 
-def _check_takes(wrong: Callable[..., Any], original: Callable[..., Any], *, name: str) -> None:
-    """Refuse a replacement that cannot be called as the original is.
+def _plain(text: str) -> str:
+    """Remove the indentation of a text that begins with a line break."""
+    return textwrap.dedent(text).strip("\n") if text.startswith("\n") else text
 
-    Raises:
-        MutantError: If it has no place for an argument of the original.
-    """
-    kind = inspect.Parameter
-    taken, owed = (list(inspect.signature(each).parameters.values()) for each in (wrong, original))
-    takes_all = {one.kind for one in taken} & {kind.VAR_POSITIONAL, kind.VAR_KEYWORD}
-    missing: list[str] = []
-    if kind.VAR_KEYWORD not in takes_all:
-        names = {one.name for one in taken}
-        missing = [
-            one.name for one in owed if one.kind is kind.KEYWORD_ONLY and one.name not in names
-        ]
-    # The first place of a replacement is the original's.
-    by_place = (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)
-    places, wanted = (sum(one.kind in by_place for one in each) for each in (taken, owed))
-    if kind.VAR_POSITIONAL not in takes_all and places <= wanted:
-        missing.append(f"{wanted} arguments by place")
-    if missing:
-        raise MutantError(
-            f"expected a replacement that takes what {name} takes, got one without "
-            f"{', '.join(missing)}. Try to take it and hand it on."
-        )
+
+def _find(fragment: str, source: str) -> Iterator[tuple[int, str]]:
+    """Yield each position of a fragment, with its text as indented there."""
+    first = fragment.split("\n")[0]
+    start = source.find(first)
+    while start >= 0:
+        present = _indented(fragment, like=_line_of(source, start))
+        if source.startswith(present, start):
+            yield start, present
+        start = source.find(first, start + 1)
+
+
+def _line_of(source: str, place: int) -> str:
+    return source[source.rfind("\n", 0, place) + 1 :]
+
+
+def _indented(text: str, *, like: str) -> str:
+    """Indent all lines but the first like another line."""
+    return text.replace("\n", "\n" + like[: len(like) - len(like.lstrip())])
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield each
+            yield from _codes_in(each)

@@ -1,13 +1,12 @@
-"""Faults of who holds what: parts of a model, experts, and their groups."""
+"""Faults of who holds what: parts of a model, experts, copies of shards, and their groups."""
 
 from __future__ import annotations
 
-import torch
-
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.targets import own
-from zero_sim.zero.groups import KindGroups
+from zero_sim.zero import groups
+from zero_sim.zero.buffer import Buffer
+from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.optimizer import DistributedOptimizer
 from zero_sim.zero.unit import Unit
 
@@ -15,44 +14,141 @@ from zero_sim.zero.unit import Unit
 @mutant("G07", "GROUP", "DR", seen_in="class GROUP", core=True)
 def nothing_summed_without_shards(patch: Patches) -> None:
     """Where nothing is sharded, gradients are not summed over ranks."""
-
-    @patch(Unit, "_sum_replicas")
-    def wrong(right, self, *, async_op):
-        return None if self.group is None else right(self, async_op=async_op)
+    patch[Unit._sum_replicas, "not self._has_replica_sum"] = "... or self.group is None"
 
 
 @mutant("G08", "GROUP", "ME", seen_in="Megatron-LM#6080")
 def experts_sharded_over_all(patch: Patches) -> None:
     """Experts are sharded over all ranks, though each rank holds only some of them."""
-
-    @patch(own, "build_expert_groups")
-    def wrong(right, group, *, redundancy, **others):
-        if redundancy > 1:
-            return right(group, redundancy=redundancy, **others)
-        return KindGroups(group=group, shard_group=group)
+    patch[groups.build_expert_groups, "if expert_parallel > 1:"] = "if False:"
 
 
 @mutant("G09", "GROUP", "", seen_in="class GROUP", kill="contract")
 def parts_meet_at_other_places(patch: Patches) -> None:
     """The ranks that put the norms of a model's parts together are not at one place in them."""
-
-    @patch(own, "build_model_parallel_group")
-    def wrong(right, places):
-        first = [ranks[0] for ranks in places]
-        rest = [ranks[1:] for ranks in places]
-        turned = [*rest[1:], *rest[:1]]
-        return right([(one, *others) for one, others in zip(first, turned, strict=True)])
+    patch[groups.build_model_parallel_group, "rank = dist.get_rank()"] = """
+        ...
+        following = [*places[1:], *places[:1]]
+        places = [(first, *others) for (first, *_), (_, *others) in zip(places, following)]"""
 
 
 @mutant("Z05", "ALIAS", "", seen_in="silent data corruption")
 def one_bit_on_one_rank(patch: Patches) -> None:
     """After each step the last rank flips the lowest bit of one element of a working param."""
-
-    @patch(DistributedOptimizer, "step")
-    def wrong(right, self):
-        result = right(self)
+    patch[DistributedOptimizer.step, "return StepResult("] = """
         data = self.ddp.buffers[-1].param_data
         if data is not None and self.ddp.rank == self.ddp.world_size - 1:
             self.ddp.finish_param_gather()
             data.view(torch.uint8)[0] ^= 1
-        return result
+        ..."""
+
+
+_BUILDS_BUFFERS = "self.buffers = tuple(self._build_buffer(plan) for plan in self._plan())"
+
+
+@mutant("H01", "GROUP", "K DR Z2", seen_in="verl#7493", core=True)
+def copies_not_summed(patch: Patches) -> None:
+    """Where gradients are sharded, the sum over copies is left out."""
+    patch[Unit._has_replica_sum, "self.replica_group is not None"] = "not self.frees_grads and ..."
+
+
+@mutant("H02", "ACCUM", "K GA DR Z2", seen_in="PyTorch#125484")
+def copies_of_the_first_sum_only(patch: Patches) -> None:
+    """Only the sum of the first micro-batch goes into the sum over copies."""
+    patch[Unit._has_replica_sum, "self.replica_group is not None"] = """
+        not (self.frees_grads and self._has_sum) and ..."""
+
+
+@mutant("H03", "ACCUM", "K GA Z2", seen_in="PyTorch#125484", core=True)
+def sums_summed_again(patch: Patches) -> None:
+    """What goes into the sum over copies are all sums so far, not the one of this micro-batch."""
+    patch[Unit._end_reduce, "self.accumulate_sum(is_first=not self._has_sum)"] = """
+        before = self.grad_total.clone()
+        ...
+        if self._has_sum and self.group is not None and self._has_replica_sum:
+            self.grad_total.add_(before, alpha=self.replica_group.size() - 1)"""
+
+
+@mutant("H04", "GROUP", "K Z2", seen_in="class GROUP")
+def groups_exchanged(patch: Patches) -> None:
+    """Where there are as many copies as shards, the two groups of a unit change places."""
+    patch[DistributedDataParallel.__init__, _BUILDS_BUFFERS] = """
+        ...
+        for unit in (unit for buffer in self.buffers for unit in buffer.units):
+            group, copies = unit.group, unit.replica_group
+            if unit.frees_grads and copies is not None and copies.size() == group.size():
+                unit.group, unit.replica_group = copies, group"""
+
+
+@mutant("H05", "GROUP", "K Z3", seen_in="class GROUP")
+def gathered_from_the_copies(patch: Patches) -> None:
+    """Where there are as many copies as shards, params are gathered from the ranks with copies."""
+    patch[Unit.collect, "group = self.group"] = """
+        group, copies = self.group, self.replica_group
+        if self.frees_params and copies is not None and copies.size() == group.size():
+            group = copies"""
+
+
+@mutant("H06", "GROUP", "K Z3", seen_in="class GROUP", kill="contract")
+def gathered_over_all_ranks(patch: Patches) -> None:
+    """Params are gathered over all ranks, though each block has all shards."""
+    patch[Unit.collect, "group = self.group"] = """
+        is_split = self.frees_params and self.replica_group
+        group = dist.group.WORLD if is_split else self.group"""
+
+
+@mutant("H07", "GROUP", "ME Z2", seen_in="Megatron-LM#6080", kill="contract")
+def experts_over_the_dense_block(patch: Patches) -> None:
+    """Sharded gradients of experts are reduced over the ranks that shard the dense params."""
+    patch[DistributedDataParallel.__init__, _BUILDS_BUFFERS] = """
+        ...
+        for buffer in self.buffers:
+            for unit in buffer.units if buffer.plan.key.kind == "expert" else ():
+                if unit.frees_grads:
+                    unit.group = self.shard_group"""
+
+
+@mutant("H08", "ASYNC", "AS K Z2", seen_in="DeepSpeed#5545", kill="race")
+def copies_summed_too_early(patch: Patches) -> None:
+    """The sum over copies of a shard is issued before the sum inside the block is there."""
+    patch[Unit.chain_reduce, "self._wait_reduce()"] = """
+        if self.frees_grads:
+            first, self._reducing = self._reducing, self._sum_replicas(async_op=True)
+            first.wait()
+            return
+        ..."""
+
+
+@mutant("W59", "ORDER", "K DR B2", seen_in="class ORDER")
+def empty_parts_end_no_sum(patch: Patches) -> None:
+    """A rank whose part of a unit is empty does not end the first sum before it goes on.
+
+    A bug of our own, found by a campaign: a sum at the first rank ends with a call of all ranks.
+    """
+    patch[Unit.chain_reduce, "self.replica_group is not None"] = "self._has_replica_sum"
+
+
+@mutant("H09", "VOLUME", "K Z2", seen_in="class VOLUME", kill="volume")
+def copies_sum_whole_units(patch: Patches) -> None:
+    """Copies sum whole units of sharded gradients, where the rank's own shard is enough."""
+    patch[Unit._sum_replicas, "assert self.replica_group is not None"] = """
+        if self.frees_grads:
+            return all_reduce_sum(self.grads, group=self.replica_group, async_op=async_op)"""
+
+
+@mutant("H10", "GROUP", "K Z3", seen_in="class GROUP")
+def copies_not_written(patch: Patches) -> None:
+    """Only the first block writes new values to its shards of the params."""
+    patch[Buffer.write_param_shard, "self._cast.write_("] = """
+        copies = unit.replica_group if unit is not None and unit.frees_params else None
+        if copies is not None and copies.rank() > 0:
+            return
+        ..."""
+
+
+@mutant("H11", "GROUP", "K Z2", seen_in="PyTorch#155903", core=True)
+def copies_summed_twice(patch: Patches) -> None:
+    """The sum over copies of sharded gradients is made twice."""
+    patch[Unit._sum_replicas, "assert self.replica_group is not None"] = """
+        if self.frees_grads:
+            all_reduce_sum(self.grad_shard, group=self.replica_group)"""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ FLAGS: tuple[Flag, ...] = get_args(Flag)
 CLASSES: tuple[FaultClass, ...] = get_args(FaultClass)
 
 Plant = Callable[[Patches], None]
-"""Puts the fault into the system."""
+"""Function that makes the edits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +63,7 @@ class Mutant:
     def apply(self) -> Iterator[Patches]:
         """Break the system of this process, and mend it again.
 
-        Before a world runs, never while one does: rank threads call what is replaced.
+        Before a world runs, never while one does, because rank threads call the edited functions.
 
         Yields:
             The patches; `armed` counts how often mutated code was called.
@@ -73,8 +72,9 @@ class Mutant:
             MutantError: If the system is not what the mutant was written against.
         """
         patches = Patches()
+        self.plant(patches)
         try:
-            self.plant(patches)
+            patches.install()
             yield patches
         finally:
             patches.restore()
@@ -100,7 +100,8 @@ def mutant(
         core: Whether it runs on every change.
 
     Raises:
-        MutantError: If a flag is not known, or the function has no docstring.
+        MutantError: If a flag is not known, the function has no docstring, or the system is not
+            what the mutant was written against.
     """
 
     def make(plant: Plant) -> Mutant:
@@ -108,6 +109,10 @@ def mutant(
         if len(named) != len(flags.split()) or not plant.__doc__:
             raise MutantError(f"expected known flags and a docstring of {id}, got {flags!r}.")
         description = " ".join(plant.__doc__.split())
+        try:
+            plant(Patches())
+        except MutantError as error:
+            raise MutantError(f"mutant {id} no longer fits the system: {error}") from None
         return Mutant(
             id=id, kind=kind, flags=named, description=description, seen_in=seen_in, kill=kill,
             core=core, plant=plant,
@@ -136,12 +141,8 @@ class Trial:
     size: Size | None = None
     """Of the smallest case that was found; None where it was not shrunk."""
     minimum: Size | None = None
-    """Of the smallest case known that finds it, where it was shrunk."""
+    """Of the smallest case on record, where it was shrunk."""
     smallest: str = ""
     """The smallest case that was found, as TOML."""
     error: str = ""
     """Why the campaign could not go on: an error of the harness, never of the mutant."""
-
-    def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON; the size as an object of its own."""
-        return dataclasses.asdict(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -25,7 +26,6 @@ class KillCount:
 class Score:
     """What a campaign came to."""
 
-    trials: tuple[Trial, ...]
     core: KillCount
     all: KillCount
     by_class: tuple[KillCount, ...]
@@ -36,6 +36,7 @@ class Score:
     cases_most: int
     seconds: float
     """Of the whole campaign, as a clock shows them."""
+    trials: tuple[Trial, ...]
 
     @property
     def exit_status(self) -> int:
@@ -44,21 +45,7 @@ class Score:
 
     def as_dict(self) -> dict[str, object]:
         """Everything, ready for JSON."""
-
-        def as_json(kills: KillCount) -> dict[str, object]:
-            return {"name": kills.name, "killed": kills.killed, "of": kills.of}
-
-        return {
-            "core": as_json(self.core),
-            "all": as_json(self.all),
-            "by_class": [as_json(kills) for kills in self.by_class],
-            "by_flag": [as_json(kills) for kills in self.by_flag],
-            "cases_median": self.cases_median,
-            "cases_most": self.cases_most,
-            "seconds": self.seconds,
-            "trials": [trial.as_dict() for trial in self.trials],
-            "exit_status": self.exit_status,
-        }
+        return {**dataclasses.asdict(self), "exit_status": self.exit_status}
 
 
 def score_of(trials: Iterable[Trial], mutants: Sequence[Mutant], *, seconds: float) -> Score:
@@ -80,7 +67,6 @@ def score_of(trials: Iterable[Trial], mutants: Sequence[Mutant], *, seconds: flo
     by_flag = (count(flag, (m for m in mutants if flag in m.flags)) for flag in FLAGS)
     cases = [trial.cases for trial in ordered if trial.killed]
     return Score(
-        trials=ordered,
         core=count("core", (mutant for mutant in mutants if mutant.core)),
         all=count("all", mutants),
         by_class=tuple(each for each in by_class if each.of),
@@ -88,4 +74,5 @@ def score_of(trials: Iterable[Trial], mutants: Sequence[Mutant], *, seconds: flo
         cases_median=median(cases) if cases else 0,
         cases_most=max(cases, default=0),
         seconds=seconds,
+        trials=ordered,
     )

@@ -2,256 +2,156 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
-import torch
-
+from zero_sim.checkpoint.load import _commit_weights
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero import buffer as buffers
-from zero_sim.zero import unit as units
 from zero_sim.zero.buffer import Buffer
-from zero_sim.zero.buffered_module import BufferedModule
+from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.gathers import OnUse
-from zero_sim.zero.unit import ParamStep, Unit
+from zero_sim.zero.unit import Unit, absent
 
-# The package exports a function of the same name.
-load = import_module("zero_sim.checkpoint.load")
+_SHARDED = "unit.param_state = ParamState.SHARDED"
+_GATHERED = "memory.param.data = _view(whole, memory.in_unit).view(memory.param.shape)"
 
 
 @mutant("W24", "LAYOUT", "Z3 SP", seen_in="Megatron-LM 4b843668c3", core=True)
 def shards_from_the_params_start(patch: Patches) -> None:
     """The rank's shard of a split param is cut from the param's start."""
-
-    @patch(Buffer, "shard_params")
-    def wrong(right, self):
-        starts = {param: param.detach().reshape(-1) for param in self.memory}
-        right(self)
-        for param, memory in self.memory.items() if self.sharding.params else ():
-            if memory.fragment is not None:
-                own = memory.own_working
-                own.copy_(starts[param][: own.numel()])
+    patch[Buffer.shard_params, "held.shift(-memory.in_unit.start)"] = "Span(0, held.numel)"
 
 
 @mutant("W25", "LAYOUT", "Z3 B2", seen_in="class LAYOUT")
 def last_unit_not_cut(patch: Patches) -> None:
     """The shards of the last unit are not filled when params are cut."""
-
-    @patch(Buffer, "shard_params")
-    def wrong(right, self):
-        right(self)
-        last = self.units[-1]
-        if last.frees_params and len(self.units) > 1:
-            last.param_shard.zero_()
+    patch[Buffer.shard_params, _SHARDED] = """
+        if unit is self.units[-1] and len(self.units) > 1:
+            unit.param_shard.zero_()
+        ..."""
 
 
 @mutant("W26", "EMPTY", "Z3", seen_in="class EMPTY", core=True)
 def zeros_for_what_is_absent(patch: Patches) -> None:
     """Memory of zeros stands for a param that is not there, and the last unit's is used so."""
-
-    @patch(units, "absent")
-    def freed(right, param):
-        return torch.zeros_like(param)
-
-    @patch(buffers, "absent")
-    def cut(right, param):
-        return torch.zeros_like(param)
-
-    @patch(OnUse, "_gather")
-    def wrong(right, self, needed, *, ahead):
+    patch[absent, "value = torch.full("] = "return torch.zeros_like(param)\n..."
+    patch[OnUse._gather, "for unit in (*needed, *ahead):"] = """
         last = self._units[-1]
-        rest = [unit for unit in needed if unit is not last]
-        right(self, rest, ahead=[unit for unit in ahead if unit is not last])
+        needed, ahead = ([each for each in units if each is not last] for units in (needed, ahead))
+        ..."""
 
 
 @mutant("W27", "EMPTY", "Z3", seen_in="class EMPTY", kill="contract")
 def absent_without_its_shape(patch: Patches) -> None:
     """What stands for a param that is not there has as many elements, but no shape."""
-
-    @patch(units, "absent")
-    def wrong(right, param):
-        return right(param).reshape(-1)
-
-    @patch(buffers, "absent")
-    def cut(right, param):
-        return right(param).reshape(-1)
+    patch[absent, "expand(param.shape)"] = "expand(param.numel())"
 
 
 @mutant("W28", "ALIAS", "Z3", seen_in="class ALIAS", core=True)
 def params_one_element_on(patch: Patches) -> None:
     """A param behind another in its unit is a view that begins one element too early."""
-
-    @patch(Unit, "_adopt_whole")
-    def wrong(right, self):
-        right(self)
-        for memory in self.members if self.frees_params else ():
-            span = memory.in_unit
-            if span.start and span.numel:
-                flat = self.params.narrow(0, span.start - 1, span.numel)
-                memory.param.data = flat.view(memory.param.shape)
+    patch[Unit._adopt_whole, "memory.in_unit"] = "....shift(-1 if memory.in_unit.start else 0)"
 
 
 @mutant("W29", "ALIAS", "Z3 S2", seen_in="class ALIAS")
 def last_shard_not_written(patch: Patches) -> None:
     """New values of the last unit are written to whole params, which are not there any more."""
-
-    @patch(Buffer, "write_param_shard")
-    def wrong(right, self, param, data):
-        unit = self.unit_of(param)
-        if unit is not self.units[-1] or not unit.frees_params:
-            right(self, param, data)
+    patch[Buffer.write_param_shard, "self._cast.write_("] = """
+        if unit in self.units[-1:] and unit.frees_params:
+            return
+        ..."""
 
 
 @mutant("W30", "CKPT", "Z3 CK", seen_in="class CKPT", core=True)
 def shards_not_loaded(patch: Patches) -> None:
     """A load into sharded params sets the masters and forgets the shards."""
-
-    @patch(load, "_commit_weights")
-    def wrong(right, loaded, ddp, optimizer):
-        kept = [b.shard_data.clone() for b in ddp.buffers if b.shard_data is not None]
-        right(loaded, ddp, optimizer)
-        for buffer, shards in zip(ddp.buffers, kept, strict=False):
-            buffer.shard_data.copy_(shards)
+    patch[_commit_weights, "master.buffer.write_param_shard("] = """
+        if master.buffer.shard_data is None:
+            ..."""
 
 
 @mutant("W32", "EMPTY", "Z3 FZ", seen_in="class EMPTY", kill="contract")
 def scalars_stay_absent(patch: Patches) -> None:
     """A param of one element is not given its place in what was gathered."""
-
-    @patch(Unit, "_adopt_whole")
-    def wrong(right, self):
-        absent = {m.param: m.param.data for m in self.members if m.param.numel() == 1}
-        right(self)
-        for param, data in absent.items() if self.frees_params else ():
-            param.data = data
+    patch[Unit._adopt_whole, _GATHERED] = """
+        if memory.param.numel() != 1:
+            ..."""
 
 
 @mutant("W36", "DTYPE", "Z3", seen_in="class DTYPE")
 def gathered_in_low_precision(patch: Patches) -> None:
     """Params that are gathered on use travel in bf16."""
-
-    @patch(Unit, "_adopt_whole")
-    def wrong(right, self):
-        right(self)
-        if self.frees_params and self.params.dtype is torch.float32:
-            self.params.copy_(self.params.to(torch.bfloat16))
+    patch[Unit._adopt_whole, "assert whole is not None"] = """
+        if whole.dtype is torch.float32:
+            whole.copy_(whole.to(torch.bfloat16))"""
 
 
 @mutant("W37", "LAYOUT", "Z3 PD", seen_in="class LAYOUT")
 def padding_of_param_shards(patch: Patches) -> None:
     """The padding of the params' shards is not zeroed."""
-
-    @patch(Buffer, "shard_params")
-    def wrong(right, self):
-        right(self)
-        for unit in self.units if self.sharding.params else ():
-            padded = unit.plan.padding.start - unit.plan.span.start - unit.own_span.start
-            unit.param_shard[max(0, padded) :] = 1
+    patch[Buffer.shard_params, _SHARDED] = """
+        unit.param_shard[max(0, unit.plan.payload.numel - unit.own_span.start) :] = 1
+        ..."""
 
 
 @mutant("W38", "GROUP", "Z3 DR", seen_in="replicas that begin apart", core=True)
 def cut_before_they_are_equal(patch: Patches) -> None:
     """Where params are sharded, each rank cuts its shards from what it has built itself."""
-
-    @patch(BufferedModule, "_replicated_tensors")
-    def wrong(right, self):
-        return [] if self.config.sharding.params else right(self)
+    patch[DistributedDataParallel.__init__, "if config.broadcast_params"] = """
+        ... and not config.sharding.params"""
 
 
 @mutant("W44", "OPTST", "Z3", seen_in="a transition left out", kill="contract")
 def gathering_not_noted(patch: Patches) -> None:
     """That a gather begins is not noted: the transition to GATHERING is left out."""
-    _left_out(patch, "gather")
-
-
-@mutant("W45", "OPTST", "Z3", seen_in="a transition left out", kill="contract")
-def whole_not_noted(patch: Patches) -> None:
-    """That a gather has ended is not noted: the transition to WHOLE is left out."""
-    _left_out(patch, "finish")
-
-
-@mutant("W46", "OPTST", "Z3", seen_in="a transition left out", kill="contract")
-def freeing_not_noted(patch: Patches) -> None:
-    """That params are freed is not noted: the transition to SHARDED is left out."""
-    _left_out(patch, "free")
-
-
-def _left_out(patch: Patches, which: ParamStep) -> None:
-    @patch(Unit, "_step_params")
-    def wrong(right, self, step):
-        if step != which or not self.frees_params:
-            right(self, step)
+    patch[Unit._step_params, "allowed, then ="] = """
+        if step == "gather" and self.frees_params:
+            return
+        ..."""
 
 
 @mutant("W48", "ALIAS", "Z3 S2", seen_in="class ALIAS")
 def gathered_into_the_memory_before(patch: Patches) -> None:
     """A unit that was gathered once is not filled any more: its first values are found again."""
-    first: dict[Unit, torch.Tensor] = {}
-
-    @patch(Unit, "_adopt_whole")
-    def wrong(right, self):
-        right(self)
-        if self.frees_params:
-            self.params.copy_(first.setdefault(self, self.params.clone()))
+    patch[Unit._adopt_whole, "assert whole is not None"] = """
+        whole.copy_(__mutant__.kept.setdefault(self, whole.clone()))"""
 
 
 @mutant("W49", "EMPTY", "Z3 FZ", seen_in="class EMPTY")
 def frozen_shards_lost(patch: Patches) -> None:
     """Freeing a unit loses the shards of params that are frozen for now."""
-
-    @patch(Unit, "free_params")
-    def wrong(right, self):
-        right(self)
-        for memory in self.members if self.frees_params else ():
-            if not memory.param.requires_grad:
-                memory.own_working.zero_()
+    patch[Unit.free_params, "memory.param.data = absent(memory.param)"] = """
+        ...
+        if not memory.param.requires_grad:
+            memory.own_working.zero_()"""
 
 
 @mutant("W50", "LAYOUT", "Z3 NC", seen_in="apex#1794")
 def whole_params_transposed(patch: Patches) -> None:
     """A square param that is gathered is a view of its place with its strides exchanged."""
-
-    @patch(Unit, "_adopt_whole")
-    def wrong(right, self):
-        right(self)
-        for memory in self.members if self.frees_params else ():
-            shape = memory.param.shape
-            if len(shape) == 2 and shape[0] == shape[1]:
-                memory.param.data = memory.param.data.t()
+    patch[Unit._adopt_whole, _GATHERED] = """
+        ...
+        shape = memory.param.shape
+        if len(shape) == 2 and shape[0] == shape[1]:
+            memory.param.data = memory.param.data.t()"""
 
 
 @mutant("W51", "VOLUME", "Z3", seen_in="class VOLUME", kill="memory", core=True)
 def whole_copy_beside_the_shards(patch: Patches) -> None:
     """A rank keeps a whole copy of the params beside its shards."""
-
-    @patch(Buffer, "shard_params")
-    def wrong(right, self):
-        copies = [param.detach().clone() for param in self.memory]
-        right(self)
-        if self.sharding.params:
-            self.__dict__["_copies"] = copies
+    patch[Buffer.shard_params, "for unit in self.units:"] = """
+        self._copies = [param.detach().clone() for param in self.memory]
+        ..."""
 
 
 @mutant("W52", "VOLUME", "Z3", seen_in="class VOLUME", kill="memory")
 def storage_of_freed_params_kept(patch: Patches) -> None:
     """Freed params leave their module, but their memory is kept for the next gather."""
-
-    @patch(Unit, "free_params")
-    def wrong(right, self):
+    patch[Unit.free_params, "self.param_storage.release()"] = """
         whole = self.params
-        right(self)
-        if self.frees_params:
-            self.param_storage._whole = whole
+        ...
+        self.param_storage._whole = whole"""
 
 
 @mutant("W53", "VOLUME", "Z3", seen_in="class VOLUME", kill="memory", core=True)
 def views_of_freed_params_kept(patch: Patches) -> None:
     """What is freed is the unit's own reference: the module's params keep the whole memory."""
-
-    @patch(Unit, "free_params")
-    def wrong(right, self):
-        views = [memory.param.data for memory in self.members]
-        right(self)
-        for memory, view in zip(self.members, views, strict=True):
-            if self.frees_params:
-                memory.param.data = view
+    patch[Unit.free_params, "memory.param.data = absent(memory.param)"] = "pass"

@@ -1,4 +1,4 @@
-"""The table of smallest cases: for each mutant, the case that a hunt came to.
+"""The table of smallest cases: for each mutant, the smallest case known that finds it.
 
 `zero-sim mutants --shrink --record FILE` hunts, shrinks and writes it; the one that ships is read
 here. It says which features of cases have ever found a mutant, those that are left when all that

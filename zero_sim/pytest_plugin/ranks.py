@@ -170,8 +170,10 @@ def _said(skips: Mapping[int, object]) -> list[str]:
 
 def _describe(world: World) -> str:
     """What decides what a program does in a world."""
-    schedule = world.schedule if isinstance(world.schedule, str) else type(world.schedule).__name__
+    settings = world.settings
+    recipe = settings.schedule
+    schedule = recipe if isinstance(recipe, str) else type(recipe).__name__
     return (
-        f"{world.world_size} ranks, order {world.order.name}, schedule {schedule}, "
-        f"timing {world.timing}, seed {world.seed}"
+        f"{world.world_size} ranks, order {settings.order}, schedule {schedule}, "
+        f"timing {settings.timing}, seed {settings.seed}"
     )

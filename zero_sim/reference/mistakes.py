@@ -197,7 +197,7 @@ class Mistakes:
     @cached_property
     def _sums(self) -> dict[str, PartialSum]:
         """By name: gradients that lack terms."""
-        if self.otherwise is None or self.otherwise.tells_grads or self.otherwise.sums is None:
+        if self.otherwise is None or self.otherwise.sums is None:
             return {}
         return {
             f"by the gradient of {partial.name}": partial

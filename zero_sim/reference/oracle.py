@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from torch import Tensor
 
@@ -200,8 +199,6 @@ class Reference:
         kept = self._elems * scenario.world.size * scenario.run.micro_batches
         self._keeps_micro = kept <= KEPT_ELEMS_MAX
         self._history = StepHistory(self._stepper.masters, elems_max=KEPT_ELEMS_MAX)
-        self.tells_grads = True
-        """Whether reduced gradients are compared; where not, updates are explained from them."""
         self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
         self._one_device = self._build_one_device()
         self._next_step = 0
@@ -440,7 +437,7 @@ class Reference:
         factor = lr_factor(self._scenario.optimizer, step=step)
         with isolated():
             if before:
-                otherwise = self._otherwise(begun, measured=measured, before=before)
+                otherwise = self._otherwise(begun, measured=measured)
             stepped = self._update(begun.flat, measured=measured, active=active, factor=factor)
         mistakes = self._history.add(
             step,
@@ -484,33 +481,20 @@ class Reference:
         counted = [name for name in active if not name.endswith(self._uncounted)]
         return replace(measure(flatten_wide(pieces, names=counted)), finite=whole.finite)
 
-    def _otherwise(
-        self, begun: BegunStep, *, measured: Measure, before: Mapping[str, Tensor]
-    ) -> Otherwise | None:
-        """Keep what the update starts from, before it does; None where that is not worth it.
-
-        Before the first step there is no state but the masters, so that nothing has to be copied.
-        """
+    def _otherwise(self, begun: BegunStep, *, measured: Measure) -> Otherwise:
+        """Keep what the update starts from, before it does."""
         spec, local, step = self._scenario.optimizer, begun.local, self._next_step
         clips = spec.clip_norm is not None and not bool(measured.norm < spec.clip_norm / 2)
-        unused, flat = self._other_params(local), begun.flat
-        if clips or unused or not self.tells_grads:
-            stepper = self._stepper.fork().fork
-        elif step == 0:
-            on_host = self._scenario.system.offload_state
-            stepper = partial(Stepper, spec, params=before, on_host=on_host)
-        else:
-            return None
+        flat = begun.flat
         if clips or spec.clip_value is not None:
             flat = flat.clone()
         return Otherwise(
-            before=stepper,
+            before=self._stepper.fork().fork,
             grads=unflatten(
                 flat, like={name: self._stepper.masters[name] for name in local.active}
             ),
             sums=begun.other_sums,
-            tells_grads=self.tells_grads,
-            unused=unused,
+            unused=self._other_params(local),
             measured=measured,
             measure=self._measure,
             clip_norm=spec.clip_norm,

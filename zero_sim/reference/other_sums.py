@@ -93,12 +93,6 @@ class OtherSums:
         """Those that differ in two."""
         return [said_of(_joined(change)) for change in self._changes.values() if len(change) > 1]
 
-    def after_the_sum(self) -> list[str]:
-        """Of `singles` those that change nothing but what is done to a sum."""
-        if not str(self._assumed["divide"]).startswith("post"):
-            return []
-        return [rule for rule in self.singles() if rule.startswith("divide = 'post")]
-
     @cached_property
     def _changes(self) -> dict[str, tuple[Change, ...]]:
         """By what they say: changes of one thing, or of two."""

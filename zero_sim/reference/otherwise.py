@@ -44,8 +44,6 @@ class Otherwise:
     """The master gradient of what is trained in the step, not clipped."""
     sums: OtherSums | None
     """What it could have been."""
-    tells_grads: bool
-    """Whether it is compared by itself, so that only what is done to sums may be another rule."""
     unused: Sequence[str]
     """Names of params that no rank used."""
     measured: Measure
@@ -85,11 +83,11 @@ class Otherwise:
     def _divisions(self) -> Sequence[str]:
         if self.sums is None:
             return ()
-        return self.sums.after_the_sum() if self.tells_grads else self.sums.singles()
+        return self.sums.singles()
 
     def pairs(self) -> Sequence[str]:
-        """Rules that differ in two things, where gradients are not compared by themselves."""
-        return self.sums.pairs() if self.sums is not None and not self.tells_grads else ()
+        """Rules that differ in two things."""
+        return self.sums.pairs() if self.sums is not None else ()
 
     @cached_property
     def _other_use(self) -> str:

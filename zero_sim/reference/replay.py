@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_sim.host.device import random_state, seed_device, set_random_state
-from zero_sim.scenario.joining import own_micro_batches
+from zero_sim.scenario.derived import own_micro_batches
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import Batch, Workload, seed_of
 

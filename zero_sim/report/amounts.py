@@ -1,9 +1,11 @@
-"""Amounts as people read them: bytes in powers of ten (GB) and of two (GiB), and tables."""
+"""Amounts as people read them: bytes in powers of ten (GB) and of two (GiB), bars and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
+BAR_CHARS = 40
+"""Width of a bar, whatever the terminal's."""
 _TENS = (("GB", 10**9), ("MB", 10**6), ("B", 1))
 
 
@@ -27,31 +29,40 @@ def in_unit(amount: float, unit: tuple[str, int]) -> str:
 
 
 def decimal_bytes(amount: float) -> str:
-    """With its unit, `38.50 GB`: powers of ten."""
+    """Return an amount with its unit, `38.50 GB`: powers of ten."""
     unit = unit_for([amount])
     return f"{in_unit(amount, unit)} {unit[0]}"
 
 
 def binary_bytes(amount: float) -> str:
-    """With its unit, `35.86 GiB`: powers of two."""
+    """Return an amount with its unit, `35.86 GiB`: powers of two."""
     for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if amount >= 1024**power / 10:
             return f"{amount / 1024**power:,.2f} {name}"
     return f"{amount:,.0f} B"
 
 
-def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """A table: its first columns to the left, numbers to the right.
+def bar(share: float) -> str:
+    """A bar as text, at least one character long, padded to `BAR_CHARS`.
 
     Args:
-        rows: The head first.
-        left: Number of columns of words.
+        share: Of the longest bar.
     """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return f"{'█' * max(1, round(share * BAR_CHARS)):<{BAR_CHARS}}"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, words: Container[int] = (0,)) -> str:
+    """A table, without blanks at the ends of lines; words to the left, numbers to the right.
+
+    Args:
+        rows: The head first, if there is one.
+        words: Indices of the columns of words.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [
-            f"{cell:<{width}}" if column < left else f"{cell:>{width}}"
+            cell.ljust(width) if column in words else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())

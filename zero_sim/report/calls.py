@@ -21,7 +21,7 @@ OF_STEP = 6
 AFTER = 2
 """Calls shown of those after the finding."""
 SUSPECTS_UNFOLDED = 12
-"""Of more suspects than these, those of one line of code share a line."""
+"""Suspects shown a line each; of more, those of one line of code share a line."""
 
 _REDUCING, _GATHERING = ("reduce",), ("gather", "all_to_all", "broadcast")
 _CARRYING = (*_REDUCING, *_GATHERING, "scatter", "send", "recv")
@@ -32,7 +32,7 @@ _MARKED: dict[str, tuple[str, ...]] = {
     Phase.WRITE_BACK: _GATHERING,
     Phase.GATHER: _GATHERING,
 }
-"""What is in the name of the collectives that carry what is compared in a phase."""
+"""Parts of the names of collectives that carry the values compared in a phase."""
 
 _NOT_TOLD = (
     "the system reports its params alone, so the update itself may be wrong; parts() shows which"
@@ -53,8 +53,6 @@ class NearCall:
     record: CollectiveRecord
     when: str
     """`before` the bad step began, `in` it up to the finding, or `after` that."""
-    suspect: bool
-    """Whether it can have carried what differs, or is the call that did not fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,13 +61,14 @@ class Nearby:
 
     rank: int
     suspects: tuple[NearCall, ...]
-    """All of them, in the order of the log."""
+    """All calls that can have carried what differs, and the call that did not fit, in the order of
+    the log."""
     others: tuple[NearCall, ...]
     """Some calls around them, in the order of the log."""
     left_out: int
     """Calls of the bad step that are neither."""
     missing: str
-    """Which call of the bad step was to be expected and is not there; empty where none is known."""
+    """The expected call that the bad step lacks; empty if none is known."""
     why_no_suspect: str = ""
     """Why no call is a suspect, though some carried data; empty otherwise."""
 
@@ -116,23 +115,20 @@ def calls_near(
     fitting = fitting or [p for p in carrying if max(p[1].elems, p[1].output_elems) >= least]
     marked = {index for index, _ in fitting} | {log.refused}
     others = [pair for pair in of_step if pair[0] not in marked]
-    chosen = [
-        *((pair, "before") for pair in before[-BEFORE:]),
-        *((pair, "in") for pair in others[-OF_STEP:]),
-        *((pair, "after") for pair in after[:AFTER]),
-    ]
-    suspects = [
-        (pair, "before" if pair[0] < start else "in" if pair[0] < stop else "after")
-        for pair in own
-        if pair[0] in marked
-    ]
+
+    def near(index: int, record: CollectiveRecord) -> NearCall:
+        when = "before" if index < start else "in" if index < stop else "after"
+        return NearCall(index=index, record=record, when=when)
+
+    around = [*before[-BEFORE:], *others[-OF_STEP:], *after[:AFTER]]
+    suspects = tuple(near(*pair) for pair in own if pair[0] in marked)
     missing = ""
     if buffer_map is not None and bucket is not None and finding.call_start is not None:
         missing = _missing(finding, buffer_map, bucket, carrying=[record for _, record in carrying])
     return Nearby(
         rank=rank,
-        suspects=tuple(_near(pair, when, suspect=True) for pair, when in suspects),
-        others=tuple(_near(p, when, suspect=False) for p, when in chosen if p[0] not in marked),
+        suspects=suspects,
+        others=tuple(near(*pair) for pair in around if pair[0] not in marked),
         left_out=max(0, len(others) - OF_STEP),
         missing=missing,
         why_no_suspect=_why_no_suspect(finding, buffer_map, shows_grads) if not suspects else "",
@@ -151,12 +147,8 @@ def observed_grads(notes: Iterable[str]) -> bool:
     return not any(GRADIENTS in each.split(", ") for each in silent)
 
 
-def _near(pair: tuple[int, CollectiveRecord], when: str, *, suspect: bool) -> NearCall:
-    return NearCall(index=pair[0], record=pair[1], when=when, suspect=suspect)
-
-
 def _carries(record: CollectiveRecord, finding: Finding, *, told: bool) -> bool:
-    """Whether a call is of a kind that carries what is compared in the finding's phase."""
+    """True if a call of this kind carries the values compared in the finding's phase."""
     words = _MARKED.get(finding.phase or "", ())
     if finding.check == Check.EQUALITY_SCALE:
         words = _REDUCING

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DEFAULT_BUNDLES = Path(".zero-sim", "bundles")
-"""Where bundles of failing cases go, and are looked for, where nobody says."""
+"""Default folder for bundles of failing cases."""
 
 
 def reproduce_command(

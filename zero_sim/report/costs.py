@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from zero_sim.cost.rows import MemoryRow, TrafficRow
+from zero_sim.calculators.rows import MemoryRow, TrafficRow
 from zero_sim.report.amounts import (
+    BAR_CHARS,
     aligned,
     binary_bytes,
     binary_unit,
@@ -13,9 +14,6 @@ from zero_sim.report.amounts import (
     in_unit,
     unit_for,
 )
-
-BAR_CHARS = 40
-"""Width of a bar, whatever the terminal's."""
 
 
 def render_memory(
@@ -97,7 +95,7 @@ def render_waterfall(before: Mapping[str, int], after: Mapping[str, int], *, tit
         rows.append(
             [name, f"{bar:<{BAR_CHARS}}", signed if stop < start or not start else f"+{signed}"]
         )
-    return aligned(rows, left=2)
+    return aligned(rows, words=range(2))
 
 
 def render_curve(series: Mapping[str, Sequence[tuple[int, float]]], *, what: str, unit: str) -> str:
@@ -125,7 +123,7 @@ def render_curve(series: Mapping[str, Sequence[tuple[int, float]]], *, what: str
             bar = "" if amount is None else "█" * max(1, round(amount / most * width))
             cells.append(f"{bar:<{width}}")
         rows.append(cells)
-    return f"{what} in {unit}, by number of ranks N\n\n{aligned(rows, left=0)}"
+    return f"{what} in {unit}, by number of ranks N\n\n{aligned(rows, words=())}"
 
 
 def render_traffic(rows: Sequence[TrafficRow]) -> str:
@@ -170,7 +168,7 @@ def render_traffic(rows: Sequence[TrafficRow]) -> str:
 
 
 def _through_first(rows: Sequence[TrafficRow], unit: tuple[str, int]) -> Iterator[str]:
-    """What passes the first rank, of the rows where it adds what all send it."""
+    """Bytes that pass through the first rank, for the rows in which it adds for all."""
     for row in rows:
         if row.traffic.through_first:
             yield (

@@ -108,7 +108,7 @@ def _pairs_never(
     ]
     return (
         f"{head} {len(telling):,} would be there if each feature were drawn by itself;\n"
-        f"in how many cases, the most first:\n{_words_last(rows)}"
+        f"in how many cases, the most first:\n{aligned(rows, words=(2,))}"
     )
 
 
@@ -126,7 +126,7 @@ def _pairs_that_found(coverage: Coverage, *, finders: Mapping[str, frozenset[str
     never = sum(pair not in coverage.pairs for pair in found)
     return (
         f"{_many(len(found), 'pair')} are left in smallest cases that find a mutant; {never} of "
-        f"them were never drawn.\nThose drawn least:\n{_words_last(rows)}"
+        f"them were never drawn.\nThose drawn least:\n{aligned(rows, words=(2,))}"
     )
 
 
@@ -145,15 +145,6 @@ def _outlook(coverage: Coverage) -> str:
 
 def _mutants_of_pairs(finders: Mapping[str, frozenset[str]]) -> Counter[Pair]:
     return Counter(chain.from_iterable(map(pairs_of, finders.values())))
-
-
-def _words_last(rows: Sequence[Sequence[str]]) -> str:
-    *numbers, words = zip(*rows, strict=True)
-    padded = [f"{word:<{max(map(len, words))}}" for word in words]
-    return "\n".join(
-        line.rstrip()
-        for line in aligned(list(zip(*numbers, padded, strict=True)), left=0).splitlines()
-    )
 
 
 def _joined(pair: Pair) -> str:

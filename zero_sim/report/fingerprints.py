@@ -1,13 +1,195 @@
-"""Fingerprints as text."""
+"""Fingerprints: the calls of a rank out of a log or a file, and a fingerprint as text.
+
+A file is a Chrome trace or a Flight Recorder dump, and may come from anybody: only JSON is read, of
+a bounded size, and no pickle is opened.
+"""
 
 from __future__ import annotations
 
-from zero_sim.cost.fingerprint import GRAMMARS, Fingerprint, shortened
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_sim.calculators.fingerprint import GRAMMARS, Fingerprint, SeenCall, shortened
+from zero_sim.errors import UsageError
 from zero_sim.report.amounts import aligned
+from zero_sim.report.timeline import read_timeline
+from zero_sim.sim import EventLog
+from zero_sim.untrusted import NESTING_MAX, Unreadable, nests_too_deep, printable, read_regular
+
+FILE_BYTES_MAX = 2**29
+_ELEM_BYTES = {
+    "double": 8, "long": 8, "float64": 8, "int64": 8, "float": 4, "int": 4, "float32": 4,
+    "int32": 4, "half": 2, "bfloat16": 2, "float16": 2, "byte": 1, "char": 1, "uint8": 1,
+    "int8": 1, "bool": 1,
+}  # fmt: skip
+_KINDS = (
+    ("reduce_scatter", "reduce_scatter"),
+    ("allreduce", "all_reduce"),
+    ("all_reduce", "all_reduce"),
+    ("allgather", "all_gather"),
+    ("all_gather", "all_gather"),
+    ("alltoall", "all_to_all"),
+    ("all_to_all", "all_to_all"),
+    ("broadcast", "broadcast"),
+    ("reduce", "reduce"),
+)
+"""Part of a name of the profiler or the Flight Recorder, and the kind."""
+
+
+def calls_of_log(log: EventLog, *, rank: int) -> list[SeenCall]:
+    """The calls of one rank."""
+    calls = []
+    for call in read_timeline(log).calls:
+        record = call.record
+        if record.rank == rank and record.kind not in ("send", "recv", "barrier"):
+            stop = call.issue_tick if call.land_tick is None else call.land_tick
+            calls.append(
+                SeenCall(
+                    kind=record.kind,
+                    ranks=len(record.group_ranks),
+                    elems=record.elems,
+                    elem_bytes=record.elem_bytes,
+                    dtype=record.dtype,
+                    start=float(call.issue_tick),
+                    stop=float(stop if record.asynchronous else call.issue_tick),
+                )
+            )
+    return calls
+
+
+def read_calls(path: Path, *, rank: int) -> list[SeenCall]:
+    """The calls of one rank in a trace or a dump.
+
+    Args:
+        path: A Chrome trace of torch's profiler (`.json`, `.json.gz`), or a Flight Recorder dump as
+            JSON.
+        rank: Whose, where a file has several.
+
+    Raises:
+        UsageError: It is none, or has no collectives of that rank.
+    """
+    raw = _load(path)
+    if isinstance(raw.get("traceEvents"), list):
+        calls = list(_of_trace(raw["traceEvents"], rank=rank))
+    elif isinstance(raw.get("entries"), list):
+        calls = list(_of_dump(raw))
+    else:
+        raise UsageError(
+            "expected a Chrome trace with traceEvents, or a Flight Recorder dump with entries, "
+            f"got {path} with neither. Try `zero-sim export`, or torch's profiler."
+        )
+    if not calls:
+        raise UsageError(
+            f"expected collectives of rank {rank} in {path}, got none. Try another --rank."
+        )
+    return sorted(calls, key=lambda call: call.start)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        data = read_regular(path, bytes_max=FILE_BYTES_MAX)
+    except Unreadable as reason:
+        raise UsageError(f"expected a trace or a dump at {path}, got: {reason}.") from None
+    if data[:2] == b"\x1f\x8b":
+        unpack = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        try:
+            data = unpack.decompress(data, FILE_BYTES_MAX)
+        except (zlib.error, gzip.BadGzipFile) as error:
+            raise UsageError(f"expected a gzip file at {path}, got: {error}.") from None
+    if data[:1] == b"\x80":
+        raise UsageError(
+            f"expected JSON, got a pickle at {path}: whoever wrote one decides what its reader "
+            "runs. Try torch's dump as JSON (dump_nccl_trace_json)."
+        )
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"expected JSON at {path}, got: {printable(str(error))}.") from None
+    if not isinstance(raw, dict) or nests_too_deep(raw):
+        got = "something else" if not isinstance(raw, dict) else f"more than {NESTING_MAX} levels"
+        raise UsageError(f"expected an object as JSON at {path}, got {got}.")
+    return raw
+
+
+def _of_dump(raw: Mapping[str, Any]) -> Iterator[SeenCall]:
+    configs = raw.get("pg_config")
+    for entry in raw["entries"]:
+        kind = _kind(entry.get("profiling_name")) if isinstance(entry, dict) else ""
+        if not kind:
+            continue
+        group = entry.get("process_group")
+        name = group[0] if isinstance(group, list) and group else ""
+        config = configs.get(str(name)) if isinstance(configs, dict) else None
+        ranks = config.get("ranks", "") if isinstance(config, dict) else ""
+        dtypes = entry.get("input_dtypes")
+        dtype = str(dtypes[0]) if isinstance(dtypes, list) and dtypes else ""
+        start = _number(entry.get("time_created_ns"))
+        stop = _number(entry.get("time_discovered_completed_ns")) or start
+        yield SeenCall(
+            kind=kind,
+            ranks=len([part for part in str(ranks).strip("[]").split(",") if part.strip()]),
+            elems=_elems(entry.get("input_sizes")),
+            elem_bytes=_ELEM_BYTES.get(dtype.lower(), 1),
+            dtype=dtype,
+            start=start,
+            stop=max(start, stop),
+        )
+
+
+def _of_trace(events: Sequence[Any], *, rank: int) -> Iterator[SeenCall]:
+    """Calls in a trace: one rank's lanes in ours, all in torch's, whose file is of one rank."""
+    named = [e for e in events if isinstance(e, dict) and isinstance(e.get("args"), dict)]
+    said = [e for e in named if "Collective name" in e["args"]]
+    pids = {e.get("pid") for e in said}
+    if len(pids) > 1 and rank in pids:
+        said = [e for e in said if e.get("pid") == rank]
+    # A kernel has the times of the device; where there are any, they are told alone.
+    kernels = [e for e in said if e.get("cat") == "kernel"]
+    issued = [e for e in said if e.get("cat") == "cpu_op"]
+    for event in kernels or issued:
+        args = event["args"]
+        kind = _kind(args["Collective name"])
+        if not kind:
+            continue
+        start = _number(event.get("ts"))
+        dtype = str(args.get("dtype", ""))
+        yield SeenCall(
+            kind=kind,
+            ranks=int(_number(args.get("Group size"))),
+            elems=int(_number(args.get("In msg nelems"))),
+            elem_bytes=_ELEM_BYTES.get(dtype.lower(), 1),
+            dtype=dtype,
+            start=start,
+            stop=start + (_number(event.get("dur")) if kernels else 0.0),
+        )
+
+
+def _kind(name: object) -> str:
+    text = str(name).lower()
+    return next((kind for part, kind in _KINDS if part in text), "")
+
+
+def _elems(sizes: object) -> int:
+    total = 0
+    for size in sizes if isinstance(sizes, list) else ():
+        product = 1
+        for dim in size if isinstance(size, list) else ():
+            product *= int(_number(dim))
+        total += product
+    return total
+
+
+def _number(value: object) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < 2**62 else 0.0  # type: ignore[arg-type]
 
 
 def render_fingerprint(found: Fingerprint) -> str:
-    """What the calls look like, what is odd, and how large their messages are."""
+    """Render the stage that the calls look like, oddities, and the sizes of messages."""
     lines = [
         f"{found.stage or 'no stage'}: {found.why}",
         f"step: {shortened(found.letters)}",

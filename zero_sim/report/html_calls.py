@@ -1,17 +1,17 @@
-"""The calls around a finding as a table: one a row, in the order of time, and the ranks beside it.
+"""The calls around a finding as HTML: near it with the ranks beside them, and all as a table.
 
-Only the ranks that share a suspect with the finding's own, and only the calls near it: the whole
-run is the timeline's.
+The first has the ranks alone that share a suspect with the finding's own, and the calls near it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
+from zero_sim.report import pages
 from zero_sim.report.calls import Nearby, NearCall, calls_near, shown_name
-from zero_sim.report.kinds import class_of, legend
-from zero_sim.report.markup import Markup, element
 from zero_sim.report.text_buffer_map import in_runs
 
 if TYPE_CHECKING:
@@ -22,8 +22,38 @@ RANKS_MAX = 6
 """Ranks beside each other: as many as fit on a small screen."""
 SUSPECTS_MAX = 16
 """Suspects in the table; of more, the first ones."""
+CALLS_MAX = 500
+"""Calls listed; of a longer log, those around the finding."""
+_KINDS = (
+    ("reduce_scatter", "rs", "reduce_scatter"),
+    ("all_reduce", "ar", "all_reduce"),
+    ("all_gather", "ag", "all_gather"),
+    ("all_to_all", "aa", "all_to_all"),
+    ("broadcast", "bc", "broadcast"),
+    ("send", "mail", "send, recv"),
+    ("recv", "mail", "send, recv"),
+    ("", "other", "other"),
+)
+"""Beginning of the name of a collective, class of its colour, and name in the legend."""
 
 _Key = tuple[str, tuple[int, ...], int, str]
+
+
+def class_of(kind: str) -> str:
+    """The class that colours a collective."""
+    return next(class_ for start, class_, _ in _KINDS if kind.startswith(start))
+
+
+def legend(kinds: Iterable[str], *marks: tuple[str, str]) -> Markup:
+    """The colours of some collectives, and further marks, each with its meaning.
+
+    Args:
+        kinds: Names of the collectives.
+        marks: For each, its classes and what it means.
+    """
+    used = {class_of(kind) for kind in kinds}
+    named = dict.fromkeys((class_, meaning) for _, class_, meaning in _KINDS if class_ in used)
+    return pages.render("legend.html", entries=[*named, *marks])
 
 
 def near_calls(
@@ -50,27 +80,19 @@ def near_calls(
             came.setdefault(_key(record), set()).add(record.rank)
     differ = buffer_map.differ_ranks if buffer_map and buffer_map.check == finding.check else ()
     ranks, left_out = _ranks(nearby, suspects, came=came, differ=differ)
-    rows = list(_rows(calls, ranks, came=came, finding=finding, refused=log.refused))
-    head = ["call, and the ranks that came", *map(str, ranks)]
-    cells = [
-        element("th", name, class_="own" if name == str(nearby.rank) else None) for name in head
-    ]
-    top = element("thead", element("tr", *cells))
+    rows = list(_rows(calls, ranks, suspects, came=came, finding=finding, refused=log.refused))
     marks = [("mark suspect", "suspect")] if suspects else []
-    if any("key lacks" in row for row in rows):
+    if any(class_ == "lacks" for row in rows for _, class_, _ in row["marks"]):
         marks.append(("lacks", "never came"))
-    left = len(nearby.suspects) - len(suspects)
-    parts = [
-        element("p", f"Missing: {nearby.missing}", class_="missing") if nearby.missing else "",
-        element("p", f"No suspects: {nearby.why_no_suspect}.") if nearby.why_no_suspect else "",
-        legend([call.record.kind for call in calls], *marks),
-        element("table", top, element("tbody", *rows), class_="near"),
-        element("p", f"And {left} more suspects, all in the table below.") if left else "",
-        element("p", f"Not shown of the ranks of these calls: {in_runs(left_out)}.")
-        if left_out
-        else "",
-    ]
-    return element("div", *parts)
+    return pages.render(
+        "near_calls.html",
+        nearby=nearby,
+        legend=legend([call.record.kind for call in calls], *marks),
+        ranks=ranks,
+        rows=rows,
+        more_suspects=len(nearby.suspects) - len(suspects),
+        left_out=in_runs(left_out),
+    )
 
 
 def _ranks(
@@ -100,7 +122,7 @@ def _ranks(
 
 
 def _key(record: CollectiveRecord) -> _Key:
-    """What the calls of one collective have in common; mail is a rank's own."""
+    """Key that the calls of one collective share; each rank's message has its own."""
     message = f"{record.kind} {record.rank}" if record.kind in ("send", "recv") else ""
     return record.group, record.group_ranks, record.sequence, message
 
@@ -108,44 +130,76 @@ def _key(record: CollectiveRecord) -> _Key:
 def _rows(
     calls: Sequence[NearCall],
     ranks: Sequence[int],
+    suspects: Sequence[NearCall],
     *,
     came: Mapping[_Key, set[int]],
     finding: Finding,
     refused: int | None,
-) -> Iterator[Markup]:
+) -> Iterator[dict[str, Any]]:
     step = "step" if finding.step is None else f"step {finding.step}"
-    labels, said = {"before": "before", "in": step, "after": "after"}, ""
+    labels, last = {"before": "before", "in": step, "after": "after"}, ""
     for call in calls:
         record, label = call.record, labels[call.when]
         here = came[_key(record)]
-        if label != said:
-            yield element("tr", element("td", label, colspan=1 + len(ranks)), class_="when")
-        said = label
         about = [f"{record.elems:,} {record.dtype}"] if record.elem_bytes else []
         about += [record.detail] if record.detail else []
         about += ["async"] if record.asynchronous else []
-        text = element(
-            "td",
-            element("strong", f"{record.kind} #{record.sequence}"),
-            f" {', '.join(about)} ",
+        yield {
+            "label": "" if label == last else label,
+            "class": " ".join(["suspect"] * (call in suspects) + ["step"] * (call.when == "in")),
+            "call": f"{record.kind} #{record.sequence}",
+            "about": ", ".join(about),
             # The folder is long, and the same for nearly all of them.
-            element("span", f"at {shown_name(record.file)}:{record.line}", class_="dim"),
-        )
-        cells = [
-            element("td", _cell(call, rank, came=here, refused=refused), class_="rank")
-            for rank in ranks
-        ]
-        class_ = " ".join(["suspect"] * call.suspect + ["step"] * (call.when == "in")) or None
-        yield element("tr", text, *cells, class_=class_)
+            "site": f"{shown_name(record.file)}:{record.line}",
+            "marks": [_mark(call, rank, came=here, refused=refused) for rank in ranks],
+        }
+        last = label
 
 
-def _cell(call: NearCall, rank: int, *, came: set[int], refused: int | None) -> Markup | str:
+def _mark(
+    call: NearCall, rank: int, *, came: set[int], refused: int | None
+) -> tuple[int, str, str]:
+    """A rank, the class of its mark beside a call, and its meaning; no class without a mark."""
     record = call.record
     if rank not in record.group_ranks or (record.kind in ("send", "recv") and rank != record.rank):
-        return ""
+        return rank, "", ""
     if rank not in came:
-        return element("i", class_="key lacks", title=f"rank {rank} never came")
-    class_ = f"key {class_of(record.kind)}"
-    if call.index == refused and rank == record.rank:
-        class_ += " refused"
-    return element("i", class_=class_, title=f"rank {rank} came")
+        return rank, "lacks", "never came"
+    is_refused = call.index == refused and rank == record.rank
+    return rank, f"{class_of(record.kind)}{' refused' if is_refused else ''}", "came"
+
+
+def calls_table(log: EventLog, finding: Finding) -> tuple[Markup, str]:
+    """The calls of all ranks around a finding, and a sentence that says which of them."""
+    total = len(log.collectives)
+    first = first_shown(total, finding, most=CALLS_MAX)
+    rows = []
+    for index, record in enumerate(log.collectives[first : first + CALLS_MAX], start=first):
+        in_step = (
+            finding.call_start is not None
+            and finding.call_stop is not None
+            and finding.call_start <= index < finding.call_stop
+        )
+        own = "own" if in_step and record.rank == finding.rank else ""
+        text = f"{record.kind}{', async' if record.asynchronous else ''}"
+        cells = (
+            str(index),
+            str(record.rank),
+            text,
+            f"{record.group} #{record.sequence}",
+            f"{record.elems:,} {record.dtype}" if record.elem_bytes else "",
+            record.detail,
+            record.site,
+        )
+        rows.append(("bad" if index == log.refused else own, cells))
+    head = ("call", "rank", "collective", "group", "elements", "detail", "where")
+    said = f"all {total} calls" if total <= CALLS_MAX else f"{CALLS_MAX} of {total} calls"
+    return pages.render("table.html", head=head, rows=rows), said
+
+
+def first_shown(total: int, finding: Finding, *, most: int) -> int:
+    """The first of at most `most` calls around a finding, of a log with `total` calls."""
+    start = finding.call_start
+    if start is None:
+        start = total if finding.call_stop is None else finding.call_stop
+    return max(0, min(start - most // 4, total - most))

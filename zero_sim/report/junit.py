@@ -40,7 +40,7 @@ class TestCase:
     kind: str = ""
     """The check that found something; of an error, what it is of."""
     message: str = ""
-    """What is wrong, in a line."""
+    """The first finding or the error, in a line."""
     text: str = ""
     """All there is to say of it."""
     properties: Mapping[str, str] = field(default_factory=dict)

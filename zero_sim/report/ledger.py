@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zero_sim.cost.ledger import RankLedger, Sample
-from zero_sim.cost.network import Network
-from zero_sim.cost.rows import MemoryRow, TrafficRow
-from zero_sim.report.amounts import aligned, in_unit, unit_for
-from zero_sim.report.costs import BAR_CHARS
-from zero_sim.run.measure import Measured
+from zero_sim.calculators.ledger import RankLedger, Sample
+from zero_sim.calculators.measure import Measured
+from zero_sim.calculators.network import Network
+from zero_sim.calculators.rows import MemoryRow, TrafficRow
+from zero_sim.report.amounts import aligned, bar, in_unit, unit_for
 from zero_sim.untrusted import printable
 
 MOMENTS_MAX = 60
@@ -17,7 +16,7 @@ MOMENTS_MAX = 60
 
 
 def render_memory_ledger(measured: Measured, row: MemoryRow) -> str:
-    """What the first rank had in memory, moment by moment, and what closed forms say.
+    """Render the first rank's memory, moment by moment, beside the closed forms.
 
     Args:
         measured: The run.
@@ -56,7 +55,7 @@ def render_memory_ledger(measured: Measured, row: MemoryRow) -> str:
 
 
 def render_traffic_ledger(measured: Measured, row: TrafficRow, *, network: Network) -> str:
-    """What the first rank called, and what closed forms say."""
+    """Render the first rank's calls beside the closed forms."""
     traffic = measured.traffic(0, network=network)
     unit = unit_for([float(traffic.sent)])
     table = [["rank 0", "group", "N", "dtype", "calls", "messages", f"sent {unit[0]}"]]
@@ -76,7 +75,7 @@ def render_traffic_ledger(measured: Measured, row: TrafficRow, *, network: Netwo
     lines = [
         f"Measured: step {measured.step} on {len(measured.ledgers)} simulated ranks.",
         "",
-        *aligned(table, left=2).splitlines(),
+        *aligned(table, words=range(2)).splitlines(),
         "",
         f"Sent in all: {in_unit(float(traffic.sent), unit)} {unit[0]}"
         + (f", by closed form {closed} {unit[0]}." if measured.is_costed else "."),
@@ -134,12 +133,11 @@ def _moments(samples: Sequence[Sample], unit: tuple[str, int]) -> list[str]:
     shown = chosen_moments(samples)
     rows = [["phase", "moment", "", unit[0]]]
     for sample in shown:
-        bar = "█" * max(1, round(sample.total / most * BAR_CHARS))
         amount = in_unit(sample.total, unit)
-        rows.append([sample.phase, sample.where, f"{bar:<{BAR_CHARS}}", amount])
+        rows.append([sample.phase, sample.where, bar(sample.total / most), amount])
     left = len(samples) - len(shown)
     more = [f"... of {len(samples)} moments those that change most."] if left else []
-    return [*aligned(rows, left=3).splitlines(), *more]
+    return [*aligned(rows, words=range(3)).splitlines(), *more]
 
 
 def _verdict(measured: Measured) -> list[str]:

@@ -1,9 +1,11 @@
-"""Rows of the tables that are not about cases."""
+"""The tables that are not about cases: their rows as records, and as text."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from zero_sim.report.amounts import aligned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,15 +16,11 @@ class Measurement:
     value: float
     unit: str
     goal: float | None = None
-    """In the same unit; None where there is nothing to reach."""
+    """In the same unit; None if there is no goal."""
     ok: bool | None = None
-    """Whether the goal is reached; None without a goal."""
+    """True if the goal is reached; None without a goal."""
     at_least: bool = False
-    """Whether the goal is the least that it should be, in place of the most."""
-
-    def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
-        return dataclasses.asdict(self)
+    """True if the goal is a lower bound, otherwise it is an upper bound."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +32,6 @@ class WorseRatio:
     before: float
     """Median of the last runs on record."""
 
-    def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
@@ -47,10 +41,39 @@ class Fact:
     value: str
     ok: bool
     note: str = ""
-    """What does not work without it, and what to do."""
+    """Features that do not work without it, and the remedy."""
     required: bool = False
-    """Whether nothing at all can run without it."""
+    """True if nothing at all can run without it."""
 
-    def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
-        return dataclasses.asdict(self)
+
+def render_facts(facts: Sequence[Fact]) -> str:
+    """The doctor's table."""
+    rows = [("ok" if fact.ok else "NO", fact.name, fact.value, fact.note) for fact in facts]
+    return aligned(rows, words=range(4))
+
+
+def render_measurements(measurements: Sequence[Measurement]) -> str:
+    """The benchmark table."""
+    rows = [
+        (
+            {True: "ok", False: "MISS", None: ""}[row.ok],
+            row.name,
+            f"{row.value:,.4g} {row.unit}".rstrip(),
+            "" if row.goal is None else f"goal {_goal(row)}",
+        )
+        for row in measurements
+    ]
+    return aligned(rows, words=range(4))
+
+
+def render_worse(found: Sequence[WorseRatio]) -> str:
+    """The ratios that got worse, a line each."""
+    rows = [
+        ("WORSE", one.name, f"{one.value:,.4g} x", f"{one.before:,.4g} x before") for one in found
+    ]
+    return aligned(rows, words=range(4))
+
+
+def _goal(row: Measurement) -> str:
+    side = "at least" if row.at_least else "at most"
+    return f"{side} {row.goal:,.4g} {row.unit}".rstrip()

@@ -6,35 +6,15 @@ meaning; new fields may come without that.
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import functools
-import inspect
-import textwrap
-import types
-import typing
-from collections.abc import Callable, Collection, Mapping
-from enum import StrEnum
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zero_sim.findings.records import BufferMap, CaseResult, Finding
+from zero_sim.report.explain import Explanation
+from zero_sim.report.records import Fact, Measurement, WorseRatio
 
 VERSION = 3
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-Command = Literal[
-    "run",
-    "replay",
-    "explain",
-    "fuzz",
-    "merge",
-    "shrink",
-    "mutants",
-    "memory",
-    "traffic",
-    "fingerprint",
-    "rules",
-    "doctor",
-    "bench",
-]
-
 Node = dict[str, object]
 
 _TEXT: Node = {"type": "string"}
@@ -49,11 +29,11 @@ _STATUS: Node = {
 }
 
 
-def output_schema(command: Command) -> Node:
+def output_schema(command: str) -> Node:
     """The JSON Schema of what a command prints with `--json`.
 
     Args:
-        command: Its name.
+        command: Its name, one of `COMMANDS`.
     """
     properties = {
         "schema": {"const": VERSION, "description": "Version of this schema."},
@@ -70,7 +50,7 @@ def output_schema(command: Command) -> Node:
 
 
 def versioned(value: Mapping[str, object]) -> dict[str, object]:
-    """What a command prints, with the version of its schema."""
+    """Add the version of the schema to the output of a command."""
     return {"schema": VERSION, **value}
 
 
@@ -78,7 +58,7 @@ def _run() -> Node:
     problem = dict.fromkeys(("source", "path", "message", "suggestion"), _TEXT)
     case = _object(
         {
-            **_fields(_records().CaseResult, without=_NOT_TOLD),
+            **_record(CaseResult)["properties"],
             "source": _described(_TEXT, "The scenario file."),
             "reproduce": _described(_TEXT, "The command that runs this case alone."),
             "bundle": _described(_or_null(_TEXT), "Id of its bundle, where there is one."),
@@ -96,7 +76,7 @@ def _run() -> Node:
 
 
 def _replay() -> Node:
-    finding = _record(_records().Finding)
+    finding = _record(Finding)
     return {
         "id": _TEXT,
         "outcome": {"enum": ["fixed", "failed", "error"]},
@@ -105,7 +85,7 @@ def _replay() -> Node:
         "then": finding,
         "now": _or_null(finding),
         "differences": _list(_TEXT),
-        "result": _record(_records().CaseResult),
+        "result": _record(CaseResult),
         "exit_status": _STATUS,
         "frozen": _or_null(_TEXT),
         "replay": _described(_TEXT, "The command that repeats it."),
@@ -113,13 +93,11 @@ def _replay() -> Node:
 
 
 def _explain() -> Node:
-    from zero_sim.report.explain import Explanation
-
     return {
-        **_fields(Explanation),
+        **_record(Explanation)["properties"],
         "bundle": _or_null(_TEXT),
-        "finding": _or_null(_record(_records().Finding)),
-        "strip": _or_null(_record(_records().BufferMap)),
+        "finding": _or_null(_record(Finding)),
+        "strip": _or_null(_record(BufferMap)),
     }
 
 
@@ -137,7 +115,7 @@ def _shrink() -> Node:
         "complete": _or_null(_FLAG),
         "stopped": {"enum": ["cases", "seconds", "asked", None]},
         "bundle": _or_null(_TEXT),
-        "result": _record(_records().CaseResult),
+        "result": _record(CaseResult),
         "exit_status": _STATUS,
         "replay": _or_null(_TEXT),
         "reproduce": _or_null(_TEXT),
@@ -179,6 +157,10 @@ def _fuzz() -> Node:
         "seconds": _SECONDS,
         "device": _described(_TEXT, "Where ranks and reference computed."),
         "corpus": _TEXT,
+        "shards": _COUNT,
+        "shards_missing": _described(
+            _list(_COUNT), "With --join, those without a file, counted from 1."
+        ),
         "exit_status": _STATUS,
     }
 
@@ -210,14 +192,6 @@ def _coverage() -> Node:
     return {"anyOf": [_object(always), _described(with_all, "With --coverage.")]}
 
 
-def _merge() -> Node:
-    return {
-        **_fuzz(),
-        "shards": _COUNT,
-        "shards_missing": _described(_list(_COUNT), "Counted from 1."),
-    }
-
-
 def _mutants() -> Node:
     from zero_sim.mutants.records import Trial
 
@@ -243,7 +217,7 @@ _WAY: dict[str, Node] = {
     "redundancy": _COUNT,
     "bucket_elems": {"anyOf": [_COUNT, {"type": "null"}]},
 }
-"""What was asked about, in each row of a calculator."""
+"""Choices in each row of a calculator."""
 
 
 def _memory() -> Node:
@@ -271,6 +245,8 @@ def _memory() -> Node:
 
 
 def _traffic() -> Node:
+    from zero_sim.calculators.network import Network
+
     sent: Node = {"type": "object", "additionalProperties": _COUNTS}
     flow = _object(
         {
@@ -291,7 +267,7 @@ def _traffic() -> Node:
         "bytes_sent_per_rank": _described(sent, "Of the first of `rows`."),
         "total": _described(_COUNT, "Likewise."),
         "rows": _list(row),
-        "network": _network(),
+        "network": _record(Network),
         "measured": _measured(),
     }
 
@@ -319,12 +295,6 @@ def _measured() -> Node:
         }
     )
     return _described(_or_null(_list(run)), "With --measure: of each row the run.")
-
-
-def _network() -> Node:
-    from zero_sim.cost.network import Network
-
-    return _record(Network)
 
 
 def _fingerprint() -> Node:
@@ -371,26 +341,21 @@ def _rules() -> Node:
 
 
 def _doctor() -> Node:
-    from zero_sim.report.records import Fact
-
     return {"facts": _list(_record(Fact))}
 
 
 def _bench() -> Node:
-    from zero_sim.report.records import Measurement, WorseRatio
-
     return {
         "measurements": _list(_record(Measurement)),
         "worse": _described(_list(_record(WorseRatio)), "Empty without --check."),
     }
 
 
-_COMMANDS: Mapping[Command, Callable[[], Node]] = {
+_COMMANDS: Mapping[str, Callable[[], Node]] = {
     "run": _run,
     "replay": _replay,
     "explain": _explain,
     "fuzz": _fuzz,
-    "merge": _merge,
     "shrink": _shrink,
     "mutants": _mutants,
     "memory": _memory,
@@ -400,14 +365,8 @@ _COMMANDS: Mapping[Command, Callable[[], Node]] = {
     "doctor": _doctor,
     "bench": _bench,
 }
-COMMANDS: tuple[Command, ...] = tuple(_COMMANDS)
+COMMANDS = tuple(_COMMANDS)
 """Commands that have `--json`."""
-
-
-def _records() -> types.ModuleType:
-    from zero_sim.findings import records
-
-    return records
 
 
 def _described(node: Node, text: str) -> Node:
@@ -435,59 +394,30 @@ _NOT_TOLD = ("evidence", "logs", "twin")
 """Tensors, event logs and cases, which are no JSON."""
 
 
-def _record(cls: type) -> Node:
-    return _object(_fields(cls, without=_NOT_TOLD))
+def _record(cls: type) -> Any:
+    """The schema of a record by pydantic, with the strings under its fields as descriptions."""
+    from pydantic import ConfigDict, TypeAdapter
+
+    # Types of fields in `_NOT_TOLD`. Their modules import them for type checkers only, and pydantic
+    # looks here for names that a module lacks.
+    Tensor = EventLog = Scenario = object  # noqa: F841
+    # In a tuple, since pydantic refuses a config beside a record that could have its own.
+    adapter = TypeAdapter(tuple[cls], config=ConfigDict(use_attribute_docstrings=True))
+    defs = adapter.json_schema(mode="serialization")["$defs"]
+    return _inlined(defs[cls.__name__], defs)
 
 
-def _fields(cls: type, *, without: Collection[str] = ()) -> dict[str, Node]:
-    """Each field of a record with the string under it as its description."""
-    names = [column.name for column in dataclasses.fields(cls) if column.name not in without]
-    hints, docstrings = _hints(cls), _docstrings(cls)
-    nodes = {name: _of_type(hints[name]) for name in names}
-    return {
-        name: _described(node, docstrings[name]) if name in docstrings else node
-        for name, node in nodes.items()
-    }
-
-
-def _hints(cls: type) -> Mapping[str, object]:
-    # Names that a module has for type checkers only: of fields that are not told.
-    missing = dict.fromkeys(("Tensor", "EventLog", "Scenario"), object)
-    return typing.get_type_hints(cls, localns=missing)
-
-
-@functools.cache
-def _docstrings(cls: type) -> Mapping[str, str]:
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if not isinstance(text, ast.Expr) or not isinstance(text.value, ast.Constant):
-            continue
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            found[field.target.id] = " ".join(str(text.value.value).split())
-    return found
-
-
-_PLAIN = {int: "integer", float: "number", str: "string", bool: "boolean", types.NoneType: "null"}
-
-
-def _of_type(hint: object) -> Node:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if isinstance(hint, types.UnionType):
-        return {"anyOf": [_of_type(arg) for arg in args]}
-    if origin is Literal:
-        return {"enum": list(args)}
-    if origin is tuple:
-        if args[-1] is ...:
-            return _list(_of_type(args[0]))
-        items = [_of_type(arg) for arg in args]
-        return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
-    if origin is Mapping:
-        return {"type": "object", "additionalProperties": _of_type(args[1])}
-    assert isinstance(hint, type), hint
-    if issubclass(hint, StrEnum):
-        return {"enum": [member.value for member in hint]}
-    if dataclasses.is_dataclass(hint):
-        return _record(hint)
-    return {"type": _PLAIN[hint]}
+def _inlined(node: Any, defs: Mapping[str, Node]) -> Any:
+    """A node of pydantic without references, and with all fields required as they are printed."""
+    if isinstance(node, list):
+        return [_inlined(each, defs) for each in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        found = defs[node["$ref"].rpartition("/")[2]]
+        return _inlined({**found, **{k: v for k, v in node.items() if k != "$ref"}}, defs)
+    if "properties" in node:
+        told = {k: v for k, v in node["properties"].items() if k not in _NOT_TOLD}
+        fields = _object({name: _inlined(field, defs) for name, field in told.items()})
+        return {**fields, "description": node["description"]}
+    return {k: _inlined(v, defs) for k, v in node.items() if k not in ("title", "default")}

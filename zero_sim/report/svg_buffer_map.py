@@ -1,7 +1,4 @@
-"""The buffer map as SVG, for the HTML report: as wide as the screen.
-
-Places are in percent of the width, so that boxes become narrower and text does not.
-"""
+"""The buffer map as SVG, for the HTML report: as wide as the screen."""
 
 from __future__ import annotations
 
@@ -9,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zero_sim.report.markup import Markup, element, joined
+from markupsafe import Markup
+
+from zero_sim.report import pages
 
 if TYPE_CHECKING:
     from zero_sim.findings.records import BufferMap
@@ -24,6 +23,8 @@ _WIDE, _NARROW = 900, 260
 """Pixels of a picture on a large screen and on a small one."""
 _CHAR_WIDTH = 7
 _ROWS = ("bucket", "rank", "param", "differs")
+_HEIGHT = _TOP + len(_ROWS) * (ROW + GAP)
+_BUCKET, _RANK, _PARAM, _DIFFERS = (_TOP + i * (ROW + GAP) for i in range(len(_ROWS)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,116 +32,111 @@ class _Frame:
     start: int
     stop: int
 
-    def x(self, element_: int) -> float:
-        """Where an element begins, in percent of the width."""
-        inside = min(max(element_, self.start), self.stop) - self.start
+    def x(self, element: int) -> float:
+        """Left edge of an element, in percent of the width."""
+        inside = min(max(element, self.start), self.stop) - self.start
         return inside * 100 / (self.stop - self.start)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Span:
+    """Elements of the buffer, as a box in one row."""
+
+    start: int
+    stop: int
+    y: int
+    title: str = ""
+    label: str = ""
+    hue: int | None = None
+    """Degrees; None for the colour of its class."""
+    class_: str = "part"
+    height: int = ROW
 
 
 def buffer_map_pictures(buffer_map: BufferMap) -> Markup:
     """The buffer map, and where it is large its surroundings of the first difference below it."""
-    pictures = [_picture(buffer_map, _Frame(start=buffer_map.start, stop=buffer_map.stop))]
+    frames = [_Frame(start=buffer_map.start, stop=buffer_map.stop)]
     if buffer_map.stop - buffer_map.start > 2 * DETAIL_ELEMS and buffer_map.differ:
         start = max(buffer_map.start, buffer_map.differ[0][0] - DETAIL_ELEMS // 4)
         start = max(buffer_map.start, min(start, buffer_map.stop - DETAIL_ELEMS))
-        pictures.append(element("p", "Around the first difference:"))
-        pictures.append(_picture(buffer_map, _Frame(start=start, stop=start + DETAIL_ELEMS)))
-    return joined(pictures)
-
-
-def _picture(buffer_map: BufferMap, frame: _Frame) -> Markup:
-    height = _TOP + len(_ROWS) * (ROW + GAP)
-    parts = [
-        *_ruler(frame),
-        *_parts(buffer_map, frame, _TOP),
-        *_marks(buffer_map, frame, height=height),
+        frames.append(_Frame(start=start, stop=start + DETAIL_ELEMS))
+    spans = [*_parts(buffer_map), *_marks(buffer_map)]
+    pictures = [
+        {
+            "ticks": list(_ruler(frame)),
+            "spans": [
+                _placed(span, frame)
+                for span in spans
+                if span.start < frame.stop and frame.start < span.stop
+            ],
+        }
+        for frame in frames
     ]
-    labels = element("div", *(element("span", label) for label in _ROWS), class_="labels")
-    svg = element("svg", *parts, width="100%", height=height, role="img", class_="strip")
-    return element("div", labels, svg, class_="picture")
+    return pages.render("buffer_map.html", pictures=pictures, rows=_ROWS, height=_HEIGHT)
 
 
-def _ruler(frame: _Frame) -> Iterator[Markup]:
+def _ruler(frame: _Frame) -> Iterator[tuple[str, str]]:
     numel = frame.stop - frame.start
     # As many as fit side by side on a small screen.
     count = max(2, _NARROW // (_CHAR_WIDTH * (len(f"{frame.stop:,}") + 1)))
     step = max(1, -(-numel // min(8, count)))
     for offset in range(frame.start, frame.stop, step):
-        yield element("text", f"{offset:,}", x=f"{frame.x(offset):.3f}%", y=12, class_="tick")
+        yield f"{frame.x(offset):.3f}", f"{offset:,}"
 
 
-def _parts(buffer_map: BufferMap, frame: _Frame, top: int) -> Iterator[Markup]:
-    rows = [top + i * (ROW + GAP) for i in range(3)]
+def _parts(buffer_map: BufferMap) -> Iterator[_Span]:
     for bucket in buffer_map.buckets:
-        title = f"bucket {bucket.index}: elements [{bucket.start}, {bucket.stop})"
-        yield from _box(frame, bucket.start, bucket.stop, rows[0], str(bucket.index), title, "")
+        start, stop = bucket.start, bucket.stop
+        title = f"bucket {bucket.index}: elements [{start}, {stop})"
+        yield _Span(start=start, stop=stop, y=_BUCKET, title=title, label=str(bucket.index))
     for shard in buffer_map.shards:
+        start, stop = shard.start, shard.stop
         ranks = ", ".join(map(str, shard.ranks))
-        title = (
-            f"rank {ranks}: shard {shard.index} of bucket {shard.bucket}, elements "
-            f"[{shard.start}, {shard.stop})"
-        )
+        title = f"rank {ranks}: shard {shard.index} of bucket {shard.bucket}, elements "
+        title += f"[{start}, {stop})"
         hue = _hue(shard.ranks[0])
-        yield from _box(frame, shard.start, shard.stop, rows[1], ranks, title, hue)
+        yield _Span(start=start, stop=stop, y=_RANK, title=title, label=ranks, hue=hue)
     numbers: dict[str, int] = {}
     for piece in buffer_map.pieces:
-        number = numbers.setdefault(piece.param, len(numbers))
-        stop = piece.param_start + piece.stop - piece.start
-        title = f"{piece.param}[{piece.param_start}:{stop}]: elements [{piece.start}, {piece.stop})"
-        hue = _hue(number + 2)
-        yield from _box(frame, piece.start, piece.stop, rows[2], piece.param, title, hue)
+        start, stop, name = piece.start, piece.stop, piece.param
+        hue = _hue(numbers.setdefault(name, len(numbers)) + 2)
+        in_param = f"{name}[{piece.param_start}:{piece.param_start + stop - start}]"
+        title = f"{in_param}: elements [{start}, {stop})"
+        yield _Span(start=start, stop=stop, y=_PARAM, title=title, label=name, hue=hue)
     for name, spans in (("padding", buffer_map.padding), ("unowned", buffer_map.unowned)):
         for start, stop in spans:
             title = f"{name}: elements [{start}, {stop})"
-            yield from _box(frame, start, stop, rows[2], name, title, "", class_=name)
+            yield _Span(start=start, stop=stop, y=_PARAM, title=title, label=name, class_=name)
 
 
-def _box(
-    frame: _Frame,
-    start: int,
-    stop: int,
-    top: int,
-    label: str,
-    title: str,
-    fill: str,
-    *,
-    class_: str = "part",
-) -> Iterator[Markup]:
-    if start >= frame.stop or stop <= frame.start:
-        return
-    left, width = frame.x(start), frame.x(stop) - frame.x(start)
-    yield element(
-        "rect",
-        element("title", title),
-        x=f"{left:.3f}%",
-        y=top,
-        width=f"{width:.3f}%",
-        height=ROW,
-        class_=class_,
-        style=f"fill:{fill}" if fill else None,
-    )
-    room = int((width * _WIDE / 100 - 6) / _CHAR_WIDTH)
-    if room >= min(len(label), 4) and room > 0:
-        shown = label if len(label) <= room else f"{label[: room - 1]}\u2026"
-        text = element("text", shown, x=3, y=15, class_="in")
-        # A box of its own cuts off what does not fit on a smaller screen.
-        box = {"x": f"{left:.3f}%", "y": top, "width": f"{width:.3f}%", "height": ROW}
-        yield element("svg", text, **box)
-
-
-def _marks(buffer_map: BufferMap, frame: _Frame, *, height: int) -> Iterator[Markup]:
+def _marks(buffer_map: BufferMap) -> Iterator[_Span]:
     for start, stop in buffer_map.differ:
-        if start >= frame.stop or stop <= frame.start:
-            continue
-        left, width = frame.x(start), frame.x(stop) - frame.x(start)
-        title = element("title", f"differs: elements [{start}, {stop})")
+        height = _HEIGHT - _TOP
+        yield _Span(start=start, stop=stop, y=_TOP, class_="veil", height=height)
+        title = f"differs: elements [{start}, {stop})"
         # However narrow: an outline of some pixels is part of the mark.
-        box = {"x": f"{left:.3f}%", "width": f"{width:.3f}%"}
-        yield element("rect", y=_TOP, height=height - _TOP, class_="veil", **box)
-        row = _TOP + 3 * (ROW + GAP)
-        yield element("rect", title, y=row, height=ROW, class_="differs", **box)
+        yield _Span(start=start, stop=stop, y=_DIFFERS, title=title, class_="differs")
 
 
-def _hue(number: int) -> str:
+def _placed(span: _Span, frame: _Frame) -> dict[str, object]:
+    """A span as the template takes it."""
+    left, width = frame.x(span.start), frame.x(span.stop) - frame.x(span.start)
+    room = int((width * _WIDE / 100 - 6) / _CHAR_WIDTH)
+    label = span.label
+    if room <= 0 or room < min(len(label), 4):
+        label = ""
+    return {
+        "x": f"{left:.3f}",
+        "y": span.y,
+        "width": f"{width:.3f}",
+        "height": span.height,
+        "class": span.class_,
+        "hue": span.hue,
+        "title": span.title,
+        "label": label if len(label) <= room else f"{label[: room - 1]}\u2026",
+    }
+
+
+def _hue(number: int) -> int:
     """A colour far from those of neighbouring numbers."""
-    return f"hsl({number * 137 % 360} 60% 78%)"
+    return number * 137 % 360

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from zero_sim.report.kinds import class_of, legend
-from zero_sim.report.markup import Markup, element, joined
+from markupsafe import Markup
+
+from zero_sim.report import pages
+from zero_sim.report.html_calls import class_of, first_shown, legend
 from zero_sim.report.timeline import CallSpan, read_timeline
 
 if TYPE_CHECKING:
@@ -57,16 +59,14 @@ def draw_timeline(
     lane_count = max((lane for row in placed for _, _, lane in row), default=0) + 1
     row_height = lane_count * _LANE + _GAP
     height = _TOP + len(ranks) * row_height
-    parts: list[Markup] = list(_shade(timeline.calls, finding, x=x, height=height))
-    parts.append(element("text", "time, in calls", x=_LEFT, y=11, class_="tick"))
+    rows = []
     for i, (rank, row) in enumerate(zip(ranks, placed, strict=True)):
         top = _TOP + i * row_height
-        middle = top + lane_count * _LANE // 2 + 4
-        parts.append(element("text", f"rank {rank}", x=0, y=middle, class_="label"))
-        for call, end, lane in row:
-            bar = _span(call, x(call.issue_tick), x(end), top + lane * _LANE, marked=marked)
-            parts.extend(bar)
-    svg = element("svg", *parts, viewBox=f"0 0 {_WIDTH} {height}", role="img", class_="timeline")
+        spans = [
+            _span(call, x(call.issue_tick), x(end), top + lane * _LANE, marked=marked)
+            for call, end, lane in row
+        ]
+        rows.append({"rank": rank, "middle": top + lane_count * _LANE // 2 + 4, "spans": spans})
     said = f"{len(calls)} of {total} calls" if len(calls) < total else f"all {total} calls"
     if len(ranks) < timeline.world_size:
         said += f", {len(ranks)} of {timeline.world_size} ranks"
@@ -76,12 +76,20 @@ def draw_timeline(
         marks.append(("open", "never completed"))
     if finding is not None and finding.call_start is not None:
         marks.append(("step", "the bad step"))
-    hint = element("p", "Wider than this screen: scroll it sideways.", class_="hint")
-    return joined([legend(kinds, *marks), hint, element("div", svg, class_="scroll")]), said
+    picture = pages.render(
+        "timeline.html",
+        legend=legend(kinds, *marks),
+        width=_WIDTH,
+        height=height,
+        left=_LEFT,
+        step=_shade(timeline.calls, finding, x=x),
+        rows=rows,
+    )
+    return picture, said
 
 
 def _key(record: CollectiveRecord) -> tuple[object, ...]:
-    """What the calls of one collective have in common."""
+    """Key that the calls of one collective share."""
     return record.group, record.group_ranks, record.sequence, record.kind
 
 
@@ -90,10 +98,7 @@ def _window(total: int, finding: Finding | None) -> tuple[int, int]:
         return 0, total
     if finding is None:
         return 0, CALLS_MAX
-    start = finding.call_start
-    if start is None:
-        start = total if finding.call_stop is None else finding.call_stop
-    first = max(0, min(start - CALLS_MAX // 4, total - CALLS_MAX))
+    first = first_shown(total, finding, most=CALLS_MAX)
     return first, first + CALLS_MAX
 
 
@@ -133,23 +138,25 @@ def _placed(calls: Sequence[CallSpan], rank: int, stop: int) -> Sequence[tuple[C
 
 
 def _shade(
-    calls: Sequence[CallSpan], finding: Finding | None, *, x: Callable[[float], float], height: int
-) -> Iterator[Markup]:
+    calls: Sequence[CallSpan], finding: Finding | None, *, x: Callable[[float], float]
+) -> dict[str, str] | None:
     if finding is None:
-        return
+        return None
     start, stop = finding.call_start, finding.call_stop
     if start is None or stop is None or start >= len(calls):
-        return
+        return None
     left = x(calls[start].issue_tick)
     right = x(calls[stop].issue_tick) if stop < len(calls) else float(_WIDTH)
-    title = element("title", f"step {finding.step} of rank {finding.rank}, until it was found")
-    width = f"{max(1.0, right - left):.2f}"
-    yield element("rect", title, x=f"{left:.2f}", y=0, width=width, height=height, class_="step")
+    return {
+        "x": f"{left:.2f}",
+        "width": f"{max(1.0, right - left):.2f}",
+        "title": f"step {finding.step} of rank {finding.rank}, until it was found",
+    }
 
 
 def _span(
     call: CallSpan, left: float, right: float, top: int, *, marked: Collection[object]
-) -> Iterator[Markup]:
+) -> dict[str, object]:
     record = call.record
     class_ = class_of(record.kind)
     if _key(record) in marked:
@@ -161,16 +168,15 @@ def _span(
     landed = "never" if call.land_tick is None else str(call.land_tick)
     ended = "" if call.land_tick is None and call.completed else f", over at {landed}"
     came = ", ".join(map(str, call.came))
-    title = f"rank {record.rank}: {record.text}; issued at {call.issue_tick}{ended}; came: {came}"
     width = max(1.5, right - left - 0.5)
-    yield element(
-        "rect",
-        element("title", title),
-        x=f"{left:.2f}",
-        y=top,
-        width=f"{width:.2f}",
-        height=_LANE - 1,
-        class_=class_,
-    )
-    if width > len(record.kind) * _CHAR_WIDTH:
-        yield element("text", record.kind, x=f"{left + 2:.2f}", y=top + 7.5, class_="call")
+    return {
+        "x": f"{left:.2f}",
+        "y": top,
+        "width": f"{width:.2f}",
+        "height": _LANE - 1,
+        "class": class_,
+        "title": f"rank {record.rank}: {record.text}; issued at {call.issue_tick}{ended}; "
+        f"came: {came}",
+        "label": record.kind if width > len(record.kind) * _CHAR_WIDTH else "",
+        "label_x": f"{left + 2:.2f}",
+    }

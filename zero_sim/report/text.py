@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from zero_sim.report.amounts import aligned
 from zero_sim.report.calls import observed_grads, render_calls
 from zero_sim.report.text_buffer_map import draw_buffer_map
 from zero_sim.untrusted import printable
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from zero_sim.errors import ScenarioError
     from zero_sim.findings.records import BufferMap, CaseResult, Finding
     from zero_sim.report.explain import Explanation
-    from zero_sim.report.records import Fact, Measurement, WorseRatio
     from zero_sim.shrink import Reduced
     from zero_sim.sim import EventLog
 
@@ -50,7 +50,7 @@ _OBSERVABLE = (
     "masters and optimizer state",
     "working params",
 )
-"""What is compared after every step where a target tells it, in the order of computation."""
+"""Values compared after every step if a target reports them, in the order of computation."""
 
 _ID_WIDTH_MAX = 72
 _TEXT_WIDTH = 100
@@ -181,7 +181,7 @@ def render_explanation(explanation: Explanation) -> str:
 
 
 def render_bundle(bundle: Bundle) -> str:
-    """What a bundle is of: its case and its first finding, with the case's own numbers."""
+    """Render a bundle: its case and its first finding, with the case's own numbers."""
     first = bundle.findings[0]
     lines = [f"bundle {bundle.id}  {bundle.scenario.name}".rstrip()]
     block = _finding_lines(first, bundle.strip, logs=bundle.logs, notes=bundle.notes)
@@ -204,7 +204,7 @@ def _paragraph(label: str, text: str, *, bullet: str = "") -> list[str]:
 
 
 def render_replay(replayed: Replayed) -> str:
-    """What came of a replay: FIXED, FAILED or ERROR, and how it compares with the bundle."""
+    """Render a replay: FIXED, FAILED or ERROR, and the difference from the bundle."""
     result, then = replayed.result, replayed.then
     before = f"{then.check} at {render_location(then)}" if render_location(then) else then.check
     match replayed.outcome:
@@ -230,7 +230,7 @@ def render_replay(replayed: Replayed) -> str:
 
 
 def render_reduced(reduced: Reduced) -> str:
-    """How large a case was, how small it is now, and what that took."""
+    """Render the size of a case before and after shrinking, and the time it took."""
     took = f"{_count(reduced.cases, 'case')}, {reduced.seconds:.1f} s"
     return (
         f"  before      {reduced.before}\n"
@@ -282,7 +282,7 @@ def _furthest(finding: Finding) -> str:
 
 
 def render_location(finding: Finding) -> str:
-    """Where it is: step, phase, rank, param and index, flat offset, bucket, shard."""
+    """Render the place: step, phase, rank, param and index, flat offset, bucket, shard."""
     parts = [
         f"{word} {value}"
         for word, value in (
@@ -345,7 +345,7 @@ def render_summary(
 
 
 def render_observed(results: Sequence[CaseResult]) -> str:
-    """What was compared in the cases that passed and what was not observed; empty where all was.
+    """Render what passing cases compared and did not observe; empty if all was observed.
 
     Args:
         results: Of all cases of a run.
@@ -357,54 +357,11 @@ def render_observed(results: Sequence[CaseResult]) -> str:
     names = list(dict.fromkeys((*_OBSERVABLE, *sorted(missing))))
     rows = [("compared", "not observed", f"of {_count(len(passed), 'case')} that passed")]
     rows += [(str(len(passed) - missing[name]), str(missing[name] or ""), name) for name in names]
-    return f"What a target does not tell is not observed:\n{_columns(rows)}"
-
-
-def render_facts(facts: Sequence[Fact]) -> str:
-    """The doctor's table."""
-    rows = [("ok" if fact.ok else "NO", fact.name, fact.value, fact.note) for fact in facts]
-    return _columns(rows)
-
-
-def render_measurements(measurements: Sequence[Measurement]) -> str:
-    """The benchmark table."""
-    rows = [
-        (
-            {True: "ok", False: "MISS", None: ""}[row.ok],
-            row.name,
-            f"{row.value:,.4g} {row.unit}".rstrip(),
-            "" if row.goal is None else f"goal {_goal(row)}",
-        )
-        for row in measurements
-    ]
-    return _columns(rows)
-
-
-def render_worse(found: Sequence[WorseRatio]) -> str:
-    """The ratios that got worse, a line each."""
-    rows = [
-        ("WORSE", one.name, f"{one.value:,.4g} x", f"{one.before:,.4g} x before") for one in found
-    ]
-    return _columns(rows)
-
-
-def _goal(row: Measurement) -> str:
-    side = "at least" if row.at_least else "at most"
-    return f"{side} {row.goal:,.4g} {row.unit}".rstrip()
+    return f"What a target does not tell is not observed:\n{aligned(rows, words=range(4))}"
 
 
 def _text(lines: Iterable[str]) -> str:
     return "\n".join(map(printable, lines))
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> str:
-    if not rows:
-        return ""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
 
 
 def _number(bits: str | None, value: str | None) -> str:

@@ -32,7 +32,7 @@ _PADDING = "."
 _SEVERAL = "+"
 _NOTHING = " "
 _UNKNOWN = "-"
-"""In the row of ranks: a shard whose ranks own nothing of it, so that none tells of it."""
+"""A shard, in the row of ranks, whose ranks own nothing of it, so that none reports it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ def equal_elems(buffer_map: BufferMap) -> int | None:
 
 
 def describe_spread(buffer_map: BufferMap) -> str:
-    """In words what is in a buffer map in which everything differs, or nearly."""
+    """Describe a buffer map in which everything differs, or nearly."""
     equal = equal_elems(buffer_map)
     params = len({piece.param for piece in buffer_map.pieces})
     but = f" but {_counted(equal, 'element')}" if equal else ""

@@ -23,9 +23,9 @@ class CallSpan:
 
     record: CollectiveRecord
     refused: bool
-    """Whether it did not fit the others' calls and so ended the run."""
+    """True if it did not fit the others' calls and so ended the run."""
     completed: bool
-    """Whether all who had to come did come, with calls that fit."""
+    """True if all members came, with calls that fit."""
     came: tuple[int, ...]
     """World ranks that came to this collective or message, in rank order."""
     number: int
@@ -55,12 +55,12 @@ class Timeline:
 
     world_size: int
     calls: tuple[CallSpan, ...]
-    """In the order in which they were issued."""
+    """Calls in the order of issue."""
     turns: tuple[Turn, ...]
     stop_tick: int
     """When all was over."""
     knows_landing: bool
-    """Whether the log tells when calls landed."""
+    """True if the log has the times at which calls landed."""
 
 
 def read_timeline(log: EventLog, *, with_harness: bool = False) -> Timeline:

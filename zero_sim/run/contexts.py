@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 
 from zero_sim.judge.comparison import AnyReference, take_reference
 from zero_sim.judge.judge import Judge
-from zero_sim.judge.step_digests import StepWire
-from zero_sim.judge.step_teller import StepTeller
+from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.ownership import Ownership
+from zero_sim.judge.step_source import SharedSteps
 from zero_sim.judge.trajectory import LateReference, Trajectories, Trajectory
 from zero_sim.reference import POSITION_FREE, Reference, computed_from
 from zero_sim.run.dp_cp_groups import dp_cp_groups_of
@@ -18,18 +20,28 @@ from zero_sim.targets import Target, numerics_of
 from zero_sim.workloads import build_workload, on_device
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """How one process sees a world."""
+
+    rank: int | None = None
+    """The one rank of the world that is shown; None for all."""
+    calls_made: Callable[[], int] | None = None
+    """As for `Judge`."""
+    wired: SharedSteps | None = None
+    """Steps that one process takes for all; None if this one has all ranks."""
+    trajectories: Trajectories | None = None
+    """Steps that references of other cases took; None if none are kept."""
+
+
 def build_contexts(
     segment: Segment,
     *,
     references: MutableMapping[int, AnyReference],
     target: Target,
     device: str,
-    added_in: str | None = None,
-    rank: int | None = None,
-    calls_made: Callable[[], int] | None = None,
-    wire: StepWire | None = None,
-    tells: bool = False,
-    trajectories: Trajectories | None = None,
+    added_in: str | None,
+    view: View,
 ) -> Sequence[GroupContext]:
     """Build the context of every dp-cp group of a segment's world; their judges share a norm.
 
@@ -40,22 +52,19 @@ def build_contexts(
         target: The system under test.
         device: Where the references compute.
         added_in: The order in which the backend adds; None for the one that the case names.
-        rank: The one rank of the world that is shown; all where left out.
-        calls_made: As for `Judge`.
-        wire: How processes tell each other of steps, where each has contexts of its own.
-        tells: Whether this process is the one that tells them.
-        trajectories: What references of other cases took; left out where none is kept.
+        view: How this process sees the world.
 
     Raises:
         ModelError: The model has nothing to train.
         UsageError: A reference cannot go on in this world.
     """
     contexts: list[GroupContext] = []
-    heard_by: StepWire | Trajectory | None = None if tells else wire
-    if (wire or trajectories) is not None and not _can_share(segment, target=target):
-        heard_by = wire = None
-    elif trajectories is not None:
-        heard_by = _trajectory_of(segment, trajectories, target=target)
+    trajectory, shared, rank = None, None, view.rank
+    shares = view.wired is not None or view.trajectories is not None
+    if shares and _can_share(segment, target=target):
+        shared = view.wired
+        if view.trajectories is not None:
+            shared = trajectory = _trajectory_of(segment, view.trajectories, target=target)
     for index, dp_cp_group in enumerate(dp_cp_groups_of(segment.scenario)):
         # What the target computes, in the reference's words; the target gets the case as it is.
         numerics = numerics_of(target, dp_cp_group.scenario)
@@ -70,20 +79,27 @@ def build_contexts(
             weights_only=segment.weights_only,
             rules=numerics.rules(dp_cp_group.scenario, added_in=added_in),
         )
-        reference = _built(build, references, index, heard_by=heard_by)
-        judge = Judge(
-            replayed,
-            reference=reference,
+        reference = _built(build, references, index, trajectory=trajectory)
+        size = replayed.world.size
+        observed = range(size) if rank is None else _places_of(rank, dp_cp_group.ranks)
+        group = JudgedGroup(
+            scenario=replayed,
             numerics=numerics,
-            first_step=segment.start,
-            stop_step=segment.stop,
+            ownership=Ownership(replayed, held=reference.held),
             world_ranks=dp_cp_group.ranks,
+            first_step=segment.start,
+            sees_all=len(observed) == size,
+        )
+        judge = Judge(
+            group,
+            reference=reference,
             order_seed=segment.scenario.run.seed,
-            calls_made=calls_made,
-            observed=None if rank is None else _places_of(rank, dp_cp_group.ranks),
+            observed=observed,
+            # What leaks has done so after the second step.
+            weighed_step=min(segment.start + 1, segment.stop - 1),
+            calls_made=view.calls_made,
             after_step=partial(_keep_for_reload, segment, references, index),
-            teller=StepTeller(wire) if wire is not None and tells else None,
-            heard_by=heard_by,
+            shared=shared,
         )
         contexts.append(GroupContext(dp_cp_group=dp_cp_group, workload=workload, judge=judge))
     Judge.join_peers([context.judge for context in contexts])
@@ -95,7 +111,7 @@ def _built(
     references: MutableMapping[int, AnyReference],
     index: int,
     *,
-    heard_by: StepWire | Trajectory | None,
+    trajectory: Trajectory | None,
 ) -> AnyReference | LateReference:
     """The reference of a group; one that adds to a trajectory is late where another had it built.
 
@@ -103,9 +119,9 @@ def _built(
         build: Builds it, or lets one go on that was there before.
         references: By number of the group; a case that hears of a trajectory has one world only.
         index: Number of the group.
-        heard_by: As for `Judge`.
+        trajectory: Steps of earlier cases of a family.
     """
-    if not isinstance(heard_by, Trajectory):
+    if trajectory is None:
         reference = references[index] = build(before=references.get(index))
         return reference
 
@@ -114,10 +130,10 @@ def _built(
         assert isinstance(reference, Reference)
         return reference
 
-    if index in heard_by.held:
-        return LateReference(build=build_exact, held=heard_by.held[index])
+    if index in trajectory.held:
+        return LateReference(build=build_exact, held=trajectory.held[index])
     reference = build_exact()
-    heard_by.held[index] = reference.held
+    trajectory.held[index] = reference.held
     return reference
 
 

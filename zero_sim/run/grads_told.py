@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.findings.records import TAKEN, CaseResult
-from zero_sim.run.rule_cases import BASE, changed, with_model
+from zero_sim.run.small_cases import BASE, changed, with_model
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import ModelName, OptimizerSpec, Scenario
 from zero_sim.targets import Numerics, Target, capabilities_of, numerics_of, refusals

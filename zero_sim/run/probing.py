@@ -141,7 +141,7 @@ def _tell(
             seen = memory[members].arrangement
             if seen is not None and set(members) <= set(ranks):
                 arrangements[tuple(ranks.index(rank) for rank in members)] = seen
-        context.judge.arrange(arrangements)
+        context.judge.group.ownership.arrangements = arrangements
     for members in needs:
         seen = memory[members].arrangement
         if seen is not None:
@@ -156,7 +156,7 @@ def needs_of(
     sites: dict[tuple[int, ...], set[SumSite]] = {}
     for context in contexts:
         ranks = context.dp_cp_group.ranks
-        for members, site in context.judge.calls():
+        for members, site in context.judge.group.ownership.calls():
             if len(members) > 2:
                 sites.setdefault(tuple(ranks[rank] for rank in members), set()).add(site)
     return {

@@ -6,59 +6,31 @@ A case is one segment, or two where it reloads a checkpoint into another world i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from zero_sim.cost.checkpoints import CheckpointWatch, checkpoint_bytes
-from zero_sim.cost.forms import ParamSize, sizes_of
-from zero_sim.cost.grad_peaks import GradPeakWatch, watch_grad_peaks
-from zero_sim.cost.hook_trace import Clock, HookTrace, record_hooks
-from zero_sim.cost.messages import HeldSize, held_sizes_of
-from zero_sim.cost.peaks import PeakWatch, watch_peaks
-from zero_sim.cost.staging import StagingWatch, staged_bytes
+from zero_sim.cost.hook_trace import Clock
+from zero_sim.cost.observer import Observer
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.host.device import seed_device
 from zero_sim.judge.facts import Facts, facts_of
-from zero_sim.judge.forward_reads import ForwardReads
-from zero_sim.judge.given_back import (
-    Hook,
-    ModuleNote,
-    check_given_back,
-    hooks_of,
-    note_module,
-)
-from zero_sim.judge.harness import (
-    PauseClock,
-    caused_by_harness,
-    engine_time,
-    harness_time,
-)
+from zero_sim.judge.harness import PauseClock, caused_by_harness, engine_time, harness_time
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.positions import check_reported
 from zero_sim.run.dp_cp_groups import DpCpGroup
-from zero_sim.scenario.joining import own_micro_batches
-from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
-from zero_sim.scenario.reload import after_reload
+from zero_sim.run.observers import BareModule, Watched, choose_observers
+from zero_sim.scenario.derived import overlaps_params, own_micro_batches
+from zero_sim.scenario.fitting import after_reload
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import (
-    CheckpointedEngine,
-    CompletedEngine,
-    CostedEngine,
-    PeakEngine,
-    Saving,
-    Target,
-    complete,
-)
-from zero_sim.targets.answers import model_of
+from zero_sim.targets import CompletedEngine, Saving, Target, complete
+from zero_sim.targets.bare_model import model_of, names_like
 from zero_sim.targets.costs import Costs, costs_of
-from zero_sim.targets.wrapped_names import names_like
 from zero_sim.workloads import Batch, Workload, build_module, make_distinct, seed_of
 
 
@@ -164,20 +136,11 @@ def build_program(
     """
 
     def program(world_rank: int) -> None:
-        group, context = dist.group.WORLD, contexts[0]
-        if len(contexts) > 1:
-            # Every rank makes every group, in one order, as torch.distributed demands.
-            with caused_by_harness(pause_clock):
-                groups = [dist.new_group(list(context.dp_cp_group.ranks)) for context in contexts]
-            mine = next(
-                i for i, context in enumerate(contexts) if world_rank in context.dp_cp_group.ranks
-            )
-            group, context = groups[mine], contexts[mine]
-        assert isinstance(group, dist.ProcessGroup)
-        built = _build(
-            segment, context, target=target, group=group, pause_clock=pause_clock, clock=clock
+        group, context = _own_group(contexts, world_rank=world_rank, pause_clock=pause_clock)
+        rank = group.rank()
+        bare, engine, costs = _build(
+            segment, context, target=target, group=group, pause_clock=pause_clock
         )
-        engine = built.engine
         with harness_time(pause_clock):
             facts = facts_of(engine, with_start=segment.scenario.model.distinct_start)
         # What the user is to mend, and no failure of the judge that would hear of it.
@@ -186,67 +149,67 @@ def build_program(
             share_facts(world_rank, facts)
         else:
             with harness_time(pause_clock):
-                context.judge.note_facts(group.rank(), facts)
+                context.judge.note_facts(rank, facts)
         if segment.load is not None:
             engine.settle()
             with harness_time(pause_clock):
-                context.judge.observe_load(group.rank(), engine)
-        _hold_to_costs(context.judge, built, rank=group.rank())
-        if built.reads is not None:
-            context.judge.forward_reads[group.rank()] = built.reads
-        _train(
-            segment,
-            context,
-            built=built,
-            group=group,
-            outcome=outcome,
+                context.judge.observe_load(rank, engine)
+        observers, notes = choose_observers(
+            bare,
+            Watched(judge=context.judge, rank=rank, engine=engine, pause_clock=pause_clock),
+            scenario=context.dp_cp_group.scenario,
+            costs=costs,
+            clock=clock,
+        )
+        context.judge.begin(rank, notes)
+        if dist.get_world_size() > group.size():
+            # Judges of all dp-cp groups step together, which they can once every engine is there.
+            with caused_by_harness(pause_clock):
+                dist.barrier()
+        training = _Training(
+            context=context,
+            rank=rank,
+            engine=engine,
+            names=frozenset(bare.names.values()),
+            observers=observers,
             pause_clock=pause_clock,
             target_name=target.name,
         )
+        _train(training, segment, outcome=outcome)
 
     return program
 
 
-def _hold_to_costs(judge: Judge, built: _Built, *, rank: int) -> None:
-    judge.hold_to_costs(
-        rank,
-        built.sizes,
-        held=built.held_sizes,
-        costs=built.costs,
-        hook_trace=built.hook_trace,
-        peaks=built.peaks,
-        staging=built.staging,
-        checkpoints=built.checkpoints,
-    )
+def _own_group(
+    contexts: Sequence[GroupContext], *, world_rank: int, pause_clock: PauseClock
+) -> tuple[dist.ProcessGroup, GroupContext]:
+    """Return the process group of a rank's dp-cp group; with several, all of them are made."""
+    group, mine = dist.group.WORLD, 0
+    if len(contexts) > 1:
+        # Every rank makes every group, in one order, as torch.distributed demands.
+        with caused_by_harness(pause_clock):
+            groups = [dist.new_group(list(context.dp_cp_group.ranks)) for context in contexts]
+        mine = next(
+            i for i, context in enumerate(contexts) if world_rank in context.dp_cp_group.ranks
+        )
+        group = groups[mine]
+    assert isinstance(group, dist.ProcessGroup)
+    return group, contexts[mine]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Built:
-    """A rank's engine, and what the harness knows of it."""
+class _Training:
+    """One rank that trains, and those who watch it."""
 
+    context: GroupContext
+    rank: int
+    """Rank in the dp-cp group."""
     engine: CompletedEngine
     names: frozenset[str]
-    """Of the params of the bare model."""
-    sizes: tuple[ParamSize, ...]
-    """What it trains."""
-    held_sizes: tuple[HeldSize, ...]
-    """What its module has, trained or not."""
-    costs: Costs
-    """What is declared of what it costs."""
-    hook_trace: HookTrace | None
-    """What it does between its calls, where it is held to costs and overlaps anything."""
-    note: ModuleNote
-    """The module as it was before."""
-    own_hooks: frozenset[Hook]
-    """Hooks of the harness."""
-    peaks: PeakWatch | GradPeakWatch | None
-    """What it holds within a step, where gradients come and go and it tells."""
-    staging: StagingWatch | None
-    """What its optimizer is given in a step, where that goes through a buffer."""
-    checkpoints: CheckpointWatch | None
-    """What it keeps of activations, where it keeps checkpoints."""
-    reads: ForwardReads | None
-    """The params that its forwards read, if they are recorded."""
+    """Names of the params of the bare model."""
+    observers: Sequence[Observer]
+    pause_clock: PauseClock
+    target_name: str
 
 
 def _build(
@@ -256,8 +219,7 @@ def _build(
     target: Target,
     group: dist.ProcessGroup,
     pause_clock: PauseClock,
-    clock: Clock | None,
-) -> _Built:
+) -> tuple[BareModule, CompletedEngine, Costs]:
     """Build a rank's engine, from a checkpoint where the segment starts with one."""
     scenario = context.dp_cp_group.scenario
     with harness_time(pause_clock):
@@ -267,165 +229,76 @@ def _build(
             tp_index=context.dp_cp_group.tp_index,
         )
         # Before ranks are made distinct: all are to have what the first holder has.
-        model = model_of(module, known=context.judge.param_names)
+        model = model_of(module, known=context.judge.group.ownership.param_names)
         if scenario.model.distinct_start:
             make_distinct(module, rank=group.rank(), ep=scenario.topology.ep)
-        sizes, held_sizes = sizes_of(module), held_sizes_of(module)
-        names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
-        note = note_module(module)
-        step = segment.read_step
-        reads = step if step is None else ForwardReads(module, step=step, pause_clock=pause_clock)
+        bare = BareModule(module, read_step=segment.read_step, pause_clock=pause_clock)
     system = target.build(module, scenario=scenario, group=group)
     costs = costs_of(target, scenario, engine=system)
     engine = complete(system, model=model, asking=lambda: engine_time(pause_clock))
     _check_can_reload(engine, segment, target=target)
     if segment.load is not None:
         engine.load(segment.load, weights_only=segment.weights_only)
-    overlaps = overlaps_grads(scenario.system) or overlaps_params(scenario.system)
-    traces = clock if overlaps and costs.in_flight == "textbook" else None
-    watch = _watch_of_peaks(scenario, module)
-    costed = engine.costed if costs.held == "textbook" else None
-    hook_trace, own_hooks = None, frozenset[Hook]()
-    peaks: PeakWatch | GradPeakWatch | None = None
-    with harness_time(pause_clock):
-        # Those of the engine, among others.
-        hooked = (traces, watch, reads) != (None, None, None)
-        before = hooks_of(module) if hooked else frozenset[Hook]()
-        if traces is not None:
-            hook_trace = record_hooks(module, names=names, clock=traces)
-        if watch is not None and isinstance(costed, PeakEngine):
-            peaks = watch(
-                names=names,
-                sizes=sizes,
-                scenario=scenario,
-                rank=group.rank(),
-                look=costed.whole_bytes,
-            )
-        if reads is not None:
-            reads.watch()
-        if (hook_trace, peaks, reads) != (None, None, None):
-            own_hooks = hooks_of(module) - before
-    return _Built(
-        engine=engine,
-        names=frozenset(names.values()),
-        sizes=sizes,
-        held_sizes=held_sizes,
-        costs=costs,
-        hook_trace=hook_trace,
-        note=note,
-        own_hooks=own_hooks,
-        peaks=peaks,
-        staging=_watch_staging(sizes, scenario=scenario, costed=costed, rank=group.rank()),
-        checkpoints=_watch_checkpoints(scenario, costed=costed, rank=group.rank()),
-        reads=reads,
-    )
+    return bare, engine, costs
 
 
-def _watch_of_peaks(
-    scenario: Scenario, module: nn.Module
-) -> Callable[..., PeakWatch | GradPeakWatch] | None:
-    """How to watch what is whole within a step; None at stages that shard no gradients."""
-    if scenario.system.reduce_buffer_elems is not None:
-        return watch_grad_peaks
-    return partial(watch_peaks, module) if scenario.system.stage >= 2 else None
+def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
+    """Take the segment's steps; the observers look on.
 
-
-def _watch_staging(
-    sizes: Sequence[ParamSize], *, scenario: Scenario, costed: CostedEngine | None, rank: int
-) -> StagingWatch | None:
-    if scenario.system.step_buffer_elems is None or costed is None:
-        return None
-    return StagingWatch(owed=staged_bytes(sizes, scenario=scenario, rank=rank), rank=rank)
-
-
-def _watch_checkpoints(
-    scenario: Scenario, *, costed: CostedEngine | None, rank: int
-) -> CheckpointWatch | None:
-    if scenario.system.checkpoints == "none" or not isinstance(costed, CheckpointedEngine):
-        return None
-    owed = checkpoint_bytes(scenario, rank=rank)
-    return CheckpointWatch(owed=owed, rank=rank, look=costed.checkpoint_bytes)
-
-
-def _train(
-    segment: Segment,
-    context: GroupContext,
-    *,
-    built: _Built,
-    group: dist.ProcessGroup,
-    outcome: Outcome,
-    pause_clock: PauseClock,
-    target_name: str,
-) -> None:
-    """Take the segment's steps; the judge looks on after each.
-
-    What the judge reads is not charged to the system, whatever is in flight.
+    What they read is not charged to the system, whatever is in flight.
     """
-    scenario, workload, judge = context.dp_cp_group.scenario, context.workload, context.judge
-    rank, engine, hook_trace = group.rank(), built.engine, built.hook_trace
+    scenario, engine = training.context.dp_cp_group.scenario, training.engine
+    observers, stop = training.observers, segment.stop
     # Gathers that the next forward overlaps must not be waited for by the judge: it looks at params
     # once that forward has used them.
     deferred = overlaps_params(scenario.system)
-    if dist.get_world_size() > group.size():
-        # Judges of all dp-cp groups step together, which they can once every engine is there.
-        with caused_by_harness(pause_clock):
-            dist.barrier()
     saving: Saving | None = None
-    for step in range(segment.start, segment.stop):
+    for step in range(segment.start, stop):
         if step == segment.save_step:
-            saving = _begin_save(segment, judge, engine, rank=rank)
-        _freeze(built, scenario, step, target_name=target_name)
+            saving = _begin_save(training, segment)
+        _freeze(training, step)
         engine.zero_grad()
-        with harness_time(pause_clock):
-            judge.before_backward(rank, step, engine)
+        for each in observers:
+            each.before_backward(step)
         losses: list[Tensor] = []
         for micro in range(scenario.run.micro_batches):
-            if hook_trace is not None:
-                hook_trace.start(step, micro)
-            if built.peaks is not None and step == judge.weighed_step:
-                built.peaks.start(step, micro)
-            losses += _take_part(built, context, step, micro, rank=rank, pause_clock=pause_clock)
+            for each in observers:
+                each.before_micro_batch(step, micro)
+            losses += _take_part(training, step, micro)
             if deferred and micro == 0 and step > segment.start:
-                with harness_time(pause_clock):
-                    judge.observe_params(rank, step - 1, engine)
-        staging = built.staging if step == judge.weighed_step else None
-        with nullcontext() if staging is None else staging.watching(step):
+                for each in observers:
+                    each.after_gather(step - 1)
+        with ExitStack() as stack:
+            for each in observers:
+                stack.enter_context(each.updating(step))
             result = engine.step(lr_factor=lr_factor(scenario, step))
-        if hook_trace is not None:
-            hook_trace.end(step)
-        if built.peaks is not None:
-            built.peaks.end()
-        with harness_time(pause_clock):
-            judge.observe(rank, step, losses, result, engine)
-        if not deferred:
+        for each in observers:
+            each.after_step(step, losses, result)
+        if not deferred or step + 1 == stop:
             engine.settle()
-            with harness_time(pause_clock):
-                judge.observe_params(rank, step, engine)
-    engine.settle()
-    if deferred:
-        with harness_time(pause_clock):
-            judge.observe_params(rank, segment.stop - 1, engine)
+            for each in observers:
+                each.after_gather(step)
     if segment.save is not None:
         _end_save(segment, segment.save, engine, saving)
         return
     # On every rank: where params are sharded, a forward is one of them all.
-    with caused_by_harness(pause_clock):
-        accuracy = workload.accuracy(engine.module)
+    with caused_by_harness(training.pause_clock):
+        accuracy = training.context.workload.accuracy(engine.module)
     notes = engine.notes()
-    if context.dp_cp_group.ranks[rank] == 0:
+    if training.context.dp_cp_group.ranks[training.rank] == 0:
         outcome.accuracy = accuracy
         outcome.notes.extend(notes)
-    if judge.can_unwrap:
-        _unwrap(built, judge, rank=rank, step=segment.stop - 1, pause_clock=pause_clock)
+    for each in observers:
+        each.at_end(stop - 1)
 
 
-def _begin_save(segment: Segment, judge: Judge, engine: CompletedEngine, *, rank: int) -> Saving:
+def _begin_save(training: _Training, segment: Segment) -> Saving:
     """Begin a checkpoint between two steps; what it calls belongs to neither."""
     assert segment.save is not None
     assert segment.scenario.reload is not None
-    engine.settle()
-    with judge.aside(rank):
-        return engine.save_async(segment.save, form=segment.scenario.reload.form)
+    training.engine.settle()
+    with training.context.judge.book.aside(training.rank):
+        return training.engine.save_async(segment.save, form=segment.scenario.reload.form)
 
 
 def _end_save(segment: Segment, path: Path, engine: CompletedEngine, saving: Saving | None) -> None:
@@ -435,24 +308,6 @@ def _end_save(segment: Segment, path: Path, engine: CompletedEngine, saving: Sav
         return
     assert segment.scenario.reload is not None
     engine.save(path, form=segment.scenario.reload.form)
-
-
-def _unwrap(built: _Built, judge: Judge, *, rank: int, step: int, pause_clock: PauseClock) -> None:
-    """Have the module given back, last of all, and let the judge look at it."""
-    with harness_time(pause_clock):
-        held = {name: param.clone() for name, param in built.engine.params().items()}
-    with caused_by_harness(pause_clock):
-        module = built.engine.unwrap()
-    with harness_time(pause_clock):
-        found = check_given_back(
-            module, built.note, held=held, not_its_own=built.own_hooks, step=step, rank=rank
-        )
-        judge.note_findings(step, found)
-
-
-def _between(built: _Built, step: int) -> Callable[[], None] | None:
-    """What is to be looked at between a forward and its backward."""
-    return None if built.checkpoints is None else partial(built.checkpoints.between, step)
 
 
 def _check_can_reload(engine: CompletedEngine, segment: Segment, *, target: Target) -> None:
@@ -469,28 +324,28 @@ def lr_factor(scenario: Scenario, step: int) -> float:
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
-def _freeze(built: _Built, scenario: Scenario, step: int, *, target_name: str) -> None:
-    for freeze in scenario.model.freeze:
+def _freeze(training: _Training, step: int) -> None:
+    for freeze in training.context.dp_cp_group.scenario.model.freeze:
         # An expert is not on all ranks; whether a param exists at all, the reference has checked.
-        if freeze.param in built.names:
-            param = _find_param(built, freeze.param, target_name=target_name)
+        if freeze.param in training.names:
+            param = _find_param(training, freeze.param)
             param.requires_grad_(not freeze.start <= step < freeze.stop)
 
 
-def _find_param(built: _Built, name: str, *, target_name: str) -> Tensor:
+def _find_param(training: _Training, name: str) -> Tensor:
     """The param of the engine's module that has a name in the bare model.
 
     Systems may put other tensors in a param's place.
     """
-    held = dict(built.engine.module.named_parameters())
+    held = dict(training.engine.module.named_parameters())
     alike = names_like(held, name)
     if len(alike) == 1:
         return held[alike[0]]
+    got = ", ".join(map(repr, alike or held)) or "no params"
     raise ProtocolError(
-        f"expected `module` of what target {target_name!r} builds to have param {name!r}, which "
-        f"model.freeze names, got {', '.join(map(repr, alike or held)) or 'no params'}. Try a "
-        "wrapper that keeps the params' names but for parts that it adds, or a scenario without "
-        "model.freeze."
+        f"expected `module` of what target {training.target_name!r} builds to have param {name!r}, "
+        f"which model.freeze names, got {got}. Try a wrapper that keeps the params' names but for "
+        "parts that it adds, or a scenario without model.freeze."
     )
 
 
@@ -504,42 +359,27 @@ def draw_batch(workload: Workload, scenario: Scenario, step: int, rank: int, mic
     return batch
 
 
-def _take_part(
-    built: _Built,
-    context: GroupContext,
-    step: int,
-    micro: int,
-    *,
-    rank: int,
-    pause_clock: PauseClock,
-) -> list[Tensor]:
+def _take_part(training: _Training, step: int, micro: int) -> list[Tensor]:
     """Train in one micro-batch, or join it; the loss, of a rank that has data for it."""
-    scenario, workload, engine = context.dp_cp_group.scenario, context.workload, built.engine
+    scenario, rank = training.context.dp_cp_group.scenario, training.rank
     last = micro == scenario.run.micro_batches - 1
     if micro >= own_micro_batches(scenario.run, step=step, rank=rank):
-        engine.join_micro_batch(last=last)
+        training.engine.join_micro_batch(last=last)
         return []
-    with harness_time(pause_clock):
-        batch = draw_batch(workload, scenario, step, rank, micro)
-    if built.reads is not None:
-        built.reads.start(step, micro)
-    between = _between(built, step) if step == context.judge.weighed_step else None
-    return [_micro_batch(engine, workload, batch, last_micro=last, between=between)]
+    with harness_time(training.pause_clock):
+        batch = draw_batch(training.context.workload, scenario, step, rank, micro)
+    for each in training.observers:
+        each.before_forward(step, micro)
+    return [_micro_batch(training, batch, step, last_micro=last)]
 
 
-def _micro_batch(
-    engine: CompletedEngine,
-    workload: Workload,
-    batch: Batch,
-    *,
-    last_micro: bool,
-    between: Callable[[], None] | None = None,
-) -> Tensor:
+def _micro_batch(training: _Training, batch: Batch, step: int, *, last_micro: bool) -> Tensor:
     # The loss runs the system's module, so what fails or lasts here is the system's.
+    engine = training.engine
     engine.start_micro_batch(last=last_micro)
     # A workload does no more with a module than call it.
-    loss = workload.loss(engine.forward, batch)  # pyrefly: ignore
-    if between is not None:
-        between()
+    loss = training.context.workload.loss(engine.forward, batch)  # pyrefly: ignore
+    for each in training.observers:
+        each.after_forward(step)
     engine.backward(loss, last_micro=last_micro, rows=batch.rows)
     return loss.detach()

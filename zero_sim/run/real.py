@@ -21,11 +21,12 @@ from typing import Any
 from zero_sim.backends import RankGone, RealRank
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.harness import JudgeFailed, harness_time
+from zero_sim.run.contexts import View
 from zero_sim.run.grads_told import ToldAt
 from zero_sim.run.probing import OrderDrift, measure_orders
 from zero_sim.run.program import Segment, build_program, segments_of
 from zero_sim.run.rank_local import as_in_new_process
-from zero_sim.run.step_wire import TELLER, StoreWire
+from zero_sim.run.step_wire import TELLER, WiredSteps
 from zero_sim.run.trial import Trial
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
@@ -56,13 +57,13 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
     """
     scenario = adapter().validate_json(payload["scenario"])
     segments = tuple(segments_of(scenario, folder=Path(payload["folder"])))
-    wire = StoreWire(real_rank=real_rank, stall_seconds=scenario.run.stall_seconds)
+    wired = WiredSteps(real_rank, stall_seconds=scenario.run.stall_seconds)
     ranks = _OwnRank(
         real_rank=real_rank,
         processes=payload["processes"],
         order=payload["order"],
         probe=payload["probe"],
-        wire=wire,
+        wired=wired,
     )
     trial = Trial(device=payload["device"], added_in=payload["added_in"])
 
@@ -88,7 +89,7 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
     abouts = ("joined", "facts", "orders", "wrong", "left")
     real_rank.withdraw([f"{what} {index}" for index in range(len(segments)) for what in abouts])
     if real_rank.rank == TELLER:
-        wire.close(scenario.run.steps)
+        wired.close(scenario.run.steps)
     return trial.report().as_dict()
 
 
@@ -103,8 +104,8 @@ class _OwnRank:
     """The order to add in; None for the backend's own."""
     probe: bool
     """Whether the order that is the backend's own is relied on, and so measured."""
-    wire: StoreWire
-    """How one of them tells the others of the reference's steps."""
+    wired: WiredSteps
+    """Steps that one of them takes for all."""
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says.
@@ -114,10 +115,8 @@ class _OwnRank:
             OrderDrift: The backend adds otherwise than the case relies on.
         """
         real_rank, scenario = self.real_rank, segment.scenario
-        rank, tells = real_rank.rank, real_rank.rank == TELLER
-        contexts = trial.build_contexts(
-            segment, target=target, rank=rank, wire=self.wire, tells=tells
-        )
+        view = View(rank=real_rank.rank, wired=self.wired)
+        contexts = trial.build_contexts(segment, target=target, view=view)
 
         def pause_clock(pause: bool) -> AbstractContextManager[None]:
             real_rank.alive()

@@ -5,18 +5,21 @@ Of a simulated world one process reports for all ranks; of real ranks each proce
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.findings.records import BufferMap, CaseResult, Finding, not_judged
-from zero_sim.judge.judge_report import JudgeReport, finding_from, merge_judge_reports
+from zero_sim.judge.judge_report import JudgeReport, merge_judge_reports
 from zero_sim.judge.verdict import Observations, reach_verdict
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 FailureKind = Literal["system", "user", "machine", "judge"]
 """Whom a failure is charged to."""
@@ -59,32 +62,33 @@ class Report:
     """For each of `judged`, the buffer of its first finding; of a simulated world alone."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but evidence and buffer maps, ready for JSON."""
-        return {
-            "judged": [judged.as_dict() for judged in self.judged],
-            "found": [finding.as_dict() for finding in self.found],
-            "failure": None if self.failure is None else dataclasses.asdict(self.failure),
-            "drifts": list(self.drifts),
-            "measured": list(self.measured),
-            "accuracy": self.accuracy,
-            "other_version": self.other_version,
-            "said": list(self.said),
-        }
+        """Return everything but evidence and buffer maps, ready for JSON."""
+        # Not in pydantic's mode for JSON, which makes None of what is infinite.
+        data = _adapter().dump_python(self, exclude=_LOCAL)
+        for judged in data["judged"]:
+            judged["unobserved"] = sorted(judged["unobserved"])
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
-        """What `as_dict` gave."""
-        failure = data["failure"]
-        return cls(
-            judged=[JudgeReport.from_dict(each) for each in data["judged"]],
-            found=[finding_from(each) for each in data["found"]],
-            failure=None if failure is None else Failure(**failure),
-            drifts=data["drifts"],
-            measured=data["measured"],
-            accuracy=data["accuracy"],
-            other_version=data["other_version"],
-            said=data["said"],
-        )
+        """Return the record that `as_dict` was called on."""
+        return _adapter().validate_python(data)
+
+
+_LOCAL: Any = {
+    "judged": {"__all__": {"findings": {"__all__": {"evidence"}}}},
+    "found": {"__all__": {"evidence"}},
+    "buffer_maps": True,
+}
+"""Fields that stay in their process, as pydantic names them."""
+
+
+@cache
+def _adapter() -> TypeAdapter[Report]:
+    # Here, because a case on simulated ranks needs no pydantic.
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Report)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

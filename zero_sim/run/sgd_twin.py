@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from zero_sim.findings.records import CaseResult
+from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import ExpectSpec, OptimizerSpec, Scenario
-from zero_sim.scenario.unused import without_unused
 from zero_sim.targets import Target, class_of, refusals
 from zero_sim.targets.adapt import DIVISION
 

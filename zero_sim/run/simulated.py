@@ -23,6 +23,7 @@ from zero_sim.cost.volume import check_volume
 from zero_sim.findings.records import Finding
 from zero_sim.host.device import use_in_thread
 from zero_sim.judge.trajectory import Trajectories
+from zero_sim.run.contexts import View
 from zero_sim.run.dp_cp_groups import check_crossing
 from zero_sim.run.program import GroupContext, Segment, build_program, folder_for, segments_of
 from zero_sim.run.rank_local import RankLocalState, rank_local_state
@@ -108,12 +109,8 @@ class _AllRanks:
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says; a world that ends otherwise than by a rank that raised is found."""
         world = self.worlds.world_for(segment.scenario)
-        contexts = trial.build_contexts(
-            segment,
-            target=target,
-            calls_made=lambda: len(world.log.collectives),
-            trajectories=self.trajectories,
-        )
+        view = View(calls_made=lambda: len(world.log.collectives), trajectories=self.trajectories)
+        contexts = trial.build_contexts(segment, target=target, view=view)
         replay = None
         if index < len(self.turns):
             replay = Replay(self.turns[index], strict=False)
@@ -165,13 +162,15 @@ class _AllRanks:
 def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Iterator[Finding]:
     """Check what a group cost against what is declared, and against what any system satisfies."""
     judge, scenario = context.judge, context.dp_cp_group.scenario
-    if len(judge.sizes) < len(judge.world_ranks):
+    group = judge.group
+    if len(judge.notes) < len(group.world_ranks):
         return
-    costs = judge.costs
-    judge.note_uncosted(costs.undeclared())
-    if why := why_unrelated(judge.scenario):
-        judge.note_uncosted([f"relations of calls, with {why}"])
-    called = Called(log=log, windows=judge.windows, sizes=judge.sizes, scenario=judge.scenario)
+    costs = judge.notes[0].costs
+    sizes = {rank: notes.sizes for rank, notes in judge.notes.items()}
+    group.unobserved.update(costs.undeclared())
+    if why := why_unrelated(group.scenario):
+        group.unobserved.add(f"relations of calls, with {why}")
+    called = Called(log=log, windows=judge.book.windows, sizes=sizes, scenario=group.scenario)
     volume = next(_check_volume(context, called, target=target), None)
     if volume is not None:
         yield volume
@@ -183,9 +182,9 @@ def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Ite
         return
     yield from check_overlap(
         log,
-        judge.hook_traces,
-        world_ranks=judge.world_ranks,
-        sizes=judge.sizes,
+        {rank: each.hook_trace for rank, each in judge.notes.items() if each.hook_trace},
+        world_ranks=group.world_ranks,
+        sizes=sizes,
         scenario=scenario,
     )
 
@@ -193,24 +192,25 @@ def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Ite
 def _check_volume(context: GroupContext, called: Called, *, target: Target) -> Iterator[Finding]:
     """What is wrong with a group's calls, by what is declared first."""
     judge, scenario = context.judge, context.dp_cp_group.scenario
-    costs, records = judge.costs, called.log.collectives
+    group = judge.group
+    costs, records = judge.notes[0].costs, called.log.collectives
     if costs.calls == "textbook":
-        yield from check_volume(records, judge.windows, sizes=judge.sizes, scenario=scenario)
+        yield from check_volume(records, judge.book.windows, sizes=called.sizes, scenario=scenario)
     elif costs.calls == "told-buckets":
-        if told_calls(judge.places, held=judge.param_names):
+        if told_calls(group.ownership.places, held=group.ownership.param_names):
             has = "system.bucket_elems" in capabilities_of(target).follows
-            yield from check_told_calls(called, judge.places, has_bucket_elems=has)
+            yield from check_told_calls(called, group.ownership.places, has_bucket_elems=has)
         else:
-            judge.note_uncosted(["calls of told buckets"])
+            group.unobserved.add("calls of told buckets")
     if costs.volume == "textbook":
         yield from check_bytes(replace(called, scenario=scenario), None)
     elif costs.volume is not None:
         yield from check_bytes(called, costs.volume)
     yield from check_relations(
         records,
-        judge.windows,
-        held=judge.held_sizes,
-        scenario=judge.scenario,
+        judge.book.windows,
+        held={rank: each.held_sizes for rank, each in judge.notes.items()},
+        scenario=group.scenario,
         costs=costs,
     )
 

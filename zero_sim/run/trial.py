@@ -18,9 +18,7 @@ from zero_sim.host.device import computing_on
 from zero_sim.judge.comparison import AnyReference
 from zero_sim.judge.harness import JudgeFailed, harness_time
 from zero_sim.judge.judge import Judge
-from zero_sim.judge.step_digests import StepWire
-from zero_sim.judge.trajectory import Trajectories
-from zero_sim.run.contexts import build_contexts
+from zero_sim.run.contexts import View, build_contexts
 from zero_sim.run.program import GroupContext, Outcome, Segment
 from zero_sim.run.reports import Failure, FailureKind, Report
 from zero_sim.sim import RankFailed
@@ -144,15 +142,7 @@ class Trial:
         )
 
     def build_contexts(
-        self,
-        segment: Segment,
-        *,
-        target: Target,
-        rank: int | None = None,
-        calls_made: Callable[[], int] | None = None,
-        wire: StepWire | None = None,
-        tells: bool = False,
-        trajectories: Trajectories | None = None,
+        self, segment: Segment, *, target: Target, view: View
     ) -> Sequence[GroupContext]:
         """Build the context of every dp-cp group; arguments as for `contexts.build_contexts`."""
         contexts = build_contexts(
@@ -161,11 +151,7 @@ class Trial:
             target=target,
             device=self.device,
             added_in=self.added_in,
-            rank=rank,
-            calls_made=calls_made,
-            wire=wire,
-            tells=tells,
-            trajectories=trajectories,
+            view=view,
         )
         self.judges.extend(context.judge for context in contexts)
         return contexts
@@ -220,7 +206,7 @@ class Trial:
         """
         with harness_time(lambda pause: nullcontext()):
             for judge in self.judges:
-                if judge.first_step == segment.start:
+                if judge.group.first_step == segment.start:
                     judge.ask_reference()
 
 

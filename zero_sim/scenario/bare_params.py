@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from zero_sim.errors import Problem
-from zero_sim.scenario.fields import describe_value
+from zero_sim.scenario.fields import check_index, describe_value
 from zero_sim.scenario.spec import ModelSpec, OneRankSpec, Scenario
 
 _NAMES_SHOWN = 12
@@ -151,14 +151,9 @@ def check_one_rank(scenario: Scenario) -> Iterator[Problem]:
         return
     for index, one in enumerate(scenario.model.one_rank):
         path = f"model.one_rank[{index}]"
-        if not 0 <= one.rank < min(sizes):
-            whole = "" if scenario.reload is None else ", before the checkpoint and after it"
-            yield Problem(
-                path=f"{path}.rank",
-                message="expected an integer at least 0 and less than the number of ranks of a "
-                f"dp-cp group{whole}, {min(sizes)}, got {describe_value(one.rank)}.",
-                suggestion=f"Try {min(sizes) - 1 if one.rank > 0 else 0}; ranks count from 0.",
-            )
+        whole = "" if scenario.reload is None else ", before the checkpoint and after it"
+        of = f"the number of ranks of a dp-cp group{whole}, {min(sizes)}"
+        yield from check_index(f"{path}.rank", one.rank, stop=min(sizes), of=of, counted="ranks")
         micro = one.micro_batch
         if micro is not None and run.micro_batches == 1:
             yield Problem(
@@ -168,12 +163,12 @@ def check_one_rank(scenario: Scenario) -> Iterator[Problem]:
                 suggestion="Leave it out.",
             )
         elif micro is not None and not 0 <= micro < run.micro_batches:
-            yield Problem(
-                path=f"{path}.micro_batch",
-                message="expected an integer at least 0 and less than run.micro_batches = "
-                f"{run.micro_batches}, got {describe_value(micro)}.",
-                suggestion=f"Try {run.micro_batches - 1 if micro > 0 else 0}; micro-batches count "
-                "from 0.",
+            yield from check_index(
+                f"{path}.micro_batch",
+                micro,
+                stop=run.micro_batches,
+                of=f"run.micro_batches = {run.micro_batches}",
+                counted="micro-batches",
             )
         elif not others_run(scenario, one):
             yield Problem(
@@ -182,14 +177,3 @@ def check_one_rank(scenario: Scenario) -> Iterator[Problem]:
                 f"does not read {describe_value(one.param)}, got a dp-cp group of one rank.",
                 suggestion="Leave it out, or write world.size = 2.",
             )
-
-
-def check_same_data(scenario: Scenario) -> Iterator[Problem]:
-    """Check that ranks which share their data read the same params."""
-    if scenario.model.one_rank and scenario.data.ranks == "same":
-        yield Problem(
-            path="model.one_rank",
-            message="expected ranks with data of their own where one alone reads a param, got "
-            "data.ranks = 'same', whose gradients are meant to be equal.",
-            suggestion='Leave it out, or write data.ranks = "distinct".',
-        )

@@ -1,6 +1,7 @@
-"""Conditions over several fields of a scenario: which features go with which.
+"""Conditions on values of several fields of a scenario.
 
-Each is a row: the fields it reads, when it is broken, where that is reported and in which words.
+A row has the fields that it reads, and what is reported where if it is broken. Settings that need
+others are in `zero_sim.scenario.applies`.
 """
 
 from __future__ import annotations
@@ -8,20 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from zero_sim.errors import Problem
-from zero_sim.scenario.fields import describe_value
-from zero_sim.scenario.joining import own_micro_batches, place_in_group, world_size_at
+from zero_sim.scenario.derived import (
+    counts_over_ranks,
+    own_micro_batches,
+    place_in_group,
+    world_size_at,
+)
+from zero_sim.scenario.fields import default_at, describe_value
+from zero_sim.scenario.fitting import orders_axes
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.spec import Scenario, TopologySpec
+from zero_sim.scenario.tp_block import HEAD_ELEMS, SHARED, is_exact, is_tp_block, splits_heads
 
 _AXES = ["cp", "dp", "pp", "tp"]
 _LOSS_SCALE_MAX = 2.0**64
 _UNITS = {"bf16": 2**8, "fp16": 2**11}
 """What 16-bit dtypes add exactly, in units of which each rank and micro-batch needs one."""
 _UNBOUNDED = ("moe", "fp8")
-_BETAS = ("adamw", "adam", "nadam", "radam", "adamax", "lamb")
-_MOMENTUM = ("sgd", "rmsprop", "muon")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +47,10 @@ class Condition:
     def check(self, scenario: Scenario) -> Iterator[Problem]:
         """Give the problem, if the condition is broken."""
         if self.broken(scenario):
-            value: object = scenario
-            for name in self.reads[0].split("."):
-                value = getattr(value, name)
+            value = describe_value(attrgetter(self.reads[0])(scenario))
             yield Problem(
                 path=self.reads[0],
-                message=self.message.format(got=describe_value(value)),
+                message=self.message.format(got=value),
                 suggestion=self.suggestion,
             )
 
@@ -109,73 +114,18 @@ def _splits(topology: TopologySpec, world_size: int) -> bool:
     return in_axes and min(sizes) >= 1 and world_size % math.prod(sizes) == 0
 
 
-def _claims_one_device(scenario: Scenario) -> bool:
-    """Whether ranks take a mean of equal gradients, each of the same data."""
+def _averages_once(scenario: Scenario) -> bool:
+    """Whether the sum over ranks with equal gradients is their mean."""
     data, system = scenario.data, scenario.system
     means = data.loss == "mean" and system.divide != "none" and system.divide_by == "ranks"
-    shares = data.loss == "mean-of-ranks" and system.divide == "none"
-    alike = (
-        data.ranks == "same"
-        and not scenario.run.own_micro_batches
-        and scenario.topology.ep == 1
-        and scenario.data.nan is None
-    )
-    return alike and (means or shares) and system.sync == "last" and scenario.world.order_known
+    return means or (data.loss == "mean-of-ranks" and system.divide == "none")
+
+
+def _is_split(scenario: Scenario) -> bool:
+    return is_tp_block(scenario) and scenario.topology.tp > 1
 
 
 CONDITIONS = (
-    Condition(
-        reads=("optimizer.momentum", "optimizer.name"),
-        broken=lambda s: s.optimizer.momentum != 0 and s.optimizer.name not in _MOMENTUM,
-        message="only optimizers 'sgd', 'rmsprop' and 'muon' have momentum, got {got}.",
-        suggestion='Leave it out, set betas instead, or write name = "sgd".',
-    ),
-    Condition(
-        reads=("optimizer.nesterov", "optimizer.name", "optimizer.momentum"),
-        broken=lambda s: (
-            s.optimizer.nesterov
-            and (s.optimizer.name not in ("sgd", "muon") or s.optimizer.momentum == 0)
-        ),
-        message="expected optimizer 'sgd' or 'muon' with momentum for nesterov, got {got} without.",
-        suggestion='Try name = "sgd" and momentum = 0.9.',
-    ),
-    Condition(
-        reads=("optimizer.amsgrad", "optimizer.name"),
-        broken=lambda s: s.optimizer.amsgrad and s.optimizer.name not in ("adam", "adamw"),
-        message="only optimizers 'adam' and 'adamw' have amsgrad, got {got}.",
-        suggestion="Leave it out.",
-    ),
-    Condition(
-        reads=("optimizer.foreach", "optimizer.name"),
-        broken=lambda s: s.optimizer.foreach and s.optimizer.name in ("nadam", "radam", "asgd"),
-        message="torch's foreach kernels of 'nadam', 'radam' and 'asgd' round otherwise than the "
-        "loop that the reference steps with, got {got}.",
-        suggestion="Leave it out.",
-    ),
-    Condition(
-        reads=("optimizer.foreach", "optimizer.name"),
-        broken=lambda s: s.optimizer.foreach and s.optimizer.name in WHOLE_PARAM_OPTIMIZERS,
-        message="torch has no foreach kernels of 'muon' and 'lamb' here, got {got}.",
-        suggestion="Leave it out.",
-    ),
-    Condition(
-        reads=("optimizer.betas", "optimizer.name"),
-        broken=lambda s: s.optimizer.betas != (0.9, 0.999) and s.optimizer.name not in _BETAS,
-        message=f"only optimizers {', '.join(_BETAS)} have betas, got {{got}}.",
-        suggestion="Leave them out.",
-    ),
-    Condition(
-        reads=("optimizer.weight_decay", "optimizer.name"),
-        broken=lambda s: s.optimizer.weight_decay != 0 and s.optimizer.name == "rprop",
-        message="optimizer 'rprop' has no weight decay, got {got}.",
-        suggestion="Leave it out.",
-    ),
-    Condition(
-        reads=("optimizer.clip_value", "optimizer.clip_norm"),
-        broken=lambda s: s.optimizer.clip_value is not None and s.optimizer.clip_norm is not None,
-        message="expected one of clip_norm and clip_value, got both.",
-        suggestion="Leave one out.",
-    ),
     Condition(
         reads=("optimizer.loss_scale.initial",),
         broken=lambda s: (
@@ -185,26 +135,12 @@ CONDITIONS = (
         suggestion="Try 1024.0.",
     ),
     Condition(
-        reads=("data.loss", "model.name"),
-        broken=lambda s: s.data.loss != "mean" and s.model.name not in ("mlp", "fp8", "params"),
-        message="only models 'mlp', 'fp8' and 'params' have another loss than a mean, got {got}.",
-        suggestion="Leave it out.",
-    ),
-    Condition(
-        reads=("expect.one_device", "data", "system", "topology.ep", "world.order_known"),
-        broken=lambda s: s.expect.one_device and not _claims_one_device(s),
-        message="only of ranks that all see the same data and hold all experts, and of a mean over "
-        "them in one sum of a known order, it is said that they compute what one device does, got "
+        reads=("expect.one_device", "data.loss", "system"),
+        broken=lambda s: s.expect.one_device and not _averages_once(s),
+        message="ranks compute what one device does only if their gradients are averaged, got "
         "{got}.",
-        suggestion='Try data.ranks = "same", sync = "last", no ep, and either divide_by = "ranks" '
-        'or data.loss = "mean-of-ranks" with divide = "none".',
-        holds_after=True,
-    ),
-    Condition(
-        reads=("model.fp8_format", "model.name"),
-        broken=lambda s: s.model.fp8_format != "mixed" and s.model.name != "fp8",
-        message="only model 'fp8' has params in fp8, got {got}.",
-        suggestion='Leave it out, or write name = "fp8".',
+        suggestion='Try either divide_by = "ranks" or data.loss = "mean-of-ranks" with '
+        'divide = "none".',
     ),
     Condition(
         reads=("model.name", "model.dtype", "world.size", "run.micro_batches"),
@@ -225,6 +161,13 @@ CONDITIONS = (
         suggestion="Try 'tp-cp-dp-pp'.",
     ),
     Condition(
+        reads=("topology.order", "topology", "world.size", "reload"),
+        broken=lambda s: s.topology.order != default_at("topology.order") and not orders_axes(s),
+        message="expected two of tp, cp, pp and dp to be more than 1, for axes to have an order, "
+        "got {got} with one axis.",
+        suggestion="Leave it out.",
+    ),
+    Condition(
         reads=("world.size", "topology.tp", "topology.cp", "topology.pp"),
         broken=lambda s: s.world.size % (_parts(s) * max(s.topology.cp, 1)) != 0,
         message="expected a multiple of topology.tp x cp x pp, got {got}.",
@@ -237,12 +180,6 @@ CONDITIONS = (
         ),
         message="expected a divisor of the ranks of a dp-cp group, got {got}.",
         suggestion="Try 1.",
-    ),
-    Condition(
-        reads=("topology.ep", "model.name"),
-        broken=lambda s: s.topology.ep > 1 and s.model.name != "moe",
-        message="only model 'moe' has experts to deal out, got {got}.",
-        suggestion='Leave it out, or write name = "moe".',
     ),
     Condition(
         reads=("topology.ep", "world.size", "topology.tp", "topology.pp", "system.redundancy"),
@@ -281,46 +218,10 @@ CONDITIONS = (
         suggestion="Try another reload.world_size, or reload.redundancy = 1 and reload.ep = 1.",
     ),
     Condition(
-        reads=("topology.shared", "topology.tp"),
-        broken=lambda s: bool(s.topology.shared) and s.topology.tp == 1,
-        message="expected several tensor-parallel ranks to share params, got {got} with tp = 1.",
-        suggestion="Leave it out, or write tp = 2.",
-    ),
-    Condition(
-        reads=("topology.tied", "topology.pp"),
-        broken=lambda s: bool(s.topology.tied) and s.topology.pp == 1,
-        message="expected several pipeline-parallel ranks to tie params, got {got} with pp = 1.",
-        suggestion="Leave it out, or write pp = 2.",
-    ),
-    Condition(
         reads=("faults", "reload"),
         broken=lambda s: bool(s.faults) and s.reload is not None,
         message="calls are counted within one world, and a reload makes two.",
         suggestion="Leave either out.",
-    ),
-    Condition(
-        reads=("system.redundancy", "system.stage"),
-        broken=lambda s: s.system.redundancy > 1 and s.system.stage == 0,
-        message="stage 0 shards nothing that could be held in copies, got {got}.",
-        suggestion="Leave it out, or write stage = 1.",
-        holds_after=True,
-    ),
-    Condition(
-        reads=("system.partition", "system.stage"),
-        broken=lambda s: s.system.partition != "padded" and s.system.stage == 0,
-        message="stage 0 has no partition, got {got}.",
-        suggestion="Leave it out, or write stage = 1.",
-        holds_after=True,
-    ),
-    Condition(
-        reads=("system.partition", "system.align_elems", "system.align_bytes"),
-        broken=lambda s: (
-            s.system.partition != "padded"
-            and (s.system.align_elems > 1 or s.system.align_bytes > 1)
-        ),
-        message="expected no alignment, which is made by padding, got {got} with it.",
-        suggestion='Leave align_elems and align_bytes out, or write partition = "padded".',
-        holds_after=True,
     ),
     Condition(
         reads=("system.partition", "system.bucket_elems"),
@@ -331,14 +232,14 @@ CONDITIONS = (
         holds_after=True,
     ),
     Condition(
-        reads=("system.divide_by", "system.divide", "system.sync"),
+        reads=("system.divide_by", "system.divide", "system.sync", "run.own_micro_batches"),
         broken=lambda s: (
-            s.system.divide_by == "tokens"
+            counts_over_ranks(s)
             and s.system.divide in ("pre", "premul")
             and s.system.sync == "every"
         ),
-        message="the number of rows is known only after the last micro-batch, got {got} with a "
-        "division before every sum.",
+        message="the number of rows, or of micro-batches that had data, is known only after the "
+        "last micro-batch, got {got} with a division before every sum.",
         suggestion='Try divide = "post", or sync = "last".',
     ),
     Condition(
@@ -364,109 +265,70 @@ CONDITIONS = (
         suggestion="Write more than data.nan.micro_batch everywhere.",
     ),
     Condition(
-        reads=("run.own_micro_batches", "system.divide_by", "system.divide", "system.sync"),
-        broken=lambda s: (
-            bool(s.run.own_micro_batches)
-            and s.system.divide_by == "micro-batches"
-            and s.system.divide in ("pre", "premul")
-            and s.system.sync == "every"
-        ),
-        message="the number of micro-batches that had data is known only after the last one, got "
-        "{got} with a division before every sum.",
-        suggestion='Try divide = "post", or sync = "last".',
-    ),
-    Condition(
-        reads=("system.overlap_params", "system.stage"),
-        broken=lambda s: s.system.overlap_params is True and s.system.stage == 0,
-        message="stage 0 gathers no params, got {got}.",
-        suggestion="Leave it out, or write stage = 1.",
-        holds_after=True,
-    ),
-    Condition(
-        reads=("system.overlap_params", "system.stage"),
-        broken=lambda s: s.system.overlap_params is True and s.system.stage == 3,
-        message="stage 3 gathers params as they are used, got {got}.",
-        suggestion="Leave it out, or write prefetch.",
-        holds_after=True,
-    ),
-    Condition(
-        reads=("system.prefetch", "system.stage"),
-        broken=lambda s: s.system.prefetch is not None and s.system.stage != 3,
-        message="only stage 3 gathers params ahead of their use, got {got}.",
-        suggestion="Leave it out, or write stage = 3.",
-    ),
-    Condition(
-        reads=("system.reshard_after_forward", "system.stage"),
-        broken=lambda s: not s.system.reshard_after_forward and s.system.stage != 3,
-        message="only stage 3 frees params after a forward, got {got}.",
-        suggestion="Leave it out, or write stage = 3.",
-    ),
-    Condition(
-        reads=("system.sum_by", "system.stage"),
-        broken=lambda s: s.system.sum_by == "all-reduce" and s.system.stage == 0,
-        message="stage 0 has no shards to sum to, and sums to all ranks by itself, got {got}.",
-        suggestion="Leave it out, or write stage = 1.",
-        holds_after=True,
-    ),
-    Condition(
-        reads=("system.sum_by", "world.order"),
-        broken=lambda s: s.system.sum_by == "first-rank" and s.world.order != "linear",
-        message="the first rank adds in rank order, whatever collectives do, got {got}.",
-        suggestion='Leave it out, or write order = "linear".',
-    ),
-    Condition(
-        reads=("system.gather_after_step", "system.stage"),
-        broken=lambda s: s.system.gather_after_step and s.system.stage != 3,
-        message="only stage 3 gathers nothing after a step otherwise, got {got}.",
-        suggestion="Leave it out, or write stage = 3.",
-    ),
-    Condition(
-        reads=("system.gather_chunk_elems", "system.stage"),
-        broken=lambda s: s.system.gather_chunk_elems is not None and s.system.stage not in (1, 2),
-        message="only stages 1 and 2 gather all params at a time, which chunks cut up, got {got}.",
-        suggestion="Leave it out, or write stage = 1.",
-        holds_after=True,
-    ),
-    Condition(
-        reads=("system.gather_chunk_elems", "system.overlap_params"),
-        broken=lambda s: (
-            s.system.gather_chunk_elems is not None and s.system.overlap_params is True
-        ),
-        message="one chunk's memory serves all of them in turn, which no forward can overlap, "
-        "got {got} with system.overlap_params.",
-        suggestion="Leave either out.",
-    ),
-    Condition(
-        reads=("system.gather_chunk_elems", "system.partition"),
-        broken=lambda s: (
-            s.system.gather_chunk_elems is not None and s.system.partition == "one-owner"
-        ),
-        message="expected a partition that gives every rank a stretch of each bucket, got {got} "
-        'with partition = "one-owner".',
-        suggestion="Leave it out, and write a smaller bucket_elems.",
-        holds_after=True,
-    ),
-    Condition(
-        reads=("system.offload_state", "optimizer.name"),
-        broken=lambda s: s.system.offload_state and s.optimizer.name in WHOLE_PARAM_OPTIMIZERS,
-        message="optimizers 'muon' and 'lamb' bring whole params together with the model's own "
-        "collectives, which a state on the CPU does not meet, got {got}.",
-        suggestion="Leave it out, or write an elementwise optimizer.",
-    ),
-    Condition(
-        reads=("system.step_buffer_elems", "optimizer.name"),
-        broken=lambda s: (
-            s.system.step_buffer_elems is not None and s.optimizer.name in WHOLE_PARAM_OPTIMIZERS
-        ),
-        message="optimizers 'muon' and 'lamb' step whole params, all of which they bring together, "
-        "got {got}.",
-        suggestion="Leave it out, or write an elementwise optimizer.",
-    ),
-    Condition(
         reads=("reload.step", "run.steps"),
         broken=lambda s: s.reload is not None and not 1 <= s.reload.step < s.run.steps,
         message="expected at least one step before the checkpoint and one after it, got {got}.",
         suggestion="Try 1, and run.steps of at least 2.",
+    ),
+    # Elsewhere `applies` refuses an arena beside reduce buffers.
+    Condition(
+        reads=("system.arena", "system.reduce_buffer_elems", "reload.stage"),
+        broken=lambda s: (
+            s.system.arena
+            and s.system.reduce_buffer_elems is not None
+            and s.reload is not None
+            and s.reload.stage == 3
+        ),
+        message="an arena holds whole gradients that come and go bucket by bucket, got {got} with "
+        "system.reduce_buffer_elems, which has buffers of its own.",
+        suggestion="Leave either out.",
+    ),
+    Condition(
+        reads=("system.reduce_buffer_elems", "system.stage", "system.sync"),
+        broken=lambda s: (
+            s.system.reduce_buffer_elems is not None
+            and s.system.stage == 2
+            and s.system.sync == "last"
+        ),
+        message="at stage 2 gradients leave as backward goes, and none stays for the next "
+        'micro-batch, got {got} with system.sync = "last".',
+        suggestion='Write sync = "every", or stage = 1.',
+        holds_after=True,
+    ),
+    Condition(
+        reads=("model.hidden", "model.name", "topology.tp"),
+        broken=lambda s: is_tp_block(s) and not splits_heads(s),
+        message=f"expected a multiple of {HEAD_ELEMS} x topology.tp, so that each tensor-parallel "
+        "rank has whole heads, got {got}.",
+        suggestion=f"Try {HEAD_ELEMS} times topology.tp, or 8.",
+    ),
+    Condition(
+        reads=("model.hidden", "model.name", "model.dtype", "data.rows", "data.uneven_rows"),
+        broken=lambda s: is_tp_block(s) and s.model.hidden > 0 and not is_exact(s),
+        message="expected a width, and rows, at which no sum of a layer has more terms than the "
+        "dtype adds without rounding (3 x hidden, 4 x rows; 256 of bf16, 2,048 of fp16), so that "
+        "a split sum has the bits of the whole, got {got}.",
+        suggestion='Try hidden = 8 and rows = 4, or dtype = "fp32".',
+    ),
+    Condition(
+        reads=("topology.shared", "model.name", "topology.tp"),
+        broken=lambda s: _is_split(s) and s.topology.shared != (SHARED,),
+        message=f"expected '{SHARED}', the one param that all tensor-parallel ranks hold whole, "
+        "got {got}.",
+        suggestion=f'Write shared = ["{SHARED}"].',
+    ),
+    Condition(
+        reads=("world.order", "model.name", "topology.tp"),
+        broken=lambda s: _is_split(s) and s.world.order not in ("linear", "linear-fp32"),
+        message="expected an order that does not depend on where an element lies: one device knows "
+        "no places of what other ranks hold, got {got}.",
+        suggestion='Write order = "linear".',
+    ),
+    Condition(
+        reads=("system.target", "model.name", "topology.tp"),
+        broken=lambda s: _is_split(s) and s.system.target != "zero_sim",
+        message="expected 'zero_sim', which sums what split layers give over the ranks, got {got}.",
+        suggestion="Leave it out, or topology.tp.",
     ),
 )
 
@@ -491,27 +353,3 @@ def check_order_known(scenario: Scenario) -> Iterator[Problem]:
             message=f"expected a known order of addition in a case with {why}, got false.",
             suggestion="Leave it out.",
         )
-
-
-def check_freeze(scenario: Scenario) -> Iterator[Problem]:
-    """Check the spans of steps in which params are frozen."""
-    for index, freeze in enumerate(scenario.model.freeze):
-        if not 0 <= freeze.start < freeze.stop:
-            yield Problem(
-                path=f"model.freeze[{index}].stop",
-                message="expected start at least 0 and stop more than start, got "
-                f"start = {freeze.start}, stop = {freeze.stop}.",
-                suggestion=f"Try stop = {max(freeze.start, 0) + 1}; steps count from 0.",
-            )
-
-
-def check_groups(scenario: Scenario) -> Iterator[Problem]:
-    """Check that the optimizer has what its param groups set."""
-    for index, group in enumerate(scenario.optimizer.groups):
-        if group.weight_decay and scenario.optimizer.name == "rprop":
-            yield Problem(
-                path=f"optimizer.groups[{index}].weight_decay",
-                message="optimizer 'rprop' has no weight decay, got "
-                f"{describe_value(group.weight_decay)}.",
-                suggestion="Leave it out.",
-            )

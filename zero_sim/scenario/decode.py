@@ -1,6 +1,6 @@
 """A `Scenario` out of a parsed TOML table, with everything that is wrong with it at once.
 
-The one module that knows pydantic. It is asked which fields are wrong and why; what is then said
+The only module here with pydantic. It is asked which fields are wrong and why; what is then said
 about them is ours. Fields in error are replaced by stand-ins for a second try, so that the rules
 over the sound fields are still checked in the same pass.
 """

@@ -14,6 +14,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from zero_sim.errors import Problem
 from zero_sim.scenario.spec import Scenario
 
 Loc = tuple[str | int, ...]
@@ -154,6 +155,26 @@ def toml_type(value: object) -> str:
     if isinstance(value, datetime.date | datetime.time):
         return "date or time"
     return {"int": "integer", "str": "string"}.get(type(value).__name__, type(value).__name__)
+
+
+def check_index(path: str, value: int, *, stop: int, of: str, counted: str) -> Iterator[Problem]:
+    """Check a number that counts from 0.
+
+    Args:
+        path: Where the value is.
+        value: The number.
+        stop: One past the last possible one.
+        of: `stop`, as the message calls it.
+        counted: Plural of the things that it counts.
+    """
+    # A count below 1 is reported as such; every index would be wrong with it.
+    if stop >= 1 and not 0 <= value < stop:
+        yield Problem(
+            path=path,
+            message=f"expected an integer at least 0 and less than {of}, "
+            f"got {describe_value(value)}.",
+            suggestion=f"Try {stop - 1 if value > 0 else 0}; {counted} count from 0.",
+        )
 
 
 def _strip_none(hint: object) -> object:

@@ -1,4 +1,4 @@
-"""Names of params in a scenario, held against those that its model trains."""
+"""Params that a scenario names: spans in which they are frozen, groups, and names that exist."""
 
 from __future__ import annotations
 
@@ -20,6 +20,43 @@ def frozen_at(model: ModelSpec, *, step: int) -> frozenset[str]:
         step: Optimizer step, from 0.
     """
     return frozenset(each.param for each in model.freeze if each.start <= step < each.stop)
+
+
+def check_freeze(scenario: Scenario) -> Iterator[Problem]:
+    """Check the spans of steps in which params are frozen."""
+    for index, freeze in enumerate(scenario.model.freeze):
+        if not 0 <= freeze.start < freeze.stop:
+            yield Problem(
+                path=f"model.freeze[{index}].stop",
+                message="expected start at least 0 and stop more than start, got "
+                f"start = {freeze.start}, stop = {freeze.stop}.",
+                suggestion=f"Try stop = {max(freeze.start, 0) + 1}; steps count from 0.",
+            )
+
+
+def check_freeze_begins(scenario: Scenario) -> Iterator[Problem]:
+    """Check that what is to be frozen is so in a step that there is."""
+    steps = scenario.run.steps
+    for index, freeze in enumerate(scenario.model.freeze):
+        if steps >= 1 and freeze.start >= steps:
+            yield Problem(
+                path=f"model.freeze[{index}].start",
+                message=f"expected a step less than run.steps = {steps}, after which nothing is "
+                f"trained, got {describe_value(freeze.start)}.",
+                suggestion=f"Try {steps - 1}, or leave it out.",
+            )
+
+
+def check_groups(scenario: Scenario) -> Iterator[Problem]:
+    """Check that the optimizer has what its param groups set."""
+    for index, group in enumerate(scenario.optimizer.groups):
+        if group.weight_decay and scenario.optimizer.name == "rprop":
+            yield Problem(
+                path=f"optimizer.groups[{index}].weight_decay",
+                message="optimizer 'rprop' has no weight decay, got "
+                f"{describe_value(group.weight_decay)}.",
+                suggestion="Leave it out.",
+            )
 
 
 def check_names(scenario: Scenario, names: Collection[str]) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""The case that goes on after a checkpoint, in another world with another layout."""
+"""Rules about the case after its checkpoint, in another world with another layout."""
 
 from __future__ import annotations
 
@@ -6,73 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 
 from zero_sim.errors import Problem
-from zero_sim.scenario.buffer_conditions import BUFFER_CONDITIONS
+from zero_sim.scenario.applies import APPLIES, Applies
 from zero_sim.scenario.conditions import CONDITIONS, Condition
 from zero_sim.scenario.fields import default_at, describe_value, show
-from zero_sim.scenario.spec import ReloadSpec, Scenario, SystemSpec
-
-_PATHS = {
-    "world_size": "world.size",
-    "ep": "topology.ep",
-    "stage": "system.stage",
-    "redundancy": "system.redundancy",
-    "bucket_elems": "system.bucket_elems",
-    "partition": "system.partition",
-    "param_order": "system.param_order",
-    "reduce_buffer_elems": "system.reduce_buffer_elems",
-}
-"""What a reload can change: its field, and the path of what it takes the place of."""
-
-_OF_STAGE_1 = ("redundancy", "partition")
-"""What stage 0 has no use for."""
-
-
-def after_reload(scenario: Scenario) -> Scenario:
-    """The case as it goes on after its checkpoint; as it is where it has none.
-
-    Args:
-        scenario: The case, before the checkpoint.
-    """
-    changed: dict[str, dict[str, object]] = {}
-    for name in _changed_by(scenario.reload):
-        table, _, field = _PATHS[name].partition(".")
-        changed.setdefault(table, {})[field] = getattr(scenario.reload, name)
-    tables = {
-        table: dataclasses.replace(getattr(scenario, table), **fields)
-        for table, fields in changed.items()
-    }
-    system = tables.get("system")
-    if system is not None:
-        # What only the stage before it had has no meaning any more.
-        system = without_sharded_params(system)
-        if system.stage not in (1, 2):
-            system = dataclasses.replace(
-                system, reduce_buffer_elems=None, contiguous_grads=True, gather_chunk_elems=None
-            )
-        if system.stage < 2 or system.reduce_buffer_elems is not None:
-            system = dataclasses.replace(system, arena=False)
-        if system.stage == 3:
-            system = dataclasses.replace(system, checkpoints="none", offload_checkpoints=False)
-        if not system.stage:
-            system = dataclasses.replace(system, sum_by="reduce-scatter")
-        tables["system"] = system
-    return dataclasses.replace(scenario, **tables)
-
-
-def without_sharded_params(system: SystemSpec) -> SystemSpec:
-    """A system without settings of params that are sharded, where its stage shards none.
-
-    Args:
-        system: Of any stage.
-    """
-    if system.stage == 3:
-        return system
-    return dataclasses.replace(
-        system,
-        prefetch=None,
-        reshard_after_forward=True,
-        gather_after_step=False,
-    )
+from zero_sim.scenario.fitting import RELOADED, after_reload, reloaded
+from zero_sim.scenario.spec import ReloadSpec, Scenario
 
 
 def placed_in_reload(problem: Problem, reload: ReloadSpec) -> Problem:
@@ -82,8 +20,8 @@ def placed_in_reload(problem: Problem, reload: ReloadSpec) -> Problem:
         problem: With the path that it has in a case without a checkpoint.
         reload: What the case changes there.
     """
-    for name in _changed_by(reload):
-        if _PATHS[name] == problem.path:
+    for name, path in reloaded(reload).items():
+        if path == problem.path:
             return dataclasses.replace(problem, path=f"reload.{name}")
     return problem
 
@@ -117,23 +55,23 @@ def check_after_reload(scenario: Scenario) -> Iterator[Problem]:
     if scenario.reload is None:
         return
     after = after_reload(scenario)
-    for condition in (*CONDITIONS, *BUFFER_CONDITIONS):
-        if condition.holds_after and not condition.broken(scenario):
-            for problem in condition.check(after):
+    for rule in (*APPLIES, *CONDITIONS):
+        if rule.holds_after and not rule.broken(scenario):
+            for problem in rule.check(after):
                 placed = placed_in_reload(problem, scenario.reload)
                 if placed.path == problem.path:
-                    placed = _left_as_it_was(problem, condition, scenario.reload)
-                yield _with_what_is_used(placed, after)
+                    placed = _left_as_it_was(problem, rule, scenario.reload)
+                yield _with_own_names(placed, scenario.reload)
 
 
-def _left_as_it_was(problem: Problem, condition: Condition, reload: ReloadSpec) -> Problem:
+def _left_as_it_was(problem: Problem, rule: Applies | Condition, reload: ReloadSpec) -> Problem:
     """A problem with a setting that a reload does not name, at the one that it does."""
     made_by = next(
         name
-        for name in _changed_by(reload)
-        if any(f"{_PATHS[name]}.".startswith(f"{read}.") for read in condition.reads)
+        for name, path in reloaded(reload).items()
+        if any(f"{path}.".startswith(f"{read}.") for read in rule.reads)
     )
-    own = next((name for name, path in _PATHS.items() if path == problem.path), None)
+    own = next((name for name, path in RELOADED.items() if path == problem.path), None)
     if own is None:
         return dataclasses.replace(problem, path=f"reload.{made_by}")
     return Problem(
@@ -143,14 +81,10 @@ def _left_as_it_was(problem: Problem, condition: Condition, reload: ReloadSpec) 
     )
 
 
-def _with_what_is_used(problem: Problem, after: Scenario) -> Problem:
-    if after.system.stage != 0 or problem.path not in [f"reload.{name}" for name in _OF_STAGE_1]:
-        return problem
-    fields = (field.name for field in dataclasses.fields(ReloadSpec))
-    used = ", ".join(name for name in fields if name not in _OF_STAGE_1)
-    message = f"{problem.message.removesuffix('.')}; a reload to stage 0 uses {used}."
-    return dataclasses.replace(problem, message=message)
-
-
-def _changed_by(reload: ReloadSpec | None) -> list[str]:
-    return [name for name in _PATHS if getattr(reload, name, None) is not None]
+def _with_own_names(problem: Problem, reload: ReloadSpec) -> Problem:
+    """The problem with the fields of the reload named in place of those that they replace."""
+    message, suggestion = problem.message, problem.suggestion
+    for name, path in reloaded(reload).items():
+        message = message.replace(f"{path} =", f"reload.{name} =")
+        suggestion = suggestion.replace(f"{path} =", f"reload.{name} =")
+    return dataclasses.replace(problem, message=message, suggestion=suggestion)

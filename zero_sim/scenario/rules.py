@@ -10,25 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from zero_sim.errors import Problem
-from zero_sim.scenario.bare_params import check_one_rank, check_readers, check_same_data
-from zero_sim.scenario.buffer_conditions import BUFFER_CONDITIONS
-from zero_sim.scenario.conditions import (
-    CONDITIONS,
-    check_freeze,
-    check_groups,
-    check_order_known,
-)
+from zero_sim.scenario.applies import APPLIES, Applies
+from zero_sim.scenario.bare_params import check_one_rank, check_readers
+from zero_sim.scenario.checks import Check
+from zero_sim.scenario.conditions import CONDITIONS, check_order_known
 from zero_sim.scenario.costs import check_costs
-from zero_sim.scenario.expectations import check_faults, check_finding
-from zero_sim.scenario.fields import describe_value, values_at
-from zero_sim.scenario.joining import world_size_at
+from zero_sim.scenario.derived import world_size_at
+from zero_sim.scenario.fields import check_index, describe_value, values_at
+from zero_sim.scenario.fitting import has_no_use
+from zero_sim.scenario.names import check_freeze, check_freeze_begins, check_groups
 from zero_sim.scenario.reload import check_after_reload, check_async_steps
-from zero_sim.scenario.spec import Scenario
+from zero_sim.scenario.spec import FaultSpec, Scenario
+from zero_sim.scenario.suggest import closest
 from zero_sim.scenario.texts import check_texts
-from zero_sim.scenario.tp_conditions import TP_CONDITIONS
-from zero_sim.scenario.unused import UNUSED, check_freeze_begins
 
 WORLD_SIZE_MAX = 4096
 """More rank threads than this is a slip of the finger, not a test."""
@@ -229,13 +226,6 @@ def _shapes(scenario: Scenario) -> Iterator[Problem]:
             "param.",
             suggestion="Try shapes = [[3], [2, 4]].",
         )
-    elif model.name not in _BARE_MODELS and model.shapes is not None:
-        yield Problem(
-            path="model.shapes",
-            message="only models 'params' and 'bit-hash' take shapes, got them with model "
-            f"'{model.name}'.",
-            suggestion='Leave them out, or write name = "params".',
-        )
 
 
 def _dims(scenario: Scenario) -> Iterator[Problem]:
@@ -266,53 +256,102 @@ def _dims(scenario: Scenario) -> Iterator[Problem]:
 
 
 def _nan_step(scenario: Scenario) -> Iterator[Problem]:
-    if scenario.data.nan is not None:
-        yield from _index("step", scenario.data.nan.step, scenario.run.steps, "run.steps")
+    nan, steps = scenario.data.nan, scenario.run.steps
+    if nan is not None:
+        of = f"run.steps = {steps}"
+        yield from check_index("data.nan.step", nan.step, stop=steps, of=of, counted="steps")
 
 
 def _nan_rank(scenario: Scenario) -> Iterator[Problem]:
     nan = scenario.data.nan
-    if nan is None:
-        return
-    size = world_size_at(scenario, step=nan.step)
-    source = "world.size" if size == scenario.world.size else "reload.world_size"
-    yield from _index("rank", nan.rank, size, source)
+    if nan is not None:
+        size = world_size_at(scenario, step=nan.step)
+        source = "world.size" if size == scenario.world.size else "reload.world_size"
+        of = f"{source} = {size}"
+        yield from check_index("data.nan.rank", nan.rank, stop=size, of=of, counted="ranks")
 
 
 def _nan_micro_batch(scenario: Scenario) -> Iterator[Problem]:
-    if scenario.data.nan is not None:
-        place, count = scenario.data.nan.micro_batch, scenario.run.micro_batches
-        yield from _index("micro_batch", place, count, "run.micro_batches")
+    nan, count = scenario.data.nan, scenario.run.micro_batches
+    if nan is not None:
+        of, path = f"run.micro_batches = {count}", "data.nan.micro_batch"
+        yield from check_index(path, nan.micro_batch, stop=count, of=of, counted="micro-batches")
 
 
-_PLURALS = {"step": "steps", "rank": "ranks", "micro_batch": "micro-batches"}
+def _faults(scenario: Scenario) -> Iterator[Problem]:
+    """Check the faults of a plan one by one."""
+    for index, fault in enumerate(scenario.faults):
+        path = f"faults[{index}]"
+        size = scenario.world.size
+        of = f"world.size = {size}"
+        yield from check_index(f"{path}.rank", fault.rank, stop=size, of=of, counted="ranks")
+        yield from _fault_call(path, fault)
+        yield from _fault_place(path, fault)
 
 
-def _index(name: str, value: int, stop: int, source: str) -> Iterator[Problem]:
-    # A count below 1 is reported as such; every index would be wrong with it.
-    if stop >= 1 and not 0 <= value < stop:
+def _fault_call(path: str, fault: FaultSpec) -> Iterator[Problem]:
+    if fault.kind == "slow":
+        said = (("call", fault.call != 0), ("at", fault.at != "call"))
+        given = [*said, ("call_stop", fault.call_stop), ("collective", fault.collective)]
+        for name, is_given in given:
+            if is_given:
+                yield Problem(
+                    path=f"{path}.{name}",
+                    message="a slow rank is slow in the whole run, got "
+                    f"{describe_value(getattr(fault, name))}.",
+                    suggestion="Leave it out.",
+                )
+        return
+    if fault.at == "call" and fault.call_stop is not None:
         yield Problem(
-            path=f"data.nan.{name}",
-            message=f"expected an integer at least 0 and less than {source} = {stop}, "
-            f"got {describe_value(value)}.",
-            suggestion=f"Try {stop - 1 if value >= stop else 0}; {_PLURALS[name]} count from 0.",
+            path=f"{path}.call_stop",
+            message="only a call that is drawn has a range, got "
+            f"{describe_value(fault.call_stop)}.",
+            suggestion='Leave it out, or write at = "random".',
+        )
+    elif fault.at == "random" and (fault.call_stop is None or fault.call_stop <= fault.call):
+        got = "nothing" if fault.call_stop is None else describe_value(fault.call_stop)
+        yield Problem(
+            path=f"{path}.call_stop",
+            message=f"expected an integer more than call = {fault.call} to draw below, got {got}.",
+            suggestion=f"Try {max(fault.call, 0) + 10}.",
         )
 
 
-def _accuracy(scenario: Scenario) -> Iterator[Problem]:
-    floor = scenario.expect.accuracy_min
-    if floor is not None and scenario.model.name != "digits":
+def _fault_place(path: str, fault: FaultSpec) -> Iterator[Problem]:
+    if fault.kind != "corrupt":
+        for name, default in (("side", "send"), ("element", None), ("bit", None)):
+            value = getattr(fault, name)
+            if value != default:
+                yield Problem(
+                    path=f"{path}.{name}",
+                    message=f"only 'corrupt' has one, got {describe_value(value)} "
+                    f"with kind '{fault.kind}'.",
+                    suggestion='Leave it out, or write kind = "corrupt".',
+                )
+
+
+def _finding(scenario: Scenario) -> Iterator[Problem]:
+    """Check that what is to be found is a check that there is, or an area of them."""
+    wanted = scenario.expect.finding
+    known = (*Check, *dict.fromkeys(check.area for check in Check))
+    if wanted is not None and wanted not in known:
+        near = closest(wanted, known)
         yield Problem(
-            path="expect.accuracy_min",
-            message=f"only model 'digits' has held-out data, got {describe_value(floor)} "
-            f"with model '{scenario.model.name}'.",
-            suggestion='Leave it out, or write name = "digits".',
+            path="expect.finding",
+            message=f"expected a check or an area of checks, one of {', '.join(known)}; "
+            f"got {describe_value(wanted)}.",
+            suggestion=f"Did you mean '{near}'?" if near else "Try 'equality.grad', or 'equality'.",
         )
+
+
+def _applies(row: Applies, scenario: Scenario) -> Iterator[Problem]:
+    return row.check(scenario) if has_no_use(row, scenario) else iter(())
 
 
 _BEFORE_AND_AFTER = (
     "reload",
-    *(read for each in CONDITIONS if each.holds_after for read in each.reads),
+    *(read for each in (*APPLIES, *CONDITIONS) if each.holds_after for read in each.reads),
 )
 RULES = (
     Rule(reads=(), check=check_texts),
@@ -327,7 +366,6 @@ RULES = (
         reads=("model.one_rank", "world.size", "topology", "reload", "run.micro_batches"),
         check=check_one_rank,
     ),
-    Rule(reads=("model.one_rank", "data.ranks"), check=check_same_data),
     Rule(reads=("data.nan.step", "run.steps"), check=_nan_step),
     Rule(reads=("data.nan", "world.size", "reload"), check=_nan_rank),
     Rule(reads=("data.nan.micro_batch", "run.micro_batches"), check=_nan_micro_batch),
@@ -337,15 +375,11 @@ RULES = (
         reads=("world.order_known", "reload", "model.name", "topology.tp", "topology.pp"),
         check=check_order_known,
     ),
-    Rule(reads=("faults", "world.size"), check=check_faults),
-    Rule(reads=("model.name", "expect.accuracy_min"), check=_accuracy),
-    Rule(reads=("expect.finding",), check=check_finding),
+    Rule(reads=("faults", "world.size"), check=_faults),
+    Rule(reads=("expect.finding",), check=_finding),
     Rule(reads=("model.freeze", "run.steps"), check=check_freeze_begins),
     Rule(reads=_BEFORE_AND_AFTER, check=check_after_reload),
     Rule(reads=("reload.async_steps", "reload.step", "run.steps"), check=check_async_steps),
-    *(Rule(reads=(unused.path, *unused.reads), check=unused.check) for unused in UNUSED),
-    *(
-        Rule(reads=condition.reads, check=condition.check)
-        for condition in (*CONDITIONS, *BUFFER_CONDITIONS, *TP_CONDITIONS)
-    ),
+    *(Rule(reads=row.reads, check=partial(_applies, row)) for row in APPLIES),
+    *(Rule(reads=each.reads, check=each.check) for each in CONDITIONS),
 )

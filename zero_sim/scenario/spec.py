@@ -38,7 +38,7 @@ OptimizerName = Literal[
     "lamb",
 ]
 PartitionName = Literal["padded", "uneven", "rows", "one-owner"]
-CheckpointForm = Literal["sharded", "consolidated", "dcp"]
+CheckpointForm = Literal["sharded", "consolidated"]
 FaultName = Literal["crash", "stall", "corrupt", "drop", "duplicate", "slow"]
 CollectiveName = Literal[
     "all_reduce",
@@ -484,7 +484,7 @@ class ReloadSpec:
     """Steps trained while it is written, none of which it has: they are trained again after it; 0
     where training waits for it."""
     form: CheckpointForm = "sharded"
-    """One file a rank; one file with whole params; or torch's distributed checkpoint."""
+    """One file a rank, or one file with whole params."""
     weights_only: bool = False
     """Whether only the masters and working params are taken from it: optimizer state and loss scale
     begin anew."""

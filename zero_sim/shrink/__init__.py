@@ -12,7 +12,6 @@ from zero_sim.shrink.keys import (
 from zero_sim.shrink.reduce import Limits, Reduced, Stopped, shrink
 from zero_sim.shrink.same import right_judge, shrink_finding
 from zero_sim.shrink.size import Size, settings_of, size_of
-from zero_sim.shrink.titles import titled
 
 __all__ = [
     "BEYOND_VALUES",
@@ -31,5 +30,4 @@ __all__ = [
     "shrink",
     "shrink_finding",
     "size_of",
-    "titled",
 ]

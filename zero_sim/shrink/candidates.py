@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import reduce
-from typing import Any
+from operator import attrgetter
 
 from zero_sim.scenario.fields import choices_of, fields_of
 from zero_sim.scenario.rules import BOUNDS
@@ -119,7 +119,7 @@ def fewer_features(scenario: Scenario) -> Iterator[Scenario]:
 
 def plainer_values(scenario: Scenario) -> Iterator[Scenario]:
     """The case with smaller numbers, earlier choices and small seeds."""
-    for path, value, choices in _values(scenario):
+    for path, value, _, choices in _values(scenario):
         if value in choices:
             options: Iterable[object] = choices[: choices.index(value)]
         elif isinstance(value, int) and not isinstance(value, bool):
@@ -181,15 +181,15 @@ def _blocks(scenario: Scenario) -> Iterator[str]:
     paths = ("reload", "data.nan", "optimizer.loss_scale", "optimizer.groups", "model.freeze",
              "model.tied", "model.unused", "model.one_rank", "topology.shared", "topology.tied",
              "system.options", "faults", "run.own_micro_batches")  # fmt: skip
-    return (path for path in paths if _at(scenario, path))
+    return (path for path in paths if attrgetter(path)(scenario))
 
 
 def _nothing(scenario: Scenario, path: str) -> object:
-    return () if isinstance(_at(scenario, path), tuple) else None
+    return () if isinstance(attrgetter(path)(scenario), tuple) else None
 
 
 def _shorter(scenario: Scenario, path: str) -> Iterator[Scenario]:
-    items = _at(scenario, path)
+    items = attrgetter(path)(scenario)
     if isinstance(items, tuple) and len(items) > 1:
         for index in range(len(items)):
             yield repaired(changed(scenario, path, items[:index] + items[index + 1 :]))
@@ -197,40 +197,26 @@ def _shorter(scenario: Scenario, path: str) -> Iterator[Scenario]:
 
 def _defaults(scenario: Scenario) -> Iterator[tuple[str, object]]:
     """Each field that is not as by default, with its default."""
-    for path, value, default in _fields(scenario):
-        if default is not dataclasses.MISSING and value != default:
+    for path, _, default, _ in _values(scenario):
+        if default is not dataclasses.MISSING:
             yield path, default
 
 
-def _values(scenario: Scenario) -> Iterator[tuple[str, object, tuple[object, ...]]]:
-    """Each field that is not as by default, with its choices, if it has some."""
-    for path, value, default in _fields(scenario):
-        table, _, name = path.rpartition(".")
-        if value != default:
-            yield path, value, choices_of(fields_of(type(_at(scenario, table)))[name])
-
-
-def _fields(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
-    """Path, value and default of what stands in the tables of a case."""
+def _values(scenario: Scenario) -> Iterator[tuple[str, object, object, tuple[object, ...]]]:
+    """Path, value, default and choices, if any, of each field that is not as by default."""
     tables = [*_SECTIONS, "run", "model", "reload", "data.nan", "optimizer.loss_scale"]
     for table in tables:
-        record = _at(scenario, table)
+        record = attrgetter(table)(scenario)
         for column in dataclasses.fields(record) if record is not None else ():
-            value = getattr(record, column.name)
+            value, default = getattr(record, column.name), column.default
             if column.name in _KEPT or (table, column.name) == ("model", "name"):
                 continue
             # A pair of numbers is a value; other tuples are lists, which have passes of their own.
             is_list = isinstance(value, tuple) and column.name != "betas"
-            if is_list or dataclasses.is_dataclass(value):
+            if is_list or dataclasses.is_dataclass(value) or value == default:
                 continue
-            yield f"{table}.{column.name}", value, column.default
-
-
-def _at(scenario: Scenario, path: str) -> Any:
-    value: Any = scenario
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+            choices = choices_of(fields_of(type(record))[column.name])
+            yield f"{table}.{column.name}", value, default, choices
 
 
 PASSES: tuple[Callable[[Scenario], Iterator[Scenario]], ...] = (

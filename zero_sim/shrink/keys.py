@@ -70,7 +70,7 @@ def key_of(result: CaseResult) -> Key | None:
     return Key(
         check=first.check,
         phase=first.phase or "",
-        kind=_kind(first.param),
+        kind="" if first.param is None else kind_of(first.param),
         manner=first.manner or _template(first.message),
         place=next((name for name, tells in _places(result).items() if tells), ""),
     )
@@ -178,12 +178,6 @@ def _within(differ: Iterable[tuple[int, int]], spans: Iterable[tuple[int, int]])
     return all(
         any(start <= first and last <= stop for start, stop in held) for first, last in differ
     )
-
-
-def _kind(param: str | None) -> str:
-    if param is None:
-        return ""
-    return kind_of(param)
 
 
 def _template(message: str) -> str:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from zero_sim.scenario.bare_params import fitted_one_rank
-from zero_sim.scenario.joining import limits_of_joins
+from zero_sim.scenario.derived import limits_of_joins
+from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.names import matching_groups
-from zero_sim.scenario.spec import ModelSpec, ParamGroupSpec, ReloadSpec, Scenario, TopologySpec
-from zero_sim.scenario.unused import without_unused
+from zero_sim.scenario.spec import (
+    FreezeSpec,
+    ModelSpec,
+    OneRankSpec,
+    ReloadSpec,
+    Scenario,
+    TopologySpec,
+)
 from zero_sim.workloads import params_of
 
 
@@ -24,13 +31,10 @@ def changed(scenario: Scenario, path: str, value: object) -> Scenario:
         path: The field, dotted.
         value: What it holds then.
     """
-    return _changed(scenario, path.split("."), value)
-
-
-def _changed(record: Any, names: Sequence[str], value: object) -> Any:
-    first, *rest = names
-    inner = _changed(getattr(record, first), rest, value) if rest else value
-    return replace(record, **{first: inner})
+    table, _, name = path.rpartition(".")
+    if not table:
+        return replace(scenario, **{name: value})
+    return changed(scenario, table, replace(attrgetter(table)(scenario), **{name: value}))
 
 
 def repaired(scenario: Scenario) -> Scenario:
@@ -143,12 +147,11 @@ def with_model(
     if heirs is None:
         now = [name for name, _ in params_of(model)]
         heirs = dict(zip(before, now, strict=False))
-    freeze = tuple(
-        replace(each, param=heirs[each.param])
-        for each in scenario.model.freeze
-        if each.param in heirs
-    )
-    regrouped = _regrouped(scenario.optimizer.groups, before, heirs)
+    regrouped = [
+        replace(group, match=endings[0])
+        for group in scenario.optimizer.groups
+        if (endings := _renamed((group.match,), before, heirs))
+    ]
     groups = matching_groups(regrouped, list(heirs.values()))
     topology = replace(
         scenario.topology,
@@ -158,7 +161,11 @@ def with_model(
     return repaired(
         replace(
             scenario,
-            model=replace(model, freeze=freeze, **_readers(scenario.model, model, heirs)),
+            model=replace(
+                model,
+                freeze=_of_heirs(scenario.model.freeze, heirs),
+                **_readers(scenario.model, model, heirs),
+            ),
             optimizer=replace(scenario.optimizer, groups=groups),
             topology=topology,
         )
@@ -172,22 +179,15 @@ def _readers(before: ModelSpec, after: ModelSpec, heirs: Mapping[str, str]) -> d
     return {
         "tied": tuple(heirs[name] for name in before.tied if name in heirs),
         "unused": tuple(heirs[name] for name in before.unused if name in heirs),
-        "one_rank": tuple(
-            replace(each, param=heirs[each.param])
-            for each in before.one_rank
-            if each.param in heirs
-        ),
+        "one_rank": _of_heirs(before.one_rank, heirs),
     }
 
 
-def _regrouped(
-    groups: Sequence[ParamGroupSpec], before: Sequence[str], heirs: Mapping[str, str]
-) -> list[ParamGroupSpec]:
-    return [
-        dataclasses.replace(group, match=endings[0])
-        for group in groups
-        if (endings := _renamed((group.match,), before, heirs))
-    ]
+def _of_heirs(
+    records: Sequence[FreezeSpec | OneRankSpec], heirs: Mapping[str, str]
+) -> tuple[Any, ...]:
+    """Records of a param each, with its heir in its place; those whose param has none go."""
+    return tuple(replace(each, param=heirs[each.param]) for each in records if each.param in heirs)
 
 
 def _renamed(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
+from zero_sim.scenario.fitting import after_reload
 from zero_sim.scenario.spec import (
     FreezeSpec,
     LossScaleSpec,
@@ -45,22 +46,9 @@ def substitutions(scenario: Scenario) -> Iterator[Scenario]:
 
 def one_world(scenario: Scenario) -> Scenario:
     """The case in the world that it goes on in after a checkpoint, from the first step on."""
-    after = scenario.reload
-    if after is None:
+    if scenario.reload is None:
         return scenario
-    names = (
-        "stage", "redundancy", "bucket_elems", "partition", "param_order", "reduce_buffer_elems"
-    )  # fmt: skip
-    system = {name: getattr(after, name) for name in names if getattr(after, name) is not None}
-    return repaired(
-        replace(
-            scenario,
-            reload=None,
-            world=replace(scenario.world, size=after.world_size or scenario.world.size),
-            system=replace(scenario.system, **system),
-            topology=replace(scenario.topology, ep=after.ep or scenario.topology.ep),
-        )
-    )
+    return repaired(replace(after_reload(scenario), reload=None))
 
 
 def _bases(scenario: Scenario) -> Iterator[Scenario]:

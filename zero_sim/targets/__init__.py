@@ -1,6 +1,6 @@
 """Systems under test behind one small protocol."""
 
-from zero_sim.scenario.own_options import with_options
+from zero_sim.scenario.derived import with_options
 from zero_sim.targets.adapt import CompletedEngine, complete
 from zero_sim.targets.costs import TEXTBOOK, CostCase, Costs, costs_of
 from zero_sim.targets.declared import (

@@ -1,7 +1,7 @@
-"""The one surface around an engine: what the training loop drives and the judge asks.
+"""The adapter around an engine, which the training loop drives and the judge queries.
 
-It fills the gaps of an engine that has less than it may have and keeps book of them, holds what is
-told to the protocol, and says who answers for the asking.
+Optional methods that the engine lacks do nothing, and `unreported` lists what is not observed
+then. Every return value is validated. Time spent in the engine is charged to the engine.
 """
 
 from __future__ import annotations
@@ -9,27 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.scenario.spec import CheckpointForm
-from zero_sim.targets import answers
-from zero_sim.targets.answers import Model
+from zero_sim.targets.answers import CALLS, Answers, check_calls
+from zero_sim.targets.bare_model import Model, Seen, look_at
 from zero_sim.targets.protocol import (
     CostedEngine,
     Engine,
-    FullEngine,
     OwnedPart,
     Place,
     Saving,
     Settings,
     StepResult,
 )
-from zero_sim.targets.untrained import Seen, look_at
 from zero_sim.workloads.fp8 import SCALE_SUFFIX
 
 _REQUIRED = ("module", "zero_grad", "backward", "step", "params")
@@ -48,51 +46,87 @@ _OBSERVED = {
 }
 """Methods that show something of the engine's state, and what."""
 
+_DEFAULTS: dict[str, object] = {
+    "start_micro_batch": None,
+    "settle": None,
+    "parts": (),
+    "stray_gradients": "",
+    "stray_padding": "",
+    "notes": (),
+    "held_bytes": {},
+}
+"""Returned by optional methods that an engine lacks."""
+
 
 Asking = Callable[[], AbstractContextManager[object]]
+_Query = TypeVar("_Query", bound=Callable[..., Any])
+
+
+def _query(method: _Query) -> _Query:
+    """Charge a query to the engine, and answer it once within a block of `asked_once`."""
+
+    @wraps(method)
+    def ask(self: CompletedEngine, **options: object) -> object:
+        known = self._answers
+        question = (method.__name__, *options.items())
+        if known is not None and question in known:
+            return known[question]
+        with self._asking():
+            answer = method(self, **options)
+        if known is not None:
+            known[question] = answer
+        return answer
+
+    return ask  # pyrefly: ignore
 
 
 class CompletedEngine:
-    """An engine with all methods; those that it lacks do nothing, and `unreported` says what of it.
+    """An engine with all methods; those that it lacks do nothing.
+
+    Methods raise ProtocolError if the engine returns something else than the protocol has.
 
     Args:
         engine: What a target built.
-        model: The bare model; where left out, what is told is not held to it.
+        model: The bare model; None to check types alone.
         asking: Makes the block in which the engine is asked something.
     """
 
     def __init__(
         self, engine: Engine, *, model: Model | None = None, asking: Asking = nullcontext
     ) -> None:
-        self._engine = engine
-        self._model = model
+        self._engine: Any = engine
+        self._check = Answers(engine, model=model)
         self._asking = asking
         self._has_stepped = False
-        self._told: dict[str, Tensor] = {}
-        """What it told last of all params, where some are never trained."""
         self._answers: dict[object, Any] | None = None
-        """What it was asked in a block of `asked_once`, and answered."""
-        self._names = answers.check_names(getattr(engine, "names", None), engine=engine)
-        self._tied = {} if model is None else model.tied
+        """Answers within a block of `asked_once`, by question."""
+        self._names = self._check.names(getattr(engine, "names", None))
+        self._told: dict[str, Tensor] = {}
+        """Params as last reported, untrained ones included, if the model has any."""
         self._repeated: list[tuple[str, str, Tensor]] = []
-        """Params that it told a second time: the name, the other name, and the values there."""
+        """Params that were reported a second time: name, other name, and values there."""
         self.tied_parts: dict[str, str] = {}
-        """First name of each tied param of which it told parts under another name, by that name."""
+        """First name of each tied param, by the other name under which its parts were reported."""
         self.module = engine.module
         self.unreported = frozenset(
             what for name, what in _OBSERVED.items() if not hasattr(engine, name)
         )
-        """What nothing is known of, in words for the notes."""
-        self.can_reload = hasattr(engine, "save") and hasattr(engine, "load")
+        """State that is not observed, in words for the notes."""
         self.can_unwrap = getattr(engine, "unwrap", None) is not None
+        """True if the engine gives its module back."""
         self.costed = engine if isinstance(engine, CostedEngine) else None
         """The engine itself, if it declares that the closed forms of its stage hold."""
 
+    @property
+    def can_reload(self) -> bool:
+        """True if the engine has save() and load()."""
+        return hasattr(self._engine, "save") and hasattr(self._engine, "load")
+
     @contextmanager
     def asked_once(self) -> Iterator[None]:
-        """A block in which the engine does nothing: asked again, it answers as it did before.
+        """Open a block in which the engine does nothing, so each query is answered once.
 
-        What it tells may take calls that all ranks have to make alike.
+        An answer may take collectives, which all ranks have to call equally often.
         """
         self._answers = {}
         try:
@@ -100,133 +134,115 @@ class CompletedEngine:
         finally:
             self._answers = None
 
-    def _once(self, question: object, ask: Callable[[], Any]) -> Any:
-        """What an engine answers; in a block of `asked_once`, what it answered first."""
-        if self._answers is None:
-            return ask()
-        if question not in self._answers:
-            self._answers[question] = ask()
-        return self._answers[question]
+    def _optional(self, method: str, **options: object) -> Any:
+        """Call a method, or return its default if the engine lacks it."""
+        found = getattr(self._engine, method, None)
+        return _DEFAULTS[method] if found is None else found(**options)
+
+    def _followed(self, method: str, *, path: str) -> Callable[..., Any]:
+        """Return a method that the engine has to have, because its target follows a field."""
+        found = getattr(self._engine, method, None)
+        if found is None:
+            raise ProtocolError(
+                f"expected {CALLS[method][0]} of {type(self._engine).__name__}, whose target "
+                f"follows {path}, got none. Try adding it, or leaving that path out of what its "
+                "capabilities follow."
+            )
+        return found
+
+    def _checkpointing(self, method: str) -> Any:
+        if not self.can_reload:
+            raise UsageError(
+                f"expected an engine with save and load for a scenario with `reload`, got "
+                f"{type(self._engine).__name__} asked to {method}. Try a scenario without it."
+            )
+        return self._engine
 
     def zero_grad(self) -> None:
-        """As the engine does."""
+        """Forget the gradients of the step before."""
         self._engine.zero_grad()
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """As the engine does, if it has to be told."""
-        start = getattr(self._engine, "start_micro_batch", None)
-        if start is not None:
-            start(last=last)
+        """Get ready for a forward and its backward."""
+        self._optional("start_micro_batch", last=last)
 
     def join_micro_batch(self, *, last: bool) -> None:
-        """As the engine does.
+        """Take part in a micro-batch without data."""
+        self._followed("join_micro_batch", path="run.own_micro_batches")(last=last)
 
-        Raises:
-            ProtocolError: It has no such method.
-        """
-        join = getattr(self._engine, "join_micro_batch", None)
-        if join is None:
-            raise ProtocolError(
-                f"expected join_micro_batch(*, last) of {type(self._engine).__name__}, whose "
-                "target follows run.own_micro_batches, got none. Try adding it, or leaving that "
-                "path out of what its capabilities follow."
-            )
-        join(last=last)
+    def forward(self, *args: Any, **named: Any) -> Tensor:
+        """Run the engine's module, which returns one tensor."""
+        return self._check.output(self.module(*args, **named))
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
-        """As the engine does."""
+        """Run backward for one micro-batch."""
         self._engine.backward(loss, last_micro=last_micro, rows=rows)
 
     def step(self, *, lr_factor: float) -> StepResult:
-        """As the engine does; an empty record where it says nothing of the step.
-
-        Raises:
-            ProtocolError: It says something else than the protocol has.
-        """
+        """Update the params; an empty record if the engine returns none."""
         answer = self._engine.step(lr_factor=lr_factor)
         self._has_stepped = True
-        return answers.check_step(answer, engine=self._engine, model=self._model)
-
-    def forward(self, *args: Any, **named: Any) -> Tensor:
-        """What the engine's module gives.
-
-        Raises:
-            ProtocolError: It is no tensor.
-        """
-        output = self.module(*args, **named)
-        answers.check_output(output, engine=self._engine)
-        return output
+        return self._check.step(answer)
 
     def settle(self) -> None:
-        """As the engine does; one without it leaves nothing in flight."""
-        settle = getattr(self._engine, "settle", None)
-        if settle is not None:
-            settle()
+        """Wait for whatever the last step left in flight."""
+        self._optional("settle")
 
     def params(self) -> dict[str, Tensor]:
-        """Full working params on this rank, as the engine tells them.
-
-        Raises:
-            ProtocolError: They are no tensors by name of the model's params; or, before the first
-                step, of other sizes.
-        """
+        """Full working params on this rank; before the first step, of the model's sizes."""
         return {name: param.detach() for name, param in self._params().items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """What the full working params have in `.grad`."""
+        """Gradients that the full working params have in `.grad`."""
         return {
             name: param.grad.detach()
             for name, param in self._params().items()
             if param.grad is not None
         }
 
+    @_query
     def _params(self) -> dict[str, Tensor]:
-        return self._once("params", self._ask_params)
-
-    def _ask_params(self) -> dict[str, Tensor]:
-        with self._asking():
-            told: object = self._engine.params()
-            if isinstance(told, Mapping):
-                told = self._told_once(told)
-            reported = answers.check_params(told, engine=self._engine, model=self._model)
-            if self._model is not None and not self._has_stepped:
-                answers.check_sizes(reported, engine=self._engine, model=self._model)
-            if self._model is not None and self._model.untrained and isinstance(told, Mapping):
-                self._told = {**reported, **answers.told_untrained(told, model=self._model)}
-            return dict(reported)
+        model = self._check.model
+        told: object = self._engine.params()
+        if isinstance(told, Mapping):
+            told = self._told_once(told)
+        reported = self._check.params(told)
+        if not self._has_stepped:
+            self._check.sizes(reported)
+        if model is not None and model.untrained and isinstance(told, Mapping):
+            untrained = {name: told.get(name) for name in model.untrained}
+            self._told = reported | {
+                name: value for name, value in untrained.items() if isinstance(value, Tensor)
+            }
+        return reported
 
     def _told_once(self, told: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Params by their names in the bare model; what is told again goes to `_repeated`."""
+        """Params by their names in the bare model; repeated ones go to `_repeated`."""
         once: dict[Any, Any] = {}
         self._repeated = []
         for own, value in told.items():
-            other = self._names.get(own, own)
-            name = self._tied.get(other, other)
+            name = self._first_name(self._names.get(own, own))
             if name in once:
-                checked = answers.check_params(
-                    {name: value}, engine=self._engine, model=self._model
-                )
+                checked = self._check.params({name: value})
                 self._repeated += [(name, own, again) for again in checked.values()]
             else:
                 once[name] = value
         return once
 
-    def repeated(self) -> Iterable[tuple[str, str, Tensor]]:
-        """Params that `params` told twice, such as tied ones: name, other name and values there.
+    def _first_name(self, name: Any) -> Any:
+        """The first name of a tied param; of any other its own."""
+        model = self._check.model
+        return name if model is None else model.tied.get(name, name)
 
-        Raises:
-            ProtocolError: As for `params`.
-        """
+    def repeated(self) -> Iterable[tuple[str, str, Tensor]]:
+        """Params that `params` returned twice, such as tied ones: name, other name, values."""
         self._params()
         return [(name, own, value.detach()) for name, own, value in self._repeated]
 
     def untrained(self) -> Iterator[Seen]:
-        """Params that are never trained, as they are now; asks for `params`, if there are any.
-
-        Raises:
-            ProtocolError: As for `params`.
-        """
-        if self._model is None or not self._model.untrained:
+        """Params that are never trained, as they are now; calls `params` if there are any."""
+        model = self._check.model
+        if model is None or not model.untrained:
             return
         self._params()
         with self._asking():
@@ -234,13 +250,13 @@ class CompletedEngine:
                 self._names.get(name, name): param
                 for name, param in self._engine.module.named_parameters()
             }
-        yield from look_at(self._model.untrained, told=self._told, held=held)
+        yield from look_at(model.untrained, told=self._told, held=held)
 
     def module_tensors(self) -> dict[str, Tensor]:
-        """Params and buffers of the module as it is now, whatever they are for.
+        """Params and buffers of the module as it is now.
 
-        Those that are sharded (DTensors) are left out: what each rank has of them differs by right,
-        and `params` tells them whole.
+        Sharded ones (DTensors) are omitted: each rank rightly has another shard, and `params`
+        returns them whole.
         """
         with self._asking():
             params = dict(self._engine.module.named_parameters())
@@ -251,176 +267,103 @@ class CompletedEngine:
             }
 
     def scales(self, names: Collection[str]) -> dict[str, Tensor | None]:
-        """Scales of params in fp8: buffers of the module, as the workload says; None for none."""
+        """Scales of params in fp8, which are buffers of the module; None for none."""
         if not names:
             return {}
         with self._asking():
             buffers = dict(self._engine.module.named_buffers())
         return {name: buffers.get(name + SCALE_SUFFIX) for name in names}
 
+    @_query
     def parts(self) -> Sequence[OwnedPart]:
-        """What this rank owns of the optimizer, as the engine tells; none where it tells none.
-
-        Raises:
-            ProtocolError: They are no parts of params.
-        """
-        return self._once("parts", self._ask_parts)
-
-    def _ask_parts(self) -> Sequence[OwnedPart]:
-        parts = getattr(self._engine, "parts", None)
-        if parts is None:
-            return ()
-        with self._asking():
-            try:
-                reported: object = parts()
-                reported = list(reported) if isinstance(reported, Iterable) else reported
-            except (AttributeError, TypeError) as error:
-                if self._has_stepped:
-                    raise
-                raise ProtocolError(
-                    f"expected `parts` of {type(self._engine).__name__} to tell what this rank "
-                    "owns before the first step too, when no param has a gradient, got "
-                    f"{type(error).__name__}: {error}. Try OwnedPart(grad=None) as long as .grad "
-                    "is None."
-                ) from error
-            if isinstance(reported, list) and (self._names or self._tied):
-                reported = [self._renamed(part) for part in reported]
-            checked = answers.check_parts(reported, engine=self._engine, model=self._model)
-            return list(checked)
-
-    def settings(self) -> Settings | None:
-        """What it steps with, as the engine tells; None where it tells none.
-
-        Raises:
-            ProtocolError: They are of another type.
-        """
-        return self._once("settings", self._ask_settings)
-
-    def _ask_settings(self) -> Settings | None:
-        settings = getattr(self._engine, "settings", None)
-        if settings is None:
-            return None
-        with self._asking():
-            checked = answers.check_settings(settings(), engine=self._engine)
-            if not self._names:
-                return checked
-            own = {self._names.get(name, name): said for name, said in checked.params.items()}
-            return replace(checked, params=own)
+        """Parts of the optimizer that this rank owns; empty if the engine reports none."""
+        try:
+            reported = self._optional("parts")
+            reported = list(reported) if isinstance(reported, Iterable) else reported
+        except (AttributeError, TypeError) as error:
+            if self._has_stepped:
+                raise
+            raise ProtocolError(
+                f"expected `parts` of {type(self._engine).__name__} to tell what this rank "
+                "owns before the first step too, when no param has a gradient, got "
+                f"{type(error).__name__}: {error}. Try OwnedPart(grad=None) as long as .grad "
+                "is None."
+            ) from error
+        if isinstance(reported, list):
+            reported = [self._renamed(part) for part in reported]
+        return self._check.parts(reported)
 
     def _renamed(self, part: object) -> object:
-        """A part with its param by its name in the bare model; what is no part stays as it is."""
+        """Return a part with its param's name in the bare model; anything else unchanged."""
         if not isinstance(part, OwnedPart) or not isinstance(part.place, Place):
             return part
         own = self._names.get(part.place.param, part.place.param)
-        name = self._tied.get(own, own)
+        name = self._first_name(own)
         if name != own:
             self.tied_parts[own] = name
+        if name == part.place.param:
+            return part
         return replace(part, place=replace(part.place, param=name))
 
+    @_query
+    def settings(self) -> Settings | None:
+        """Settings of the optimizer; None if the engine reports none."""
+        if getattr(self._engine, "settings", None) is None:
+            return None
+        checked = self._check.settings(self._engine.settings())
+        own = {self._names.get(name, name): values for name, values in checked.params.items()}
+        return replace(checked, params=own)
+
+    @_query
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """Where gradient buffers hold a nonzero they must not; empty where it is not told.
+        """Name a nonzero gradient where all must be zero; '' if there is none, or not reported."""
+        stray = self._optional("stray_gradients", padding_only=padding_only)
+        return self._check.text("stray_gradients", stray)
 
-        Raises:
-            ProtocolError: It tells no text.
-        """
-        return self._once(
-            ("stray_gradients", padding_only),
-            partial(self._stray, "stray_gradients", padding_only=padding_only),
-        )
-
+    @_query
     def stray_padding(self) -> str:
-        """Where padding of params and masters is not zero; empty where it is not told.
+        """Name nonzero padding of params or masters; '' if there is none, or not reported."""
+        return self._check.text("stray_padding", self._optional("stray_padding"))
 
-        Raises:
-            ProtocolError: It tells no text.
-        """
-        return self._once("stray_padding", partial(self._stray, "stray_padding"))
-
-    def _stray(self, method: str, **options: bool) -> str:
-        stray = getattr(self._engine, method, None)
-        if stray is None:
-            return ""
-        with self._asking():
-            return answers.check_text(stray(**options), engine=self._engine, method=method)
+    @_query
+    def held_bytes(self) -> Mapping[str, int]:
+        """Bytes between two steps, by name; empty if the engine reports none."""
+        return self._check.bytes_by_name(self._optional("held_bytes"))
 
     def notes(self) -> Iterable[str]:
-        """As the engine has them.
-
-        Raises:
-            ProtocolError: They are no text.
-        """
-        notes = getattr(self._engine, "notes", None)
-        return () if notes is None else answers.check_notes(notes(), engine=self._engine)
+        """Notes on the whole run."""
+        return self._check.notes(self._optional("notes"))
 
     def unwrap(self) -> nn.Module:
-        """The module as the engine gives it back; `can_unwrap` says whether it does.
-
-        Raises:
-            ProtocolError: It gives none.
-        """
-        unwrap = getattr(self._engine, "unwrap")  # noqa: B009  (an Engine need not have it)
-        return answers.check_module(unwrap(), engine=self._engine)
-
-    def held_bytes(self) -> Mapping[str, int]:
-        """As the engine tells; empty where it does not.
-
-        Raises:
-            ProtocolError: They are no numbers by name.
-        """
-        return self._once("held_bytes", self._ask_held_bytes)
-
-    def _ask_held_bytes(self) -> Mapping[str, int]:
-        if self.costed is None:
-            return {}
-        with self._asking():
-            reported = self.costed.held_bytes()
-            return answers.check_numbers(reported, engine=self._engine, method="held_bytes")
+        """The module as the engine gives it back, if `can_unwrap`."""
+        return self._check.module(self._engine.unwrap())
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
-        """As the engine does; `can_reload` says whether it does."""
+        """Save a checkpoint, if `can_reload`."""
         self._checkpointing("save").save(path, form=form)
 
     def save_async(self, path: Path, *, form: CheckpointForm) -> Saving:
-        """As the engine does.
-
-        Raises:
-            ProtocolError: It has no such method, or gives nothing that can be waited for.
-        """
-        save = getattr(self._engine, "save_async", None)
-        if save is None:
-            raise ProtocolError(
-                f"expected save_async(path, *, form) of {type(self._engine).__name__}, whose "
-                "target follows reload.async_steps, got none. Try adding it, or leaving that path "
-                "out of what its capabilities follow."
-            )
-        return answers.check_saving(save(path, form=form), engine=self._engine)
+        """Begin a checkpoint that is written while training goes on."""
+        save = self._followed("save_async", path="reload.async_steps")
+        return self._check.saving(save(path, form=form))
 
     def load(self, path: Path, *, weights_only: bool = False) -> None:
-        """As the engine does; `can_reload` says whether it does."""
+        """Go on from a checkpoint, if `can_reload`."""
         self._checkpointing("load").load(path, weights_only=weights_only)
-
-    def _checkpointing(self, method: str) -> FullEngine:
-        if not self.can_reload:
-            raise UsageError(
-                f"expected an engine with save and load for a scenario with `reload`, got "
-                f"{type(self._engine).__name__} asked to {method}. Try a scenario without it."
-            )
-        return self._engine  # pyrefly: ignore
 
 
 def complete(
     engine: Engine, *, model: Model | None = None, asking: Asking = nullcontext
 ) -> CompletedEngine:
-    """An engine with all that the harness calls, from one that has at least what it must have.
+    """Wrap an engine with the required methods into one with all that the harness calls.
 
     Args:
-        engine: What a target built; one that is complete already comes back as it is.
-        model: The bare model, which what the engine tells is held to.
+        engine: Engine from a target's `build`; a complete one is returned unchanged.
+        model: The bare model, against which answers are checked.
         asking: As for `CompletedEngine`.
 
     Raises:
-        ProtocolError: It lacks something that it must have; names all of that. Or it has it in
-            another form.
+        ProtocolError: It lacks something required; names all of that. Or it has another form.
     """
     if isinstance(engine, CompletedEngine):
         return engine
@@ -431,5 +374,5 @@ def complete(
             f"without {', '.join(missing)}. Try adding it; zero_sim.targets.Engine says what each "
             "is for."
         )
-    answers.check_calls(engine)
+    check_calls(engine)
     return CompletedEngine(engine, model=model, asking=asking)

@@ -1,15 +1,15 @@
-"""Answers of an engine, held to the protocol: a mistake in one is reported where it is made.
+"""Checks of what an engine returns: a mistake in the protocol is reported where it is made.
 
-Whoever wraps a system makes mistakes of another kind than the system does: a number in place of a
-record, a name with the wrapper's prefix. They are no findings, and no failures of the judge that
-would stumble over them.
+A wrapper around a system has mistakes of its own: a number in place of a record, a name with the
+wrapper's prefix. They are not findings about the system, nor failures of the judge.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,75 +17,38 @@ import torch
 from torch import Tensor, nn
 
 from zero_sim.errors import ProtocolError
-from zero_sim.targets.protocol import OwnedPart, Place, Saving, Settings, StepResult
-from zero_sim.targets.untrained import Untrained, untrained_of
+from zero_sim.targets.bare_model import Model
+from zero_sim.targets.protocol import (
+    CostedEngine,
+    Engine,
+    FullEngine,
+    OwnedPart,
+    Place,
+    Saving,
+    Settings,
+    StepResult,
+)
 
-_CALLS: dict[str, tuple[str, tuple[object, ...], dict[str, object]]] = {
-    "zero_grad": ("zero_grad()", (), {}),
-    "start_micro_batch": ("start_micro_batch(*, last)", (), {"last": True}),
-    "join_micro_batch": ("join_micro_batch(*, last)", (), {"last": True}),
-    "backward": (
-        "backward(loss, *, last_micro, rows)",
-        (None,),
-        {"last_micro": True, "rows": 1},
-    ),
-    "step": ("step(*, lr_factor)", (), {"lr_factor": 1.0}),
-    "settle": ("settle()", (), {}),
-    "params": ("params()", (), {}),
-    "parts": ("parts()", (), {}),
-    "settings": ("settings()", (), {}),
-    "stray_gradients": ("stray_gradients(*, padding_only)", (), {"padding_only": True}),
-    "stray_padding": ("stray_padding()", (), {}),
-    "notes": ("notes()", (), {}),
-    "unwrap": ("unwrap()", (), {}),
-    "save": ("save(path, *, form)", (None,), {"form": "sharded"}),
-    "save_async": ("save_async(path, *, form)", (None,), {"form": "sharded"}),
-    "load": ("load(path, *, weights_only)", (None,), {"weights_only": False}),
-    "held_bytes": ("held_bytes()", (), {}),
+
+def _call_of(name: str, method: Callable[..., object]) -> tuple[str, list[None], dict[str, None]]:
+    """Return how a method of the protocol is called: in words, and by which arguments."""
+    _, *params = inspect.signature(method).parameters.values()
+    bare = [each.replace(annotation=each.empty, default=each.empty) for each in params]
+    named = {each.name: None for each in bare if each.kind is each.KEYWORD_ONLY}
+    return f"{name}{inspect.Signature(bare)}", [None] * (len(bare) - len(named)), named
+
+
+_METHODS = {**vars(Engine), **vars(FullEngine), "held_bytes": CostedEngine.held_bytes}
+CALLS = {
+    name: _call_of(name, method)
+    for name, method in _METHODS.items()
+    if inspect.isfunction(method) and not name.startswith("_")
 }
-"""How each method of an engine is called: in words, and by which arguments."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
-    """The bare model of a rank, as it was before its engine had it."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    """Of its params, also those that are never trained."""
-    trained: frozenset[str]
-    """Names of those that are."""
-    known: frozenset[str]
-    """Names of the params of all ranks, some of which may not hold all."""
-    device: str
-    """Type of the device that they are on."""
-    untrained: Mapping[str, Untrained] = field(default_factory=dict)
-    """What those that are never trained were."""
-    tied: Mapping[str, str] = field(default_factory=dict)
-    """First name of each tied param, by its other names."""
-
-
-def model_of(module: nn.Module, *, known: Iterable[str] = ()) -> Model:
-    """Return what there is to know of a module before it is wrapped.
-
-    Args:
-        module: The model of this rank.
-        known: Names of params of other ranks' models.
-    """
-    params = dict(module.named_parameters())
-    first = {param: name for name, param in params.items()}
-    names = module.named_parameters(remove_duplicate=False)
-    return Model(
-        shapes={name: tuple(param.shape) for name, param in params.items()},
-        trained=frozenset(name for name, param in params.items() if param.requires_grad),
-        known=frozenset({*params, *known}),
-        device=next((param.device.type for param in params.values()), "cpu"),
-        untrained=untrained_of(params),
-        tied={name: first[param] for name, param in names if name not in params},
-    )
+"""Calls of the methods that an engine can have."""
 
 
 def check_calls(engine: object) -> None:
-    """Check that the methods that an engine has can be called as the harness does.
+    """Check that an engine's methods can be called as the harness does.
 
     Raises:
         ProtocolError: One is no method, or takes other arguments; or `module` is no module.
@@ -96,7 +59,7 @@ def check_calls(engine: object) -> None:
             f"expected `module` of {_type(engine)} to be a torch.nn.Module, got {shown(module)}. "
             "Try the module that was wrapped, or what is wrapped around it."
         )
-    for name, (words, args, named) in _CALLS.items():
+    for name, (words, args, named) in CALLS.items():
         method = getattr(engine, name, None)
         if method is None:
             continue
@@ -122,8 +85,8 @@ def check_calls(engine: object) -> None:
 
 @lru_cache(maxsize=512)
 def _takes(function: Callable[..., object], name: str) -> bool:
-    """Whether a function can be called as a method of an engine by that name is."""
-    _, args, named = _CALLS[name]
+    """Return True if a function can be called like the method of an engine with that name."""
+    _, args, named = CALLS[name]
     try:
         inspect.signature(function).bind(None, *args, **named)
     except (TypeError, ValueError):
@@ -131,277 +94,231 @@ def _takes(function: Callable[..., object], name: str) -> bool:
     return True
 
 
-def check_step(answer: object, *, engine: object, model: Model | None = None) -> StepResult:
-    """Return what an engine says of a step; an empty record for None.
-
-    A norm made of a number is on the CPU; it is given where the model is.
-
-    Raises:
-        ProtocolError: It is neither, or a field of it is of another type.
-    """
-    if answer is None:
-        return StepResult()
-    if not isinstance(answer, StepResult):
-        raise _wrong(engine, "step", "zero_sim.targets.StepResult or None", answer)
-    norm = answer.norm
-    if norm is not None:
-        if not isinstance(norm, Tensor) or norm.numel() != 1 or norm.dtype != torch.float32:
-            wanted = "StepResult with a 0-D fp32 tensor for norm"
-            raise _wrong(engine, "step", wanted, norm, hint="Try torch.tensor(norm).float().")
-        _check_plain(norm, engine=engine, method="step", what="norm")
-    for name, types, words in (
-        ("zeros", int, "an integer"),
-        ("skipped", bool, "True or False"),
-        ("loss_scale", (int, float), "a number"),
-    ):
-        value = getattr(answer, name)
-        is_bool = isinstance(value, bool)
-        if value is not None and (not isinstance(value, types) or (is_bool and types is not bool)):
-            raise _wrong(engine, "step", f"StepResult with {words} for {name}, or None", value)
-    if norm is None:
-        return answer
-    placed = norm.reshape(()).to(norm.device if model is None else model.device)
-    return replace(answer, norm=placed)
-
-
-def check_params(answer: object, *, engine: object, model: Model | None) -> dict[str, Tensor]:
-    """Return the params that an engine tells, in the shapes of the model as far as they fit.
+class Answers:
+    """Checks of what an engine returns; a mistake is a ProtocolError that names the method.
 
     Args:
-        answer: What came.
-        engine: The engine that answered, for messages.
-        model: The bare model; where left out, names and devices are not looked at.
-
-    Raises:
-        ProtocolError: It is no mapping of names of the model to plain tensors.
+        engine: The engine, which messages name by its type.
+        model: The bare model; None to check types alone, not names, sizes and devices.
     """
-    if not isinstance(answer, Mapping):
-        hint = "Try dict(model.named_parameters()) of the bare model."
-        raise _wrong(engine, "params", "a mapping of names to tensors", answer, hint=hint)
-    reported: dict[str, Tensor] = {}
-    for name, value in answer.items():
-        if not isinstance(name, str):
-            raise _wrong(engine, "params", "names of params as keys", name)
-        if not isinstance(value, Tensor):
-            raise _wrong(engine, "params", f"a tensor for param {name!r}", value)
-        if model is not None:
-            _check_name(name, engine=engine, method="params", model=model)
-            if name in model.shapes and name not in model.trained:
-                continue  # Nobody has to tell it; `told_untrained` has it of who does.
-        _check_plain(value, engine=engine, method="params", what=f"param {name!r}", model=model)
-        shape = None if model is None else model.shapes.get(name)
-        if (
-            shape is not None
-            and value.shape != shape
-            and value.numel() == torch.Size(shape).numel()
-        ):
-            value = _reshaped(value, shape)
-        reported[name] = value
-    return reported
 
+    def __init__(self, engine: object, *, model: Model | None = None) -> None:
+        self._engine, self.model = engine, model
 
-def told_untrained(answer: Mapping[object, object], *, model: Model) -> dict[str, Tensor]:
-    """Of the params that an engine tells those that are never trained, in whatever form.
-
-    Args:
-        answer: What `params` gave, by names of the bare model.
-        model: The bare model.
-    """
-    told = {name: answer.get(name) for name in model.untrained}
-    return {name: value for name, value in told.items() if isinstance(value, Tensor)}
-
-
-def check_sizes(params: Mapping[str, Tensor], *, engine: object, model: Model) -> None:
-    """Check that params have the sizes of the model's, before anything is trained.
-
-    Raises:
-        ProtocolError: One has another number of elements.
-    """
-    for name, value in params.items():
-        shape = model.shapes.get(name)
-        if shape is not None and value.numel() != torch.Size(shape).numel():
-            raise ProtocolError(
-                f"expected `params` of {_type(engine)} to give whole params, got param {name!r} "
-                f"with {value.numel()} elements in place of {torch.Size(shape).numel()} before the "
-                "first step. Try gathering what is sharded."
-            )
-
-
-def check_parts(answer: object, *, engine: object, model: Model | None) -> list[OwnedPart]:
-    """Return the parts that an engine tells, flattened.
-
-    Args:
-        answer: What came.
-        engine: The engine that answered, for messages.
-        model: As for `check_params`.
-
-    Raises:
-        ProtocolError: They are no parts of params of the model.
-    """
-    if not isinstance(answer, Iterable):
-        raise _wrong(engine, "parts", "an iterable of zero_sim.targets.OwnedPart", answer)
-    return [_check_part(part, engine=engine, model=model) for part in answer]
-
-
-def _check_part(part: object, *, engine: object, model: Model | None) -> OwnedPart:
-    if not isinstance(part, OwnedPart):
-        raise _wrong(engine, "parts", "zero_sim.targets.OwnedPart for each part", part)
-    place = part.place
-    if not isinstance(place, Place):
-        raise _wrong(engine, "parts", "zero_sim.targets.Place for the place of a part", place)
-    if not isinstance(place.param, str):
-        raise _wrong(engine, "parts", "the name of a param for Place.param", place.param)
-    if model is not None:
-        _check_name(place.param, engine=engine, method="parts", model=model)
-    of = f"of the part of param {place.param!r}"
-    ends = (place.start, place.stop)
-    if any(type(end) is not int for end in ends) or not 0 <= place.start <= place.stop:
-        wanted = f"a half-open range of elements, start and stop, {of}"
-        raise _wrong(engine, "parts", wanted, ends)
-    if not isinstance(part.state, Mapping):
-        wanted = f"a mapping of torch's keys to tensors as the state {of}"
-        raise _wrong(engine, "parts", wanted, part.state)
-    tensors: dict[str, object] = {"master": part.master}
-    tensors |= {f"state {key!r}": value for key, value in part.state.items()}
-    # Step counts and the like are where torch, or a system, puts them, mostly on the CPU.
-    anywhere = {
-        f"state {key!r}"
-        for key, value in part.state.items()
-        if isinstance(value, Tensor) and not value.dim()
-    }
-    if part.grad is not None:
-        tensors["grad"] = part.grad
-    for what, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise _wrong(engine, "parts", f"a tensor as the {what} {of}", value)
-        beside = None if what in anywhere else model
-        _check_plain(value, engine=engine, method="parts", what=f"the {what} {of}", model=beside)
-    if all(value.dim() < 2 for value in tensors.values() if isinstance(value, Tensor)):
-        return part
-    return OwnedPart(
-        place,
-        part.grad if part.grad is None else part.grad.reshape(-1),
-        part.master.reshape(-1),
-        {key: value.reshape(-1) if value.dim() else value for key, value in part.state.items()},
-    )
-
-
-def check_names(answer: object, *, engine: object) -> Mapping[str, str]:
-    """Return an engine's own names of params with those in the bare model; empty where it has none.
-
-    Raises:
-        ProtocolError: It is no mapping of names to names.
-    """
-    if answer is None:
-        return {}
-    got = shown(answer)
-    if isinstance(answer, Mapping):
-        others = [each for pair in answer.items() for each in pair if not isinstance(each, str)]
-        if not others:
+    def step(self, answer: object) -> StepResult:
+        """Return the record of a step, empty for None, its norm on the model's device."""
+        if answer is None:
+            return StepResult()
+        if not isinstance(answer, StepResult):
+            raise self._wrong("step", "zero_sim.targets.StepResult or None", answer)
+        norm = answer.norm
+        if norm is not None:
+            if not isinstance(norm, Tensor) or norm.numel() != 1 or norm.dtype != torch.float32:
+                wanted = "StepResult with a 0-D fp32 tensor for norm"
+                raise self._wrong("step", wanted, norm, hint="Try torch.tensor(norm).float().")
+            _check_plain(norm, engine=self._engine, method="step", what="norm")
+        self._check_numbers("step", answer, ("zeros", "skipped", "loss_scale"))
+        if norm is None:
             return answer
-        got = f"a {_type(answer)} with {shown(others[0])}, which is no string"
-    raise ProtocolError(
-        f"expected `names` of {_type(engine)} to be a mapping of its own names of params to those "
-        f"of the bare model, got {got}. Rename the attribute if it is something else."
-    )
+        # One that is made of a number is on the CPU, whatever the model's device.
+        device = norm.device if self.model is None else self.model.device
+        return replace(answer, norm=norm.reshape(()).to(device))
 
+    def params(self, answer: object) -> dict[str, Tensor]:
+        """Return trained params, in the shapes of the model as far as they fit."""
+        if not isinstance(answer, Mapping):
+            hint = "Try dict(model.named_parameters()) of the bare model."
+            raise self._wrong("params", "a mapping of names to tensors", answer, hint=hint)
+        model = self.model
+        checked: dict[str, Tensor] = {}
+        for name, value in answer.items():
+            if not isinstance(name, str):
+                raise self._wrong("params", "names of params as keys", name)
+            if not isinstance(value, Tensor):
+                raise self._wrong("params", f"a tensor for param {name!r}", value)
+            shape = None
+            if model is not None:
+                self._check_name("params", name, model=model)
+                shape = model.shapes.get(name)
+                if shape is not None and name not in model.trained:
+                    continue  # It need not be reported; `look_at` compares it if it is.
+            what = f"param {name!r}"
+            _check_plain(value, engine=self._engine, method="params", what=what, model=model)
+            fits = shape is not None and value.numel() == math.prod(shape)
+            checked[name] = _reshaped(value, shape) if fits and value.shape != shape else value
+        return checked
 
-def check_saving(answer: object, *, engine: object) -> Saving:
-    """Return the save under way that an engine gives.
+    def sizes(self, params: Mapping[str, Tensor]) -> None:
+        """Check that params are as large as the model's, before anything is trained."""
+        shapes = {} if self.model is None else self.model.shapes
+        for name, value in params.items():
+            elems = math.prod(shapes.get(name, value.shape))
+            if value.numel() != elems:
+                raise ProtocolError(
+                    f"expected `params` of {_type(self._engine)} to give whole params, got param "
+                    f"{name!r} with {value.numel()} elements in place of {elems} before the first "
+                    "step. Try gathering what is sharded."
+                )
 
-    Raises:
-        ProtocolError: It cannot be waited for.
-    """
-    if not callable(getattr(answer, "wait", None)):
-        hint = "Try an object of your own around what is under way, such as a future."
-        raise _wrong(engine, "save_async", "an object with wait()", answer, hint=hint)
-    return answer  # pyrefly: ignore
+    def parts(self, answer: object) -> list[OwnedPart]:
+        """Return owned parts, flattened."""
+        if not isinstance(answer, Iterable):
+            raise self._wrong("parts", "an iterable of zero_sim.targets.OwnedPart", answer)
+        return [self._part(part) for part in answer]
 
-
-def check_settings(answer: object, *, engine: object) -> Settings:
-    """Return what an engine says that it steps with.
-
-    Raises:
-        ProtocolError: It is no `Settings`, or a field of it is of another type.
-    """
-    if not isinstance(answer, Settings):
-        raise _wrong(engine, "settings", "zero_sim.targets.Settings", answer)
-    reported = answer.params
-    if not isinstance(reported, Mapping) or not all(
-        isinstance(v, Mapping) for v in reported.values()
-    ):
-        wanted = "Settings with a mapping from params to mappings of settings for params"
-        raise _wrong(engine, "settings", wanted, reported)
-    for name in ("loss_scale", "good_steps"):
-        value = getattr(answer, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            wanted = f"Settings with a number for {name}, or None"
-            raise _wrong(engine, "settings", wanted, value)
-    return answer
-
-
-def check_text(answer: object, *, engine: object, method: str) -> str:
-    """Return where an engine says that something is stray.
-
-    Raises:
-        ProtocolError: It is no text.
-    """
-    if not isinstance(answer, str):
-        wanted = "text that says where, '' for nowhere"
-        raise _wrong(engine, method, wanted, answer)
-    return answer
-
-
-def check_notes(answer: object, *, engine: object) -> list[str]:
-    """Return what an engine notes.
-
-    Raises:
-        ProtocolError: It is no iterable of text.
-    """
-    notes = None if isinstance(answer, str) or not isinstance(answer, Iterable) else list(answer)
-    if notes is None or not all(isinstance(note, str) for note in notes):
-        raise _wrong(engine, "notes", "an iterable of text", answer if notes is None else notes)
-    return notes
-
-
-def check_numbers(answer: object, *, engine: object, method: str) -> Mapping[str, Any]:
-    """Return numbers by name.
-
-    Raises:
-        ProtocolError: It is no mapping of names to numbers.
-    """
-    if not isinstance(answer, Mapping):
-        raise _wrong(engine, method, "a mapping of names to numbers", answer)
-    for name, value in answer.items():
-        if not isinstance(name, str):
-            raise _wrong(engine, method, "strings as names", name)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise _wrong(engine, method, f"a number for {name!r}", value)
-    return answer
-
-
-def check_module(answer: object, *, engine: object) -> nn.Module:
-    """Return the module that an engine gives back.
-
-    Raises:
-        ProtocolError: It is no module.
-    """
-    if not isinstance(answer, nn.Module):
-        raise _wrong(engine, "unwrap", "the torch.nn.Module that was wrapped", answer)
-    return answer
-
-
-def check_output(output: object, *, engine: object) -> None:
-    """Check what the forward of an engine's module gives.
-
-    Raises:
-        ProtocolError: It is no tensor, which every model of a scenario gives.
-    """
-    if not isinstance(output, Tensor):
-        raise ProtocolError(
-            f"expected `module` of {_type(engine)} to give in forward the tensor that the bare "
-            f"model gives, got {shown(output)}. Try a wrapper that hands it on."
+    def _part(self, part: object) -> OwnedPart:
+        if not isinstance(part, OwnedPart):
+            raise self._wrong("parts", "zero_sim.targets.OwnedPart for each part", part)
+        self._check_place(part.place)
+        of = f"of the part of param {part.place.param!r}"
+        if not isinstance(part.state, Mapping):
+            wanted = f"a mapping of torch's keys to tensors as the state {of}"
+            raise self._wrong("parts", wanted, part.state)
+        tensors: dict[str, object] = {"master": part.master}
+        tensors |= {f"state {key!r}": value for key, value in part.state.items()}
+        if part.grad is not None:
+            tensors["grad"] = part.grad
+        for what, value in tensors.items():
+            if not isinstance(value, Tensor):
+                raise self._wrong("parts", f"a tensor as the {what} {of}", value)
+            # Step counts and the like are where torch, or a system, puts them, mostly on the CPU.
+            is_counter = what.startswith("state ") and not value.dim()
+            _check_plain(
+                value,
+                engine=self._engine,
+                method="parts",
+                what=f"the {what} {of}",
+                model=None if is_counter else self.model,
+            )
+        if all(value.dim() < 2 for value in tensors.values() if isinstance(value, Tensor)):
+            return part
+        return OwnedPart(
+            part.place,
+            part.grad if part.grad is None else part.grad.reshape(-1),
+            part.master.reshape(-1),
+            {key: value.reshape(-1) if value.dim() else value for key, value in part.state.items()},
         )
+
+    def _check_place(self, place: object) -> None:
+        if not isinstance(place, Place):
+            raise self._wrong("parts", "zero_sim.targets.Place for the place of a part", place)
+        if not isinstance(place.param, str):
+            raise self._wrong("parts", "the name of a param for Place.param", place.param)
+        if self.model is not None:
+            self._check_name("parts", place.param, model=self.model)
+        ends = (place.start, place.stop)
+        if any(type(end) is not int for end in ends) or not 0 <= place.start <= place.stop:
+            wanted = "a half-open range of elements, start and stop, of the part of param "
+            raise self._wrong("parts", f"{wanted}{place.param!r}", ends)
+
+    def names(self, answer: object) -> Mapping[str, str]:
+        """Return the engine's own names of params with those in the bare model; empty for None."""
+        if answer is None:
+            return {}
+        got = shown(answer)
+        if isinstance(answer, Mapping):
+            others = [each for pair in answer.items() for each in pair if not isinstance(each, str)]
+            if not others:
+                return answer
+            got = f"a {_type(answer)} with {shown(others[0])}, which is no string"
+        raise ProtocolError(
+            f"expected `names` of {_type(self._engine)} to be a mapping of its own names of params "
+            f"to those of the bare model, got {got}. Rename the attribute if it is something else."
+        )
+
+    def settings(self, answer: object) -> Settings:
+        """Return the settings that the engine steps with."""
+        if not isinstance(answer, Settings):
+            raise self._wrong("settings", "zero_sim.targets.Settings", answer)
+        params = answer.params
+        if not isinstance(params, Mapping) or not all(
+            isinstance(each, Mapping) for each in params.values()
+        ):
+            wanted = "Settings with a mapping from params to mappings of settings for params"
+            raise self._wrong("settings", wanted, params)
+        self._check_numbers("settings", answer, ("loss_scale", "good_steps"))
+        return answer
+
+    def _check_numbers(self, method: str, record: object, names: Sequence[str]) -> None:
+        """Check fields of a record that are numbers, or None."""
+        for name in names:
+            value, (types, words) = getattr(record, name), _NUMBERS[name]
+            # True is an int to Python.
+            is_bool = isinstance(value, bool)
+            if value is None or (isinstance(value, types) and is_bool == (types is bool)):
+                continue
+            raise self._wrong(method, f"{_type(record)} with {words} for {name}, or None", value)
+
+    def notes(self, answer: object) -> list[str]:
+        """Return the engine's notes."""
+        notes = list(answer) if isinstance(answer, Iterable) else None
+        if isinstance(answer, str) or notes is None or not all(isinstance(n, str) for n in notes):
+            got = answer if isinstance(answer, str) or notes is None else notes
+            raise self._wrong("notes", "an iterable of text", got)
+        return notes
+
+    def bytes_by_name(self, answer: object) -> Mapping[str, Any]:
+        """Return the bytes that the engine holds."""
+        if not isinstance(answer, Mapping):
+            raise self._wrong("held_bytes", "a mapping of names to numbers", answer)
+        for name, value in answer.items():
+            if not isinstance(name, str):
+                raise self._wrong("held_bytes", "strings as names", name)
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise self._wrong("held_bytes", f"a number for {name!r}", value)
+        return answer
+
+    def text(self, method: str, answer: object) -> str:
+        """Return the place of something stray, '' for none."""
+        if not isinstance(answer, str):
+            raise self._wrong(method, "text that says where, '' for nowhere", answer)
+        return answer
+
+    def saving(self, answer: object) -> Saving:
+        """Return a save under way."""
+        if not callable(getattr(answer, "wait", None)):
+            hint = "Try an object of your own around what is under way, such as a future."
+            raise self._wrong("save_async", "an object with wait()", answer, hint=hint)
+        return answer  # pyrefly: ignore
+
+    def module(self, answer: object) -> nn.Module:
+        """Return the module that the engine gives back."""
+        if not isinstance(answer, nn.Module):
+            raise self._wrong("unwrap", "the torch.nn.Module that was wrapped", answer)
+        return answer
+
+    def output(self, output: object) -> Tensor:
+        """Return the output of a forward, which every model of a scenario has as one tensor."""
+        if not isinstance(output, Tensor):
+            raise ProtocolError(
+                f"expected `module` of {_type(self._engine)} to give in forward the tensor that "
+                f"the bare model gives, got {shown(output)}. Try a wrapper that hands it on."
+            )
+        return output
+
+    def _check_name(self, method: str, name: str, *, model: Model) -> None:
+        if name in model.known:
+            return
+        own = [each for each in sorted(model.known) if name.endswith(f".{each}")]
+        hint = f"Try {max(own, key=len)!r}, without the wrapper's prefix." if own else ""
+        names = ", ".join(repr(each) for each in sorted(model.known)[:6])
+        more = ", ..." if len(model.known) > 6 else ""
+        raise ProtocolError(
+            f"expected `{method}` of {_type(self._engine)} to name params of the bare model, "
+            f"{names}{more}, got {name!r}. {hint}".rstrip()
+        )
+
+    def _wrong(self, method: str, wanted: str, got: object, *, hint: str = "") -> ProtocolError:
+        return _wrong(self._engine, method, wanted, got, hint=hint)
+
+
+_NUMBERS: dict[str, tuple[Any, str]] = {
+    "zeros": (int, "an integer"),
+    "skipped": (bool, "True or False"),
+    "loss_scale": ((int, float), "a number"),
+    "good_steps": ((int, float), "a number"),
+}
+"""Types of the fields of `StepResult` and `Settings`, and their names in messages."""
 
 
 def shown(value: object) -> str:
@@ -423,27 +340,14 @@ def _type(value: object) -> str:
 def _wrong(
     engine: object, method: str, wanted: str, got: object, *, hint: str = ""
 ) -> ProtocolError:
-    said = f"expected `{method}` of {_type(engine)} to give {wanted}, got {shown(got)}."
-    return ProtocolError(f"{said} {hint}".rstrip())
-
-
-def _check_name(name: str, *, engine: object, method: str, model: Model) -> None:
-    if name in model.known:
-        return
-    own = [each for each in sorted(model.known) if name.endswith(f".{each}")]
-    hint = f"Try {max(own, key=len)!r}, without the wrapper's prefix." if own else ""
-    names = ", ".join(repr(each) for each in sorted(model.known)[:6])
-    more = ", ..." if len(model.known) > 6 else ""
-    raise ProtocolError(
-        f"expected `{method}` of {_type(engine)} to name params of the bare model, {names}{more}, "
-        f"got {name!r}. {hint}".rstrip()
-    )
+    text = f"expected `{method}` of {_type(engine)} to give {wanted}, got {shown(got)}."
+    return ProtocolError(f"{text} {hint}".rstrip())
 
 
 def _check_plain(
     value: Tensor, *, engine: object, method: str, what: str, model: Model | None = None
 ) -> None:
-    """Check that elements of a tensor can be looked at where the reference has them."""
+    """Check that a tensor's elements can be compared on the reference's device."""
     hint = ""
     if hasattr(value, "full_tensor"):
         wanted = f"a plain tensor for {what}"

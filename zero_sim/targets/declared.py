@@ -18,7 +18,8 @@ from torch.distributed import ReduceOp
 from zero_sim.errors import Problem, ProtocolError, ScenarioError, UsageError
 from zero_sim.reference import AVERAGES, POSITION_FREE
 from zero_sim.scenario.fields import field_paths, show, values_at
-from zero_sim.scenario.reload import after_reload, placed_in_reload
+from zero_sim.scenario.fitting import after_reload
+from zero_sim.scenario.reload import placed_in_reload
 from zero_sim.scenario.spec import (
     DtypeName,
     ModelName,

@@ -18,8 +18,8 @@ from torch.optim.optimizer import ParamsT
 from zero_sim import checkpoint
 from zero_sim.layout import BucketPlan, Span
 from zero_sim.layout.topology import Topology
+from zero_sim.scenario.derived import overlaps_grads, overlaps_params
 from zero_sim.scenario.kinds import is_expert
-from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import (
     CheckpointForm,
     OptimizerSpec,

@@ -23,7 +23,7 @@ from zero_sim.scenario.spec import CheckpointForm, Scenario
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a part of a param lies: integers that stay the same for a whole run."""
+    """Position of a part of a param: integers that stay the same for a whole run."""
 
     param: str
     """Name of the param, as `named_parameters` gives it."""
@@ -79,7 +79,7 @@ class OwnedPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What an engine says of a step; None for what it does not have."""
+    """Record of a step; None for anything the engine does not have."""
 
     norm: Tensor | None = None  # 0-D, fp32
     """Norm of the whole gradient, before clipping."""
@@ -93,7 +93,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What an engine steps with besides masters and state; None for what it does not have."""
+    """Settings of a step besides masters and state; None for anything the engine does not have."""
 
     params: Mapping[str, Mapping[str, object]]
     """By name of each param that this rank owns any of: what its group in the optimizer says under
@@ -162,7 +162,7 @@ class FullEngine(Engine, Protocol):
     """
 
     def step(self, *, lr_factor: float) -> StepResult:
-        """As in `Engine`."""
+        """Update as in `Engine`, with a record of the step."""
         ...
 
     def start_micro_batch(self, *, last: bool) -> None:
@@ -288,7 +288,7 @@ class CostedEngine(Protocol):
 
 @runtime_checkable
 class PeakEngine(CostedEngine, Protocol):
-    """One that also tells what is whole in memory within a step, and is held to when it may be."""
+    """A costed engine that also reports what is whole within a step, so that it is checked."""
 
     def whole_bytes(self) -> Iterable[tuple[str, str, int]]:
         """What is whole now of what its stage shards, bucket by bucket.
@@ -304,7 +304,7 @@ class PeakEngine(CostedEngine, Protocol):
 
 @runtime_checkable
 class CheckpointedEngine(CostedEngine, Protocol):
-    """One that keeps activation checkpoints, and is held to how many bytes of them."""
+    """A costed engine with activation checkpoints, whose bytes are checked."""
 
     def checkpoint_bytes(self) -> int:
         """Bytes of all memory in which it keeps them now, each once."""

@@ -6,22 +6,17 @@ import sys
 
 from zero_sim.errors import UsageError
 from zero_sim.scenario.suggest import closest
-from zero_sim.targets.accelerate.ddp import ACCELERATE_DDP
-from zero_sim.targets.accelerate.fsdp2 import ACCELERATE_FSDP2
-from zero_sim.targets.deepspeed.zero import DEEPSPEED
+from zero_sim.targets.accelerate.declaration import ACCELERATE_DDP, ACCELERATE_FSDP2
+from zero_sim.targets.deepspeed.declaration import DEEPSPEED
 from zero_sim.targets.imported import load_target
 from zero_sim.targets.megatron.core import MegatronCore
 from zero_sim.targets.megatron.fsdp import MEGATRON_FSDP
 from zero_sim.targets.own import ZeroSimTarget
 from zero_sim.targets.protocol import Target
 from zero_sim.targets.single_device import SingleDevice
-from zero_sim.targets.torch.ddp import TorchDDP
-from zero_sim.targets.torch.ddp_knobs import TorchDDPKnobs
+from zero_sim.targets.torch.ddp import TorchDDP, TorchZeroRedundancy
 from zero_sim.targets.torch.fsdp1 import TorchFSDP1
-from zero_sim.targets.torch.fsdp1_knobs import TorchFSDP1Knobs
 from zero_sim.targets.torch.fsdp2 import TorchFSDP2
-from zero_sim.targets.torch.fsdp2_knobs import TorchFSDP2Knobs
-from zero_sim.targets.torch.zero_redundancy import TorchZeroRedundancy
 
 _TARGETS: dict[str, Target] = {
     target.name: target
@@ -30,15 +25,12 @@ _TARGETS: dict[str, Target] = {
         SingleDevice(),
         SingleDevice(name="single-device-keeping-grads", keeps_grads=True),
         TorchDDP(),
-        TorchDDPKnobs(),
-        TorchDDPKnobs(as_is=True),
+        TorchDDP(as_is=True),
         TorchZeroRedundancy(),
         TorchFSDP1(),
-        TorchFSDP1Knobs(),
-        TorchFSDP1Knobs(as_is=True),
+        TorchFSDP1(as_is=True),
         TorchFSDP2(),
-        TorchFSDP2Knobs(),
-        TorchFSDP2Knobs(as_is=True),
+        TorchFSDP2(as_is=True),
     )
 }
 

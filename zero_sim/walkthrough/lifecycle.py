@@ -11,11 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from zero_sim.cost.ledger import Sample
-from zero_sim.cost.memory_meter import MemoryMeter, sample_at_modules
+from zero_sim.calculators.ledger import Sample
+from zero_sim.calculators.memory_meter import MemoryMeter, sample_at_modules
 from zero_sim.report.walks import Bars, Cell, Mark, Step, Table, Walk
 from zero_sim.sim import CollectiveRecord, World
 from zero_sim.targets.held import memory_of
+from zero_sim.walkthrough import prose
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
 
 RANKS, LAYERS, WIDTH, ROWS = 2, 4, 8, 3
@@ -32,24 +33,9 @@ _MARKS: dict[str, Mark] = {
 }
 
 
-_CATEGORIES = {
-    "params": "this rank's shards, the working params",
-    "sums": "room for this rank's shards of the reduced gradients",
-    "gathered": "whole params, those on their way too",
-    "whole_gradients": "those that come and those being reduced",
-    "masters": "this rank's, fp32",
-    "exp_avg": "Adam's first moment, this rank's",
-    "exp_avg_sq": "Adam's second moment, this rank's",
-    "staging": "what carries a call",
-    "activations": "what forward keeps for backward",
-    "autograd": "gradients of activations, and what backward computes with",
-    "other": "inputs, the loss, and small things",
-}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """What rank 0 had at one moment."""
+    """State of rank 0 at one moment."""
 
     sample: Sample
     params: tuple[str, ...]
@@ -127,20 +113,20 @@ def walk_lifecycle() -> Walk:
     """The walk."""
     ahead, late = run_step(prefetch=1), run_step(prefetch=0)
     whole = (WIDTH * WIDTH + WIDTH) * torch.float32.itemsize
-    return Walk(
-        title="The life of stage 3's units",
-        about=f"{LAYERS} linear layers of {WIDTH} x {WIDTH}, a unit each, on {RANKS} ranks, fp32. "
-        "Each rank keeps its shard of every unit; whole params are there only while a layer uses "
-        "them, whole gradients only until they are reduced. "
-        f"A unit's params take {whole} bytes when whole, and so do its gradients; a shard of "
-        f"either takes {whole // RANKS}. A layer's backward ends with the gradient of its weight. "
-        "Every state and every byte is what rank 0 of zero_sim's own system had then. "
-        f"First with prefetch, from step {len(ahead) + 1} on without; the last step compares them.",
-        steps=[
-            *_steps(ahead, prefetch=1, number=1),
-            *_steps(late, prefetch=0, number=len(ahead) + 1),
-            _compared(ahead, late),
-        ],
+    steps = [
+        *_steps(ahead, prefetch=1, number=1),
+        *_steps(late, prefetch=0, number=len(ahead) + 1),
+        _compared(ahead, late),
+    ]
+    return prose.walk(
+        "lifecycle",
+        steps,
+        layers=LAYERS,
+        width=WIDTH,
+        ranks=RANKS,
+        whole=whole,
+        shard=whole // RANKS,
+        late=len(ahead) + 1,
     )
 
 
@@ -170,7 +156,7 @@ def _steps(moments: Sequence[Moment], *, prefetch: int, number: int) -> list[Ste
 
 
 def _where(moment: Moment, before: Moment) -> str:
-    """What happened, with the units that a call is for."""
+    """Describe a moment, with the units that a call is for."""
     begun = [
         f"layer_{i + 1}"
         for i, states in enumerate(zip(moment.params, moment.grads, strict=True))
@@ -206,25 +192,16 @@ def _states(moment: Moment) -> Table:
         [f"layer_{index + 1}", Cell(params, _MARKS[params]), Cell(grads, _MARKS[grads])]
         for index, (params, grads) in enumerate(zip(moment.params, moment.grads, strict=True))
     ]
-    marks: dict[Mark, str] = {
-        "own": "whole memory",
-        "got": "being gathered",
-        "new": "this rank's shard is new",
-        "sent": "being reduced",
-        "done": "this rank's sum is there",
-    }
-    return Table(head=("unit", "params", "gradients"), rows=rows, marks=marks)
+    return prose.table("lifecycle.states", rows)
 
 
 def _live(moment: Moment) -> Table:
+    meaning = prose.entry_of("lifecycle.categories")
     rows = [
-        [name.replace("_", " "), f"{size:,}", _CATEGORIES.get(name, "")]
+        [name.replace("_", " "), f"{size:,}", meaning.get(name, "")]
         for name, size in moment.sample.bytes.items()
     ]
-    return Table(
-        head=("category", "bytes", "which are"),
-        rows=[*rows, ["all", f"{moment.sample.total:,}", ""]],
-    )
+    return prose.table("lifecycle.live", [*rows, ["all", f"{moment.sample.total:,}", ""]])
 
 
 def _compared(ahead: Sequence[Moment], late: Sequence[Moment]) -> Step:
@@ -237,13 +214,4 @@ def _compared(ahead: Sequence[Moment], late: Sequence[Moment]) -> Step:
             [name, f"{max(gathered):,}", f"{max(whole):,}", f"{peak.sample.total:,}",
              f"{peak.sample.phase}: {peak.sample.where}"]
         )  # fmt: skip
-    return Step(
-        title="What prefetch costs and buys",
-        text=[
-            "With prefetch the next unit's params come while this one computes, so that nobody "
-            "waits for them; it costs the memory of one unit more."
-        ],
-        tables=[
-            Table(head=("", "gathered at most", "whole gradients at most", "peak", "at"), rows=rows)
-        ],
-    )
+    return prose.step("lifecycle.compared", [prose.table("lifecycle.compared", rows)])

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_sim.cost.counted import counted_model
-from zero_sim.cost.network import Network, Ring
-from zero_sim.cost.traffic import traffic_of
-from zero_sim.report.svg_ring import draw_ring
+from zero_sim.calculators.counted import counted_model
+from zero_sim.calculators.network import Network, Ring
+from zero_sim.calculators.traffic import traffic_of
+from zero_sim.report import pages
 from zero_sim.report.walks import Cell, Mark, Step, Table, Walk
 from zero_sim.sim import World
+from zero_sim.walkthrough import prose
 
 RANKS, CHUNKS = 4, 4
 _WORLD, _NODE, _PARAMS = 8, 2, 8 * 10**9
@@ -25,7 +26,7 @@ START = ((1.0, 8), (2.0, 8), (1.5, 8), (2.5, 8))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Iteration:
-    """What one rank did, and has then."""
+    """One rank's send and receive, and its values after them."""
 
     sent: int
     """Chunk that it sent to the next rank."""
@@ -35,7 +36,7 @@ class Iteration:
 
 
 def values_of(rank: int) -> Tensor:
-    """What a rank begins with."""
+    """Initial values of a rank."""
     first, count = START[rank]
     return first + torch.arange(float(count))
 
@@ -78,26 +79,14 @@ def walk_ring() -> Walk:
     """The walk."""
     iterations, wholes = run_ring()
     starts = [tuple(values_of(rank).tolist()) for rank in range(RANKS)]
-    steps = [
-        Step(
-            title="What each rank begins with",
-            text=[
-                "Four ranks hold eight values each, cut into four chunks of two. All want the mean "
-                "of all four. Each rank sends to the next one only, and gets from the one before."
-            ],
-            tables=[_table([list(map(Cell, _chunks(values))) for values in starts])],
-            picture=draw_ring(RANKS, [(i, (i + 1) % RANKS, "") for i in range(RANKS)]),
-        )
-    ]
-    steps += [_iteration(iterations, turn) for turn in range(2 * (RANKS - 1))]
-    steps.append(_division(iterations, wholes))
-    steps += [_contrast(), _nodes()]
-    return Walk(
-        title="Ring all-reduce",
-        about="Six iterations: three that reduce and scatter, three that gather. Each value below "
-        "is what a rank of the simulated world had after its sends and receives.",
-        steps=steps,
+    start = prose.step(
+        "ring.start",
+        [_table([list(map(Cell, _chunks(values))) for values in starts])],
+        picture=pages.render("ring.html", labels=[""] * RANKS),
     )
+    turns = [_iteration(iterations, turn) for turn in range(2 * (RANKS - 1))]
+    end = [_division(iterations, wholes), _contrast(), _nodes()]
+    return prose.walk("ring", [start, *turns, *end])
 
 
 def _iteration(iterations: Sequence[Sequence[Iteration]], turn: int) -> Step:
@@ -105,11 +94,7 @@ def _iteration(iterations: Sequence[Sequence[Iteration]], turn: int) -> Step:
     now = [told[turn] for told in iterations]
     rows: list[list[Cell]] = []
     for rank, each in enumerate(now):
-        finished = {
-            got
-            for told in [iterations[rank][RANKS - 2 : turn + 1]]
-            for got in (i.got for i in told)
-        }
+        finished = {each.got for each in iterations[rank][RANKS - 2 : turn + 1]}
         row = []
         for index, text in enumerate(_chunks(each.values)):
             mark: Mark = ""
@@ -121,7 +106,6 @@ def _iteration(iterations: Sequence[Sequence[Iteration]], turn: int) -> Step:
                 mark = "got"
             row.append(Cell(text, mark))
         rows.append(row)
-    arrows = [(rank, (rank + 1) % RANKS, f"chunk {each.sent}") for rank, each in enumerate(now)]
     text = [
         f"Rank {rank} sends chunk {each.sent} to rank {(rank + 1) % RANKS}"
         + (", which adds it." if reducing else ", which keeps it.")
@@ -138,11 +122,14 @@ def _iteration(iterations: Sequence[Sequence[Iteration]], turn: int) -> Step:
         )
     half = "Reduce-scatter" if reducing else "All-gather"
     number = turn + 1 if reducing else turn + 2 - RANKS
-    return Step(
-        title=f"{half}, iteration {number} of {RANKS - 1}",
-        text=text,
-        tables=[_table(rows, marked=True)],
-        picture=draw_ring(RANKS, arrows),
+    return prose.step(
+        "ring.iteration",
+        [_table(rows, marked=True)],
+        picture=pages.render("ring.html", labels=[f"chunk {each.sent}" for each in now]),
+        more=text,
+        half=half,
+        number=number,
+        count=RANKS - 1,
     )
 
 
@@ -150,14 +137,10 @@ def _division(iterations: Sequence[Sequence[Iteration]], wholes: Sequence[Tensor
     sums = [told[-1].values for told in iterations]
     same = all(values == tuple(whole.tolist()) for values, whole in zip(sums, wholes, strict=True))
     means = [tuple(value / RANKS for value in values) for values in sums]
-    return Step(
-        title="Each rank divides by four",
-        text=[
-            "All ranks have the same sum, and divide it themselves.",
-            "The same bits as `all_reduce` with the order `ring`: "
-            + ("yes." if same else "no, which is a mistake of zero_sim."),
-        ],
-        tables=[_table([[Cell(text, "done") for text in _chunks(values)] for values in means])],
+    return prose.step(
+        "ring.division",
+        [_table([[Cell(text, "done") for text in _chunks(values)] for values in means])],
+        same="yes" if same else "no, which is a mistake of zero_sim",
     )
 
 
@@ -169,24 +152,11 @@ def _contrast() -> Step:
         ["rank 0 gathers, adds and sends", f"{elems * (RANKS - 1)}", f"{elems}", "2"],
         ["each sends all to all", f"{elems * (RANKS - 1)}", f"{elems * (RANKS - 1)}", "1"],
     ]
-    return Step(
-        title="What it costs, beside gathering at one rank",
-        text=[
-            "A ring sends 2 (N - 1)/N of the values from every rank, however many ranks there are. "
-            "A rank that gathers all has N - 1 times the values on its one link, while the others "
-            "wait. What the ring pays with is iterations, each with a latency."
-        ],
-        tables=[
-            Table(
-                head=("way", "values sent by the busiest", "by another", "rounds"),
-                rows=rows,
-            )
-        ],
-    )
+    return prose.step("ring.contrast", [prose.table("ring.contrast", rows)])
 
 
 def _nodes() -> Step:
-    """What copies of the shards change where some links are slow, by closed forms."""
+    """Effect of copies of the shards if some links are slow, by closed forms."""
     rows = []
     for copies in (1, 2, 4):
         cells = [f"K = {copies}, blocks of {_WORLD // copies}"]
@@ -205,38 +175,8 @@ def _nodes() -> Step:
         # fp32 masters and Adam's two moments, of the share that a rank of a block owns.
         cells.append(f"{12 * copies / _WORLD:g} P")
         rows.append(cells)
-    return Step(
-        title="Slow links between nodes, and why K = 4 helps",
-        text=[
-            f"{_WORLD} ranks on nodes of {_NODE}, one slow link a node, P params: what each rank "
-            "sends of gradients and params in a step of ZeRO-1, a mean over the ranks.",
-            "With K copies of the state a reduce-scatter of gradients and an all-gather of params "
-            f"stay inside a block of {_WORLD}/K neighbours, and what each owner has, the block's "
-            f"sum of P K/{_WORLD} gradients, is all-reduced with its copies in the other blocks. "
-            "All in all a rank sends as much as before.",
-            "With K = 4 a block is a node: scattering and gathering use fast links alone. Over "
-            "slow ones goes the all-reduce of half the gradients among four copies, "
-            "2 x 3/4 x P/2 = 0.75 P.",
-            "How much that saves depends on how ranks follow each other in the ring of K = 1: "
-            "across nodes, each is on another node than the one before, and all it sends is slow; "
-            "node by node, only one message of a node in two leaves it. Then K = 2, whose blocks "
-            "reach over two nodes, is worse than K = 1.",
-            "The price is memory: each rank holds K/8 of the masters and of Adam's moments, in "
-            "place of 1/8.",
-        ],
-        tables=[
-            Table(
-                head=(
-                    "",
-                    "sent in all",
-                    "slow: ring across nodes",
-                    "slow: ring node by node",
-                    "bytes of state held",
-                ),
-                rows=rows,
-            )
-        ],
-    )
+    table = prose.table("ring.nodes", rows)
+    return prose.step("ring.nodes", [table], world=_WORLD, node=_NODE)
 
 
 def _chunks(values: Sequence[float]) -> list[str]:
@@ -246,8 +186,6 @@ def _chunks(values: Sequence[float]) -> list[str]:
 
 
 def _table(rows: Sequence[Sequence[Cell]], *, marked: bool = False) -> Table:
-    return Table(
-        head=("rank", *(f"chunk {index}" for index in range(CHUNKS))),
-        rows=[[f"rank {rank}", *row] for rank, row in enumerate(rows)],
-        marks={"sent": "just sent", "got": "just came", "done": "whole sum"} if marked else {},
-    )
+    head = ("rank", *(f"chunk {index}" for index in range(CHUNKS)))
+    named = [[f"rank {rank}", *row] for rank, row in enumerate(rows)]
+    return prose.table("ring.iteration" if marked else "ring.start", named, head=head)

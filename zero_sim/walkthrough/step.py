@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from zero_sim.calculators.ledger import RankLedger
+from zero_sim.calculators.measure import Measured, measure
+from zero_sim.calculators.network import Network
 from zero_sim.cost.forms import BucketForm, by_registration
-from zero_sim.cost.ledger import RankLedger
-from zero_sim.cost.network import Network
 from zero_sim.report.ledger import chosen_moments
 from zero_sim.report.svg_timeline import draw_timeline
 from zero_sim.report.timeline import read_timeline
 from zero_sim.report.walks import Bars, Cell, Step, Table, Walk
 from zero_sim.run.dp_cp_groups import DpCpGroup
-from zero_sim.run.measure import Measured, measure
 from zero_sim.scenario.spec import Scenario
+from zero_sim.walkthrough import prose
 
 CALLS_MAX = 200
 """Calls told of one rank."""
@@ -37,9 +36,9 @@ def walk_step(scenario: Scenario) -> Walk:
 def _layout(measured: Measured) -> Step:
     group = measured.groups[0]
     ranks = group.ranks
-    forms = [_forms(measured, group, index) for index in range(len(ranks))]
+    by_rank = [_forms(measured, group, index) for index in range(len(ranks))]
     rows: list[list[Cell | str]] = []
-    for number, form in enumerate(forms[0]):
+    for number, form in enumerate(by_rank[0]):
         names = ", ".join(form.names[:_NAMES_SHOWN])
         more = len(form.names) - _NAMES_SHOWN
         cells: list[Cell | str] = [
@@ -49,31 +48,23 @@ def _layout(measured: Measured) -> Step:
             str(form.payload_elems),
             str(form.elems - form.payload_elems),
         ]
-        for own in forms:
+        for own in by_rank:
             shard = own[number] if number < len(own) else None
             cells.append("" if shard is None else _shard(shard))
         rows.append(cells)
-    system = measured.scenario.system
-    said = (
+    forms = (
         "by the closed forms of its stage"
         if measured.is_costed
-        else ("by the closed forms of the textbook's stage; this system has a layout of its own")
+        else "by the closed forms of the textbook's stage; this system has a layout of its own"
     )
-    return Step(
-        title="Buckets and shards",
-        text=[
-            f"Stage {system.stage} on {len(ranks)} ranks that train the same params, {said}. Each "
-            "bucket is one collective; below each rank stands which of its elements it owns."
-        ],
-        tables=[
-            Table(
-                head=("bucket", "params", "dtype", "elements", "padding",
-                      *(f"rank {rank}" for rank in ranks)),
-                rows=rows,
-                marks={"own": "a shard of params", "sent": "reaches into padding"},
-            )
-        ],
-    )  # fmt: skip
+    head = ("bucket", "params", "dtype", "elements", "padding", *(f"rank {rank}" for rank in ranks))
+    return prose.step(
+        "step.layout",
+        [prose.table("step.layout", rows, head=head)],
+        stage=measured.scenario.system.stage,
+        ranks=len(ranks),
+        forms=forms,
+    )
 
 
 def _forms(measured: Measured, group: DpCpGroup, index: int) -> list[BucketForm]:
@@ -104,15 +95,12 @@ def _calls(measured: Measured) -> Step:
     traffic = measured.traffic(0, network=Network())
     left = len(records) - len(rows)
     more = f" Of them the first {CALLS_MAX}." if left > 0 else ""
-    return Step(
-        title="The calls of rank 0, in order",
-        text=[f"{len(records)} calls, {int(traffic.sent):,} bytes sent round rings.{more}"],
-        tables=[
-            Table(
-                head=("", "call", "group", "contributes", "bytes", "waited for", "where"),
-                rows=rows,
-            )
-        ],
+    return prose.step(
+        "step.calls",
+        [prose.table("step.calls", rows)],
+        count=len(records),
+        sent=int(traffic.sent),
+        rest=more,
     )
 
 
@@ -128,12 +116,8 @@ def _timeline(measured: Measured) -> Step:
         ]
         for call in timeline.calls[:CALLS_MAX]
     ]
-    return Step(
-        title="Calls of all ranks over time",
-        text=[f"The run shows {said}. Time is counted in calls."],
-        tables=[Table(head=("issued at", "over at", "rank", "call"), rows=rows)],
-        picture=picture,
-    )
+    table = prose.table("step.timeline", rows)
+    return prose.step("step.timeline", [table], picture=picture, shown=said)
 
 
 def _moments(ledger: RankLedger) -> list[Step]:
@@ -164,11 +148,8 @@ def _held(measured: Measured) -> Step:
          f"{ledger.peak.total:,}", f"{ledger.peak.phase}: {ledger.peak.where}"]
         for ledger in measured.ledgers
     ]  # fmt: skip
-    text = ["Bytes between this step and the next, and the fullest moment of each rank."]
-    if measured.is_costed:
-        found: Sequence[str] = list(measured.differences())
-        text.append(
-            "Closed forms say the same." if not found else f"Closed forms differ: {found[0]}."
-        )
+    found = list(measured.differences()) if measured.is_costed else []
+    agree = f"Closed forms differ: {found[0]}." if found else "Closed forms say the same."
     head = ("", *(name.replace("_", " ") for name in names), "peak", "at")
-    return Step(title="What every rank holds", text=text, tables=[Table(head=head, rows=rows)])
+    table = prose.table("step.held", rows, head=head)
+    return prose.step("step.held", [table], more=[agree] if measured.is_costed else [])

@@ -7,21 +7,22 @@ is what the system had, read on each rank while it ran.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_sim.cost.footprint import footprint_of
+from zero_sim.calculators.footprint import footprint_of
+from zero_sim.calculators.network import Network
+from zero_sim.calculators.traffic import traffic_of
 from zero_sim.cost.forms import sizes_of
-from zero_sim.cost.network import Network
-from zero_sim.cost.traffic import traffic_of
 from zero_sim.report.walks import Cell, Mark, Step, Table, Walk
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, Scenario, SystemSpec
 from zero_sim.sim import CollectiveRecord, World
 from zero_sim.targets.own import ZeroSimTarget
 from zero_sim.targets.protocol import OwnedPart
+from zero_sim.walkthrough import prose
 from zero_sim.workloads import build_workload
 from zero_sim.workloads.transformer import (
     INPUT_ROW_0,
@@ -41,52 +42,55 @@ SCENARIO = Scenario(
 )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What one rank had of `W_q`, at each point of the step."""
+    """Values of `W_q` on one rank at each point of the step, its parts after it, and its calls."""
 
-    own_grad: Tensor | None = None
-    grad_after: Tensor | None = None
-    before: Tensor | None = None
-    half: Tensor | None = None
-    """Its working param when its owner had stepped and nothing was gathered."""
-    after: Tensor | None = None
-    parts: dict[str, OwnedPart] = field(default_factory=dict)
-    calls: list[CollectiveRecord] = field(default_factory=list)
+    own_grad: Tensor
+    before: Tensor
+    half: Tensor
+    """The working param after its owner has stepped and before anything is gathered."""
+    after: Tensor
+    parts: Mapping[str, OwnedPart]
+    calls: Sequence[CollectiveRecord]
 
 
 def run_step() -> Sequence[Run]:
     """One step of both ranks, on the given gradients of `W_q` alone."""
     workload = build_workload(SCENARIO)
-    runs = [Run() for _ in range(RANKS)]
+    calls: list[list[CollectiveRecord]] = [[] for _ in range(RANKS)]
     working: dict[int, Tensor] = {}
+    halves: dict[int, Tensor] = {}
 
     def called(record: CollectiveRecord) -> None:
-        run = runs[record.rank]
-        run.calls.append(record)
+        calls[record.rank].append(record)
         if record.kind == "all_gather":
-            run.half = working[record.rank].detach().clone()
+            halves[record.rank] = working[record.rank].detach().clone()
 
     with World(RANKS) as world:
 
-        def program(rank: int) -> None:
-            run, group = runs[rank], dist.group.WORLD
+        def program(rank: int) -> Run:
+            group = dist.group.WORLD
             assert isinstance(group, dist.ProcessGroup)
             engine = ZeroSimTarget().build(workload.build(), scenario=SCENARIO, group=group)
             engine.zero_grad()
             param = dict(engine.module.named_parameters())["W_q"]
             working[rank] = param
-            run.before = param.detach().clone()
+            before = param.detach().clone()
             world.log.watch = called
             given = torch.tensor(W_Q_GRADS[rank]).to(torch.bfloat16)
-            run.own_grad = given
             engine.backward((param * given).sum(), last_micro=True, rows=1)
             engine.step(lr_factor=1.0)
-            run.after = param.detach().clone()
-            run.parts = {part.place.param: _kept(part) for part in engine.parts()}
-            run.grad_after = None if "W_q" not in run.parts else run.parts["W_q"].grad
+            return Run(
+                own_grad=given,
+                before=before,
+                half=halves[rank],
+                after=param.detach().clone(),
+                parts={part.place.param: _kept(part) for part in engine.parts()},
+                calls=calls[rank],
+            )
 
-        world.run(program)
+        runs = world.run(program)
         world.log.watch = None
     return runs
 
@@ -104,12 +108,9 @@ def _kept(part: OwnedPart) -> OwnedPart:
 def walk_zero1() -> Walk:
     """The walk."""
     runs = run_step()
-    return Walk(
-        title="ZeRO-1 with 260 params on 2 ranks",
-        about="A tiny transformer: width 4, two heads of 2, an inner layer of 16, 8 tokens. bf16 "
-        "params and gradients, fp32 masters, Adam (lr 0.001, betas 0.9 and 0.999, eps 1e-8). Every "
-        "value was read from a run of zero_sim's own system in the simulated world.",
-        steps=[
+    return prose.walk(
+        "zero1",
+        [
             _owners(runs),
             _forward(),
             _own_gradients(runs),
@@ -146,29 +147,17 @@ def _owners(runs: Sequence[Run]) -> Step:
     totals = [sum(p.place.stop - p.place.start for p in run.parts.values()) for run in runs]
     rows.append(["all", f"[0, {offset})", *(str(total) for total in totals)])
     cut = [run.parts["W_1"].place for run in runs]
-    first = cut[0]
-    assert first.flat_start is not None
-    return Step(
-        title="Who owns what",
-        text=[
-            f"All params lie in one flat buffer of {offset} elements. Each rank owns half of it: "
-            f"it alone has masters and Adam's state of these {totals[0]} elements.",
-            f"The boundary cuts W_1 after its first {cut[0].stop} elements: rank 0 owns these, "
-            f"rank 1 the other {cut[1].stop - cut[1].start}. Element {totals[0] - 1} of the buffer "
-            f"is rank 0's last, element {totals[0] - 1 - first.flat_start} of W_1 (counted from "
-            f"0), and element {totals[0]} is rank 1's first.",
-            f"Cutting W_1 in equal halves of 32, as is sometimes told, would give rank 0 "
-            f"{totals[0] - cut[0].stop + 32} elements and rank 1 "
-            f"{totals[1] - (cut[1].stop - cut[1].start) + 32}: shards are cut in the flat buffer, "
-            "not in params.",
-        ],
-        tables=[
-            Table(
-                head=("param", "in the buffer", "rank 0", "rank 1"),
-                rows=rows,
-                marks={"own": "owned whole", "sent": "owned in part"},
-            )
-        ],
+    cut_elems = [place.stop - place.start for place in cut]
+    assert cut[0].flat_start is not None
+    return prose.step(
+        "zero1.owners",
+        [prose.table("zero1.owners", rows)],
+        elems=offset,
+        owned=totals,
+        cut=cut_elems,
+        last=totals[0] - 1,
+        last_of_param=totals[0] - 1 - cut[0].flat_start,
+        halved=[total - elems + 32 for total, elems in zip(totals, cut_elems, strict=True)],
     )
 
 
@@ -179,57 +168,32 @@ def _forward() -> Step:
     normal = normalise(row, weight=ones, bias=zeros)
     query = normal @ torch.tensor(W_Q)
     wrong = 0.398
-    return Step(
-        title="Forward, for the first input row",
-        text=[
-            f"The row has mean {mean:.3f} and standard deviation {deviation:.4f}: the root of the "
-            f"mean of the squared differences. A value of {wrong}, which is sometimes told, is "
-            "wrong, and so is what follows from it.",
-            "Every rank computes this with all of W_q: stage 1 shards no params.",
-        ],
-        tables=[
-            Table(
-                head=("", *map(str, range(WIDTH))),
-                rows=[
-                    ["input", *_row(row)],
-                    ["normalised", *_row(normal)],
-                    [f"if divided by {wrong}", *_row((row - mean) / wrong, mark="wrong")],
-                    ["query: normalised @ W_q", *_row(query, mark="new")],
-                ],
-                marks={"new": "what comes out", "wrong": "not so"},
-            )
-        ],
-    )
+    rows = [
+        ["input", *_row(row)],
+        ["normalised", *_row(normal)],
+        [f"if divided by {wrong}", *_row((row - mean) / wrong, mark="wrong")],
+        ["query: normalised @ W_q", *_row(query, mark="new")],
+    ]
+    table = prose.table("zero1.forward", rows, head=_columns(WIDTH))
+    return prose.step("zero1.forward", [table], mean=mean, deviation=deviation, wrong=wrong)
 
 
 def _own_gradients(runs: Sequence[Run]) -> Step:
-    tables = []
-    for rank, run in enumerate(runs):
-        assert run.own_grad is not None
-        tables.append(_matrix(run.own_grad, title=f"Gradient of W_q on rank {rank}"))
-    return Step(
-        title="Backward: each rank has a gradient of its own data",
-        text=[
-            "The gradients of the two ranks are given, and rounded to bf16, which keeps 8 bits: "
-            "0.023 becomes "
-            f"{torch.tensor(0.023).to(torch.bfloat16).item():.6f}."
-        ],
-        tables=tables,
-    )
+    tables = [
+        _matrix(run.own_grad, title=f"Gradient of W_q on rank {rank}")
+        for rank, run in enumerate(runs)
+    ]
+    rounded = torch.tensor(0.023).to(torch.bfloat16).item()
+    return prose.step("zero1.own_gradients", tables, rounded=rounded)
 
 
 def _reduced(runs: Sequence[Run]) -> Step:
-    total = runs[0].grad_after
+    total = runs[0].parts["W_q"].grad
     assert total is not None
     mean = total.float() / RANKS
-    return Step(
-        title="Reduce-scatter: each owner gets the sum of its own elements",
-        text=[
-            "One collective moves half of each rank's buffer to the other. W_q, elements [8, 24), "
-            "is rank 0's: there the sum arrives, added in bf16. Rank 1 has no sum of W_q, and "
-            "needs none. The owner divides by two, in fp32."
-        ],
-        tables=[
+    return prose.step(
+        "zero1.reduced",
+        [
             _matrix(total.view(WIDTH, WIDTH), title="Sum on rank 0", mark="got"),
             _matrix(mean.view(WIDTH, WIDTH), title="Mean, as fp32", mark="new"),
         ],
@@ -238,7 +202,7 @@ def _reduced(runs: Sequence[Run]) -> Step:
 
 def _one_element(runs: Sequence[Run]) -> Step:
     part, spec = runs[0].parts["W_q"], SCENARIO.optimizer
-    total = runs[0].grad_after
+    total = part.grad
     assert total is not None
     gradient = (total[0].float() / RANKS).item()
     m, v = part.state["exp_avg"][0].item(), part.state["exp_avg_sq"][0].item()
@@ -260,21 +224,14 @@ def _one_element(runs: Sequence[Run]) -> Step:
         ["master after", f"{part.master[0].item():.8f}", "before - step"],
         ["working param", f"{part.master[0].to(torch.bfloat16).item():.8f}", "that in bf16"],
     ]
-    return Step(
-        title="Adam on one element: W_q[0, 0], on its owner, rank 0",
-        text=[
-            "Adam's first step moves an element by the learning rate, whatever its gradient's size."
-        ],
-        tables=[Table(head=("", "value", "how"), rows=rows)],
-    )
+    return prose.step("zero1.one_element", [prose.table("zero1.one_element", rows)])
 
 
 def _stepped(runs: Sequence[Run]) -> Step:
     part = runs[0].parts["W_q"]
-    return Step(
-        title="The owner steps its masters",
-        text=["All 16 elements of W_q, in fp32, on rank 0. Rank 1 has none of this."],
-        tables=[
+    return prose.step(
+        "zero1.stepped",
+        [
             _matrix(torch.tensor(W_Q), title="W_q before, as given"),
             _matrix(part.master.view(WIDTH, WIDTH), title="Masters after", mark="new"),
             _matrix(part.state["exp_avg"].view(WIDTH, WIDTH), title="First moments"),
@@ -283,34 +240,15 @@ def _stepped(runs: Sequence[Run]) -> Step:
 
 
 def _half(runs: Sequence[Run]) -> Step:
-    tables = []
-    for rank, run in enumerate(runs):
-        assert run.half is not None
-        assert run.before is not None
-        tables.append(_changed(run.half, run.before, title=f"W_q on rank {rank}"))
-    return Step(
-        title="Half new, half old",
-        text=[
-            "Read on both ranks when each came to the all-gather. Owners have cast their masters "
-            "into their half of the params, and nobody has the other half yet: rank 0 has the new "
-            "W_q, rank 1 the old one. A forward now would compute with params of two steps."
-        ],
-        tables=tables,
+    return prose.step(
+        "zero1.half", [_changed(run.half, run, rank) for rank, run in enumerate(runs)]
     )
 
 
 def _gathered(runs: Sequence[Run]) -> Step:
-    tables = []
-    for rank, run in enumerate(runs):
-        assert run.after is not None
-        assert run.before is not None
-        tables.append(_changed(run.after, run.before, title=f"W_q on rank {rank}"))
-    same = torch.equal(*(run.after for run in runs if run.after is not None))
-    return Step(
-        title="All-gather: every rank has all params again",
-        text=[f"The same bits on both ranks: {'yes' if same else 'no'}."],
-        tables=tables,
-    )
+    tables = [_changed(run.after, run, rank) for rank, run in enumerate(runs)]
+    same = torch.equal(runs[0].after, runs[1].after)
+    return prose.step("zero1.gathered", tables, same="yes" if same else "no")
 
 
 def _bytes() -> Step:
@@ -327,14 +265,12 @@ def _bytes() -> Step:
         if whole.held[name]
     ]
     rows.append(["all", f"{whole.total:,}", f"{shared.total:,}"])
-    return Step(
-        title="What it saves",
-        text=[
-            f"Bytes of one rank between two steps: {shared.total:,} of {whole.total:,}, "
-            f"{1 - shared.total / whole.total:.1%} less. Masters and moments are 12 of 16 bytes a "
-            "param, and each rank keeps half of them."
-        ],
-        tables=[Table(head=("", "without ZeRO", "ZeRO-1"), rows=rows)],
+    return prose.step(
+        "zero1.bytes",
+        [prose.table("zero1.bytes", rows)],
+        sharded=shared.total,
+        whole=whole.total,
+        saved=1 - shared.total / whole.total,
     )
 
 
@@ -347,35 +283,30 @@ def _traffic(runs: Sequence[Run]) -> Step:
     ]
     sent = {flow.kind: f"{int(flow.total_sent):,}" for flow in traffic.flows}
     table = [[*row, sent[row[0]]] for row in rows]
-    buffers = [record.bytes for record in runs[0].calls if record.kind == "reduce_scatter"]
-    return Step(
-        title="What it moves",
-        text=[
-            "The calls of rank 0 in the step, from the event log. An all-gather contributes what "
-            "the rank owns.",
-            f"Counted by buffers, {buffers[0]} bytes of gradients and as many of params, "
-            f"{2 * buffers[0]:,} either way: an all-reduce is a reduce-scatter and an all-gather. "
-            "A ring of two sends half of that from each rank.",
-        ],
-        tables=[Table(head=("call", "contributed", "bytes", "sent in a ring"), rows=table)],
+    buffer = next(record.bytes for record in runs[0].calls if record.kind == "reduce_scatter")
+    return prose.step(
+        "zero1.traffic", [prose.table("zero1.traffic", table)], buffer=buffer, both=2 * buffer
     )
+
+
+def _columns(count: int) -> list[str]:
+    return ["", *map(str, range(count))]
 
 
 def _matrix(values: Tensor, *, title: str, mark: Mark = "") -> Table:
     rows = [[f"row {index}", *_row(row, mark=mark)] for index, row in enumerate(values)]
-    return Table(head=("", *map(str, range(values.shape[1]))), rows=rows, title=title)
+    return Table(head=_columns(values.shape[1]), rows=rows, title=title)
 
 
-def _changed(now: Tensor, before: Tensor, *, title: str) -> Table:
+def _changed(now: Tensor, run: Run, rank: int) -> Table:
     rows: list[list[Cell | str]] = []
     for index in range(now.shape[0]):
         cells: list[Cell | str] = [f"row {index}"]
-        for new, old in zip(now[index].tolist(), before[index].tolist(), strict=True):
+        for new, old in zip(now[index].tolist(), run.before[index].tolist(), strict=True):
             cells.append(Cell(f"{new:.5f}", "new" if new != old else "sent"))
         rows.append(cells)
-    marks: Mapping[Mark, str] = {"new": "new", "sent": "as before"}
-    head = ("", *map(str, range(now.shape[1])))
-    return Table(head=head, rows=rows, title=title, marks=marks)
+    title = f"W_q on rank {rank}"
+    return prose.table("zero1.changed", rows, head=_columns(now.shape[1]), title=title)
 
 
 def _row(values: Tensor, *, mark: Mark = "") -> list[Cell]:

@@ -272,7 +272,7 @@ class TestLeftOut:
             model=ModelSpec(name="bit-hash", shapes=((3, 5),)),
             optimizer=OptimizerSpec(name="sgd", lr=0.0625),
             world=WorldSpec(size=4),
-            system=SystemSpec(target="torch-fsdp2-knobs", stage=3),
+            system=SystemSpec(target="torch-fsdp2", stage=3),
         )
         case = with_options(case, options)
         assert self.why(case, native=True) == why

@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from tests.judge.test_step_digests import taken
 from zero_sim.backends import RealRank
-from zero_sim.run.step_wire import StoreWire
+from zero_sim.judge.step_digests import digests_of
+from zero_sim.run.step_wire import WiredSteps
 from zero_sim.scenario.spec import (
     DataSpec,
     ExpectSpec,
@@ -102,61 +104,69 @@ def test_from_an_overflow_on_each_takes_its_own(steps_taken):
     assert taken == {0: 3, 1: 3, 2: 3}
 
 
-def wire(store, rank, *, stall_seconds=60.0):
-    real_rank = RealRank(backend="gloo", rank=rank, store=store)
-    real_rank.begin(0)
-    return StoreWire(real_rank=real_rank, stall_seconds=stall_seconds)
+@pytest.fixture
+def ends():
+    """Return both ends of a store: that of the rank that takes the steps, and another one's."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+
+    def of(stall_seconds=0.1):
+        ranks = [
+            RealRank(backend="gloo", rank=i, store=each) for i, each in enumerate((store, other))
+        ]
+        for each in ranks:
+            each.begin(0)
+        return [WiredSteps(each, stall_seconds=stall_seconds) for each in ranks]
+
+    return of
 
 
 @pytest.fixture
-def wires():
-    """Those of the rank that tells and of one that hears."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    other = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-    return wire(store, 0), wire(other, 1, stall_seconds=0.1)
+def step():
+    """A step and its group."""
+    return taken()
 
 
-def test_what_is_told_is_heard(wires):
-    teller, hearer = wires
-    teller.begin(4)
-    teller.tell(4, [{"step": 4}])
-    assert hearer.hear(4) == [{"step": 4}]
-
-
-def test_that_nothing_is_told_is_heard_too(wires):
-    teller, hearer = wires
-    teller.begin(4)
-    teller.tell(4, None)
-    assert hearer.hear(4) is None
-
-
-def test_nobody_waits_for_a_step_that_is_never_begun(wires):
-    assert wires[1].hear(0) is None
-
-
-def test_nor_for_ever_for_one_that_was_begun(wires):
-    teller, hearer = wires
+def test_what_is_told_is_heard(ends, step):
+    (teller, hearer), (own, group) = ends(), step
     teller.begin(0)
-    assert hearer.hear(0) is None
+    teller.keep([own], groups=[group])
+    assert hearer.find(0) == [digests_of(own, group=group)]
+    assert teller.find(0) is None
 
 
-def test_a_step_that_takes_longer_is_waited_for(monkeypatch, wires):
+def test_that_nothing_is_told_is_heard_too(ends):
+    teller, hearer = ends(3600.0)
+    teller.stop(4)
+    assert hearer.find(4) is None
+
+
+def test_nobody_waits_for_a_step_that_is_never_begun(ends):
+    _, hearer = ends(3600.0)
+    assert hearer.find(0) is None
+
+
+def test_nor_for_ever_for_one_that_was_begun(ends):
+    teller, hearer = ends()
+    teller.begin(0)
+    assert hearer.find(0) is None
+
+
+def test_a_step_that_takes_longer_is_waited_for(monkeypatch, ends, step):
     monkeypatch.setattr("zero_sim.run.step_wire._BEGIN_SECONDS", 0.0)
-    teller, hearer = wires
-    hearer = replace(hearer, stall_seconds=60.0)
+    (teller, hearer), (own, group) = ends(60.0), step
     teller.begin(0)
-    later = threading.Timer(0.2, lambda: teller.tell(0, [{"step": 0}]))
+    later = threading.Timer(0.2, lambda: teller.keep([own], groups=[group]))
     later.start()
-    assert hearer.hear(0) == [{"step": 0}]
+    assert hearer.find(0) is not None
     later.join()
 
 
-def test_who_ends_lets_nobody_wait(wires):
-    teller, hearer = wires
-    hearer = replace(hearer, stall_seconds=3600.0)
+def test_who_ends_lets_nobody_wait(ends, step):
+    (teller, hearer), (own, group) = ends(3600.0), step
     teller.begin(0)
-    teller.tell(0, [{"step": 0}])
+    teller.keep([own], groups=[group])
     teller.begin(1)
     teller.close(3)
-    assert hearer.hear(1) is None
-    assert hearer.hear(0) == [{"step": 0}]
+    assert hearer.find(1) is None
+    assert hearer.find(0) is not None

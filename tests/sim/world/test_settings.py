@@ -51,6 +51,12 @@ def test_settings_have_types(world_of, name, value):
         assert refusal_of(lambda: world_of(2).configure(**{name: value})) == message
 
 
+def test_a_setting_that_no_world_has_is_refused(world_of):
+    message = refusal_of(lambda: world_of(2).configure(sed=1))
+    assert message.startswith("expected a setting of a world (order, ")
+    assert message.endswith("), got 'sed'")
+
+
 @pytest.mark.parametrize("seed", [2**64, -(2**64), 2**64 - 1])
 def test_a_seed_is_one_of_torch_for_every_rank(seed):
     assert refusal_of(lambda: World(2, seed=seed)).startswith("expected seed between ")
@@ -59,7 +65,12 @@ def test_a_seed_is_one_of_torch_for_every_rank(seed):
 def test_numbers_of_numpy_are_taken(world_of):
     world = World(np.int64(2), seed=np.int32(3), depth=np.int8(2), stall_seconds=np.float32(9))
     with world:
-        settings = (world.world_size, world.seed, world.depth, world.stall_seconds)
+        settings = (
+            world.world_size,
+            world.settings.seed,
+            world.settings.depth,
+            world.settings.stall_seconds,
+        )
         assert [type(each) for each in settings] == [int, int, int, float]
         assert world.run(lambda rank: rank) == [0, 1]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections import Counter
+from collections.abc import Sequence
 from typing import Protocol
 
 from zero_sim.sim.callsite import hide_simulator
@@ -28,8 +28,6 @@ from zero_sim.sim.inflight.timing import Timing
 from zero_sim.sim.log import EventLog
 from zero_sim.sim.schedule import Schedule
 from zero_sim.sim.waits import Awaited
-from zero_sim.sim.world.process_state import ProcessState
-from zero_sim.sim.world.randomness import Randomness
 from zero_sim.sim.world.rank_threads import check_not_forked
 
 CALLER = -1
@@ -55,6 +53,33 @@ class RankLocal(Protocol):
         ...
 
 
+class _Timeouts:
+    """Time-outs of waiting ranks, in simulated time: it passes only when a time-out is over."""
+
+    __slots__ = ("_now_seconds", "over", "pending")
+
+    def __init__(self) -> None:
+        self._now_seconds = 0.0
+        self.pending: dict[int, tuple[float, float]] = {}
+        """By rank: time at which it is over, and its length, both in seconds."""
+        self.over: dict[int, TimedOut] = {}
+        """By rank: the error to raise there."""
+
+    def begin(self, rank: int, seconds: float) -> None:
+        self.pending[rank] = (self._now_seconds + seconds, seconds)
+
+    def end(self, rank: int) -> TimedOut | None:
+        """Forget the rank's time-out; its error if it is over."""
+        self.pending.pop(rank, None)
+        return self.over.pop(rank, None)
+
+    def pass_first(self) -> tuple[int, float]:
+        """Let time pass until the first time-out is over; its rank and length in seconds."""
+        rank = min(self.pending, key=lambda each: (self.pending[each][0], each))
+        self._now_seconds, seconds = self.pending.pop(rank)
+        return rank, seconds
+
+
 class Baton:
     """The hand-over of control between rank threads during one run."""
 
@@ -64,33 +89,20 @@ class Baton:
         *,
         schedule: Schedule,
         log: EventLog,
-        randomness: Randomness,
-        process_state: ProcessState,
-        rank_local: RankLocal | None = None,
+        rank_local: Sequence[RankLocal],
     ) -> None:
         self.gates = gates
         self.schedule = schedule
         self.log = log
-        self.randomness = randomness
-        self.process_state = process_state
-        self.rank_local = rank_local
         self.all_ended = threading.Event()
         self.failure: WorldFailure | None = None
         self.holder = CALLER
-        self.turns = 0
+        self._rank_local = rank_local
+        """State of the process that each rank has for itself; put in place in this order."""
         self._waiting: dict[int, tuple[Awaited, str]] = {}
-        self._now_seconds = 0.0
-        """Simulated time: goes on only where a rank's time-out is over."""
-        self._timeouts: dict[int, tuple[float, float]] = {}
-        """When the time-outs of waiting ranks are over, and how long they are, if they have one."""
-        self._timed_out: dict[int, TimedOut] = {}
-        self._returned: set[int] = set()
+        self._timeouts = _Timeouts()
         self._running = set(range(len(gates)))
         self._fruitless_polls = 0
-        self._paused: set[int] = set()
-        self._harness_blocks: Counter[int] = Counter()
-        """Open blocks in which a rank's time is not its program's, those within one included."""
-        self._pauses = 0
 
     def start(self, timing: Timing) -> None:
         """Make every rank ready and hand over to the first; called by `World.run`'s thread.
@@ -99,10 +111,8 @@ class Baton:
             timing: Has something due now and then; asked for more when no rank can run.
         """
         self._timing = timing
-        self.randomness.take_out(CALLER)
-        self.process_state.begin(CALLER)
-        if self.rank_local is not None:
-            self.rank_local.begin(CALLER)
+        for each in self._rank_local:
+            each.begin(CALLER)
         for rank in range(len(self.gates)):
             self.schedule.add(rank)
         self._hand_over()
@@ -149,11 +159,11 @@ class Baton:
         awaited.waiters.append(rank)
         self._waiting[rank] = (awaited, site)
         if timeout_seconds is not None:
-            self._timeouts[rank] = (self._now_seconds + timeout_seconds, timeout_seconds)
+            self._timeouts.begin(rank, timeout_seconds)
         self._yield(rank)
-        self._timeouts.pop(rank, None)
-        if rank in self._timed_out:
-            raise self._timed_out.pop(rank)
+        error = self._timeouts.end(rank)
+        if error is not None:
+            raise error
 
     def poll(self, rank: int, awaited: Awaited, site: str) -> bool:
         """Whether `awaited` is done; if not, let every rank that can run have its turn first."""
@@ -172,34 +182,14 @@ class Baton:
         return awaited.done
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """Changes whenever something happens that shows that the world moves."""
-        return self.turns, self._pauses
+    def turns(self) -> int:
+        """Number of turns so far."""
+        return len(self.log.turns)
 
     @property
     def is_held(self) -> bool:
         """Whether the rank whose turn it is runs, and was not only woken."""
         return self.log.turns[-1:] == [self.holder]
-
-    @property
-    def holder_is_paused(self) -> bool:
-        """Whether the time that the holder takes is not its program's."""
-        return self.holder in self._paused
-
-    def is_in_harness(self, rank: int) -> bool:
-        """Whether what a rank does is a harness's doing, whoever's time it takes."""
-        return self._harness_blocks[rank] > 0
-
-    def nest(self, rank: int, blocks: int) -> None:
-        """Note that a block of a harness begins, 1, or ends, -1."""
-        self._harness_blocks[rank] += blocks
-
-    def pause(self, rank: int, pause_clock: bool) -> bool:
-        """Set whether a rank's time is not its program's; returns what held before."""
-        before = rank in self._paused
-        (self._paused.add if pause_clock else self._paused.discard)(rank)
-        self._pauses += 1
-        return before
 
     def fail(self, failure: WorldFailure) -> WorldFailure:
         """End the world, whatever the program does with the exception; returns it to be raised."""
@@ -222,9 +212,7 @@ class Baton:
     def end_rank(self, rank: int, error: BaseException | None) -> None:
         """Last thing in a rank thread: note how it ended and hand over for good."""
         self._running.discard(rank)
-        if error is None:
-            self._returned.add(rank)
-        elif self.failure is None:
+        if error is not None and self.failure is None:
             self.failure = _as_failure(rank, error)
         try:
             self._take_out(rank)
@@ -234,16 +222,12 @@ class Baton:
 
     def _take_out(self, owner: int) -> None:
         """Save all that a process has once and each rank for itself, as the owner's."""
-        self.randomness.take_out(owner)
-        self.process_state.take_out(owner)
-        if self.rank_local is not None:
-            self.rank_local.take_out(owner)
+        for each in self._rank_local:
+            each.take_out(owner)
 
     def _put_in_place(self, owner: int) -> None:
-        if self.rank_local is not None:
-            self.rank_local.put_in_place(owner, previous=self.holder)
-        self.randomness.put_in_place(owner, previous=self.holder)
-        self.process_state.put_in_place(owner, previous=self.holder)
+        for each in self._rank_local:
+            each.put_in_place(owner, previous=self.holder)
 
     def _yield(self, rank: int) -> None:
         self._take_out(rank)
@@ -257,7 +241,6 @@ class Baton:
         if chosen is None:
             self.all_ended.set()
             return False
-        self.turns += 1
         self.log.turns.append(chosen)
         if chosen == rank:
             return True
@@ -276,7 +259,7 @@ class Baton:
         if self.failure is None:
             if chosen is not None or not self._running:
                 return chosen
-            if self._timeouts:
+            if self._timeouts.pending:
                 return self._time_out_first()
             self.failure = self._deadlock()
         # The world has ended: wake the others one by one, so that each unwinds.
@@ -284,12 +267,13 @@ class Baton:
 
     def _time_out_first(self) -> int | None:
         """Let the time-out be over that is the first; whose turn it is then."""
-        rank = min(self._timeouts, key=lambda each: (self._timeouts[each][0], each))
-        self._now_seconds, seconds = self._timeouts.pop(rank)
+        rank, seconds = self._timeouts.pass_first()
         deadlock = self._deadlock()
         awaited, _ = self._waiting.pop(rank)
         awaited.waiters.remove(rank)
-        self._timed_out[rank] = TimedOut(awaited.doing, awaited.missing, deadlock, seconds=seconds)
+        self._timeouts.over[rank] = TimedOut(
+            awaited.doing, awaited.missing, deadlock, seconds=seconds
+        )
         self.schedule.add(rank)
         return self._next_rank()
 
@@ -323,27 +307,3 @@ def _as_failure(rank: int, error: BaseException) -> WorldFailure:
         return error.deadlock
     hide_simulator(error)
     return RankFailed(rank, error, "".join(traceback.format_exception(error)))
-
-
-class PausedClock:
-    """A block in which the holder's time is not its program's; or, in such a block, is again.
-
-    Args:
-        baton: Whose holder it is.
-        pause: Whether it is not.
-    """
-
-    __slots__ = ("_baton", "_before", "_pause", "_rank")
-
-    def __init__(self, baton: Baton, *, pause: bool) -> None:
-        self._baton = baton
-        self._pause = pause
-
-    def __enter__(self) -> None:
-        self._rank = self._baton.holder
-        self._before = self._baton.pause(self._rank, self._pause)
-        self._baton.nest(self._rank, int(self._pause))
-
-    def __exit__(self, *exception: object) -> None:
-        self._baton.nest(self._rank, -int(self._pause))
-        self._baton.pause(self._rank, self._before)

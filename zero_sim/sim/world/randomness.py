@@ -63,6 +63,10 @@ class Randomness:
         """Give an owner the state that the three libraries have after being seeded with `seed`."""
         self._seeds[owner] = seed
 
+    def begin(self, caller: int) -> None:
+        """Take out what is in place as `caller`'s; ranks begin with their seeds."""
+        self.take_out(caller)
+
     def take_out(self, owner: int) -> None:
         """Save the process's state as `owner`'s."""
         saved = self._saved.get(owner)

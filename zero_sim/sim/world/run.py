@@ -16,6 +16,7 @@ from zero_sim.sim.in_flight_buffers import InFlightBuffers
 from zero_sim.sim.inflight.timing import Timing
 from zero_sim.sim.log import EventLog
 from zero_sim.sim.world.baton import Baton
+from zero_sim.sim.world.program_time import ProgramTime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -29,6 +30,7 @@ class Run:
     buffers: list[InFlightBuffers]
     """What each rank has lent and not waited for, by rank."""
     races: bool
+    program_time: ProgramTime = field(default_factory=ProgramTime)
     group_registry: GroupRegistry = field(default_factory=GroupRegistry)
     _refused: list[tuple[int, UsageError]] = field(default_factory=list)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_sim.errors import UsageError
@@ -15,16 +16,63 @@ from zero_sim.host.arguments import (
     unrun_function,
     unrun_result,
 )
-from zero_sim.sim.faults import check_faults
+from zero_sim.sim.faults import Fault, check_faults
 from zero_sim.sim.inflight.late import TIMINGS
 from zero_sim.sim.order_backends import ORDERS
-from zero_sim.sim.schedule import check_schedule
+from zero_sim.sim.schedule import Recipe, check_schedule
 
 WORLD_SIZE_MAX = 4096
 _SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1 - WORLD_SIZE_MAX
 """Range of torch's seeds, less one for each rank."""
 
 _KINDS: Mapping[str, Kind] = {**WORLD_SETTINGS, "initialized": "True or False"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldSettings:
+    """Settings of a world's next run; see `zero_sim.sim.World` for their meaning.
+
+    Example:
+        >>> WorldSettings().changed(4, seed=1, order="ring").order
+        'ring'
+    """
+
+    order: str = "linear"
+    schedule: str | Recipe = "round-robin"
+    timing: str = "eager"
+    seed: int = 0
+    depth: int = 3
+    races: bool = False
+    stall_seconds: float = 60.0
+    strict: bool = True
+    faults: Sequence[Fault] = ()
+    initialized: bool = True
+
+    def changed(self, world_size: int, /, **changes: Any) -> WorldSettings:
+        """Copy with some settings replaced.
+
+        Args:
+            world_size: Number of ranks.
+            changes: Values by the names of the fields.
+
+        Raises:
+            UsageError: A value has the wrong type, or is out of range.
+        """
+        check_settings(world_size, changes)
+        plain = {
+            name: _PLAIN[name](value) if name in _PLAIN else value
+            for name, value in changes.items()
+        }
+        return replace(self, **plain)
+
+
+# numpy's numbers are accepted; logs and messages print Python's.
+_PLAIN: Mapping[str, Callable[[Any], Any]] = {
+    "seed": operator.index,
+    "depth": operator.index,
+    "stall_seconds": float,
+    "faults": tuple,
+}
 
 
 def check_settings(world_size: Any, settings: Mapping[str, Any]) -> None:
@@ -41,6 +89,8 @@ def check_settings(world_size: Any, settings: Mapping[str, Any]) -> None:
     if not 1 <= world_size <= WORLD_SIZE_MAX:
         raise UsageError(f"expected world_size between 1 and {WORLD_SIZE_MAX}, got {world_size}")
     for name, value in settings.items():
+        if name not in _KINDS:
+            raise UsageError(f"expected a setting of a world ({', '.join(_KINDS)}), got {name!r}")
         check_kind(name, value, _KINDS[name])
         _check_value(name, value, world_size=operator.index(world_size))
 

@@ -28,13 +28,14 @@ from zero_sim.sim.order_backends import ORDERS
 from zero_sim.sim.schedule import Recipe, build_schedule
 from zero_sim.sim.waits import Awaited
 from zero_sim.sim.world import c10d, process_ends, profilers
-from zero_sim.sim.world.baton import Baton, PausedClock, RankLocal
+from zero_sim.sim.world.baton import Baton, RankLocal
 from zero_sim.sim.world.cluster import SimCluster
 from zero_sim.sim.world.process_state import ProcessState
+from zero_sim.sim.world.program_time import PausedClock
 from zero_sim.sim.world.randomness import Randomness
 from zero_sim.sim.world.rank_threads import is_forked
 from zero_sim.sim.world.run import Run
-from zero_sim.sim.world.settings import check_program, check_results, check_settings
+from zero_sim.sim.world.settings import WorldSettings, check_program, check_results
 
 _UNWIND_SECONDS = 10.0
 _STACK_BYTES = 16 << 20
@@ -100,23 +101,21 @@ class World:
         initialized: bool = True,
         rank_local: RankLocal | None = None,
     ) -> None:
-        settings = {
-            "order": order,
-            "schedule": schedule,
-            "timing": timing,
-            "seed": seed,
-            "depth": depth,
-            "races": races,
-            "strict": strict,
-            "stall_seconds": stall_seconds,
-            "faults": faults,
-            "initialized": initialized,
-        }
-        # Here too, because None means "as before" to `configure`.
-        check_settings(world_size, settings)
+        self.settings = WorldSettings().changed(
+            world_size,
+            order=order,
+            schedule=schedule,
+            timing=timing,
+            seed=seed,
+            depth=depth,
+            races=races,
+            stall_seconds=stall_seconds,
+            strict=strict,
+            faults=faults,
+            initialized=initialized,
+        )
         self.world_size = operator.index(world_size)
         self._rank_local = rank_local
-        self.configure(**settings)
         self.in_flight = [InFlightBuffers() for _ in range(world_size)]
         """What each rank has lent and not waited for, by rank; after a run, what never landed."""
         self._groups: dict[str, Group] = {}
@@ -147,62 +146,20 @@ class World:
                 "threads."
             ) from error
 
-    def configure(
-        self,
-        *,
-        order: str | None = None,
-        schedule: str | Recipe | None = None,
-        timing: str | None = None,
-        seed: int | None = None,
-        depth: int | None = None,
-        races: bool | None = None,
-        strict: bool | None = None,
-        stall_seconds: float | None = None,
-        faults: Sequence[Fault] | None = None,
-        initialized: bool | None = None,
-        rank_local: RankLocal | None = None,
-    ) -> None:
-        """Change what the next run does; what is left out stays. The arguments are the world's own.
+    def configure(self, *, rank_local: RankLocal | None = None, **settings: Any) -> None:
+        """Change settings from the next run on.
+
+        Args:
+            rank_local: As of the world; None keeps what it is.
+            settings: Other arguments of the world. Those that are omitted or None stay as they are.
 
         Raises:
             UsageError: An argument has the wrong type, or is out of range.
         """
-        given = {
-            "order": order,
-            "schedule": schedule,
-            "timing": timing,
-            "seed": seed,
-            "depth": depth,
-            "races": races,
-            "strict": strict,
-            "stall_seconds": stall_seconds,
-            "faults": faults,
-            "initialized": initialized,
-        }
-        chosen = {name: value for name, value in given.items() if value is not None}
-        check_settings(self.world_size, chosen)
-        if schedule is not None:
-            self.schedule = schedule
-        if timing is not None:
-            self.timing = timing
-        if seed is not None:
-            self.seed = operator.index(seed)
-        if depth is not None:
-            self.depth = operator.index(depth)
-        if races is not None:
-            self.races = races
-        if strict is not None:
-            self.strict = strict
-        if initialized is not None:
-            self.initialized = initialized
+        given = {name: value for name, value in settings.items() if value is not None}
+        self.settings = self.settings.changed(self.world_size, **given)
         if rank_local is not None:
             self._rank_local = rank_local
-        if stall_seconds is not None:
-            self.stall_seconds = float(stall_seconds)
-        if faults is not None:
-            self.faults = tuple(faults)
-        # After the seed, which some orders draw from.
-        self.order = ORDERS[order or self.order.name](self.seed)
 
     def keep_apart(self, rank_local: RankLocal | None) -> None:
         """Change what else of the process each rank has for itself from the next run on.
@@ -256,9 +213,9 @@ class World:
             name: group for name, group in self._groups.items() if name == DEFAULT_GROUP
         }
         for group in self._groups.values():
-            group.reset(strict=self.strict)
+            group.reset(strict=self.settings.strict)
         for rank in range(self.world_size):
-            self._randomness.seed(rank, self.seed + rank)
+            self._randomness.seed(rank, self.settings.seed + rank)
             self.in_flight[rank].clear()
         self._program, self._results = program, [None] * self.world_size
         self._baton.start(self._run.timing)
@@ -273,7 +230,7 @@ class World:
         results, self._program, self._results = self._results, None, []
         check_results(results)
         self._run.check_threads()
-        if self.strict:
+        if self.settings.strict:
             self._run.check_ended(group_count=len(self._groups))
         if self._baton.failure is not None:
             raise _for_the_caller(self._baton.failure)
@@ -303,7 +260,7 @@ class World:
         Args:
             pause: False counts again what is done inside, within a block that does not.
         """
-        return PausedClock(self._baton, pause=pause)
+        return PausedClock(self._run.program_time, rank=self._baton.holder, pause=pause)
 
     @property
     def closed(self) -> bool:
@@ -320,26 +277,28 @@ class World:
         return self._run.baton
 
     def _new_run(self) -> Run:
-        log = EventLog()
-        injector = Injector(self.faults, seed=self.seed, log=log)
+        settings, log = self.settings, EventLog()
+        injector = Injector(settings.faults, seed=settings.seed, log=log)
         schedule = build_schedule(
-            self.schedule, seed=self.seed, world_size=self.world_size, depth=self.depth
+            settings.schedule,
+            seed=settings.seed,
+            world_size=self.world_size,
+            depth=settings.depth,
         )
+        own = [self._randomness, self._process_state]
         baton = Baton(
             self._gates,
             schedule=injector.slow_down(schedule),
             log=log,
-            randomness=self._randomness,
-            process_state=self._process_state,
-            rank_local=self._rank_local,
+            rank_local=own if self._rank_local is None else [self._rank_local, *own],
         )
         timing = build_timing(
-            self.timing,
-            seed=self.seed,
-            order=self.order,
+            settings.timing,
+            seed=settings.seed,
+            order=ORDERS[settings.order](settings.seed),
             turns=baton,
             buffers=self.in_flight,
-            races=self.races,
+            races=settings.races,
         )
         return Run(
             baton=baton,
@@ -347,7 +306,7 @@ class World:
             injector=injector,
             timing=timing,
             buffers=self.in_flight,
-            races=self.races,
+            races=settings.races,
         )
 
     def _start_threads(self) -> None:
@@ -388,7 +347,7 @@ class World:
                 baton.enter(rank)
                 c10d.rank_state.run = self._run
                 c10d.use_one_compute_thread()
-                if self.initialized:
+                if self.settings.initialized:
                     self._join(rank)
                 else:
                     c10d.reset_rank(keep=False)
@@ -401,7 +360,9 @@ class World:
             finally:
                 if not is_forked():
                     profilers.end_program(rank)
-                    keep = self.initialized and self._run.group_registry.generation(rank) == 0
+                    keep = (
+                        self.settings.initialized and self._run.group_registry.generation(rank) == 0
+                    )
                     c10d.reset_rank(keep=keep)
         except BaseException as raised:  # noqa: BLE001  Whatever a rank raises is the run's result.
             error = self._translated(rank, raised)
@@ -411,7 +372,7 @@ class World:
             baton.end_rank(rank, error)
 
     def _watch(self, rank: int) -> AbstractContextManager[object]:
-        if not self.races:
+        if not self.settings.races:
             return nullcontext()
         return RaceDetector(rank, buffers=self.in_flight[rank], fail=self._run.fail)
 
@@ -426,7 +387,7 @@ class World:
     def _join_as_asked(self, rank: int) -> None:
         """What `init_process_group` does in a rank."""
         world = c10d.rank_state.c10d_world
-        if not self.initialized and world is not None and world.default_pg is not None:
+        if not self.settings.initialized and world is not None and world.default_pg is not None:
             raise ValueError("trying to initialize the default process group twice!")
         self._join(rank)
 
@@ -447,7 +408,9 @@ class World:
             label = "world" if default else f"{name} (ranks {', '.join(map(str, members))})"
             if generation:
                 label = f"{label}, made anew {generation}"
-            group = self._groups[key] = Group(name, members, label=label, strict=self.strict)
+            group = self._groups[key] = Group(
+                name, members, label=label, strict=self.settings.strict
+            )
         return SimProcessGroup(self._cluster, group, group_rank)
 
     def _announce_group(self, rank: int, name: str, ranks: Sequence[int]) -> None:
@@ -484,14 +447,16 @@ class World:
 
     def _await_end(self) -> None:
         """Wait until every rank has ended; a rank that never lets go is interrupted and named."""
-        baton, progress = self._baton, (-1, -1)
+        baton, time, progress = self._baton, self._run.program_time, (-1, -1)
+        stall_seconds = self.settings.stall_seconds
         try:
-            while not baton.all_ended.wait(self.stall_seconds):
+            while not baton.all_ended.wait(stall_seconds):
                 # A thread that was woken and has not come to run does nothing that takes time.
-                is_stalled = baton.progress == progress and baton.is_held
-                if is_stalled and not baton.holder_is_paused:
-                    self._interrupt(_stalled(baton.holder, self._threads, self.stall_seconds))
-                progress = baton.progress
+                latest = (baton.turns, time.changes)
+                is_stalled = latest == progress and baton.is_held
+                if is_stalled and baton.holder not in time.paused:
+                    self._interrupt(_stalled(baton.holder, self._threads, stall_seconds))
+                progress = latest
         except KeyboardInterrupt as interrupt:
             try:
                 self._interrupt(WorldFailure("interrupted from outside"))

@@ -1,21 +1,89 @@
-"""One rank of DeepSpeed's engine, and what it tells of masters, state and gradients."""
+"""One rank of DeepSpeed's engine: its config, and where each stage keeps what is reported.
+
+[Note: what a universal checkpoint has]
+A folder for each param with its fp32 master, `exp_avg` and `exp_avg_sq`, whole, and one file with
+the settings of the optimizer, from which any number of ranks load. The script looks for these two
+states and for no others.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
+import math
 import warnings
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from zero_sim.scenario.spec import CheckpointForm, OptimizerSpec
-from zero_sim.targets.deepspeed.parts import parts_of
-from zero_sim.targets.deepspeed.universal import convert
-from zero_sim.targets.protocol import OwnedPart, Settings, StepResult
-from zero_sim.targets.torch.optim import LearningRates, plain_optimizer
+from zero_sim.scenario.spec import CheckpointForm, OptimizerSpec, Scenario
+from zero_sim.targets.protocol import OwnedPart, Place, Settings, StepResult
+from zero_sim.targets.torch.optim import LearningRates, flat_state, plain_optimizer
+
+_ALL = 500_000_000
+"""Elements of a bucket that no model here fills."""
+
+
+def config_of(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The config that a case asks for.
+
+    Args:
+        scenario: The case, which the target is not refused.
+        stage: Of ZeRO.
+        options: The value of each option.
+    """
+    system = scenario.system
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": bool(system.overlap_grads),
+        "reduce_scatter": system.sum_by == "reduce-scatter",
+        "contiguous_gradients": system.contiguous_grads,
+        "reduce_bucket_size": system.reduce_buffer_elems or system.bucket_elems or _ALL,
+        "allgather_bucket_size": 2 * (system.gather_chunk_elems or _ALL),  # an even number
+        "stage3_param_persistence_threshold": 0 if system.reshard_after_forward else _ALL,
+        "stage3_prefetch_bucket_size": _ALL if system.prefetch is None else system.prefetch,
+        # The linear that stage 3 puts in the place of torch's stays there for the whole process.
+        "memory_efficient_linear": False,
+    }
+    wire, wide = options["communication"], options.get("accumulation", "param")
+    return {
+        **_half(scenario),
+        **({} if wire == "param" else {"communication_data_type": wire}),
+        **({"checkpoint": {"load_universal": True}} if options.get("universal") else {}),
+        **({} if wide == "param" else {"data_types": {"grad_accum_dtype": wide}}),
+        "gradient_predivide_factor": options.get("predivide", 1.0),
+        "prescale_gradients": options.get("prescale", False),
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": scenario.run.micro_batches,
+        "gradient_clipping": scenario.optimizer.clip_norm or 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+    }
+
+
+def _half(scenario: Scenario) -> dict[str, Any]:
+    """Return its part for bf16 or fp16; in fp16 losses are scaled, by 1 if not asked for."""
+    if scenario.model.dtype != "fp16":
+        return {"bf16": {"enabled": True}} if scenario.model.dtype == "bf16" else {}
+    half: dict[str, Any] = {"enabled": True, "loss_scale": 1.0}
+    scale = scenario.optimizer.loss_scale
+    if scale is not None:
+        half |= {
+            "loss_scale": 0,
+            "initial_scale_power": int(math.log2(scale.initial)),
+            # Counted so that the scale grows when the scenario's does, the first time.
+            "loss_scale_window": max(1, scale.growth_interval - 1),
+            "hysteresis": 1,
+            "min_loss_scale": 1,
+        }
+    return {"fp16": half}
+
 
 _TAG, _UNIVERSAL = "saved", "universal"
 
@@ -84,7 +152,7 @@ class DeepSpeedEngine:
             return {name: param.detach().clone() for name, param in self._params.items()}
 
     def parts(self) -> Iterator[OwnedPart]:
-        """What this rank has of masters and state."""
+        """Parts of masters and state on this rank."""
         yield from self._parts.owned(self._reduced)
 
     def settings(self) -> Settings:
@@ -123,3 +191,165 @@ def import_deepspeed() -> Any:
     # It looks for kernels of oneDNN, and torch computes in fp16 on CPUs without them, too.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     return deepspeed
+
+
+class Parts(Protocol):
+    """State of a stage, in the place where the stage keeps it."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Reduced gradients, copied, 1-D; asked right before a step."""
+        ...
+
+    def owned(self, gradients: Mapping[str, Tensor]) -> Iterator[OwnedPart]:
+        """Masters and state with these gradients."""
+        ...
+
+
+def parts_of(stage: int, *, optimizer: Any, client: Any, params: Mapping[str, Any]) -> Parts:
+    """Return the parts of a stage.
+
+    Args:
+        stage: Of ZeRO.
+        optimizer: DeepSpeed's.
+        client: The one of torch that it steps with.
+        params: What is trained, by name.
+    """
+    if stage == 0:
+        return WholeParts(optimizer, client, params)
+    return (FragmentParts if stage < 3 else ShardParts)(optimizer, client, params)
+
+
+class WholeParts:
+    """Stage 0: whole params; of halves an fp32 copy is stepped."""
+
+    def __init__(self, optimizer: Any, client: Any, params: Mapping[str, nn.Parameter]) -> None:
+        self._client, self._params = client, params
+        copies = {
+            id(param): copy
+            for group in zip(
+                getattr(optimizer, "fp16_groups", ()),
+                getattr(optimizer, "fp32_groups", ()),
+                strict=True,
+            )
+            for param, copy in zip(*group, strict=True)
+        }
+        self._masters = {name: copies.get(id(param), param) for name, param in params.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The params' own."""
+        return {
+            name: (torch.zeros_like(param) if param.grad is None else param.grad.clone()).flatten()
+            for name, param in self._params.items()
+        }
+
+    def owned(self, gradients: Mapping[str, Tensor]) -> Iterator[OwnedPart]:
+        """Every param whole."""
+        for name, master in self._masters.items():
+            yield OwnedPart(
+                place=Place(param=name, start=0, stop=master.numel()),
+                grad=gradients.get(name),
+                master=master.detach().reshape(-1),
+                state=flat_state(self._client.state.get(master, {})),
+            )
+
+
+class FragmentParts:
+    """Stages 1 and 2: what this rank's partition of a group's flat buffer has of a param."""
+
+    def __init__(self, optimizer: Any, client: Any, params: Mapping[str, Any]) -> None:
+        self._optimizer, self._client, self._params = optimizer, client, params
+
+    def _mapped(self) -> Iterator[tuple[str, Any, Any]]:
+        for name, param in self._params.items():
+            mapping = getattr(param, "_hp_mapping", None)
+            if mapping is not None:
+                yield name, param, mapping
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Fragments of them."""
+        return {
+            name: mapping.get_lp_grad_fragment(param._index_in_param_group).flatten().clone()
+            for name, param, mapping in self._mapped()
+        }
+
+    def owned(self, gradients: Mapping[str, Tensor]) -> Iterator[OwnedPart]:
+        """The fragments of this rank."""
+        for name, _, mapping in self._mapped():
+            part, own = mapping.lp_fragment_address, mapping.hp_fragment_address
+            flat = self._optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+            yield OwnedPart(
+                place=Place(param=name, start=part.start, stop=part.start + part.numel),
+                grad=gradients.get(name),
+                master=mapping.hp_fragment.detach().reshape(-1),
+                state=_state_in(self._client.state.get(flat, {}), own.start, own.numel),
+            )
+
+
+class ShardParts:
+    """Stage 3: this rank's even part of a flattened param, the last ones padded."""
+
+    def __init__(self, optimizer: Any, client: Any, params: Mapping[str, Any]) -> None:
+        self._optimizer, self._client, self._params = optimizer, client, params
+        self._rank = torch.distributed.get_rank()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's parts of them, which the library gives as fp32."""
+        import deepspeed.utils  # pyrefly: ignore
+
+        return {
+            name: deepspeed.utils.safe_get_local_grad(param)
+            .flatten()[: self._own_elems(param)]
+            .clone()
+            for name, param in self._params.items()
+        }
+
+    def owned(self, gradients: Mapping[str, Tensor]) -> Iterator[OwnedPart]:
+        """The parts of this rank."""
+        optimizer = self._optimizer
+        for name, param in self._params.items():
+            count, start = self._own_elems(param), param.ds_tensor.ds_numel * self._rank
+            start = min(start, param.ds_numel)
+            group, offset, _ = optimizer.grad_position[optimizer.get_param_id(param)]
+            flat = optimizer.fp32_partitioned_groups_flat[group]
+            yield OwnedPart(
+                place=Place(param=name, start=start, stop=start + count),
+                grad=gradients.get(name),
+                master=flat.detach()[offset : offset + count],
+                state=_state_in(self._client.state.get(flat, {}), offset, count),
+            )
+
+    def _own_elems(self, param: Any) -> int:
+        part = param.ds_tensor.ds_numel
+        return max(0, min(part, param.ds_numel - part * self._rank))
+
+
+def _state_in(state: Mapping[str, Any], start: int, count: int) -> dict[str, Tensor]:
+    return {
+        key: value if not value.dim() else value[start : start + count]
+        for key, value in flat_state(state).items()
+    }
+
+
+def convert(saved: Path, universal: Path) -> None:
+    """Make a universal checkpoint of one that all ranks have saved; one rank calls it.
+
+    Args:
+        saved: Its folder, with the tag.
+        universal: The folder that is made.
+    """
+    from deepspeed.checkpoint import ds_to_universal  # pyrefly: ignore
+
+    asked = Namespace(
+        input_folder=str(saved),
+        output_folder=str(universal),
+        # In this process.
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        # Engines of Megatron-DeepSpeed and AutoTP write it; the script has this for all others.
+        inject_missing_state=True,
+    )
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        ds_to_universal.main(asked)

@@ -9,14 +9,131 @@ calls `torch.cuda` wherever it runs.
 
 from __future__ import annotations
 
-from torch import nn
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from zero_sim.scenario.spec import Scenario
+from zero_sim.scenario.spec import OptimizerSpec, Scenario
 from zero_sim.targets.declared import Capabilities
-from zero_sim.targets.megatron.engine import MegatronEngine
 from zero_sim.targets.numerics import Numerics
+from zero_sim.targets.protocol import OwnedPart, Place, StepResult
 from zero_sim.targets.rank_local import Library, RankLocal
+from zero_sim.targets.torch.optim import flat_state
+
+
+class MegatronEngine:
+    """One rank of Megatron-Core's DDP and an optimizer of its own.
+
+    Args:
+        module: The model.
+        scenario: The case; `optimizer` and `system` are read.
+    """
+
+    def __init__(self, module: nn.Module, *, scenario: Scenario) -> None:
+        warnings.filterwarnings("ignore", module=r"(torch|megatron)\..*")
+        from megatron.core import parallel_state  # pyrefly: ignore
+        from megatron.core.distributed import (  # pyrefly: ignore
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+        from megatron.core.optimizer import (  # pyrefly: ignore
+            OptimizerConfig,
+            get_megatron_optimizer,
+        )
+        from megatron.core.transformer import TransformerConfig  # pyrefly: ignore
+
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+        parallel_state.initialize_model_parallel()
+        system, self._sharded = scenario.system, scenario.system.stage == 1
+        self._lr = scenario.optimizer.lr
+        self._params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._ddp = DistributedDataParallel(
+            TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1),
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=self._sharded,
+                overlap_grad_reduce=bool(system.overlap_grads),
+                bucket_size=system.bucket_elems,
+            ),
+            module,
+        )
+        self.module: nn.Module = self._ddp
+        config = OptimizerConfig(
+            use_distributed_optimizer=self._sharded, **_settings(scenario.optimizer)
+        )
+        self._optimizer = get_megatron_optimizer(config, [self._ddp])
+        (self._inner,) = self._optimizer.chained_optimizers
+        self._unsynced = ExitStack()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def start_micro_batch(self, *, last: bool) -> None:
+        """Keep gradients local, but for the last micro-batch."""
+        if not last:
+            self._unsynced.enter_context(self._ddp.no_sync())
+
+    def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
+        """Run backward; after the last micro-batch finish what is reduced."""
+        with self._unsynced:
+            loss.backward()
+        if last_micro:
+            self._ddp.finish_grad_sync()
+
+    def step(self, *, lr_factor: float) -> StepResult:
+        """Update the params."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._lr * lr_factor
+        self._optimizer.step()
+        return StepResult()
+
+    def params(self) -> Mapping[str, Tensor]:
+        """Full working params."""
+        return {name: param.detach() for name, param in self._params.items()}
+
+    def parts(self) -> Iterator[OwnedPart]:
+        """Parts that this rank steps: all, or its shards of all buckets."""
+        steps = dict(self._stepped())
+        for name, param in self._params.items():
+            if id(param) not in steps:
+                continue
+            start, stop, master = steps[id(param)]
+            yield OwnedPart(
+                place=Place(param=name, start=start, stop=stop),
+                grad=param.main_grad.detach().reshape(-1)[start:stop],  # pyrefly: ignore
+                master=master.detach().reshape(-1),
+                state=flat_state(self._inner.optimizer.state.get(master, {})),
+            )
+
+    def _stepped(self) -> Iterator[tuple[int, tuple[int, int, Tensor]]]:
+        """Yield each param's range that this rank steps, and the master it steps there."""
+        if not self._sharded:
+            yield from ((id(param), (0, param.numel(), param)) for param in self._params.values())
+            return
+        groups = zip(self._inner.model_fp32_groups, self._inner.shard_fp32_groups, strict=True)
+        for params, shards in groups:
+            for param, shard in zip(params, shards, strict=True):
+                own = self._inner._get_model_param_range_map(param)["param"]
+                yield id(param), (own.start, own.end, shard)
+
+
+def _settings(spec: OptimizerSpec) -> dict[str, Any]:
+    """A scenario's optimizer under Megatron's names."""
+    return {
+        "optimizer": "adam",
+        "lr": spec.lr,
+        "weight_decay": spec.weight_decay,
+        "adam_beta1": spec.betas[0],
+        "adam_beta2": spec.betas[1],
+        "adam_eps": spec.eps,
+        "clip_grad": 0.0,
+    }
 
 
 class MegatronCore:

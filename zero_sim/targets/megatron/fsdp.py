@@ -7,11 +7,21 @@ params, or of the model where these are its own. Gradients accumulate as its doc
 with `set_model_auto_sync` at the last micro-batch, or, `synced_by_hand`, with `is_last_microbatch`
 and `finish_grad_sync`. The optimizer is stepped and `install_optimized_model_weights` called, or
 with `shard_optimizer` left to `fully_shard_optimizer`. It calls `torch.cuda` wherever it runs.
+
+[Note: Megatron-FSDP's dtypes]
+Gradients are multiplied with the fp32 reciprocal of the number of ranks in `grad_comm_dtype` and
+summed in it, or with `average_in_collective` summed by AVG. They accumulate in `main_grads_dtype`:
+where gradients are not sharded, or one rank has all of a shard's group, before the sum; where they
+are after it, every micro-batch. Both are the params' dtype where a policy does not say. What is
+wider is not rounded before it is added to what is narrower. Under HSDP what a block accumulated is
+summed over the blocks at last. Masters are fp32, made of the params, and the optimizer is given
+fp32 gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -20,17 +30,139 @@ from torch.distributed import ProcessGroup
 from zero_sim.errors import Problem
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets.declared import OPTIMIZER_SETTINGS, Capabilities
+from zero_sim.targets.declared import OPTIMIZER_SETTINGS, UPSTREAM, Capabilities
 from zero_sim.targets.megatron.fsdp_engine import MegatronFSDPEngine
-from zero_sim.targets.megatron.fsdp_rules import (
-    known_to_go_wrong,
-    numerics_for,
-    without_rule,
-)
 from zero_sim.targets.numerics import Numerics
 from zero_sim.targets.options import Option, chosen_options
 from zero_sim.targets.rank_local import Library, RankLocal
-from zero_sim.targets.torch.optim import OPTIMIZERS
+from zero_sim.targets.torch.optim import OPTIMIZERS, decays_weights
+
+
+def numerics_for(scenario: Scenario, chosen: Any) -> Numerics:
+    """Return the rules of a case.
+
+    Args:
+        scenario: As the target is given it.
+        chosen: The value of each option.
+    """
+    accumulated, summed = _dtypes(scenario, chosen)
+    is_scattered, in_blocks = scenario.system.stage > 1, scenario.system.redundancy > 1
+    return Numerics(
+        divide="avg" if chosen["average"] else "premul-fp32",
+        divide_by="ranks",
+        divide_each="round" if chosen["average"] and is_scattered else "step",
+        sync=("every-in-block" if in_blocks else "every") if is_scattered else "last",
+        grad_dtype="param",
+        accumulate_dtype=_of_params(accumulated, scenario),
+        reduce_dtype=_of_params(summed, scenario),
+        grads_told="after-division",
+        told_dtype="fp32",
+    )
+
+
+def _dtypes(scenario: Scenario, chosen: Any) -> tuple[Any, Any]:
+    """Return the dtype in which gradients accumulate, and the one in which they are summed."""
+    own, main, wire = scenario.model.dtype, chosen["main_grads"], chosen["communication"]
+    accumulated = own if main == "param" else main
+    return accumulated, accumulated if wire == "param" else wire
+
+
+def _of_params(dtype: str, scenario: Scenario) -> Any:
+    """A dtype as it is declared: by its name only where it is not the params'."""
+    return "param" if dtype == scenario.model.dtype else dtype
+
+
+def _is_wider(one: str, other: str) -> bool:
+    return one != other and one == "fp32"
+
+
+def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
+    """Yield parts of a case for which no rule can be declared; arguments as for `numerics_for`."""
+    accumulated, summed = _dtypes(scenario, chosen)
+    added = summed if _is_scattered(scenario) else scenario.model.dtype
+    if _is_wider(added, accumulated) and scenario.run.micro_batches > 1:
+        yield Problem(
+            path="run.micro_batches",
+            message=f"Megatron-FSDP adds {added} gradients, not rounded to {accumulated}, to what "
+            f"it accumulated in {accumulated}, which is by no rule that can be declared.",
+            suggestion="Try one micro-batch, or leave option main_grads out.",
+        )
+    if _is_wider(summed, accumulated):
+        yield Problem(
+            path="system.options",
+            message=f"Megatron-FSDP rounds a sum in {summed} to {accumulated}, which is by no rule "
+            "that can be declared.",
+            suggestion="Leave option communication out.",
+        )
+    if scenario.system.redundancy > 1 and summed != accumulated:
+        yield Problem(
+            path="system.redundancy",
+            message=f"Megatron-FSDP adds what blocks summed in {summed} in {accumulated} and sums "
+            "that over the blocks, which is by no rule that can be declared.",
+            suggestion="Leave option communication out.",
+        )
+    if chosen["main_params"] == "param" and (scenario.model.dtype, accumulated) != ("fp32", "fp32"):
+        yield Problem(
+            path="system.options",
+            message="expected params and gradients of fp32 with option main_params = param, "
+            "without which masters would not be fp32.",
+            suggestion="Leave it out.",
+        )
+
+
+def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
+    """Cases that are known to go wrong; arguments as for `numerics_for`."""
+    system, spec = scenario.system, scenario.optimizer
+    if system.stage < 2 and not chosen["overlap_grads"]:
+        yield Problem(
+            path="system.options",
+            message="megatron-fsdp 0.6.1 reduces gradients twice at stages 0 and 1 where "
+            f"overlap_grad_reduce is off. {UPSTREAM}",
+            suggestion="Leave option overlap_grads out.",
+        )
+    if chosen["shard_optimizer"] and (spec.name != "sgd" or decays_weights(spec)):
+        yield Problem(
+            path="system.options",
+            message="megatron-fsdp 0.6.1 steps once with gradients of zero in "
+            "fully_shard_optimizer, which counts as a step and decays weights, expected sgd "
+            f"without weight decay, got {spec.name}. {UPSTREAM}",
+            suggestion="Leave option shard_optimizer out.",
+        )
+    rows = {prod(shape[1:]) for shape in scenario.model.shapes or ()} - {1}
+    if system.stage and len(rows) > 1:
+        yield Problem(
+            path="model.shapes",
+            message="megatron-fsdp 0.6.1 cuts rows of params in two where it puts params with rows "
+            f"of several lengths into one bucket, and raises, expected one length, got "
+            f"{', '.join(map(str, sorted(rows)))}. {UPSTREAM}",
+            suggestion="Try one, or stage 0.",
+        )
+    if system.stage > 1 and not _is_scattered(scenario):
+        yield from _in_one_shard(scenario, chosen)
+
+
+def _is_scattered(scenario: Scenario) -> bool:
+    """Return True if gradients are scattered: with one rank a shard group they are whole."""
+    return scenario.system.stage > 1 and scenario.world.size > scenario.system.redundancy
+
+
+def _in_one_shard(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
+    """Yield problems of stages 2 and 3 where a shard group has one rank."""
+    accumulated, summed = _dtypes(scenario, chosen)
+    if accumulated != summed:
+        yield Problem(
+            path="system.options",
+            message="megatron-fsdp 0.6.1 adds gradients to themselves where one rank has all of "
+            f"what is sharded and grad_comm_dtype is another than main_grads_dtype. {UPSTREAM}",
+            suggestion="Try two ranks for each copy, or leave option communication out.",
+        )
+    if scenario.world.size > 1 and scenario.run.micro_batches > 1:
+        yield Problem(
+            path="run.micro_batches",
+            message="megatron-fsdp 0.6.1 divides what it accumulated again at every micro-batch "
+            f"where one rank has all of what is sharded. {UPSTREAM}",
+            suggestion="Try one micro-batch, or two ranks for each copy.",
+        )
 
 
 def _why_not_averaged(scenario: Scenario) -> str:
@@ -77,11 +209,11 @@ class MegatronFSDP:
         self.name = f"megatron-fsdp{'-as-is' if as_is else ''}"
 
     def numerics(self, scenario: Scenario) -> Numerics:
-        """By which rules it computes a case."""
+        """Return the rules of a case."""
         return numerics_for(scenario, chosen_options(self, scenario))
 
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:
-        """What of a case is by no rule that can be declared, or is known to go wrong."""
+        """Yield parts of a case that have no rule, or are known to go wrong."""
         chosen: Any = chosen_options(self, scenario)
         yield from without_rule(scenario, chosen)
         if not self._as_is:

@@ -1,0 +1,153 @@
+"""Fingerprints: what runs of each stage look like, and what is odd in others."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from zero_sim.calculators.fingerprint import SeenCall, fingerprint, shortened
+from zero_sim.calculators.measure import measure
+from zero_sim.cli.main import main
+from zero_sim.mutants import find_mutants
+from zero_sim.report.fingerprints import calls_of_log, read_calls
+from zero_sim.report.timeline import read_timeline
+from zero_sim.report.traces import chrome_trace, flight_recorder_dumps
+from zero_sim.run.runner import run_case
+from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
+
+
+def case(**system):
+    return Scenario(
+        schema=1,
+        name="case",
+        model=ModelSpec(name="mlp", hidden=8, blocks=3),
+        world=WorldSpec(size=4),
+        system=SystemSpec(bucket_elems=264, **system),
+        run=RunSpec(steps=2),
+    )
+
+
+def look(scenario):
+    return fingerprint(calls_of_log(measure(scenario).log, rank=0))
+
+
+@pytest.mark.parametrize(
+    ("system", "stage", "letters"),
+    [
+        ({"stage": 1}, "stage 1 or 2", "R6 G6"),
+        ({"stage": 2}, "stage 1 or 2", "R6 G6"),
+        ({"stage": 1, "partition": "one-owner"}, "stage 1 or 2, whole buckets", "D6 B6"),
+        ({"stage": 3, "reshard_after_forward": False}, "stage 3", "G6 R6"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_stages_as_runs_show_them(system, stage, letters):
+    found = look(case(**system))
+    assert (found.stage, shortened(found.letters), found.steps) == (stage, letters, 2)
+    assert found.odd == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_judged_run_looks_like_one_that_nobody_judges(tmp_path, stage, reshard):
+    """The judge gathers params to compare them, which the stage would not."""
+    scenario = case(stage=stage, **({} if stage < 3 else {"reshard_after_forward": reshard}))
+    (log,) = run_case(scenario, keep_logs=True).logs
+    alone = look(scenario)
+    found = fingerprint(calls_of_log(log, rank=0))
+    assert found.as_dict() == alone.as_dict()
+    trace, dump = tmp_path / "trace.json", tmp_path / "dump.json"
+    trace.write_text(json.dumps(chrome_trace([log], name="case")))
+    dump.write_text(json.dumps(flight_recorder_dumps(read_timeline(log))[0]))
+    for path in (trace, dump):
+        exported = fingerprint(read_calls(path, rank=0))
+        assert (exported.stage, exported.letters, exported.odd) == (
+            alone.stage, alone.letters, alone.odd,
+        )  # fmt: skip
+
+
+def test_of_stage_0_the_least_that_is_repeated_is_told():
+    """Layers that are alike: nothing in the calls says where a step begins."""
+    found = look(case(stage=0))
+    assert (found.stage, found.letters, found.calls) == ("stage 0", "AA", 12)
+
+
+def test_stage_3_gathers_between_its_sums():
+    found = look(case(stage=3))
+    assert found.stage == "stage 3"
+    assert (found.letters.count("G"), found.letters.count("R")) == (11, 6)
+    assert found.overlapping > 0
+
+
+def test_copies_are_told_by_the_groups_that_sum_them():
+    found = look(case(stage=1, redundancy=2))
+    assert (found.stage, found.copies) == ("stage 1 or 2", 2)
+    assert found.letters.count("C") == 6
+
+
+def test_an_all_reduce_where_a_reduce_scatter_would_do_is_odd():
+    (mutant,) = find_mutants(["M111"])
+    with mutant.apply() as patches:
+        found = look(case(stage=1))
+    assert patches.armed
+    assert found.stage == "stage 1 by all-reduce"
+    assert "where reduce-scatters would do" in found.odd[0]
+
+
+def call(kind, elems, *, ranks=4, dtype="bfloat16"):
+    return SeenCall(kind=kind, ranks=ranks, elems=elems, elem_bytes=2, dtype=dtype, start=0, stop=0)
+
+
+def test_a_gather_too_many():
+    step = [call("reduce_scatter", 400), call("reduce_scatter", 800)]
+    step += [call("all_gather", 100), call("all_gather", 200), call("all_gather", 200)]
+    found = fingerprint(step * 3)
+    assert found.odd == ["1 gathers too many of 800 elements on 4 ranks"]
+
+
+def test_what_no_stage_has():
+    found = fingerprint([call("broadcast", 9), call("all_reduce", 90), call("reduce", 8)] * 2)
+    assert (found.stage, found.odd) == ("", ["no stage of ZeRO has this sequence"])
+
+
+def test_norms_and_what_comes_first_are_left_out():
+    calls = [call("broadcast", 900), *[call("all_reduce", 300), call("all_reduce", 3)] * 2]
+    found = fingerprint(calls)
+    assert (found.letters, found.steps) == ("A", 2)
+
+
+def test_messages_are_counted_by_powers_of_four():
+    """Round a ring of 4 ranks: of a reduce-scatter each sends a quarter at a time."""
+    found = fingerprint([call("reduce_scatter", 400), call("all_gather", 100)] * 2)
+    assert found.sizes == [(64, 256, 4)]
+
+
+def test_a_trace_and_a_dump_tell_the_same(tmp_path):
+    log = measure(case(stage=1)).log
+    trace, dump = tmp_path / "trace.json", tmp_path / "dump.json"
+    trace.write_text(json.dumps(chrome_trace([log], name="case")))
+    dump.write_text(json.dumps(flight_recorder_dumps(read_timeline(log))[2]))
+    told = [fingerprint(read_calls(path, rank=2)) for path in (trace, dump)]
+    own = fingerprint(calls_of_log(log, rank=2))
+    for found in told:
+        assert replace(found, overlapping=0) == replace(own, overlapping=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\x80\x02}q\x00.", "got a pickle"),
+        (b"[]", "expected an object as JSON"),
+        (b"{}", "with neither"),
+        (b'{"traceEvents": []}', "expected collectives of rank 0"),
+        (b"\x1f\x8bnothing", "expected a gzip file"),
+        (b"{", "expected JSON"),
+    ],
+)
+def test_what_is_no_trace(tmp_path, content, said):
+    path = tmp_path / "file.json"
+    path.write_bytes(content)
+    done = CliRunner().invoke(main, ["fingerprint", str(path)])
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())

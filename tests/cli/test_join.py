@@ -1,0 +1,91 @@
+"""`zero-sim fuzz --join`: what shards found together, and its exit status."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from tests.fuzz.kept_reports import HEAD, make_shard, report_of
+from zero_sim.cli.main import main
+from zero_sim.fuzz.corpus import open_corpus
+
+
+def join(*places, into, options=()):
+    words = [word for place in places for word in ("--join", place)]
+    return CliRunner().invoke(main, ["fuzz", *map(str, words), "--corpus", str(into), *options])
+
+
+def test_all_shards_without_a_finding_are_0(tmp_path):
+    files = [make_shard(tmp_path / f"{n}", n, batches=[n - 1]) for n in (1, 2)]
+    done = join(*files, into=tmp_path / "all")
+    assert done.exit_code == 0, done.output
+    assert "100 cases" in done.output
+    assert "100 pass" in done.output
+
+
+def test_shards_that_are_missing_are_3_and_named(tmp_path):
+    one = make_shard(tmp_path / "a", 2, of=3, batches=[1])
+    done = join(one, into=tmp_path / "all")
+    assert done.exit_code == 3
+    assert "Not there of 3 shards: 1, 3." in done.output
+    many = make_shard(tmp_path / "b", 500, of=100_000, batches=[499])
+    done = join(many, into=tmp_path / "many")
+    assert "Not there of 100,000 shards: 1-499, 501-100000." in done.output
+    told = json.loads(join(one, into=tmp_path / "json", options=["--json"]).stdout)
+    assert (told["shards"], told["shards_missing"], told["exit_status"]) == (3, [1, 3], 3)
+
+
+def test_shards_that_ran_no_batch_are_told_of(tmp_path):
+    done = join(make_shard(tmp_path / "a", 1), into=tmp_path / "all")
+    assert done.exit_code == 3
+    assert "No case was run" in done.output
+
+
+def test_a_campaign_goes_on_from_what_was_joined(tmp_path):
+    def fuzz(*arguments):
+        return CliRunner().invoke(
+            main, ["fuzz", "--seed", "7", "--jobs", "1", *map(str, arguments)]
+        )
+
+    for number in (1, 2):
+        folder = tmp_path / f"{number}"
+        assert fuzz("--cases", 51, "--shard", f"{number}/2", "--corpus", folder).exit_code == 0
+    assert join(tmp_path / "1", tmp_path / "2", into=tmp_path / "all").exit_code == 0
+    done = fuzz("--cases", 51, "--corpus", tmp_path / "all", "--json")
+    told = json.loads(done.stdout)
+    assert (told["cases"], told["earlier_cases"]) == (51, 51)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--join", "."], "expected --corpus with --join"),
+        (["--join", "nowhere", "--corpus", "b"], "'nowhere' does not exist"),
+        (["--join", ".", "--corpus", "b", "--cases", "3"], "expected --cases without --join"),
+        (["--join", ".", "--corpus", "b", "--seed", "0"], "expected --seed without --join"),
+    ],
+)
+def test_what_is_not_said_rightly_is_2(options, words):
+    done = CliRunner().invoke(main, ["fuzz", *options])
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
+def test_the_coverage_of_shards_is_that_of_all_their_cases(tmp_path):
+    shards = []
+    for number, cases_with in enumerate(
+        ({"reload": 0b11, "world.races=true": 0b01}, {"reload": 0b100, "world.races=true": 0b100}),
+        1,
+    ):
+        head = replace(HEAD, shard=(number, 2))
+        with open_corpus(tmp_path / f"{number}", head=head) as corpus:
+            corpus.append(report_of(number - 1, cases_with=cases_with))
+        shards.append(corpus.path)
+    done = join(*shards, into=tmp_path / "all", options=["--coverage", "--json"])
+    told = json.loads(done.stdout)["coverage"]
+    assert (told["cases"], told["features"]) == (100, {"reload": 3, "world.races=true": 2})
+    assert told["pairs"] == {"reload + world.races=true": 2}
+    assert told["new_pair_share"] == 0
+    shown = join(tmp_path / "all", into=tmp_path / "again", options=["--coverage"]).stdout
+    assert "What 100 cases had" in shown

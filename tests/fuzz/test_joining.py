@@ -1,0 +1,120 @@
+"""Corpora of shards become one corpus of the campaign; what does not belong together is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.kept_reports import HEAD, found, make_shard, report_of
+from zero_sim.errors import UsageError
+from zero_sim.fuzz.corpus import open_corpus, read_corpus
+from zero_sim.fuzz.joining import join_corpora
+
+
+def test_two_shards_are_one_campaign(tmp_path: Path) -> None:
+    one = make_shard(tmp_path / "a", 1, batches=[0, 2])
+    two = make_shard(tmp_path / "b", 2, batches=[1])
+    joined = join_corpora([two, one], into=tmp_path / "all")
+    assert [report.index for report in joined.kept.reports] == [0, 1, 2]
+    assert joined.shards_missing == ()
+    again = read_corpus(tmp_path / "all" / "shard-1-of-1.sqlite")
+    assert again.head == HEAD
+    assert again == joined.kept
+
+
+def test_shards_may_share_a_folder(tmp_path: Path) -> None:
+    make_shard(tmp_path / "a", 1, batches=[0])
+    make_shard(tmp_path / "a", 2, batches=[1])
+    joined = join_corpora([tmp_path / "a"], into=tmp_path / "all")
+    assert [report.index for report in joined.kept.reports] == [0, 1]
+
+
+def test_findings_and_bundles_come_along(tmp_path: Path) -> None:
+    for number, name in ((1, "a"), (2, "b")):
+        with open_corpus(tmp_path / name, head=replace(HEAD, shard=(number, 2))) as corpus:
+            corpus.append(report_of(number - 1, found=(found(name), found("same"))))
+        folder = tmp_path / name / "bundles" / f"bundle-{name}"
+        folder.mkdir(parents=True)
+        (folder / "case.toml").write_text(name)
+    joined = join_corpora([tmp_path / "a", tmp_path / "b"], into=tmp_path / "all")
+    assert [one.key.check for one in joined.kept.found.values()] == ["a", "same", "b"]
+    kept = {path.parent.name: path.read_text() for path in (tmp_path / "all").rglob("case.toml")}
+    assert kept == {"bundle-a": "a", "bundle-b": "b"}
+
+
+def test_shards_of_an_earlier_version_may_be_among_them(tmp_path: Path) -> None:
+    """Beside what one was converted to it is not read."""
+    make_shard(tmp_path / "a", 1, batches=[0])
+    for number in (1, 2):
+        head = {"format": "zero_sim corpus", "version": 1, "seed": 7, "target": "zero_sim"}
+        head |= {"cases": 50, "shard": [number, 2]}
+        (tmp_path / "a" / f"batches-{number}-of-2.jsonl").write_text(f"{json.dumps(head)}\n")
+    joined = join_corpora([tmp_path / "a"], into=tmp_path / "all")
+    assert (len(joined.kept.reports), joined.shards_missing) == (1, ())
+
+
+def test_what_a_campaign_left_that_was_killed_at_once_is_no_corpus(tmp_path: Path) -> None:
+    one = make_shard(tmp_path / "a", 1, batches=[0])
+    (tmp_path / "a" / "shard-2-of-2.sqlite").touch()
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "shard-1-of-1.sqlite").touch()
+    joined = join_corpora([one.parent], into=tmp_path / "all")
+    assert (len(joined.kept.reports), joined.shards_missing) == (1, (2,))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 8},
+        {"target": "torch-ddp"},
+        {"device": "cuda"},
+        {"cases": 10},
+        {"options": (("a", "1"),)},
+        {"family": 2},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_shards_of_two_campaigns_are_refused(tmp_path: Path, other: dict[str, object]) -> None:
+    one = make_shard(tmp_path / "a", 1)
+    two = make_shard(tmp_path / "b", 2, head=replace(HEAD, **other))
+    with pytest.raises(UsageError, match="expected shards of one campaign"):
+        join_corpora([one, two], into=tmp_path / "all")
+    assert not (tmp_path / "all").exists()
+
+
+def test_so_are_those_of_a_campaign_that_was_shared_out_twice(tmp_path: Path) -> None:
+    one, two = make_shard(tmp_path / "a", 1), make_shard(tmp_path / "b", 2, of=3)
+    with pytest.raises(UsageError, match="expected shards of one campaign"):
+        join_corpora([one, two], into=tmp_path / "all")
+
+
+def test_a_shard_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    one, two = make_shard(tmp_path / "a", 1), make_shard(tmp_path / "b", 1)
+    with pytest.raises(UsageError, match="expected each shard once, got 1/2"):
+        join_corpora([one, two], into=tmp_path / "all")
+
+
+def test_a_folder_with_a_corpus_is_not_written_over(tmp_path: Path) -> None:
+    one = make_shard(tmp_path / "a", 1)
+    before = one.read_bytes()
+    with pytest.raises(UsageError, match="expected a folder without a corpus"):
+        join_corpora([one], into=tmp_path / "a")
+    assert [*(tmp_path / "a").iterdir()] == [one]
+    assert one.read_bytes() == before
+
+
+def test_a_folder_without_a_corpus_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="expected a corpus in"):
+        join_corpora([tmp_path], into=tmp_path / "all")
+
+
+def test_nothing_is_written_to_the_folder_of_a_shard(tmp_path: Path) -> None:
+    """A stranger's may be read-only."""
+    one = make_shard(tmp_path / "a", 1, batches=[0])
+    one.chmod(0o444)
+    before = [(path, path.stat().st_mtime_ns) for path in (tmp_path / "a", one)]
+    join_corpora([one], into=tmp_path / "all")
+    assert [(path, path.stat().st_mtime_ns) for path in (tmp_path / "a", one)] == before

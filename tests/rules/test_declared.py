@@ -1,0 +1,48 @@
+"""Rules that findings say would fit."""
+
+from dataclasses import replace
+
+import pytest
+
+from zero_sim.findings.records import CaseResult, Finding
+from zero_sim.judge.rules import RulesTried, with_rules
+from zero_sim.rules.declared import declared_by, without_advice
+
+
+def test_what_is_to_be_declared_is_read_from_the_first_finding():
+    detail = "more\nIf this is intended, declare Numerics(divide='pre', divide_by='tokens')"
+    finding = Finding(check="equality.grad", message="", detail=detail)
+    result = CaseResult(id="a", verdict="fail", seconds=0.0, findings=(finding,))
+    assert declared_by(result) == [{"divide": "pre", "divide_by": "tokens"}]
+    assert declared_by(CaseResult(id="a", verdict="pass", seconds=0.0)) == []
+
+
+def test_alternatives_are_read_each_by_itself():
+    one = "If this is intended, declare Numerics(grads_told='before-division')"
+    tried = RulesTried(assumed="divide = 'post'", tried=9, fitting=("divide = 'none'",))
+    found = (Finding(check="equality.grad", message="", detail=f"a\n\nb\n{one}"),)
+    (finding,) = with_rules(found, replace(tried, what="gradient"))
+    assert finding.detail.startswith("a\n\nb\nthe reference computed")
+    assert finding.detail.endswith(
+        "If this is intended, declare one of: "
+        "Numerics(grads_told='before-division'), Numerics(divide='none')"
+    )
+    result = CaseResult(id="a", verdict="fail", seconds=0.0, findings=(finding,))
+    assert declared_by(result) == [{"grads_told": "before-division"}, {"divide": "none"}]
+    assert "declare" not in without_advice(result).findings[0].detail
+
+
+@pytest.mark.parametrize(
+    "fitting",
+    [
+        ("clip = 'a'", "clip = 'b'", "clip = 'c'"),
+        ("divide = 'pre', sync = 'every'", "divide_by = 'tokens'"),
+        ("divide = 'pre'",),
+    ],
+)
+@pytest.mark.parametrize("blind", ["", "No rule is proposed: why"])
+def test_all_that_fits_is_read_whether_it_is_proposed_or_not(fitting, blind):
+    tried = RulesTried(assumed="clip = 'x'", tried=9, fitting=fitting, blind=blind)
+    finding = Finding(check="equality.grad", message="", detail=tried.in_words())
+    read = declared_by(CaseResult(id="a", verdict="fail", seconds=0.0, findings=(finding,)))
+    assert [", ".join(f"{n} = {v!r}" for n, v in each.items()) for each in read] == list(fitting)

@@ -1,0 +1,345 @@
+"""Rules that are found by trying: those of a small system, and what it cannot be asked for."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from tests.judge.ruled import Engine, Target
+from zero_sim.backends import WorldPool
+from zero_sim.errors import Problem, UsageError
+from zero_sim.rules import found as found_rules
+from zero_sim.rules import norms as norm_rules
+from zero_sim.rules.found import find_rules
+from zero_sim.run.small_cases import BASE, changed
+from zero_sim.targets import Capabilities, Numerics
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Only what one plain model, one optimizer and one order show: the search is the same."""
+    monkeypatch.setattr(found_rules, "get_args", lambda literal: FEW.get(literal, ()))
+    kept = ("optimizer.weight_decay", "optimizer.warmup_steps")
+    monkeypatch.setattr(found_rules, "FOLLOWED", {p: found_rules.FOLLOWED[p] for p in kept})
+    # Many gradients take seconds; a test of its own has them all.
+    monkeypatch.setattr(norm_rules, "_NORM_CASES", 2)
+    monkeypatch.setattr(norm_rules, "NORMS_MIN", 20)
+    monkeypatch.setattr(found_rules, "NORMS_MIN", 20)
+    few = ("divide",)
+    monkeypatch.setattr(
+        found_rules, "_ALTERNATIVES", {name: found_rules._ALTERNATIVES[name] for name in few}
+    )
+
+
+FOLLOWED = found_rules.FOLLOWED
+FEW = {
+    found_rules.DtypeName: ("bf16",),
+    found_rules.ModelName: ("mlp", "fp8"),
+    found_rules.OptimizerName: ("adamw", "sgd"),
+    found_rules.OrderName: ("linear",),
+}
+
+
+def test_the_rules_of_a_system_are_found(quick):
+    does = {"divide": "premul-fp32", "sync": "every", "told in": torch.float32}
+    found = find_rules(Target(does))
+    assert found.numerics["divide"] == "premul-fp32"
+    assert found.numerics["sync"] == "every"
+    assert found.numerics["told_dtype"] == "fp32"
+    assert found.capabilities["dtypes"] == ("bf16",)
+    assert found.capabilities["stages"] == (0,)
+    assert set(found.capabilities["follows"]) >= {"optimizer.weight_decay"}
+    assert "optimizer.warmup_steps" in found.left_out, "it takes no notice of them"
+    assert "optimizer.name = 'sgd'" in found.left_out
+    assert "model.name = 'fp8'" in found.left_out
+
+
+def of_sums(engine, wide):
+    """A norm of sums of the elements, whose bits no known form has."""
+    return torch.stack([grad.float().abs().sum() for grad in wide.values()]).norm()
+
+
+def test_a_norm_of_no_known_form_is_taken_as_told(quick):
+    found = find_rules(Target({"norm": of_sums}))
+    assert found.numerics["norm"] == "told"
+    assert (
+        "norm: no known form has the bits of all norms of 29 random gradients: taken as told"
+        in (found.unclear)
+    )
+
+
+def of_long_ones(engine, wide):
+    """A norm of elements, but for long gradients, of which it is the next number."""
+    elems = sum(grad.numel() for grad in wide.values())
+    squares = sum(float(grad.double().square().sum()) for grad in wide.values())
+    norm = torch.tensor(squares**0.5, dtype=torch.float32)
+    return norm if elems <= 1000 else torch.nextafter(norm, torch.tensor(torch.inf))
+
+
+@pytest.mark.parametrize(("norm", "rule"), [({}, None), ({"norm": of_long_ones}, "told")])
+def test_a_norm_rule_holds_on_200_random_gradients_half_of_them_long(norm, rule):
+    with WorldPool() as pool:
+        found = found_rules._Search(target=Target(norm), pool=pool)
+        found.base = changed(BASE, system={"stage": 0})
+        found._settle_clip()
+        judged = found.search.passed
+    assert found.search.numerics.get("norm") == rule
+    cases = [case for case in judged if case.name.startswith("norms")]
+    sizes = {case: sum(map(math.prod, case.model.shapes)) for case in cases}
+    long = [case for case in cases if sizes[case] > 1000]
+    assert sum(case.run.steps for case in cases) >= 200
+    assert 2 * len(long) >= len(cases)
+    assert len({case.world.size for case in cases}) > 2
+    assert len(set(sizes.values())) > 5
+
+
+def test_a_norm_that_too_few_gradients_show_is_taken_as_told(quick, monkeypatch):
+    monkeypatch.setattr(norm_rules, "NORMS_MIN", 1000)
+    monkeypatch.setattr(found_rules, "NORMS_MIN", 1000)
+    found = find_rules(Target({}))
+    assert found.numerics["norm"] == "told"
+    assert (
+        "norm: 49 random gradients passed, and forms are told apart by 1000: taken as told"
+        in found.unclear
+    )
+
+
+class Divides(Engine):
+    """It cuts each param into as many equal parts as there are ranks."""
+
+    def __init__(self, module, scenario, group, does):
+        for param in module.parameters():
+            assert param.shape[0] % group.size() == 0
+        super().__init__(module, scenario, group, does)
+
+
+class OfEqualParts(Target):
+    def build(self, module, *, scenario, group):
+        return Divides(module, scenario, group, self.does)
+
+
+def test_a_check_of_sizes_is_a_limit_and_no_fault(quick):
+    found = find_rules(OfEqualParts({"divide": "premul-fp32"}))
+    assert found.alarms == []
+    assert found.contradicted == []
+    assert found.numerics["divide"] == "premul-fp32"
+    ((check, cases),) = found.limits.items()
+    assert re.fullmatch(
+        r"AssertionError at test_found\.py:\d+: assert param\.shape\[0\] % .* == 0", check
+    )
+    assert "bf16, 7 ranks" in cases
+    assert found.capabilities["models"] == ("mlp",)
+
+
+def test_a_norm_that_is_declared_as_told_is_no_contradiction(quick, monkeypatch):
+    monkeypatch.setattr(found_rules, "_ALTERNATIVES", {"norm": ("of-elements", "of-params")})
+    found = find_rules(Target({}, Numerics(norm="told")))
+    assert found.numerics["norm"] == "told"
+    assert found.contradicted == []
+
+
+def test_a_number_that_changes_nothing_here_is_as_declared(quick):
+    """Division by 3 in one go, or by 2 and by 1.5, of which the first is exact."""
+    does = {"divide": "post-rounded", "told": "after-division"}
+    said = Numerics(divide="post-rounded", predivide_by=2.0, grads_told="after-division")
+    found = find_rules(Target(does, said))
+    assert found.numerics["predivide_by"] == 2.0
+    assert "predivide_by = None: the same bits in all of these cases: as declared" in found.unclear
+
+
+class OneDtype(Target):
+    """Weight decay is for bf16 alone."""
+
+    def refuses(self, scenario):
+        if scenario.optimizer.weight_decay and scenario.model.dtype != "bf16":
+            yield Problem(path="optimizer.weight_decay", message="it is for bf16 alone.")
+
+
+def test_what_is_asked_in_one_dtype_alone_is_tried_there(quick):
+    found = find_rules(OneDtype())
+    assert "optimizer.weight_decay" in found.capabilities["follows"]
+
+
+class Refusing(Target):
+    def refuses(self, scenario):
+        if scenario.optimizer.weight_decay:
+            yield Problem(path="optimizer.weight_decay", message="not with this one.")
+
+
+def test_what_is_declared_and_refused_here_is_as_declared(quick):
+    found = find_rules(Refusing())
+    assert found.contradicted == []
+    assert any("weight_decay: the case that would tell is refused" in s for s in found.unclear)
+
+
+class ByDtype(Target):
+    """It sums in the params' dtype, and names that for each dtype, which is right or not."""
+
+    def __init__(self, named):
+        super().__init__({"divide": "premul-fp32", "sync": "every", "told in": torch.float32})
+        self.numerics = lambda scenario: Numerics(
+            divide="premul-fp32",
+            sync="every",
+            told_dtype="fp32",
+            reduce_dtype=named[scenario.model.dtype],
+        )
+
+
+@pytest.fixture
+def two_dtypes(quick, monkeypatch):
+    known = {**FEW, found_rules.DtypeName: ("fp32", "bf16")}
+    monkeypatch.setattr(found_rules, "get_args", lambda literal: known.get(literal, ()))
+
+
+def test_dtypes_that_are_declared_by_case_are_no_contradiction(two_dtypes):
+    found = find_rules(ByDtype({"fp32": "fp32", "bf16": None}))
+    assert found.contradicted == []
+    said = "reduce_dtype = None: what it declares by dtype has the same bits in all of these cases"
+    assert said in found.unclear
+
+
+def test_dtypes_that_are_declared_by_case_and_wrong_are_named(two_dtypes):
+    found = find_rules(ByDtype({"fp32": "fp32", "bf16": "fp32"}))
+    assert found.contradicted == ["it declares reduce_dtype = 'fp32'; found None"]
+
+
+def test_what_is_declared_otherwise_is_named(quick):
+    target = Target({"divide": "premul-fp32"}, Numerics(divide="postmul-rounded"))
+    target.capabilities = Capabilities(stages=(0,), follows=("optimizer.warmup_steps",))
+    found = find_rules(target)
+    said = " ".join(found.contradicted)
+    assert "it declares divide = 'postmul-rounded'; found 'premul-fp32'" in said
+    assert "it declares to follow optimizer.warmup_steps, and does not here" in said
+
+
+def test_a_system_that_follows_no_known_rule_is_refused(quick):
+    with pytest.raises(UsageError, match=r"to pass a plain case by some known rule, got equality"):
+        find_rules(Target({"by": 17.0}))
+
+
+class ParamsOf:
+    """An engine of which nothing but params is shown."""
+
+    def __init__(self, engine):
+        self.engine, self.module, self.params = engine, engine.module, engine.params
+        self.zero_grad, self.backward = engine.zero_grad, engine.backward
+
+    def step(self, *, lr_factor):
+        self.engine.step(lr_factor=lr_factor)
+
+
+class ParamsAlone(Target):
+    """A target that shows nothing but params.
+
+    Args:
+        does: What it does otherwise than by default.
+        capabilities: What it declares.
+        engine: The class of its engine.
+    """
+
+    def __init__(self, does=None, *, capabilities=None, engine=Engine):
+        super().__init__(does)
+        self.engine, self.capabilities = engine, capabilities or Capabilities()
+
+    def build(self, module, *, scenario, group):
+        return ParamsOf(self.engine(module, scenario, group, self.does))
+
+
+@pytest.fixture
+def quickest(quick, monkeypatch):
+    """One dtype and no options: a function that says which else there are."""
+    known = {**FEW, found_rules.DtypeName: ("fp32",), found_rules.ModelName: ("mlp",)}
+
+    def only(*options, **more):
+        known.update({getattr(found_rules, name): words for name, words in more.items()})
+        kept = {path: FOLLOWED[path] for path in options}
+        monkeypatch.setattr(found_rules, "FOLLOWED", kept)
+
+    monkeypatch.setattr(found_rules, "get_args", lambda literal: known.get(literal, ()))
+    only(OptimizerName=("adamw",))
+    return only
+
+
+def test_rules_are_found_where_params_alone_are_shown(quickest):
+    found = find_rules(ParamsAlone({"divide": "post"}))
+    assert found.numerics == {"divide": "post", "divide_by": "ranks", "sync": "last"}
+    assert "divide = 'post-rounded', 'avg': the same bits in all of these cases" in found.unclear
+
+
+def test_of_rules_that_fit_one_dtype_that_is_taken_which_fits_all(quickest):
+    quickest(DtypeName=("fp32", "bf16"))
+    found = find_rules(ParamsAlone({"divide": "premul-fp32"}))
+    assert found.numerics["divide"] == "premul-fp32"
+    assert found.capabilities["dtypes"] == ("fp32", "bf16")
+
+
+class DividesTwice(Engine):
+    """By the number of ranks, which of one rank nobody sees."""
+
+    def count(self):
+        return super().count() ** 2
+
+
+def test_several_ranks_that_no_rule_fits_are_an_alarm(quickest):
+    found = find_rules(ParamsAlone(engine=DividesTwice))
+    assert "world_size_max" not in found.capabilities
+    (alarm,) = found.alarms
+    assert alarm.startswith("3 ranks come to what no known rule gives; by the nearest of them, ")
+    assert "case '3 ranks' has equality.params" in alarm
+
+
+class OneRank(Target):
+    def refuses(self, scenario):
+        if scenario.world.size > 1:
+            yield Problem(path="world.size", message="it is for one rank.")
+
+
+def test_one_rank_is_the_most_where_more_are_refused(quickest):
+    found = find_rules(OneRank())
+    assert found.capabilities["world_size_max"] == 1
+    assert found.alarms == []
+
+
+class StepsOnce(Engine):
+    def update(self, wide):
+        if not self.optimizer.state:
+            super().update(wide)
+
+
+def test_a_system_of_which_nothing_passes_is_an_alarm(quickest):
+    found = find_rules(ParamsAlone(engine=StepsOnce))
+    (alarm,) = found.alarms
+    assert alarm.startswith("dtypes, optimizers, models, stages, orders = (): nothing passes")
+    assert "in case 'fp32, 3 ranks, three steps'" in alarm
+
+
+class LastMicroBatch(Engine):
+    """It forgets all micro-batches but the last one."""
+
+    def backward(self, loss, *, last_micro, rows):
+        self.local = {}
+        super().backward(loss, last_micro=last_micro, rows=rows)
+
+
+def test_a_system_need_not_take_several_micro_batches(quickest):
+    quickest("run.micro_batches")
+    found = find_rules(ParamsAlone(engine=LastMicroBatch))
+    assert "run.micro_batches" in found.left_out
+    assert found.alarms == []
+    assert any(said.startswith("rules of several micro-batches in fp32") for said in found.unclear)
+
+
+def test_loss_scales_are_followed_where_a_step_that_overflows_is_skipped(quickest):
+    quickest("optimizer.loss_scale")
+    assert "optimizer.loss_scale" in find_rules(ParamsAlone()).left_out
+
+
+def test_an_optimizer_is_asked_for_with_the_settings_that_are_followed(quickest):
+    """It always runs AdamW, which without decay is Adam."""
+    quickest("optimizer.weight_decay", OptimizerName=("adamw", "adam"))
+    said = Capabilities(stages=(0,), optimizers=("adamw", "adam"))
+    found = find_rules(ParamsAlone(capabilities=said))
+    why = "with optimizer.weight_decay, which it follows otherwise: equality.params"
+    assert found.left_out["optimizer.name = 'adam'"].startswith(why)
+    assert found.contradicted[0].startswith(f"it declares optimizers with 'adam'; {why}")

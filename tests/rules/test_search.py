@@ -1,0 +1,38 @@
+"""The search for rules by which cases pass."""
+
+import pytest
+
+from tests.rules.test_found import ParamsAlone
+from zero_sim.backends import WorldPool
+from zero_sim.rules.search import RuleSearch
+from zero_sim.run.small_cases import BASE, changed
+
+LONG = changed(BASE, "two steps", run={"steps": 2})
+"""A case of which the first step shows nothing where params alone are shown."""
+
+
+@pytest.fixture
+def search():
+    with WorldPool() as pool:
+        yield RuleSearch(target=ParamsAlone({"divide": "pre"}), pool=pool)
+
+
+def test_where_no_finding_names_a_rule_those_of_sums_are_tried(search):
+    assert search.settle(LONG, sums=True) == ""
+    assert search.numerics == {"divide": "pre"}
+
+
+def test_rules_stay_as_they_are_where_none_fits(search):
+    search.numerics = {"divide_by": "micro-batches"}
+    assert search.settle(changed(LONG, optimizer={"name": "sgd"})).startswith("equality.params")
+    assert search.numerics == {"divide_by": "micro-batches"}
+    assert search.passed == []
+
+
+def test_what_came_nearest_is_told(search):
+    search.settle(changed(LONG, optimizer={"name": "sgd"}))
+    said = search.nearest.in_words()
+    assert said.startswith(
+        "by the nearest of them, Numerics(), case 'two steps' has equality.params"
+    )
+    assert ", step 0, rank 0, param '0.up.weight', " in said

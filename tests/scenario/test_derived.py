@@ -1,0 +1,158 @@
+"""Values that follow from settings: uneven micro-batches, group ranks, overlap."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+
+import pytest
+
+from zero_sim.layout.topology import AXES, Topology
+from zero_sim.scenario.derived import (
+    counts_over_ranks,
+    limits_of_joins,
+    overlaps_grads,
+    overlaps_params,
+    own_micro_batches,
+    place_in_group,
+    world_size_at,
+)
+from zero_sim.scenario.rules import check_scenario
+from zero_sim.scenario.spec import (
+    DataSpec,
+    ModelSpec,
+    NanSpec,
+    ReloadSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    TopologySpec,
+    WorldSpec,
+)
+
+UNEVEN = RunSpec(steps=3, micro_batches=3, own_micro_batches=(3, 1))
+
+
+def case(**parts):
+    return Scenario(
+        schema=1,
+        **{"model": ModelSpec(name="mlp"), "world": WorldSpec(size=2), "run": UNEVEN, **parts},
+    )
+
+
+def test_entries_go_round_from_step_to_step():
+    counts = [[own_micro_batches(UNEVEN, step=s, rank=r) for r in range(3)] for s in range(2)]
+    assert counts == [[3, 1, 3], [1, 3, 1]]
+    assert own_micro_batches(RunSpec(micro_batches=4), step=1, rank=2) == 4
+
+
+@pytest.mark.parametrize("order", ["-".join(axes) for axes in permutations(AXES)])
+def test_places_are_those_of_the_groups(order):
+    for tp, cp, dp, pp in product((1, 2, 3), repeat=4):
+        spec = TopologySpec(tp=tp, cp=cp, pp=pp, order=order)
+        for ranks in Topology(tp=tp, cp=cp, dp=dp, pp=pp, order=order).dp_cp_groups():
+            places = [
+                place_in_group(rank, topology=spec, world_size=tp * cp * dp * pp) for rank in ranks
+            ]
+            assert places == list(range(len(ranks)))
+
+
+def test_a_step_is_taken_by_the_world_before_the_checkpoint_or_after_it():
+    smaller = case(reload=ReloadSpec(step=1, world_size=1))
+    assert [world_size_at(smaller, step=step) for step in range(3)] == [2, 1, 1]
+    assert world_size_at(case(reload=ReloadSpec(step=1)), step=2) == 2
+
+
+def test_the_rank_of_a_nan_is_looked_up_in_its_group():
+    """Ranks 0 and 1 are the first ones of their groups, 2 and 3 the second ones."""
+    allowed = [
+        not check_scenario(
+            case(
+                model=ModelSpec(name="params", shapes=((3,), (4,))),
+                world=WorldSpec(size=4),
+                topology=TopologySpec(tp=2),
+                run=RunSpec(steps=2, micro_batches=2, own_micro_batches=(1, 2)),
+                data=DataSpec(nan=NanSpec(step=0, rank=rank, micro_batch=1)),
+            )
+        )
+        for rank in range(4)
+    ]
+    assert allowed == [False, False, True, True]
+
+
+def test_the_number_of_micro_batches_is_counted_where_it_differs():
+    by = SystemSpec(divide_by="micro-batches")
+    assert counts_over_ranks(case(system=by))
+    assert not counts_over_ranks(case(system=by, run=RunSpec(micro_batches=3)))
+    assert counts_over_ranks(case(system=SystemSpec(divide_by="tokens"), run=RunSpec()))
+
+
+def test_limits_hold_in_both_worlds():
+    assert limits_of_joins(case()) == (2, 0)
+    assert limits_of_joins(case(reload=ReloadSpec(step=1, world_size=1, stage=3))) == (1, 1)
+
+
+def test_a_case_that_keeps_the_limits_is_valid():
+    assert check_scenario(case()) == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"world": WorldSpec(size=1)}, "to have data for all of run.micro_batches in every step"),
+        ({"run": RunSpec(micro_batches=2, own_micro_batches=(3, 1))}, "and none for more, got"),
+        (
+            {
+                "run": RunSpec(micro_batches=3, own_micro_batches=(3, 0)),
+                "system": SystemSpec(stage=3),
+            },
+            "a rank that joins gathers params in the order of its last micro-batch",
+        ),
+        (
+            {
+                "run": RunSpec(micro_batches=3, own_micro_batches=(3, 0)),
+                "data": DataSpec(nan=NanSpec(step=0, rank=1)),
+            },
+            "the rank of data.nan has no data for its micro-batch",
+        ),
+        (
+            {
+                "run": RunSpec(micro_batches=3, own_micro_batches=(3, 2)),
+                "data": DataSpec(nan=NanSpec(step=0, rank=1, micro_batch=2)),
+            },
+            "the rank of data.nan has no data for its micro-batch",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(parts, words):
+    (problem,) = check_scenario(case(**parts))
+    assert problem.path == "run.own_micro_batches"
+    assert words in problem.message
+
+
+def test_a_reload_to_fewer_ranks_is_refused_there():
+    (problem,) = check_scenario(case(reload=ReloadSpec(step=1, world_size=1)))
+    assert problem.path == "reload.world_size"
+
+
+@pytest.mark.parametrize("by", ["micro-batches", "tokens"])
+def test_a_count_over_ranks_is_known_too_late_for_a_division_before_each_sum(by):
+    early = case(system=SystemSpec(divide="pre", sync="every", divide_by=by))
+    (problem,) = check_scenario(early)
+    assert problem.path == "system.divide_by"
+    assert "is known only after the last micro-batch" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "grads", "params"),
+    [
+        ({}, False, False),
+        ({"bucket_elems": 9}, True, True),
+        ({"bucket_elems": 9, "stage": 0}, True, False),
+        ({"bucket_elems": 9, "overlap_grads": False, "overlap_params": False}, False, False),
+        ({"overlap_grads": True, "overlap_params": True}, True, True),
+    ],
+)
+def test_follows_the_buckets_unless_told(settings, grads, params):
+    """One bucket has nothing to overlap with, and stage 0 no params to gather."""
+    system = SystemSpec(**settings)
+    assert (overlaps_grads(system), overlaps_params(system)) == (grads, params)

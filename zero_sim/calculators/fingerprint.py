@@ -1,0 +1,203 @@
+"""Fingerprints: the sequence of collectives of a step as letters, and which stage has such a one.
+
+[Note: letters and grammars]
+    A  all-reduce of gradients           C  sum over copies of what a reduce-scatter left
+    R  reduce-scatter                    D  reduce to one owner
+    G  all-gather, or all-to-all         B  broadcast
+Numbers that do not grow with the model (norms, counts) and what happens before the first sum or
+gather are left out. Gathers of stages 1 and 2 follow the sums, those of stage 3 come before them,
+so that a step begins with one; whether gradients stay whole between them (stage 1 or 2), calls do
+not tell.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from zero_sim.calculators.network import sent_elems
+
+_FEW_ELEMS = 4
+_COUNTS = ("float64", "int64", "double", "long")
+_LETTERS: Final = (
+    ("reduce_scatter", "R"),
+    ("all_reduce", "A"),
+    ("all_gather", "G"),
+    ("all_to_all", "G"),
+    ("broadcast", "B"),
+    ("reduce", "D"),
+)
+GRAMMARS: Final = (
+    ("A+", "stage 0", "DDP: every gradient is summed on every rank"),
+    ("[RC]+G+", "stage 1 or 2", "sums are scattered, params gathered after the step"),
+    ("A+[GB]+", "stage 1 by all-reduce", "whole sums everywhere, of which each rank uses a part"),
+    ("D+B+", "stage 1 or 2, whole buckets", "each bucket has one owner"),
+    ("G[GRC]*[RC]", "stage 3", "params are gathered before they are used"),
+    ("G[GRC]*[RC]G+", "stage 3, gathered after the step", "params are gathered once more"),
+)
+"""Of the letters of a step: its grammar, what has such a one, and why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeenCall:
+    """One call of one rank, from wherever it was seen."""
+
+    kind: str
+    ranks: int
+    elems: int
+    """What the rank contributes."""
+    elem_bytes: int
+    dtype: str
+    start: float
+    stop: float
+    """When it was issued and when it was over, in any unit; the same where that is not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """What the calls of one rank say."""
+
+    stage: str
+    """Empty where no grammar fits."""
+    why: str
+    letters: str
+    """Of one step."""
+    steps: float
+    """How often it is repeated."""
+    copies: int
+    """Copies of what is sharded, by the groups that sum them."""
+    overlapping: int
+    """Calls of all that were still in flight when the next one was issued."""
+    calls: int
+    odd: Sequence[str]
+    sizes: Sequence[tuple[int, int, int]]
+    """Message sizes: at least and less than so many bytes, and the number of calls."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Ready for JSON."""
+        return {
+            "stage": self.stage,
+            "why": self.why,
+            "letters": self.letters,
+            "steps": self.steps,
+            "copies": self.copies,
+            "overlapping": self.overlapping,
+            "calls": self.calls,
+            "odd": list(self.odd),
+            "sizes": [
+                {"bytes_min": low, "bytes_max": high, "calls": count}
+                for low, high, count in self.sizes
+            ],
+        }
+
+
+def fingerprint(calls: Sequence[SeenCall]) -> Fingerprint:
+    """Say of the calls of one rank what they look like.
+
+    Args:
+        calls: In order.
+    """
+    large = [call for call in calls if _grows(call)]
+    first = next((i for i, call in enumerate(large) if _letter(call) in "RAGD"), len(large))
+    large = large[first:]
+    period = _period([(call.kind, call.ranks, call.elems) for call in large])
+    step = large[:period]
+    letters = _letters(step)
+    found = [entry for entry in GRAMMARS if re.fullmatch(entry[0], letters)]
+    stage, why = (found[0][1], found[0][2]) if found else ("", "no grammar fits")
+    if stage == "stage 3" and letters.count("G") <= letters.count("R"):
+        why += ", and kept until backward"
+    copies = max((c.ranks for c, at in zip(step, letters, strict=True) if at == "C"), default=1)
+    return Fingerprint(
+        stage=stage,
+        why=why,
+        letters=letters,
+        steps=len(large) / period if period else 0.0,
+        copies=copies,
+        overlapping=sum(
+            call.stop > after.start for call, after in pairwise(large) if call.stop > call.start
+        ),
+        calls=len(large),
+        odd=_odd(step, letters, stage=stage),
+        sizes=_sizes(large),
+    )
+
+
+def shortened(letters: str) -> str:
+    """Letters with runs counted: `R3 G3`."""
+    runs = [match.group() for match in re.finditer(r"(.)\1*", letters)]
+    return " ".join(run[0] if len(run) == 1 else f"{run[0]}{len(run)}" for run in runs)
+
+
+def _grows(call: SeenCall) -> bool:
+    """Whether it moves what grows with the model."""
+    is_few = call.elems <= _FEW_ELEMS or call.dtype.lower() in _COUNTS
+    return _letter(call) != "" and not (is_few and call.kind == "all_reduce")
+
+
+def _letter(call: SeenCall) -> str:
+    return next((letter for start, letter in _LETTERS if call.kind.startswith(start)), "")
+
+
+def _letters(calls: Sequence[SeenCall]) -> str:
+    """A letter a call; an all-reduce of what a reduce-scatter left is one over copies."""
+    left = {(c.elems // c.ranks) for c in calls if _letter(c) == "R" and c.ranks}
+    return "".join(
+        "C" if _letter(call) == "A" and call.elems in left else _letter(call) for call in calls
+    )
+
+
+def _period(tokens: Sequence[object]) -> int:
+    """The length of what is repeated; all, where nothing is."""
+    for length in range(1, len(tokens)):
+        if all(tokens[i] == tokens[i - length] for i in range(length, len(tokens))):
+            return length
+    return len(tokens)
+
+
+def _odd(step: Sequence[SeenCall], letters: str, *, stage: str) -> list[str]:
+    found: list[str] = []
+    if stage == "stage 1 by all-reduce":
+        sent = sum(c.elems * c.elem_bytes for c, at in zip(step, letters, strict=True) if at == "A")
+        found.append(
+            f"all-reduces of {sent:,} bytes where reduce-scatters would do, which send half"
+        )
+    if stage == "stage 3, gathered after the step":
+        found.append("gathers after the step, which the next forward repeats")
+    if not stage:
+        found.append("no stage of ZeRO has this sequence")
+    sums = Counter((c.ranks, c.elems) for c, at in zip(step, letters, strict=True) if at == "R")
+    gathers = Counter(
+        (c.ranks, c.elems * c.ranks)
+        for c, at in zip(step, letters, strict=True)
+        if at == "G" and c.kind.startswith("all_gather")
+    )
+    if sums and stage.startswith("stage"):
+        rounds = [gathers[key] / count for key, count in sums.items() if gathers[key]]
+        usual = max(1, round(sorted(rounds)[len(rounds) // 2])) if rounds else 1
+        usual = min(usual, 1) if stage == "stage 1 or 2" else usual
+        for key, count in gathers.items():
+            if sums[key] and count > usual * sums[key]:
+                found.append(
+                    f"{count - usual * sums[key]} gathers too many of {key[1]:,} elements on "
+                    f"{key[0]} ranks"
+                )
+    return found
+
+
+def _sizes(calls: Sequence[SeenCall]) -> list[tuple[int, int, int]]:
+    """Count calls by the size of their messages round a ring, in bins of powers of four."""
+    bins: Counter[int] = Counter()
+    for call in calls:
+        sent = float(sent_elems(call.kind, call.elems, call.ranks) * call.elem_bytes)
+        if call.ranks < 2 or not sent:
+            continue
+        each, power = sent / max(1, call.ranks - 1), 1
+        while each >= power * 4:
+            power *= 4
+        bins[power] += 1
+    return [(power, power * 4, count) for power, count in sorted(bins.items())]

@@ -1,0 +1,85 @@
+"""Topology files: nodes and the links inside and between them, as TOML; all mistakes at once.
+
+ranks_per_node = 8
+ring = "by-node"    # or "across": the worst layout of a ring
+inside = "nvlink"   # name of what joins the ranks of a node
+between = "nic"     # name of what joins nodes
+cards = 8           # of a node, shared by its ranks; left out: one a rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from zero_sim.calculators.network import Network
+from zero_sim.errors import Problem, ScenarioError
+from zero_sim.scenario.load import read_toml
+
+_COUNT_MAX, _TEXT_MAX = 10**6, 40
+_INSTEAD = "Name a topology file, such as one with ranks_per_node = 8 and cards = 4."
+_KNOWN = tuple(each.name for each in fields(Network))
+_COUNT = (f"a whole number of at least 1 and at most {_COUNT_MAX:,}", "Try 8.")
+_NAME = (f"1 to {_TEXT_MAX} characters that can be printed", 'Try "nic".')
+_RING = ("'by-node' or 'across'", 'Try "by-node".')
+_WANTED = {
+    "ranks_per_node": _COUNT, "cards": _COUNT, "inside": _NAME, "between": _NAME, "ring": _RING,
+}  # fmt: skip
+
+
+def load_network(path: str | Path) -> Network:
+    """Read a topology file.
+
+    Raises:
+        ScenarioError: with every mistake in it.
+    """
+    return parse_network(read_toml(path, instead=_INSTEAD), source=str(path))
+
+
+def parse_network(raw: Mapping[str, object], *, source: str) -> Network:
+    """A network from a parsed table.
+
+    Args:
+        raw: What the file says.
+        source: What messages call it.
+
+    Raises:
+        ScenarioError: with every mistake.
+    """
+    problems = list(map(_unknown, (name for name in raw if name not in _KNOWN)))
+    sound: dict[str, Any] = {}
+    for name, (wanted, suggestion) in _WANTED.items():
+        if name not in raw:
+            continue
+        value = raw[name]
+        if _is_sound(name, value):
+            sound[name] = value
+        else:
+            message = f"expected {wanted}, got {repr(value)[:80]}."
+            problems.append(Problem(path=name, message=message, suggestion=suggestion))
+    plain = Network()
+    sound.setdefault("cards", sound.get("ranks_per_node", plain.ranks_per_node))
+    network = replace(plain, **sound)
+    if network.inside == network.between:
+        message = f"expected another name than that of `inside`, got {network.between!r}."
+        problems.append(Problem(path="between", message=message, suggestion='Try "nic".'))
+    if problems:
+        raise ScenarioError(source, problems)
+    return network
+
+
+def _is_sound(name: str, value: object) -> bool:
+    if _WANTED[name] is _COUNT:
+        return type(value) is int and 1 <= value <= _COUNT_MAX
+    if _WANTED[name] is _RING:
+        return value in ("by-node", "across")
+    return isinstance(value, str) and 0 < len(value) <= _TEXT_MAX and value.isprintable()
+
+
+def _unknown(name: str) -> Problem:
+    close = get_close_matches(name, _KNOWN, n=1)
+    meant = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(_KNOWN)}."
+    return Problem(path=name, message="unknown field.", suggestion=meant)

@@ -1,0 +1,178 @@
+"""Rows of the calculators: what one way to train a model costs a rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_sim.calculators.counted import Model, Stage
+from zero_sim.calculators.footprint import Footprint, footprint_of, single_device
+from zero_sim.calculators.network import Network
+from zero_sim.calculators.traffic import Flow, Traffic, traffic_of
+
+CURVE_RANKS = tuple(2**power for power in range(15))
+"""1 to 16,384 ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRow:
+    """What one rank holds."""
+
+    model: str
+    params: int
+    ranks: int
+    stage: int
+    redundancy: int
+    bucket_elems: int | None
+    footprint: Footprint
+    unsharded: int
+    """Bytes that it would hold between two steps with stage 0."""
+
+    @property
+    def saved(self) -> float:
+        """Part of that which it does not hold."""
+        return 1 - self.footprint.total / self.unsharded if self.unsharded else 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """Ready for JSON."""
+        footprint = self.footprint
+        return {
+            "model": self.model,
+            "params": self.params,
+            "ranks": self.ranks,
+            "stage": self.stage,
+            "redundancy": self.redundancy,
+            "bucket_elems": self.bucket_elems,
+            "bytes_per_rank": {**footprint.held, "total": footprint.total},
+            "on_cpu": footprint.on_cpu,
+            "within_step": {name: dict(extra) for name, extra in footprint.moments.items()},
+            "peak": footprint.peak,
+            "peak_at": footprint.peak_at,
+            "saved": self.saved,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrafficRow:
+    """What one rank sends in a step."""
+
+    model: str
+    params: int
+    ranks: int
+    stage: int
+    redundancy: int
+    bucket_elems: int | None
+    traffic: Traffic
+
+    def as_dict(self) -> dict[str, object]:
+        """Ready for JSON."""
+        traffic = self.traffic
+        by_kind = traffic.by_kind()
+        links = (traffic.network.inside, traffic.network.between)
+        totals = {link: math.ceil(traffic.sent_over(link)) for link in links}
+        return {
+            "model": self.model,
+            "params": self.params,
+            "ranks": self.ranks,
+            "stage": self.stage,
+            "redundancy": self.redundancy,
+            "bucket_elems": self.bucket_elems,
+            "bytes_sent_per_rank": {**by_kind, "total": totals},
+            "total": math.ceil(traffic.sent),
+            "bytes_sent_per_card": math.ceil(traffic.sent_per_card),
+            "calls": sum(flow.calls for flow in traffic.flows),
+            "messages": sum(flow.messages for flow in traffic.flows),
+            "flows": [_flow_dict(flow) for flow in traffic.flows],
+        }
+
+
+def _flow_dict(flow: Flow) -> dict[str, object]:
+    return {
+        "kind": flow.kind,
+        "group": flow.group,
+        "ranks": flow.ranks,
+        "dtype": flow.dtype,
+        "calls": flow.calls,
+        "messages": flow.messages,
+        "contributed_bytes": flow.contributed_bytes,
+        "sent_bytes": {link: math.ceil(sent) for link, sent in flow.sent.items()},
+    }
+
+
+def choices(
+    models: Sequence[Model],
+    *,
+    ranks: Sequence[int] = (),
+    stages: Sequence[Stage] = (),
+    redundancies: Sequence[int] = (),
+    **system: Any,
+) -> Iterator[Model]:
+    """Each model in each way that is asked for; as it is, where nothing is.
+
+    Stage 0 shards nothing, so it comes with one copy only.
+    """
+    for model in models:
+        for size in ranks or (model.scenario.world.size,):
+            for stage in stages or (model.scenario.system.stage,):
+                copies = redundancies or (model.scenario.system.redundancy,)
+                for redundancy in copies if stage else (1,):
+                    yield model.with_choice(
+                        ranks=size, stage=stage, redundancy=redundancy, **system
+                    )
+
+
+def memory_row(model: Model, *, has_masters: bool = True, rank: int = 0) -> MemoryRow:
+    """The row of a model as it is."""
+    scenario, sizes = model.scenario, model.laid_out()
+    plain = model.with_choice(stage=0, redundancy=1)
+    unsharded = footprint_of(
+        plain.laid_out(), scenario=plain.scenario, rank=rank, has_masters=has_masters
+    )
+    return MemoryRow(
+        model=scenario.name,
+        params=model.elems,
+        ranks=scenario.world.size,
+        stage=scenario.system.stage,
+        redundancy=scenario.system.redundancy,
+        bucket_elems=scenario.system.bucket_elems,
+        footprint=footprint_of(sizes, scenario=scenario, rank=rank, has_masters=has_masters),
+        unsharded=unsharded.total,
+    )
+
+
+def traffic_row(model: Model, *, network: Network, rank: int = 0) -> TrafficRow:
+    """The row of a model as it is."""
+    scenario, sizes = model.scenario, model.laid_out()
+    return TrafficRow(
+        model=scenario.name,
+        params=model.elems,
+        ranks=scenario.world.size,
+        stage=scenario.system.stage,
+        redundancy=scenario.system.redundancy,
+        bucket_elems=scenario.system.bucket_elems,
+        traffic=traffic_of(sizes, scenario=scenario, rank=rank, network=network),
+    )
+
+
+def alone(model: Model, *, has_masters: bool = True) -> dict[str, Mapping[str, int]]:
+    """What one device holds that trains the model without buffers, in two manners."""
+    return {
+        name: single_device(
+            model.sizes, scenario=model.scenario, keeps_grads=keeps, has_masters=has_masters
+        )
+        for name, keeps in (("gradients_freed", False), ("gradients_kept", True))
+    }
+
+
+def curve(
+    model: Model, *, stages: Sequence[Stage] = (), redundancies: Sequence[int] = ()
+) -> Iterator[Model]:
+    """A model on 1 to 16,384 ranks, where it can be trained on so many, in each way asked for."""
+    ep, system = model.scenario.topology.ep, model.scenario.system
+    for stage in stages or (system.stage,):
+        for redundancy in (redundancies or (system.redundancy,)) if stage else (1,):
+            for ranks in CURVE_RANKS:
+                if ranks % ep == 0 and ranks // ep % redundancy == 0:
+                    yield model.with_choice(ranks=ranks, stage=stage, redundancy=redundancy)

@@ -1,0 +1,219 @@
+"""Report of a campaign, as `zero-sim fuzz` prints it."""
+
+from __future__ import annotations
+
+import shlex
+from textwrap import indent
+from typing import TYPE_CHECKING
+
+import click
+
+from zero_sim.cli.options import own_options_again
+from zero_sim.errors import ScenarioError
+from zero_sim.report.commands import replay_command
+from zero_sim.untrusted import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from zero_sim.fuzz.campaign import Plan
+    from zero_sim.fuzz.records import Found
+    from zero_sim.fuzz.totals import CampaignTotals
+
+DEFAULT_SECONDS = 60.0
+
+
+def _resume_command(plan: Plan) -> str:
+    """The command that goes on with a campaign."""
+    words = ["--corpus", str(plan.corpus)]
+    for option, value, default in (
+        ("--target", plan.head.target, "zero_sim"),
+        ("--seed", plan.head.seed, 0),
+        ("--device", plan.head.device, "cpu"),
+        ("--family", plan.head.family, 1),
+        ("--shard", "/".join(map(str, plan.head.shard)), "1/1"),
+        ("--cases", plan.cases, None),
+        ("--seconds", plan.seconds, DEFAULT_SECONDS if plan.cases is None else None),
+    ):
+        if value != default:
+            words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
+    return shlex.join(["zero-sim", "fuzz", *words, *own_options_again(dict(plan.head.options))])
+
+
+def _why_empty(totals: CampaignTotals, plan: Plan) -> str:
+    """Why a campaign ran no case, and what to try."""
+    if totals.earlier_cases:
+        return (
+            f"all {totals.earlier_cases} were run earlier. Try more --cases, another --seed, or "
+            "another --corpus"
+        )
+    if not any(plan.batches()):
+        shard = (
+            ""
+            if plan.head.shard == (1, 1)
+            else f" for shard {plan.head.shard[0]}/{plan.head.shard[1]}"
+        )
+        return f"--cases {plan.cases} leaves none{shard}"
+    if totals.futile:
+        return totals.futile
+    if plan.seconds is None:
+        return "its corpora hold none"
+    return f"--seconds {plan.seconds:g} ran out before the first one. Try more"
+
+
+_OUTCOMES = {
+    "fixed": "is fixed: its case passes now",
+    "fails": "still fails",
+    "fails-otherwise": "fails in another way now",
+    "unknown": "could not be judged now",
+}
+
+
+def _show_rechecked(totals: CampaignTotals, *, plan: Plan) -> None:
+    """Say what came of what earlier runs found."""
+    for one in totals.rechecked:
+        found, said = one.found, f": {one.said}" if one.said else ""
+        line = (
+            f"Found earlier, {_OUTCOMES[one.outcome]}{said}\n  {found.key.check}: {found.message}"
+        )
+        if one.outcome == "fixed" and found.bundle:
+            line += f"\n  bundle      {plan.corpus / 'fixed' / found.bundle}"
+        click.echo(printable(f"{line}\n", lines=True))
+
+
+def json_totals(
+    totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage: bool
+) -> dict[str, object]:
+    """What came of a campaign, ready for JSON; see `show_totals`.
+
+    Raises:
+        UsageError: There is no such target.
+    """
+    from zero_sim.report.coverage import coverage_data
+
+    told: dict[str, object] = totals.as_dict()
+    if coverage:
+        names, finders = _drawable(plan), _finders()
+        told["coverage"] = coverage_data(totals.coverage, names=names, finders=finders)
+    where = {"device": plan.head.device, "corpus": str(plan.corpus), "seconds": elapsed}
+    return {**told, **where, "shards": plan.head.shard[1], "shards_missing": []}
+
+
+def _drawable(plan: Plan) -> tuple[str, ...]:
+    """Features that cases for the target of a campaign can have."""
+    from zero_sim.fuzz.features import features_for
+    from zero_sim.targets import capabilities_of, import_target
+
+    return features_for(capabilities_of(import_target(plan.head.target)))
+
+
+def _finders() -> Mapping[str, frozenset[str]]:
+    """What of features is left in the smallest case that finds a mutant, by its id."""
+    from zero_sim.mutants.smallest import features_that_found
+
+    return features_that_found()
+
+
+def _show_silent(totals: CampaignTotals) -> None:
+    """Say of which cases nothing was shown, and what of the others was not looked at."""
+    for name, count in sorted(totals.counts.unproved.items()):
+        click.echo(f"Inconclusive by {name}: {_counted(count, 'case')}; zero-sim explain {name}")
+    if totals.counts.unobserved:
+        silent = ", ".join(
+            f"{what} (in {'all' if count == totals.counts.cases else count})"
+            for what, count in sorted(totals.counts.unobserved.items())
+        )
+        click.echo(printable(f"Not observed, since the target does not tell it: {silent}"))
+    for taken in sorted(totals.counts.taken):
+        click.echo(printable(taken))
+
+
+def _case_of(found: Found) -> str:
+    """The case of a finding as TOML, without what is as by default if it can be read."""
+    from zero_sim.scenario.dump import to_chosen_toml
+
+    try:
+        return to_chosen_toml(found.case_again())
+    except ScenarioError:
+        return found.scenario  # Of another version, which had other settings.
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def _shares(found: Found, totals: CampaignTotals) -> bool:
+    """Whether cases that can be of a finding can be of another one, too."""
+    keys = [key for key in totals.counts.keys if found.is_met_by(key)]
+    others = (each for each in totals.found if each is not found)
+    return any(each.is_met_by(key) for each in others for key in keys)
+
+
+def _largest_first(found: Sequence[Found]) -> list[Found]:
+    """Findings of one check together, those whose values are furthest apart first."""
+    checks = {each.key.check: place for place, each in reversed([*enumerate(found)])}
+    return sorted(found, key=lambda each: (checks[each.key.check], -each.apart))
+
+
+def _show_heading(found: Found, totals: CampaignTotals) -> None:
+    """Print the heading that findings of one check share, above the first of several."""
+    alike = _largest_first([each for each in totals.found if each.key.check == found.key.check])
+    if len(alike) > 1 and alike[0] is found:
+        click.echo(
+            f"{found.key.check}: {len(alike)} findings, the largest difference first; smaller ones "
+            "may have the same cause\n"
+        )
+
+
+def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage: bool) -> None:
+    """Print what came of a campaign.
+
+    Args:
+        totals: All of it.
+        plan: What it was to do.
+        elapsed: Seconds that it took.
+        coverage: Whether to show which features and pairs were drawn, and which never.
+    """
+    again = _resume_command(plan)
+    _show_rechecked(totals, plan=plan)
+    for found in _largest_first(totals.found):
+        _show_heading(found, totals)
+        count = sum(count for key, count in totals.counts.keys.items() if found.is_met_by(key))
+        size = f"so far      {found.size}; " if found.as_met else f"smallest    {found.size}"
+        if found.as_met:
+            size += f"to have it made smaller: {again}"
+        click.echo(printable(f"{found.text}\n  {size}", lines=True))
+        others = ", those of findings like it included" if _shares(found, totals) else ""
+        click.echo(f"  met         in {_counted(count, 'case')}{others}")
+        if found.bundle:
+            folder = plan.bundles / found.bundle
+            replay = replay_command(str(folder), target=plan.head.target, device=plan.head.device)
+            click.echo(f"  case        {folder / 'case.toml'}\n  replay      {replay}")
+        elif found.scenario:
+            # Kept nowhere else where somebody would look.
+            why = f"none: {found.unkept}" if found.unkept else "none of such a finding"
+            click.echo(f"  bundle      {why}; its case is\n{indent(_case_of(found), '    ')}")
+        click.echo("")
+    for lost in totals.lost:
+        what = f"Batch {lost.index} (seed {lost.seed}) was lost: {lost.lost}"
+        click.echo(printable(what, lines=True))
+    if coverage:
+        from zero_sim.report.coverage import render_coverage
+
+        names, finders = _drawable(plan), _finders()
+        click.echo(render_coverage(totals.coverage, names=names, finders=finders) + "\n")
+    _show_silent(totals)
+    from zero_sim.report.text import count_verdicts
+
+    verdicts = count_verdicts(totals.counts.verdicts, params_only=totals.counts.params_only)
+    click.echo(f"{totals.progress(seconds=elapsed)}; {verdicts or 'nothing ran'}; {elapsed:.1f} s")
+    if totals.is_empty and not totals.interrupted and totals.unkept is None:
+        click.echo(f"No case was run: {_why_empty(totals, plan)}.")
+    elif totals.futile:
+        click.echo(printable(f"Stopped: {totals.futile}.", lines=True))
+    if totals.interrupted:
+        click.echo(
+            printable(f"Interrupted; everything so far is kept. Go on with:\n  {again}", lines=True)
+        )
+    if totals.unkept is None:
+        click.echo(printable(f"Kept in {plan.corpus}"))

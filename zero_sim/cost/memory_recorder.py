@@ -1,0 +1,172 @@
+"""Recorder of a rank's memory within one step, at the moments when hooks of the harness fire.
+
+It only records. The closed forms (`zero_sim.cost.peaks`, `grad_peaks`, `staging`, `checkpoints`)
+read the moments after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from zero_sim.cost.hook_trace import tell_arrival
+from zero_sim.cost.observer import Observer
+
+if TYPE_CHECKING:
+    from zero_sim.findings.records import Finding
+    from zero_sim.targets import StepResult
+
+Look = Callable[[], Iterable[tuple[str, str, int]]]
+"""Returns what is whole in memory now: `gradients` or `params`, a param of the bucket, bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """A moment of the step, after the hooks of the system."""
+
+    what: Literal["begin", "end", "reach", "grad", "forward", "update"]
+    """A module began or ended, backward reached the output of one, a gradient arrived, a whole
+    forward is over, an optimizer steps."""
+    micro: int
+    module: nn.Module | None = None
+    """The module that began or ended."""
+    end: int = 0
+    """How many modules had ended in this micro-batch before the one that backward reached."""
+    param: str = ""
+    """The param whose gradient arrived."""
+    whole: Sequence[tuple[str, str, int]] = ()
+    """Whole memory, as from `Look`, without parts of 0 bytes."""
+    bytes: int = 0
+    """Bytes of checkpoints after a forward; of gradients that the optimizer is given."""
+
+
+Form = Callable[[Sequence[Moment]], "Iterator[Finding]"]
+"""A closed form: yields a finding for each moment at which memory is not as expected."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class MemoryRecorder(Observer):
+    """Records the moments of one step of one rank.
+
+    Args:
+        step: Index of the step, from 0.
+        look: Returns whole memory; None if it is not recorded.
+        kept: Returns the bytes of activation checkpoints; None if they are not recorded.
+        with_updates: True to record what optimizers are given.
+    """
+
+    step: int
+    look: Look | None = None
+    kept: Callable[[], int] | None = None
+    with_updates: bool = False
+    forms: list[Form] = field(default_factory=list)
+    """The closed forms that apply."""
+    moments: list[Moment] = field(default_factory=list)
+    _micro: int | None = None
+    """The micro-batch; None outside of the step."""
+    _ends: int = 0
+    _in_backward: bool = False
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the first finding of each closed form."""
+        for form in self.forms:
+            found = next(form(self.moments), None)
+            if found is not None:
+                yield found
+
+    def watch_grads(self, names: Mapping[Tensor, str]) -> None:
+        """Record when gradients arrive.
+
+        Args:
+            names: Params by the names that they had in the bare model.
+        """
+        for param, name in names.items():
+            if param.requires_grad and param.numel():
+                tell_arrival(param, self._arrive, name=name)
+
+    def watch_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Record when modules begin and end, and when backward reaches their outputs."""
+        for module in modules:
+            module.register_forward_pre_hook(self._begin)
+            module.register_forward_hook(self._end)
+
+    def before_micro_batch(self, step: int, micro: int) -> None:
+        """Begin to record a micro-batch."""
+        if step == self.step:
+            self._micro, self._ends, self._in_backward = micro, 0, False
+
+    def after_forward(self, step: int) -> None:
+        """Record the checkpoints."""
+        if self._micro is not None and self.kept is not None:
+            self.moments.append(Moment(what="forward", micro=self._micro, bytes=self.kept()))
+
+    def updating(self, step: int) -> AbstractContextManager[object]:
+        """Record what optimizers are given, by a hook of torch's that no system has to know of."""
+        return self._update() if self.with_updates and step == self.step else nullcontext()
+
+    def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
+        """End the record."""
+        self._micro = None
+
+    @contextmanager
+    def _update(self) -> Iterator[None]:
+        handle = register_optimizer_step_pre_hook(self._look_at_update)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _look_at_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        grads = [
+            param.grad
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if getattr(param, "grad", None) is not None
+        ]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in grads}
+        held = sum(each.nbytes() for each in storages.values())
+        self.moments.append(Moment(what="update", micro=self._micro or 0, bytes=held))
+
+    def _begin(self, module: nn.Module, args: object) -> None:
+        # Modules that run again in backward, as with checkpoints, are part of it.
+        if not self._in_backward:
+            self._note("begin", module=module)
+
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
+        if self._micro is None or self._in_backward:
+            return
+        self._note("end", module=module)
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._reach, self._micro, self._ends))
+        self._ends += 1
+
+    def _reach(self, micro: int, end: int, grad: Tensor) -> None:
+        if micro == self._micro:
+            self._in_backward = True
+            self._note("reach", end=end)
+
+    def _arrive(self, name: str) -> None:
+        self._note("grad", param=name)
+
+    def _note(self, what: Literal["begin", "end", "reach", "grad"], **details: Any) -> None:
+        if self._micro is not None and self.look is not None:
+            whole = tuple(each for each in self.look() if each[2])
+            self.moments.append(Moment(what=what, micro=self._micro, whole=whole, **details))
+
+
+def _tensors_in(output: object) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors_in(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from _tensors_in(value)

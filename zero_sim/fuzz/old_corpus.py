@@ -1,0 +1,101 @@
+"""Corpora of earlier versions: a head line, then one line of JSON a batch. They are only read.
+
+A batch that was cut short goes on in a line of its own. A line that a crash cut short is dropped,
+and its cases are run again. A line may also declare a finding fixed: batches before it that met the
+finding do not count, because the code has changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from zero_sim.errors import UsageError
+from zero_sim.fuzz.records import BatchReport, Counts, Head, batch_seed, from_json
+from zero_sim.untrusted import Unreadable, printable, read_regular
+
+OLD_SUFFIX = ".jsonl"
+OLD_FILES = "batches-{}-of-{}" + OLD_SUFFIX
+_FILE_BYTES_MAX = 1 << 30
+"""What is larger was not written by us."""
+_COUNTS = {each.name for each in fields(Counts)}
+
+
+def read_old(path: Path) -> tuple[Head, tuple[BatchReport, ...]]:
+    """Read the file of a shard.
+
+    Raises:
+        UsageError: It is no corpus, or cannot be read.
+    """
+    first, *lines = read_file(path).splitlines() or [b""]
+    try:
+        head = _head(json.loads(first))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        got = printable(first[:200].decode(errors="replace"))
+        raise UsageError(
+            f"expected {path} to begin with the head of a corpus, got {got!r}. Try another folder."
+        ) from None
+    reports: list[BatchReport] = []
+    for number, line in enumerate(lines, 2):
+        try:
+            value = json.loads(line)
+            if "fixed" in value:
+                reports = _without(reports, tuple(value["fixed"]))
+            else:
+                reports.append(_report(value, seed=head.seed))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            continue  # A crash cut it short.
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise UsageError(
+                f"{path.name} line {number}: expected a batch of this campaign, got another JSON "
+                f"({error}). Try to delete the line, and its cases are run again."
+            ) from None
+    return head, tuple(reports)
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file of a corpus; a link could show what lies elsewhere on the machine.
+
+    Raises:
+        UsageError: It is no regular file, or cannot be read.
+    """
+    try:
+        return read_regular(path, bytes_max=_FILE_BYTES_MAX, follow=False)
+    except Unreadable as reason:
+        raise UsageError(
+            f"expected to read {path}, a file of a corpus, got: {reason}. Try another --corpus."
+        ) from None
+
+
+def _head(data: dict[str, Any]) -> Head:
+    if (data.pop("format"), data.pop("version")) != ("zero_sim corpus", 1):
+        raise ValueError("no head of a corpus")
+    data["options"] = sorted(data.get("options", {}).items())
+    if not set(data) <= {each.name for each in fields(Head)}:
+        raise ValueError("a head of another version")
+    return from_json(Head, json.dumps(data))
+
+
+def _report(data: dict[str, Any], *, seed: int) -> BatchReport:
+    """The report of a line, in which counts stand beside everything else."""
+    counts = {name: data.pop(name) for name in _COUNTS & set(data)}
+    report = from_json(BatchReport, json.dumps({**data, "counts": counts}))
+    if report.seed != batch_seed(seed, report.index):
+        raise ValueError(f"expected a batch of seed {seed}, got one of another")
+    return report
+
+
+def _without(reports: Sequence[BatchReport], is_of: tuple[object, ...]) -> list[BatchReport]:
+    """Reports without a finding; of one that may have met it no case counts any more."""
+    gone = [one for report in reports for one in report.found if one.is_of == is_of]
+
+    def without(report: BatchReport) -> BatchReport:
+        found = tuple(one for one in report.found if one.is_of != is_of)
+        if not any(map(report.may_have_met, gone)):
+            return replace(report, found=found)
+        return replace(report, found=found, counts=Counts(), cases_with={}, complete=False)
+
+    return [without(report) for report in reports]

@@ -1,0 +1,118 @@
+"""Totals of a campaign: all that its batches came to, as reports and progress lines tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from zero_sim.errors import ZeroSimError
+from zero_sim.fuzz.corpus import Kept
+from zero_sim.fuzz.coverage import Coverage
+from zero_sim.fuzz.known import Rechecked
+from zero_sim.fuzz.records import BatchReport, Counts, Found
+
+_SHOWN = ("message", "bundle", "seed", "case", "size", "scenario")
+"""Fields of a finding that are reported beside its key."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CampaignTotals:
+    """What has come of a campaign so far, earlier runs of it included."""
+
+    counts: Counts = field(default_factory=Counts)
+    batches: int = 0
+    earlier_cases: int = 0
+    """Cases that an earlier run did."""
+    found: list[Found] = field(default_factory=list)
+    """Distinct findings, in the order in which they came."""
+    coverage: Coverage = field(default_factory=Coverage)
+    lost: list[BatchReport] = field(default_factory=list)
+    """Batches whose worker died."""
+    rechecked: list[Rechecked] = field(default_factory=list)
+    """What came of the findings of earlier runs."""
+    interrupted: bool = False
+    unkept: ZeroSimError | None = None
+    """Why no more was kept, and so no more was run."""
+    futile: str = ""
+    """Why no more was run, if further cases would show nothing."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this run ran no case."""
+        return self.counts.cases == self.earlier_cases and not self.lost
+
+    def take(self, report: BatchReport) -> None:
+        """Add what came of a batch."""
+        self.note(report.found)
+        if report.lost:
+            self.lost.append(report)
+        self.batches += 1
+        self.counts.add(report.counts)
+        self.coverage.take(report.cases_with, cases=report.counts.cases)
+        # Another batch may show something where this one did not.
+        is_futile = set(self.counts.verdicts) <= {"error"}
+        self.futile = (report.futile or self.futile) if is_futile else ""
+
+    def take_all(self, kept: Kept) -> None:
+        """Add what shards did, as they left it."""
+        for report, counts in kept.counted():
+            if counts or report.lost:
+                self.take(report)
+        self.note(kept.found.values())
+
+    def note(self, found: Iterable[Found]) -> None:
+        """Add findings; two with one smallest case are one.
+
+        One that nobody made smaller gives way to one that somebody did.
+        """
+        for one in found:
+            alike = [known for known in self.found if known.key[:-1] == one.key[:-1]]
+            if one.as_met and alike:
+                continue
+            self.found = [known for known in self.found if not (known.as_met and known in alike)]
+            places = [i for i, known in enumerate(self.found) if known.is_of == one.is_of]
+            if places:
+                self.found[places[0]] = self.found[places[0]].joined(one)
+            else:
+                self.found.append(one)
+
+    def progress(self, *, seconds: float) -> str:
+        """One line: how fast, what was found, what was covered.
+
+        Args:
+            seconds: Since this run began.
+        """
+        rate = (self.counts.cases - self.earlier_cases) / seconds if seconds > 0 else 0.0
+        outlook = self.coverage.outlook
+        new = "" if outlook is None else f", new ones in {outlook.new_share:.0%} of cases"
+        return (
+            f"{self.counts.cases} cases, {rate:.1f} a second, {len(self.found)} distinct "
+            f"finding{'' if len(self.found) == 1 else 's'}, "
+            f"{len(self.coverage.features)} features, {len(self.coverage.pairs)} pairs{new}"
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything, ready for JSON."""
+        counts = self.counts
+        return {
+            "cases": counts.cases,
+            "earlier_cases": self.earlier_cases,
+            "batches": self.batches,
+            "busy_seconds": counts.seconds,
+            "verdicts": dict(counts.verdicts),
+            "params_only": counts.params_only,
+            "failing_cases": dict(counts.keys),
+            "inconclusive_cases": dict(counts.unproved),
+            "unobserved": dict(counts.unobserved),
+            "taken": sorted(counts.taken),
+            "findings": [
+                found.key._asdict() | {name: getattr(found, name) for name in _SHOWN}
+                for found in self.found
+            ],
+            "coverage": self.coverage.as_dict(),
+            "lost": [{"index": one.index, "seed": one.seed, "why": one.lost} for one in self.lost],
+            "rechecked": [one.as_dict() for one in self.rechecked],
+            "interrupted": self.interrupted,
+            "unkept": None if self.unkept is None else str(self.unkept),
+            "futile": self.futile,
+        }

@@ -1,0 +1,1 @@
+"""Checks: one idea a module, run by the judge in the order of `zero_sim.judge.checks.table`."""

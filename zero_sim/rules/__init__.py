@@ -1,0 +1,1 @@
+"""The search for the rules by which a target computes."""

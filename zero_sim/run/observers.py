@@ -1,0 +1,221 @@
+"""Observers of one rank, chosen once from the case."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero_sim.cost.checkpoints import check_checkpoints, checkpoint_bytes
+from zero_sim.cost.forms import sizes_of
+from zero_sim.cost.grad_peaks import watch_grad_peaks
+from zero_sim.cost.hook_trace import Clock, HookTrace, record_hooks
+from zero_sim.cost.memory_recorder import MemoryRecorder
+from zero_sim.cost.messages import held_sizes_of
+from zero_sim.cost.observer import Observer
+from zero_sim.cost.peaks import watch_peaks
+from zero_sim.cost.staging import check_staging, staged_bytes
+from zero_sim.judge.checks.given_back import (
+    Hook,
+    ModuleNote,
+    check_given_back,
+    hooks_of,
+    note_module,
+)
+from zero_sim.judge.forward_reads import ForwardReads
+from zero_sim.judge.harness import PauseClock, caused_by_harness, harness_time
+from zero_sim.judge.judge import Judge
+from zero_sim.judge.rank_notes import RankNotes
+from zero_sim.scenario.derived import overlaps_grads, overlaps_params
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import (
+    CheckpointedEngine,
+    CompletedEngine,
+    CostedEngine,
+    PeakEngine,
+    StepResult,
+)
+from zero_sim.targets.costs import CostCase, Costs, form_of
+
+
+class BareModule:
+    """A rank's module, before an engine has it.
+
+    Args:
+        module: The module.
+        read_step: The step in which the params that forwards read are recorded; None for none.
+        pause_clock: As for `harness_time`.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, read_step: int | None, pause_clock: PauseClock
+    ) -> None:
+        self.module = module
+        self.names: Mapping[Tensor, str] = {
+            param: name for name, param in module.named_parameters()
+        }
+        self.sizes, self.held_sizes = sizes_of(module), held_sizes_of(module)
+        self.note = note_module(module)
+        self.reads = (
+            None
+            if read_step is None
+            else ForwardReads(module, step=read_step, pause_clock=pause_clock)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watched:
+    """A rank with its judge."""
+
+    judge: Judge
+    rank: int
+    """Rank in the dp-cp group of the judge."""
+    engine: CompletedEngine
+    pause_clock: PauseClock
+
+
+def choose_observers(
+    bare: BareModule,
+    watched: Watched,
+    *,
+    scenario: Scenario,
+    costs: Costs,
+    clock: Clock | None,
+) -> tuple[list[Observer], RankNotes]:
+    """Choose the observers of a rank, and set their hooks behind those of its engine.
+
+    Args:
+        bare: The module as it was before the engine had it.
+        watched: The rank, its engine and its judge.
+        scenario: The case as its dp-cp group sees it.
+        costs: Declared by the target.
+        clock: Time of the event log; None if there is no log.
+    """
+    rank, module = watched.rank, bare.module
+    costed = watched.engine.costed if costs.held == "textbook" else None
+    overlaps = overlaps_grads(scenario.system) or overlaps_params(scenario.system)
+    hook_trace: HookTrace | None = None
+    with harness_time(watched.pause_clock):
+        before = hooks_of(module)
+        if clock is not None and overlaps and costs.in_flight == "textbook":
+            hook_trace = record_hooks(module, names=bare.names, clock=clock)
+        memory = None
+        if costed is not None:
+            memory = _watch_memory(bare, costed, scenario=scenario, watched=watched)
+        if bare.reads is not None:
+            bare.reads.watch()
+        recorders = [each for each in (hook_trace, memory, bare.reads) if each is not None]
+        own_hooks = hooks_of(module) - before if recorders else frozenset[Hook]()
+    notes = RankNotes(
+        sizes=bare.sizes,
+        held_sizes=bare.held_sizes,
+        costs=costs,
+        own_bytes=_own_bytes(costs, bare, scenario=watched.judge.group.scenario, rank=rank),
+        hook_trace=hook_trace,
+        memory=memory,
+        reads=bare.reads,
+    )
+    unwrapping = UnwrapObserver(watched, note=bare.note, own_hooks=own_hooks)
+    return [*recorders, JudgeObserver(watched), unwrapping], notes
+
+
+def _watch_memory(
+    bare: BareModule, costed: CostedEngine, *, scenario: Scenario, watched: Watched
+) -> MemoryRecorder | None:
+    """Record memory within a step as far as closed forms depend on it; None if none does."""
+    system, rank, step = scenario.system, watched.rank, watched.judge.weighed_step
+    recorder = MemoryRecorder(step)
+    at: dict[str, Any] = {"scenario": scenario, "rank": rank}
+    if isinstance(costed, PeakEngine):
+        recorder.look = costed.whole_bytes
+        if system.reduce_buffer_elems is not None:
+            watch_grad_peaks(recorder, names=bare.names, sizes=bare.sizes, **at)
+        elif system.stage >= 2:
+            watch_peaks(recorder, bare.module, names=bare.names, sizes=bare.sizes, **at)
+    if system.step_buffer_elems is not None:
+        recorder.with_updates = True
+        owed = staged_bytes(bare.sizes, **at)
+        recorder.forms.append(partial(check_staging, owed=owed, step=step, rank=rank))
+    if system.checkpoints != "none" and isinstance(costed, CheckpointedEngine):
+        recorder.kept = costed.checkpoint_bytes
+        owed = checkpoint_bytes(**at)
+        recorder.forms.append(partial(check_checkpoints, owed=owed, step=step, rank=rank))
+    return recorder if recorder.forms else None
+
+
+def _own_bytes(
+    costs: Costs, bare: BareModule, *, scenario: Scenario, rank: int
+) -> Mapping[str, int] | None:
+    """Return the memory that a rank is to hold by a form of its target's own, if it has one."""
+    if costs.held is None or costs.held == "textbook":
+        return None
+    # Not in the harness's time: code of the target may raise, which is not the judge's failure.
+    elems = {size.name: size.elems for size in bare.sizes}
+    case = CostCase(scenario=scenario, rank=rank, elems=elems)
+    return form_of(costs.held, case, name="held", kind=Mapping)
+
+
+class JudgeObserver(Observer):
+    """Lets the judge look at a rank; its time is not the system's.
+
+    Args:
+        watched: The rank, its engine and its judge.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+
+    def before_backward(self, step: int) -> None:
+        """Judge gradients that are to be zero."""
+        it = self._watched
+        with harness_time(it.pause_clock):
+            it.judge.before_backward(it.rank, step, it.engine)
+
+    def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
+        """Judge all but the working params."""
+        it = self._watched
+        with harness_time(it.pause_clock):
+            it.judge.observe(it.rank, step, losses, result, it.engine)
+
+    def after_gather(self, step: int) -> None:
+        """Judge the working params."""
+        it = self._watched
+        with harness_time(it.pause_clock):
+            it.judge.observe_params(it.rank, step, it.engine)
+
+
+class UnwrapObserver(Observer):
+    """Has the module given back, last of all, and lets the judge look at it.
+
+    Args:
+        watched: The rank, its engine and its judge.
+        note: What its module was made of before.
+        own_hooks: Hooks of the harness.
+    """
+
+    def __init__(self, watched: Watched, *, note: ModuleNote, own_hooks: frozenset[Hook]) -> None:
+        self._watched = watched
+        self._note, self._own_hooks = note, own_hooks
+
+    def at_end(self, step: int) -> None:
+        """Unwrap, if the engines of all ranks can."""
+        it = self._watched
+        if not it.judge.group.ownership.can_unwrap:
+            return
+        with harness_time(it.pause_clock):
+            held = {name: param.clone() for name, param in it.engine.params().items()}
+        with caused_by_harness(it.pause_clock):
+            module = it.engine.unwrap()
+        with harness_time(it.pause_clock):
+            found = check_given_back(
+                module,
+                self._note,
+                held=held,
+                not_its_own=self._own_hooks,
+                step=step,
+                rank=it.rank,
+            )
+            it.judge.bad.report(step, found)

@@ -1,0 +1,360 @@
+"""Table of settings that need others: when each has a meaning, and why not otherwise.
+
+A field at its default is never refused. `zero_sim.scenario.fitting` repairs cases by this table,
+and `zero_sim.scenario.conditions` has the other rules over several fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Literal, get_args
+
+from zero_sim.errors import Problem
+from zero_sim.scenario.fields import default_at, describe_value, show
+from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
+from zero_sim.scenario.spec import OptimizerName, Scenario
+
+_WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax", "lamb")
+_WITH_EPS = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta", "muon")
+_ALL: tuple[OptimizerName, ...] = get_args(OptimizerName)
+_ELEMENTWISE = tuple(name for name in _ALL if name not in WHOLE_PARAM_OPTIMIZERS)
+WITH_FOREACH = tuple(name for name in _ELEMENTWISE if name not in ("nadam", "radam", "asgd"))
+USED_BY: dict[str, tuple[str, ...]] = {
+    "model.hidden": ("mlp", "fp8", "digits", "moe", "ternary", "tp-block"),
+    "model.blocks": ("mlp", "fp8", "tp-block"),
+    "model.experts": ("moe",),
+    "model.fp8_format": ("fp8",),
+    "model.shapes": ("params", "bit-hash"),
+    "model.tied": ("params",),
+    "model.unused": ("params",),
+    "model.one_rank": ("params",),
+    "optimizer.betas": _WITH_BETAS,
+    "optimizer.eps": _WITH_EPS,
+    "optimizer.weight_decay": (*_WITH_EPS, "sgd", "asgd"),
+    "optimizer.momentum": ("sgd", "rmsprop", "muon"),
+    "optimizer.nesterov": ("sgd", "muon"),
+    "optimizer.amsgrad": ("adam", "adamw"),
+}
+"""Models or optimizers that use a field, by its path. All of them use the other fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class Except:
+    """All values of a field but one."""
+
+    value: object
+
+    def __contains__(self, value: object) -> bool:
+        return value != self.value
+
+
+Values = tuple[object, ...] | range | Except
+
+
+@dataclass(frozen=True, slots=True)
+class Applies:
+    """When one setting has a meaning."""
+
+    path: str
+    needs: Mapping[str, Values]
+    """Values that other fields must have, by path."""
+    why: str
+    """Reason, as the message gives it."""
+    after: Literal["ends", "checked", "unused"] = "ends"
+    """If the system after a checkpoint lacks the needs, the setting goes back to its default there
+    (`ends`), or is a problem (`checked`). `unused`: as `ends`; since the setting changes nothing
+    without its needs, it may be set for the system after the checkpoint alone, and repairs remove
+    it."""
+    values: Values | None = None
+    """Values of the field that have the needs. None for all but the default."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Paths of all fields that the row looks at."""
+        return (self.path, *self.needs, *(("reload",) if self.after == "unused" else ()))
+
+    @property
+    def holds_after(self) -> bool:
+        """True if it is checked of the system after the checkpoint, too."""
+        return self.after == "checked"
+
+    def broken(self, scenario: Scenario) -> bool:
+        """True if the setting is set and has no meaning in this system."""
+        values = Except(default_at(self.path)) if self.values is None else self.values
+        return attrgetter(self.path)(scenario) in values and bool(self.unmet(scenario))
+
+    def check(self, scenario: Scenario) -> Iterator[Problem]:
+        """Give the problem, if the setting is set and has no meaning."""
+        if self.broken(scenario):
+            unmet = self.unmet(scenario)
+            value = describe_value(attrgetter(self.path)(scenario))
+            found = " and ".join(_found(path, attrgetter(path)(scenario)) for path in unmet)
+            remedies = " and ".join(_remedy(path, self.needs[path]) for path in unmet)
+            table, _, _ = self.path.partition(".")
+            if self.path in USED_BY and f"{table}.name" in unmet:
+                found += _uses(scenario, table)
+            yield Problem(
+                path=self.path,
+                message=f"{self.why}, got {value} with {found}.",
+                suggestion=f"Leave it out, or {remedies}.",
+            )
+
+    def unmet(self, scenario: Scenario) -> list[str]:
+        """Paths of the fields that have none of the values."""
+        return [
+            path for path, values in self.needs.items() if attrgetter(path)(scenario) not in values
+        ]
+
+
+def _found(path: str, value: object) -> str:
+    if value in (None, ()):
+        return f"no {path}"
+    return path if dataclasses.is_dataclass(value) else f"{path} = {show(value)}"
+
+
+def _remedy(path: str, values: Values) -> str:
+    if isinstance(values, Except):
+        return f"{'set' if default_at(path) not in values else 'change'} {path}"
+    first = values[0]
+    return f"leave out {path}" if first in (None, ()) else f"write {path} = {show(first)}"
+
+
+def _only(path: str) -> str:
+    """Reason that a field of a model or optimizer needs the users in `USED_BY`."""
+    kind = path.partition(".")[0]
+    *others, last = (f"'{user}'" for user in USED_BY[path])
+    if not others:
+        return f"only {kind} {last} uses it"
+    return f"only {kind}s {', '.join(others)} and {last} use it"
+
+
+def _uses(scenario: Scenario, table: str) -> str:
+    """Fields that the case's model or optimizer uses, as the end of a message."""
+    record = getattr(scenario, table)
+    names = (field.name for field in dataclasses.fields(record) if field.name != "name")
+    used = (n for n in names if record.name in USED_BY.get(f"{table}.{n}", (record.name,)))
+    return f"; '{record.name}' uses {', '.join(used)}"
+
+
+_SEVERAL = range(2, 2**63)
+_SHARDED = {"system.stage": (1, 2, 3)}
+_AT_1_AND_2 = {"system.stage": (1, 2)}
+_AT_3 = {"system.stage": (3,)}
+_ANY_BUT_TP_BLOCK = {"model.name": Except("tp-block")}
+
+APPLIES = (
+    *(
+        Applies(path, {f"{path.partition('.')[0]}.name": users}, _only(path), after="unused")
+        for path, users in USED_BY.items()
+        if path != "optimizer.nesterov"
+    ),
+    Applies(
+        "model.one_rank",
+        {"data.ranks": ("distinct",)},
+        "ranks with the same data read the same params",
+    ),
+    Applies(
+        "model.freeze",
+        _ANY_BUT_TP_BLOCK,
+        "a frozen param of model 'tp-block' would leave out sums over the ranks",
+    ),
+    Applies(
+        "data.loss",
+        {"model.name": ("mlp", "fp8", "params")},
+        "only models 'mlp', 'fp8' and 'params' have another loss than a mean",
+    ),
+    Applies(
+        "world.order_known",
+        _ANY_BUT_TP_BLOCK,
+        "one device trains all parts of model 'tp-block' in a known order",
+        values=(False,),
+    ),
+    Applies(
+        "topology.pp",
+        _ANY_BUT_TP_BLOCK,
+        "model 'tp-block' splits layers, not their sequence, so each rank has all blocks",
+        values=_SEVERAL,
+    ),
+    Applies(
+        "topology.ep",
+        {"model.name": ("moe",)},
+        "only model 'moe' has experts to deal out",
+        values=_SEVERAL,
+    ),
+    Applies(
+        "topology.shared",
+        {"topology.tp": _SEVERAL},
+        "only several tensor-parallel ranks share params",
+    ),
+    Applies(
+        "topology.tied",
+        {"topology.pp": _SEVERAL},
+        "only several pipeline-parallel ranks tie params",
+    ),
+    Applies(
+        "optimizer.nesterov",
+        {"optimizer.name": USED_BY["optimizer.nesterov"], "optimizer.momentum": Except(0.0)},
+        "only optimizers 'sgd' and 'muon' with momentum have nesterov",
+    ),
+    Applies(
+        "optimizer.foreach",
+        {"optimizer.name": WITH_FOREACH},
+        "torch's foreach kernels of 'nadam', 'radam' and 'asgd' do not round like the reference's "
+        "loop, and 'muon' and 'lamb' have none",
+    ),
+    Applies(
+        "optimizer.clip_value",
+        {"optimizer.clip_norm": (None,)},
+        "gradients are clipped by norm or by value",
+    ),
+    Applies(
+        "run.own_micro_batches",
+        _ANY_BUT_TP_BLOCK,
+        "model 'tp-block' counts its sums over ranks, so each needs as many micro-batches",
+    ),
+    Applies(
+        "expect.accuracy_min", {"model.name": ("digits",)}, "only model 'digits' has held-out data"
+    ),
+    Applies(
+        "expect.one_device",
+        {
+            "data.ranks": ("same",),
+            "data.nan": (None,),
+            "run.own_micro_batches": ((),),
+            "topology.ep": (1,),
+            "system.sync": ("last",),
+            "world.order_known": (True,),
+            **_ANY_BUT_TP_BLOCK,
+        },
+        "ranks compute what one device does only if all have the same data and all params, and one "
+        "sum of a known order averages their gradients",
+        after="checked",
+    ),
+    Applies(
+        "system.divide_by",
+        {"system.divide": Except("none")},
+        "expected something to be divided",
+        after="unused",
+    ),
+    Applies(
+        "system.redundancy",
+        _SHARDED,
+        "stage 0 shards nothing that could be held in copies",
+        after="checked",
+        values=_SEVERAL,
+    ),
+    Applies("system.partition", _SHARDED, "stage 0 has no partition", after="checked"),
+    Applies(
+        "system.partition",
+        {"system.align_elems": (1,), "system.align_bytes": (1,)},
+        "only partition 'padded' makes room for alignment",
+        after="checked",
+    ),
+    Applies(
+        "system.overlap_params",
+        _AT_1_AND_2,
+        "stage 0 gathers no params, stage 3 gathers them as they are used",
+        after="checked",
+        values=(True,),
+    ),
+    Applies("system.prefetch", _AT_3, "only stage 3 gathers params ahead of their use"),
+    Applies("system.reshard_after_forward", _AT_3, "only stage 3 frees params after a forward"),
+    Applies(
+        "system.gather_after_step", _AT_3, "only stage 3 gathers no params after a step by itself"
+    ),
+    Applies(
+        "system.sum_by",
+        _SHARDED,
+        "stage 0 has no shards to sum to, and sums to all ranks by itself",
+        values=("all-reduce",),
+    ),
+    Applies(
+        "system.sum_by",
+        {"world.order": ("linear",)},
+        "the first rank adds in rank order, whatever collectives do",
+        values=("first-rank",),
+    ),
+    Applies(
+        "system.reduce_buffer_elems",
+        _AT_1_AND_2,
+        "only stages 1 and 2 have whole params, and owners of gradients",
+    ),
+    Applies(
+        "system.reduce_buffer_elems",
+        {"system.sum_by": Except("first-rank")},
+        "a reduce buffer is reduced to the owners of its gradients, or to all ranks",
+        after="checked",
+    ),
+    Applies(
+        "system.reduce_buffer_elems",
+        {"system.redundancy": (1,)},
+        "sums through reduce buffers end with one owner and go on to no copies",
+        after="checked",
+    ),
+    Applies(
+        "system.contiguous_grads",
+        {"system.reduce_buffer_elems": Except(None)},
+        "expected reduce buffers, into which gradients are copied",
+        after="unused",
+    ),
+    Applies(
+        "system.gather_chunk_elems",
+        _AT_1_AND_2,
+        "only stages 1 and 2 gather all params at a time, which chunks cut up",
+    ),
+    Applies(
+        "system.gather_chunk_elems",
+        {"system.overlap_params": Except(True)},
+        "one chunk's memory serves all of them in turn, which no forward can overlap",
+        after="checked",
+    ),
+    Applies(
+        "system.gather_chunk_elems",
+        {"system.partition": Except("one-owner")},
+        "expected a partition that gives every rank a stretch of each bucket",
+        after="checked",
+    ),
+    Applies(
+        "system.arena",
+        {"system.stage": (2, 3), "system.reduce_buffer_elems": (None,)},
+        "only stages 2 and 3 without reduce buffers have whole gradients that come and go",
+        after="unused",
+    ),
+    Applies(
+        "system.buffers_by",
+        {"optimizer.groups": Except(())},
+        "expected param groups, each of which has buffers of its own",
+        after="unused",
+    ),
+    Applies(
+        "system.offload_state",
+        {"optimizer.name": _ELEMENTWISE},
+        "optimizers 'muon' and 'lamb' gather whole params by collectives that no CPU state meets",
+    ),
+    Applies(
+        "system.step_buffer_elems",
+        {"optimizer.name": _ELEMENTWISE},
+        "optimizers 'muon' and 'lamb' step all of their whole params together",
+    ),
+    Applies(
+        "system.checkpoints",
+        {"model.name": ("tp-block",)},
+        "expected model 'tp-block', whose blocks can be run again",
+        after="unused",
+    ),
+    Applies(
+        "system.checkpoints",
+        {"system.stage": (0, 1, 2)},
+        "stage 3 frees the params of a block that is to be run again",
+    ),
+    Applies(
+        "system.offload_checkpoints",
+        {"system.checkpoints": Except("none")},
+        "expected checkpoints to be kept on the CPU",
+        after="unused",
+    ),
+)
+"""Settings that need others, and what they need."""

@@ -1,0 +1,168 @@
+"""The bare model of a rank, before its engine had it: names and shapes, and untrained params.
+
+[Note: params behind a wrapper]
+A wrapper adds parts to the names of params at the front or within: `module.up.weight` and
+`up._fsdp_wrapped_module.weight` are both `up.weight` of the bare model.
+
+[Note: params that are never trained]
+Nobody may change one. But a system may put other memory in its place, and what is there between
+two steps is its own affair: a part, or what a gather left behind. So one is looked at only where
+the engine tells it, where its memory is the one that it always had, or where the params that the
+engine tells are its module's as they lie there, so that none of them is somewhere else for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_WIDE = (torch.float32, torch.float64)
+"""Dtypes to which every dtype of a model is cast without rounding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Untrained:
+    """A param that is never trained, as it was before the engine was built."""
+
+    values: Tensor
+    """A copy, of the param's shape."""
+    place: Tensor
+    """The param's own memory; held, so that no other can come to lie where it did."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """The bare model of a rank, as it was before its engine had it."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of its params, also those that are never trained."""
+    trained: frozenset[str]
+    """Names of those that are."""
+    known: frozenset[str]
+    """Names of the params of all ranks, some of which may not hold all."""
+    device: str
+    """Type of the device that they are on."""
+    untrained: Mapping[str, Untrained] = field(default_factory=dict)
+    """Params that are never trained, as they were."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """First name of each tied param, by its other names."""
+
+
+def model_of(module: nn.Module, *, known: Iterable[str] = ()) -> Model:
+    """Return names, shapes and untrained params of a module before it is wrapped.
+
+    Args:
+        module: The model of this rank.
+        known: Names of params of other ranks' models.
+    """
+    params = dict(module.named_parameters())
+    first = {param: name for name, param in params.items()}
+    names = module.named_parameters(remove_duplicate=False)
+    return Model(
+        shapes={name: tuple(param.shape) for name, param in params.items()},
+        trained=frozenset(name for name, param in params.items() if param.requires_grad),
+        known=frozenset({*params, *known}),
+        device=next((param.device.type for param in params.values()), "cpu"),
+        untrained=untrained_of(params),
+        tied={name: first[param] for name, param in names if name not in params},
+    )
+
+
+def untrained_of(params: Mapping[str, nn.Parameter]) -> dict[str, Untrained]:
+    """Return the params of a bare model that are never trained; most models have none."""
+    return {
+        name: Untrained(values=param.detach().clone(), place=param.detach())
+        for name, param in params.items()
+        if not param.requires_grad
+    }
+
+
+def names_like(held: Collection[str], name: str) -> list[str]:
+    """Return the names that may belong to a param of the bare model; its own alone if present.
+
+    Args:
+        held: Names in the engine's module.
+        name: The param's name in the bare model.
+    """
+    if name in held:
+        return [name]
+    wanted = name.split(".")
+    return [each for each in held if _contains(each.split("."), wanted)]
+
+
+def _contains(parts: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Return True if a name has the parts of another in order, the last one last."""
+    rest = iter(parts)
+    return parts[-1] == wanted[-1] and all(part in rest for part in wanted)
+
+
+class Seen(NamedTuple):
+    """A param that is never trained, beside what is there now."""
+
+    name: str
+    values: Tensor
+    """Values before, in the dtype of `now`."""
+    now: Tensor | None
+    """None if it is not observed."""
+
+
+def look_at(
+    known: Mapping[str, Untrained], *, told: Mapping[str, Tensor], held: Mapping[str, Tensor]
+) -> Iterator[Seen]:
+    """Yield params that are never trained, as they are now.
+
+    Args:
+        known: Their values before.
+        told: Params that the engine returned, by their names in the bare model.
+        held: Params of its module, by their names there.
+    """
+    trained = {name: param for name, param in told.items() if name not in known}
+    in_place = bool(trained) and all(
+        _lies_at(_named(held, name), param) for name, param in trained.items()
+    )
+    for name, before in known.items():
+        now = told.get(name)
+        if now is None:
+            here = _named(held, name)
+            now = here if in_place or _lies_at(here, before.place) else None
+        if now is not None and _is_whole(now, before.values):
+            now = now.detach().reshape(before.values.shape)
+            yield Seen(name, before.values.to(now.dtype), now)
+        else:
+            yield Seen(name, before.values, None)
+
+
+def _named(held: Mapping[str, Tensor], name: str) -> Tensor | None:
+    alike = names_like(held, name)
+    return held[alike[0]] if len(alike) == 1 else None
+
+
+def _lies_at(tensor: Tensor | None, place: Tensor) -> bool:
+    return tensor is not None and is_plain(tensor) and tensor.data_ptr() == place.data_ptr()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return True if a tensor's memory has all its elements: no DTensor, nothing freed."""
+    if type(tensor.detach()) is not Tensor or tensor.layout != torch.strided:
+        return False
+    if tensor.device.type == "meta":
+        return False
+    if not tensor.numel():
+        return True
+    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = tensor.storage_offset() + reach + 1
+    return last * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
+def _is_whole(now: Tensor, values: Tensor) -> bool:
+    """Return True if a tensor can be compared: all elements, where they were, none rounded."""
+    return (
+        is_plain(now)
+        and now.numel() == values.numel()
+        and now.device == values.device
+        and (now.dtype == values.dtype or now.dtype in _WIDE)
+    )
