@@ -7,7 +7,7 @@ read the moments after the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -106,9 +106,9 @@ class MemoryRecorder(Observer):
         if self._micro is not None and self.kept is not None:
             self.moments.append(Moment(what="forward", micro=self._micro, bytes=self.kept()))
 
-    def updating(self, step: int) -> AbstractContextManager[object]:
+    def updating(self, step: int) -> AbstractContextManager[object] | None:
         """Record what optimizers are given, by a hook of torch's that no system has to know of."""
-        return self._update() if self.with_updates and step == self.step else nullcontext()
+        return self._update() if self.with_updates and step == self.step else None
 
     def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
         """End the record."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ class Observer:
     def after_forward(self, step: int) -> None:
         """Watch between a forward and its backward."""
 
-    def updating(self, step: int) -> AbstractContextManager[object]:
-        """Return a block around the step of the optimizer."""
-        return nullcontext()
+    def updating(self, step: int) -> AbstractContextManager[object] | None:
+        """Return a block around the step of the optimizer; None for no block."""
+        return None
 
     def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
         """Watch after the step of the optimizer; params may still be in flight.

@@ -52,13 +52,10 @@ class ExactComparison:
         self._group = group
         self._comparer = group.comparer
         self._source = source
+        self._steps: Mapping[int, ReferenceStep] = source.steps
         self._rules = RulesTrial(scenario=group.scenario)
         self._grad_rules = RulesTrial("gradient", scenario=group.scenario)
         self._mistakes = RulesTrial("mistake")
-
-    @property
-    def _steps(self) -> Mapping[int, ReferenceStep]:
-        return self._source.steps
 
     def forget(self, step: int) -> None:
         """Forget a step that every rank was compared with."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -202,8 +203,7 @@ class Judge:
             self._query_after_step(rank, step, engine)
             if self.bad.is_before(step):
                 return
-            shown = self._shown(rank, step, engine)
-            self._observe(replace(shown, losses=losses, result=result))
+            self._observe(self._shown(rank, step, engine, losses=losses, result=result))
         self.book.end(rank, step)
 
     def _query_after_step(self, rank: int, step: int, engine: CompletedEngine) -> None:
@@ -243,10 +243,10 @@ class Judge:
         """Judge a rank's working params, once a step's gathers are done; last look at that step."""
         with self.book.aside(rank), engine.asked_once():
             # On every rank, whatever was found: see `_query_after_step`.
-            engine.params()
+            params = engine.params()
             engine.stray_padding()
             if not self.bad.is_before(step):
-                shown = self._shown(rank, step, engine)
+                shown = self._shown(rank, step, engine, params=params)
                 if self._owed.steps.uncertified_step is None:
                     self._compare(table.AFTER_GATHER, shown, agreed=shown.parts)
                 self.bad.report(step, table.run_checks(table.AFTER_GATHER_ALWAYS, shown))
@@ -269,7 +269,7 @@ class Judge:
             steps.fall_back()
             steps.advance()
 
-    def _shown(self, rank: int, step: int, engine: CompletedEngine) -> Shown:
+    def _shown(self, rank: int, step: int, engine: CompletedEngine, **seen: Any) -> Shown:
         return Shown(
             rank=rank,
             step=step,
@@ -278,6 +278,7 @@ class Judge:
             group=self.group,
             owed=self._owed,
             parts=self._parts.get(rank, ()),
+            **seen,
         )
 
     def _compare(

@@ -97,18 +97,21 @@ def choose_observers(
     rank, module = watched.rank, bare.module
     costed = watched.engine.costed if costs.held == "textbook" else None
     overlaps = overlaps_grads(scenario.system) or overlaps_params(scenario.system)
+    traces = clock if overlaps and costs.in_flight == "textbook" else None
+    is_hooked = traces is not None or bare.reads is not None or _has_peaks(scenario)
     hook_trace: HookTrace | None = None
     with harness_time(watched.pause_clock):
-        before = hooks_of(module)
-        if clock is not None and overlaps and costs.in_flight == "textbook":
-            hook_trace = record_hooks(module, names=bare.names, clock=clock)
+        # A small case would notice to look for hooks of which there are none.
+        before = hooks_of(module) if is_hooked else frozenset[Hook]()
+        if traces is not None:
+            hook_trace = record_hooks(module, names=bare.names, clock=traces)
         memory = None
         if costed is not None:
             memory = _watch_memory(bare, costed, scenario=scenario, watched=watched)
         if bare.reads is not None:
             bare.reads.watch()
         recorders = [each for each in (hook_trace, memory, bare.reads) if each is not None]
-        own_hooks = hooks_of(module) - before if recorders else frozenset[Hook]()
+        own_hooks = hooks_of(module) - before if is_hooked else frozenset[Hook]()
     notes = RankNotes(
         sizes=bare.sizes,
         held_sizes=bare.held_sizes,
@@ -129,11 +132,11 @@ def _watch_memory(
     system, rank, step = scenario.system, watched.rank, watched.judge.weighed_step
     recorder = MemoryRecorder(step)
     at: dict[str, Any] = {"scenario": scenario, "rank": rank}
-    if isinstance(costed, PeakEngine):
+    if isinstance(costed, PeakEngine) and _has_peaks(scenario):
         recorder.look = costed.whole_bytes
         if system.reduce_buffer_elems is not None:
             watch_grad_peaks(recorder, names=bare.names, sizes=bare.sizes, **at)
-        elif system.stage >= 2:
+        else:
             watch_peaks(recorder, bare.module, names=bare.names, sizes=bare.sizes, **at)
     if system.step_buffer_elems is not None:
         recorder.with_updates = True
@@ -144,6 +147,11 @@ def _watch_memory(
         owed = checkpoint_bytes(**at)
         recorder.forms.append(partial(check_checkpoints, owed=owed, step=step, rank=rank))
     return recorder if recorder.forms else None
+
+
+def _has_peaks(scenario: Scenario) -> bool:
+    """Return whether whole gradients or params come and go within a step."""
+    return scenario.system.stage >= 2 or scenario.system.reduce_buffer_elems is not None
 
 
 def _own_bytes(

@@ -270,7 +270,8 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
                     each.after_gather(step - 1)
         with ExitStack() as stack:
             for each in observers:
-                stack.enter_context(each.updating(step))
+                if (block := each.updating(step)) is not None:
+                    stack.enter_context(block)
             result = engine.step(lr_factor=lr_factor(scenario, step))
         for each in observers:
             each.after_step(step, losses, result)

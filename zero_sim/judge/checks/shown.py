@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -29,6 +29,8 @@ class Shown:
     """Parts of params that the rank owns, after a step; views of live state."""
     losses: Sequence[Tensor] = ()
     """By micro-batch, after a step."""
+    params: Mapping[str, Tensor] = field(default_factory=dict)
+    """Working params by name, after their gathers."""
     result: StepResult = field(default_factory=StepResult)
     """Returned by the engine's step."""
 

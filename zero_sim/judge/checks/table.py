@@ -46,8 +46,9 @@ def compare_losses(shown: Shown) -> Iterator[Finding]:
 
 def compare_parts(shown: Shown) -> Iterator[Finding]:
     """Compare reduced gradients, masters and optimizer state, part by part."""
+    comparison = shown.comparison
     for part in shown.parts:
-        yield from shown.comparison.compare_part(part, rank=shown.rank, step=shown.step)
+        yield from comparison.compare_part(part, rank=shown.rank, step=shown.step)
 
 
 def compare_reported(shown: Shown) -> Iterator[Finding]:
@@ -57,8 +58,7 @@ def compare_reported(shown: Shown) -> Iterator[Finding]:
 
 def compare_params(shown: Shown) -> Iterator[Finding]:
     """Compare working params."""
-    params = shown.engine.params()
-    return shown.comparison.compare_params(params, rank=shown.rank, step=shown.step)
+    return shown.comparison.compare_params(shown.params, rank=shown.rank, step=shown.step)
 
 
 BEFORE_BACKWARD: Sequence[RankCheck] = (check_zero_gradients,)

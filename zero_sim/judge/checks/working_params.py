@@ -22,7 +22,7 @@ def check_scales_and_casts(shown: Shown) -> Iterator[Finding]:
     held, comparison = group.ownership.held[rank], shown.comparison
     scales = shown.engine.scales([n for n in comparison.scale_names(step) if n in held])
     yield from comparison.compare_scales(scales, rank=rank, step=step)
-    params = shown.engine.params()
+    params = shown.params
     for part in shown.parts:
         place = part.place
         if place.param not in params:
@@ -41,7 +41,7 @@ def check_scales_and_casts(shown: Shown) -> Iterator[Finding]:
 
 def check_repeated(shown: Shown) -> Iterator[Finding]:
     """Check that a param that is told under two names, such as a tied one, is one param."""
-    params = shown.engine.params()
+    params = shown.params
     for name, other, values in shown.engine.repeated():
         if shown.group.comparer.differs(params[name], values):
             at = findings.param(shown.step, shown.rank, name)
