@@ -14,8 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_sim.checkpoint import load, save
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, Seams, ZeroConfig
 from zero_sim.zero.groups import build_redundancy_groups
+from zero_sim.zero.variants.fp8 import Fp8Cast
+
+FP8 = Seams(cast=Fp8Cast)
+"""Also fits models without params in fp8."""
 
 OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1, amsgrad=True, foreach=False),
@@ -96,7 +100,9 @@ def build(*, optimizer="adamw", module=None, wrap=None, **config):
             dist.group.WORLD, redundancy=config.redundancy
         )
         groups = {"shard_group": shard_group, "replica_group": replica_group}
-    ddp = DistributedDataParallel(module, config=config, group=dist.group.WORLD, **groups)
+    ddp = DistributedDataParallel(
+        module, config=config, group=dist.group.WORLD, seams=FP8, **groups
+    )
     factory = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     return Run(module, ddp, DistributedOptimizer(ddp, optim_factory=factory, **(wrap or {})))
 
