@@ -168,9 +168,10 @@ def momentum_at_half(patch: Patches) -> None:
 def restored_before_the_buckets(patch: Patches) -> None:
     """After a load only the first buffer's params are gathered."""
     patch[_commit_weights, "ddp.gather_params()"] = """
-        buffers, ddp.buffers = ddp.buffers, ddp.buffers[:1]
+        schedule = ddp.param_schedule
+        gathered, schedule._gathered = schedule._gathered, schedule._gathered[:1]
         ...
-        ddp.buffers = buffers"""
+        schedule._gathered = gathered"""
 
 
 def _write_last(patch: Patches) -> None:

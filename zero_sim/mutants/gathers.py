@@ -33,9 +33,10 @@ def freed_by_the_first_user(patch: Patches) -> None:
 @mutant("W03", "ASYNC", "Z3 B2", seen_in="class ASYNC", kill="volume")
 def freed_while_in_use(patch: Patches) -> None:
     """A module that ends frees what it used, though the module around it uses it, too."""
-    patch[OnUse._after_forward, "if is_outermost and self._saving"] = f"""
+    patch[OnUse._after_forward, "if is_outermost and self._saving"] = """
         for unit in needed if not is_outermost else ():
-            if {_IS_WHOLE}:
+            if unit.param_state in (ParamState.WHOLE, ParamState.IN_USE):
+                unit.param_state, unit._users = ParamState.WHOLE, 0
                 unit.free_params()
         ..."""
 
