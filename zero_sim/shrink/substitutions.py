@@ -81,7 +81,6 @@ def _staged(stage: Literal[0, 1, 2]) -> Change:
             reshard_ranks=None,
             gather_after_step=False,
             arena=scenario.system.arena and stage > 1,
-            **(_WITHOUT_CHECKPOINTS if stage == 3 else {}),
             sum_by=scenario.system.sum_by if stage else "reduce-scatter",
             **({} if stage else _WITHOUT_BUFFERS),
         )
@@ -95,9 +94,6 @@ _WITHOUT_BUFFERS: dict[str, Any] = {
     "contiguous_grads": True,
     "gather_chunk_elems": None,
 }
-
-
-_WITHOUT_CHECKPOINTS: dict[str, Any] = {"checkpoints": "none", "offload_checkpoints": False}
 
 
 def _both(first: Change, second: Change) -> Change:
