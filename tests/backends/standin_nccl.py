@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 from tests.standin.staged import Staged
 from zero_sim.backends import folding
 from zero_sim.backends.nccl import Nccl
+from zero_sim.backends.transport import Membership
 from zero_sim.backends.transports import put_transport
 from zero_sim.sim.order import Fold, Stretch
 from zero_sim.sim.order_backends import NcclRing
@@ -76,19 +76,11 @@ class StandIn:
         if self.binds:
             torch.accelerator.set_device_index(index)
 
-    def make_group(
-        self,
-        store: dist.Store,
-        rank: int,
-        *,
-        ranks: Sequence[int],
-        name: str,
-        timeout: timedelta,
-        device: torch.device,
-    ) -> Any:
+    def make_group(self, membership: Membership, *, device: torch.device) -> Any:
         assert device.index is not None
-        group = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
-        group.options.global_ranks_in_group = list(ranks)
+        size = len(membership.ranks)
+        group = dist.ProcessGroupGloo(membership.store, membership.rank, size, membership.timeout)
+        group.options.global_ranks_in_group = list(membership.ranks)
         return Staged(group) if self.binds else group
 
     def abort_all(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 OWNER = """
 import multiprocessing, os, time
 from concurrent.futures import ProcessPoolExecutor
-from zero_sim.backends.parent_watchdog import end_with_parent
+from zero_sim.backends.pool import end_with_parent
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")

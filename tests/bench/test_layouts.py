@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zero_sim.bench.layouts import require_cover
+from zero_sim.bench.cases import require_cover
 from zero_sim.errors import LayoutError
 from zero_sim.layout import LayoutPolicy, ParamSpec, plan_buffers
 

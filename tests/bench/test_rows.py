@@ -31,7 +31,7 @@ def test_a_part_that_no_name_has_is_refused():
 @pytest.mark.parametrize(("value", "ok"), [(1999.0, False), (2000.0, True)])
 def test_a_goal_may_be_the_least(monkeypatch, value, ok):
     figure = rows._figure("a", "a second", least=2000.0)
-    monkeypatch.setattr(rows, "ROWS", (rows._one(figure, lambda: value),))
+    monkeypatch.setattr(rows, "ROWS", (rows._row(figure, take=lambda: value),))
     (taken,) = run_benchmarks()
     assert (taken.value, taken.ok, taken.at_least) == (value, ok, True)
 

@@ -161,8 +161,8 @@ def test_a_plan_reaches_the_world_field_by_field() -> None:
     )
     with WorldPool() as pool:
         world = pool.world_for(dataclasses.replace(CASE, faults=(spec,)))
-        assert world.faults == (Fault(**dataclasses.asdict(spec)),)
-        assert pool.world_for(CASE).faults == ()
+        assert world.settings.faults == (Fault(**dataclasses.asdict(spec)),)
+        assert pool.world_for(CASE).settings.faults == ()
 
 
 def test_each_case_has_its_own_stall_limit() -> None:
@@ -171,8 +171,8 @@ def test_each_case_has_its_own_stall_limit() -> None:
 
     with WorldPool() as pool:
         short = dataclasses.replace(CASE, run=RunSpec(stall_seconds=2.5))
-        assert pool.world_for(short).stall_seconds == 2.5
-        assert pool.world_for(CASE).stall_seconds == 60.0
+        assert pool.world_for(short).settings.stall_seconds == 2.5
+        assert pool.world_for(CASE).settings.stall_seconds == 60.0
 
 
 def test_no_more_ranks_than_the_simulator_takes() -> None:

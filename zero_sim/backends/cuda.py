@@ -5,21 +5,24 @@ Only this module cannot run without a GPU; `zero_sim.backends.nccl` decides, thi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from zero_sim.backends.transport import Membership
+
 
 class Cuda:
     """This process's CUDA, and the NCCL that torch was built with or finds."""
 
-    device_type = "cuda"
-    torch_name = "nccl"
-    binds = True
+    device_type: str = "cuda"
+    """What torch calls its devices."""
+    torch_name: str = "nccl"
+    """What torch calls its process groups."""
+    binds: bool = True
+    """Whether torch binds groups to its devices, as to all but the CPU."""
 
     def is_built(self) -> bool:
         """Whether this torch has NCCL at all."""
@@ -49,22 +52,14 @@ class Cuda:
         """Compute on a GPU from now on."""
         torch.cuda.set_device(index)
 
-    def make_group(
-        self,
-        store: dist.Store,
-        rank: int,
-        *,
-        ranks: Sequence[int],
-        name: str,
-        timeout: timedelta,
-        device: torch.device,
-    ) -> Any:
+    def make_group(self, membership: Membership, *, device: torch.device) -> Any:
         """A connected `ProcessGroupNCCL`."""
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        options.global_ranks_in_group = list(ranks)
-        options.group_name = c10d.GroupName(name)
-        group = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+        options._timeout = membership.timeout
+        options.global_ranks_in_group = list(membership.ranks)
+        options.group_name = c10d.GroupName(membership.name)
+        size = len(membership.ranks)
+        group = dist.ProcessGroupNCCL(membership.store, membership.rank, size, options)
         group._set_sequence_number_for_group()
         group.eager_connect_single_device(device)
         return group

@@ -1,6 +1,6 @@
 """NCCL: a rank a GPU, pinned to an order that is known.
 
-Everything but the calls of CUDA and NCCL themselves, which a `Library` makes.
+Everything but the calls of CUDA and NCCL themselves, which `Cuda` makes, or a stand-in in tests.
 """
 
 from __future__ import annotations
@@ -8,75 +8,15 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, MutableMapping, Sequence
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zero_sim.backends.cuda import Cuda
 from zero_sim.backends.nccl_settings import SHARING, pin, shown
 from zero_sim.backends.transport import Membership
 from zero_sim.errors import EnvironmentProblem
-
-
-class Library(Protocol):
-    """An accelerator, and what moves data between several of them."""
-
-    device_type: str
-    """What torch calls its devices."""
-    torch_name: str
-    """What torch calls its process groups."""
-    binds: bool
-    """Whether torch binds groups to its devices, as to all but the CPU."""
-
-    def is_built(self) -> bool:
-        """Whether this torch has it at all."""
-        ...
-
-    def device_count(self) -> int:
-        """Devices that this process may use."""
-        ...
-
-    def version(self) -> tuple[int, ...]:
-        """Of what moves the data."""
-        ...
-
-    def toolkit(self) -> str:
-        """Of what torch was built with."""
-        ...
-
-    def device_name(self, index: int) -> str:
-        """The kind of a device."""
-        ...
-
-    def device_id(self, index: int) -> str:
-        """What tells a device from all others."""
-        ...
-
-    def use(self, index: int) -> None:
-        """Compute on a device from now on."""
-        ...
-
-    def make_group(
-        self,
-        store: dist.Store,
-        rank: int,
-        *,
-        ranks: Sequence[int],
-        name: str,
-        timeout: timedelta,
-        device: torch.device,
-    ) -> Any:
-        """A process group, connected."""
-        ...
-
-    def abort_all(self) -> None:
-        """Abort every group of this process."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait for all work on the device of this process."""
-        ...
 
 
 class Nccl:
@@ -91,7 +31,7 @@ class Nccl:
     lacks: tuple[str, ...] = ()
     renews = True
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Cuda) -> None:
         self._library = library
         self.device_type = library.device_type
         self.torch_name = library.torch_name
@@ -137,14 +77,7 @@ class Nccl:
     def make_group(self, membership: Membership) -> Any:
         """A `ProcessGroupNCCL` that keeps name, ranks and time limit, bound to the device."""
         assert self.device is not None
-        return self._library.make_group(
-            membership.store,
-            membership.rank,
-            ranks=membership.ranks,
-            name=membership.name,
-            timeout=membership.timeout,
-            device=self.device,
-        )
+        return self._library.make_group(membership, device=self.device)
 
     def warm_up(self) -> None:
         """One call of the default group, to the end."""

@@ -11,6 +11,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -20,9 +21,9 @@ from concurrent.futures import (
     ProcessPoolExecutor,
     wait,
 )
+from multiprocessing import connection
 from typing import Any, Generic, Protocol, TypeVar
 
-from zero_sim.backends.parent_watchdog import end_with_parent
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.host.garbage import collect_seldom
 from zero_sim.host.signals import ENDING, FROM_OWNER, leave_to_owner
@@ -277,3 +278,21 @@ def _begin() -> None:
     end_with_parent()
     leave_to_owner()
     tell_once()
+
+
+def end_with_parent() -> None:
+    """Let this process end as soon as its parent has; does nothing where nobody started it.
+
+    A pool of `concurrent.futures` whose owner is killed leaves its workers behind: each holds the
+    pipe open that would tell the others.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        # Nobody is left to hear of what runs here, nor to wait for it.
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watchdog", daemon=True).start()

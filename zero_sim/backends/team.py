@@ -65,6 +65,9 @@ class _Worker:
     connection: Connection
 
 
+_Team = Sequence[_Worker]
+
+
 @dataclass(kw_only=True, slots=True)
 class JobRank:
     """The one worker that a process of a larger job keeps."""
@@ -81,11 +84,6 @@ class JobRank:
     """Whether the worker of somebody else died, hangs or gave up at this job."""
     note_lost: Callable[[], None] = lambda: None
     """Says so of this one."""
-
-
-@dataclass(slots=True)
-class _Team:
-    workers: list[_Worker]
 
 
 class Teams:
@@ -200,7 +198,7 @@ class Teams:
 
     def _start(self, size: int) -> _Team:
         first = 0 if self._job_rank is None else self._job_rank.rank
-        team = _Team([self._fork(first + rank) for rank in range(size)])
+        team = [self._fork(first + rank) for rank in range(size)]
         join = {
             "op": "join",
             "backend": self._backend,
@@ -247,11 +245,11 @@ class Teams:
     def _end(self, team: _Team) -> dict[int, int]:
         """Kill a team's workers; the exit status of each, by rank, as it was before."""
         statuses = {}
-        for worker in team.workers:
+        for worker in team:
             worker.connection.close()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
-        for worker in team.workers:
+        for worker in team:
             self._say({"reap": worker.pid})
             statuses[worker.rank] = self._hear()
         return statuses
@@ -282,7 +280,7 @@ def _broadcast(
     """Send a message to all workers and wait for an ending of each; arguments as for `Teams`."""
     endings: dict[int, Ending] = {}
     pending: dict[Any, _Worker] = {}
-    for worker in team.workers:
+    for worker in team:
         try:
             worker.connection.send_bytes(json.dumps(message).encode())
             pending[worker.connection] = worker
@@ -305,12 +303,11 @@ def _broadcast(
             endings.update(_ask_where(pending))
             break
         for connection in ready:
-            ending = _receive(pending[connection], with_listening=job_rank is not None)
-            if ending is None:
-                if not is_lost:
+            ending = _receive(pending[connection])
+            if not isinstance(ending, Ending):
+                # Who waits for what others tell may wait for workers of other processes.
+                if not is_lost and (ending == "alive" or job_rank is not None):
                     deadline = time.monotonic() + timeout_seconds
-                continue
-            if isinstance(ending, _Listening):
                 continue
             del pending[connection]
             endings[ending.rank] = ending
@@ -322,38 +319,20 @@ def _broadcast(
     return endings
 
 
-class _Listening:
-    """A worker says that it waits for what others tell."""
-
-
-def _receive(worker: _Worker, *, with_listening: bool = False) -> Ending | _Listening | None:
-    """A worker's ending; None for a sign of life, which it is to wait for those elsewhere.
-
-    Args:
-        worker: One whose connection has something to read.
-        with_listening: Whether those it listens to are workers of other processes.
-    """
+def _receive(worker: _Worker) -> Ending | Literal["alive", "listening"]:
+    """A worker's ending, or a sign of life: that it waits for what others tell, or another one."""
     try:
         answer = json.loads(worker.connection.recv_bytes())
     except (EOFError, ConnectionResetError):
         return _death(worker.rank)
-    if answer["op"] == "alive":
-        return None
-    if answer["op"] == "listening":
-        return None if with_listening else _Listening()
-    if answer["op"] == "raised":
-        return Ending(
-            rank=worker.rank,
-            how="raised",
-            error=answer["error"],
-            detail=answer["traceback"],
-            gave_up=answer.get("gave_up", False),
-            spoilt=answer.get("spoilt", False),
-        )
+    if answer["op"] in ("alive", "listening"):
+        return answer["op"]
     return Ending(
         rank=worker.rank,
-        how="done",
+        how="raised" if answer["op"] == "raised" else "done",
         result=answer.get("result"),
+        error=answer.get("error", ""),
+        detail=answer.get("traceback", ""),
         gave_up=answer.get("gave_up", False),
         spoilt=answer.get("spoilt", False),
     )

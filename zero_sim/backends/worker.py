@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from zero_sim.backends.nccl import check_alike
 from zero_sim.backends.real import RankGone, RealRank
-from zero_sim.backends.recorder import pending_calls
 from zero_sim.backends.transports import local_rank_of
 from zero_sim.errors import EnvironmentProblem
 
@@ -32,6 +32,8 @@ _PACKAGE = str(Path(__file__).parent.parent)
 _CALLED = (f"{_PACKAGE}/sim/", f"{_PACKAGE}/backends/folding")
 _FRAMES_MAX = 10
 _TICK_SECONDS = 0.25
+_PENDING_MAX = 8
+"""Most pending calls that are told."""
 
 
 def serve(connection: Connection, *, rank: int) -> None:
@@ -140,3 +142,40 @@ def stack_of(thread: int) -> str:
     ours = [i for i, entry in enumerate(frames) if entry.filename.startswith(_PACKAGE)]
     below = frames[ours[-1] + 1 :] if ours else frames
     return "".join(traceback.format_list((below or frames)[-_FRAMES_MAX:])).rstrip()
+
+
+def _recorded_calls() -> dict[str, Any]:
+    """All that torch's Flight Recorder has kept, of gloo and NCCL alike.
+
+    Empty where this torch has none, or nothing was recorded: `TORCH_FR_BUFFER_SIZE` says how many
+    calls it keeps.
+    """
+    # torch 2.11 calls it by NCCL's name.
+    read = getattr(c10d, "_dump_fr_trace_json", None) or getattr(
+        c10d, "_dump_nccl_trace_json", None
+    )
+    return {} if read is None else json.loads(read(True, False))
+
+
+def pending_calls() -> str:
+    """The calls that have not come to an end, oldest first, one a line; empty where none is."""
+    entries = _recorded_calls().get("entries", ())
+    pending = [_in_words(entry) for entry in entries if not _is_over(entry)]
+    left = len(pending) - _PENDING_MAX
+    more = [f"pending: and {left} more"] if left > 0 else []
+    return "\n".join([*pending[:_PENDING_MAX], *more])
+
+
+def _is_over(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("retired")) or entry.get("state") == "completed"
+
+
+def _in_words(entry: Mapping[str, Any]) -> str:
+    name, description = [*entry.get("process_group", ("?", "?")), "?"][:2]
+    sizes = ", ".join(map(str, entry.get("input_sizes", ())))
+    dtypes = ", ".join(dict.fromkeys(entry.get("input_dtypes", ())))
+    group = f" of group {description or name}" if description or name else ""
+    return (
+        f"pending: {entry.get('profiling_name', '?')}, call {entry.get('collective_seq_id', '?')}"
+        f"{group}, of {sizes} {dtypes}, {entry.get('state', '?')}"
+    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Self
 
 from zero_sim.host.dynamo import defer_dynamo
 from zero_sim.host.garbage import spare_imports
-from zero_sim.scenario.spec import FaultSpec, Scenario
+from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import Fault, World
 
 WORLDS_OPEN_MAX = 8
@@ -50,7 +51,7 @@ class WorldPool:
             races=scenario.world.races,
             strict=scenario.world.strict,
             stall_seconds=scenario.run.stall_seconds,
-            faults=[_planned(spec) for spec in scenario.faults],
+            faults=[Fault(**asdict(spec)) for spec in scenario.faults],
         )
         return world
 
@@ -59,17 +60,3 @@ class WorldPool:
         for world in self._worlds.values():
             world.close()
         self._worlds.clear()
-
-
-def _planned(spec: FaultSpec) -> Fault:
-    return Fault(
-        kind=spec.kind,
-        rank=spec.rank,
-        call=spec.call,
-        at=spec.at,
-        call_stop=spec.call_stop,
-        collective=spec.collective,
-        side=spec.side,
-        element=spec.element,
-        bit=spec.bit,
-    )

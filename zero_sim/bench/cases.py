@@ -1,4 +1,4 @@
-"""Figures of worlds, cases and training: processor time, and ratios of what is done in turns."""
+"""Figures of worlds, cases, layouts and training: processor time, and ratios taken in turns."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import hypothesis
 import torch
 import torch.distributed as dist
 
 from zero_sim.backends import WorldPool
 from zero_sim.bench.clock import median_seconds, pairs, ratio, tree_seconds
+from zero_sim.errors import LayoutError
 from zero_sim.fuzz.drawing import draws
+from zero_sim.fuzz.layouts import Layout, layouts
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.run import run_case
 from zero_sim.run.real_judge import on_workers
@@ -221,6 +224,58 @@ def drawn_seconds() -> tuple[float, float]:
         for case in cases:
             run_case(case, pool=pool)
     return (time.process_time() - began) / _DRAWN, (drawn - began) / _DRAWN
+
+
+def layouts_rate(count: int) -> float:
+    """Layouts a second that are drawn, planned and seen to give every element one owner.
+
+    Args:
+        count: How many.
+    """
+    seen = 0
+
+    @hypothesis.seed(0)
+    @hypothesis.settings(
+        max_examples=count,
+        phases=(hypothesis.Phase.generate,),
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(layouts())
+    def cover_all(layout: Layout) -> None:
+        nonlocal seen
+        seen += 1
+        require_cover(layout)
+
+    started = time.process_time()
+    cover_all()
+    return seen / (time.process_time() - started)
+
+
+def require_cover(layout: Layout) -> None:
+    """Refuse a drawn layout in which some element of a param has no owner, or two.
+
+    Raises:
+        LayoutError: Names the first such element.
+    """
+    _, policy, buffers = layout
+    for buffer in buffers:
+        for bucket in buffer.buckets:
+            reached = bucket.span.start
+            for shard in range(policy.shard_count):
+                for fragment in bucket.fragments(shard):
+                    if fragment.in_buffer.start != reached:
+                        raise LayoutError(
+                            f"Expected element {reached} to be owned once, but bucket "
+                            f"{bucket.index} of buffer {buffer.key} goes on with {fragment}."
+                        )
+                    reached = fragment.in_buffer.stop
+            if reached != bucket.padding.start:
+                raise LayoutError(
+                    f"Expected an owner of every element, but nobody has those of "
+                    f"[{reached}, {bucket.padding.start}) of buffer {buffer.key}."
+                )
 
 
 def first_verdict_seconds() -> float:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from zero_sim.bench import cases, layouts, memory, peers
+from zero_sim.bench import cases, memory, peers
 from zero_sim.errors import UsageError
 from zero_sim.report.records import Measurement
 from zero_sim.scenario.spec import WorldSpec
@@ -24,11 +25,15 @@ class Row:
 
     figures: tuple[Measurement, ...]
     """Without values yet."""
-    take: Callable[[], tuple[float, ...]]
+    take: Callable[[], float | tuple[float, ...]]
+    """Gives one value, or as many as there are figures; times in seconds."""
 
     def measure(self) -> Iterator[Measurement]:
         """Take the figures."""
-        for figure, value in zip(self.figures, self.take(), strict=True):
+        taken = self.take()
+        values = taken if isinstance(taken, tuple) else (taken,)
+        for figure, in_seconds in zip(self.figures, values, strict=True):
+            value = in_seconds * 1e3 if figure.unit == "ms" else in_seconds
             goal, ok = figure.goal, None
             if goal is not None:
                 ok = value >= goal if figure.at_least else value <= goal
@@ -42,19 +47,15 @@ def _figure(
     return Measurement(name=name, value=0.0, unit=unit, goal=goal, at_least=least is not None)
 
 
-def _one(figure: Measurement, take: Callable[[], float]) -> Row:
-    return Row(figures=(figure,), take=lambda: (take(),))
+def _row(*figures: Measurement, take: Callable[[], float | tuple[float, ...]]) -> Row:
+    return Row(figures=figures, take=take)
 
 
 def _peer(program: str, *, shown: str, peer: str, least: float | None, repeats: int) -> Row:
-    return _one(
+    return _row(
         _figure(f"{peer} over simulated, {shown}", "x", least=least),
-        lambda: peers.ratio_of(program, peer=peer, repeats=repeats),
+        take=lambda: peers.ratio_of(program, peer=peer, repeats=repeats),
     )
-
-
-def _in_ms(take: Callable[[], float]) -> Callable[[], float]:
-    return lambda: take() * 1e3
 
 
 _WORLDS = (
@@ -63,77 +64,64 @@ _WORLDS = (
     ("race detector", WorldSpec(size=4, races=True)),
 )
 ROWS = (
-    _one(
+    _row(
         _figure("warm all_reduce, 4 ranks", "ms", most=1.0),
-        _in_ms(lambda: cases.all_reduce_seconds(4, 200)),
+        take=lambda: cases.all_reduce_seconds(4, 200),
     ),
-    _one(
+    _row(
         _figure("warm all_reduce, 1024 ranks", "s", most=1.0),
-        lambda: cases.all_reduce_seconds(1024, 5),
+        take=lambda: cases.all_reduce_seconds(1024, 5),
     ),
-    Row(
-        figures=(
-            _figure("4096 ranks opened, run, closed", "s", most=3.0),
-            _figure("memory of 4096 ranks", "MB", most=600.0),
-        ),
+    _row(
+        _figure("4096 ranks opened, run, closed", "s", most=3.0),
+        _figure("memory of 4096 ranks", "MB", most=600.0),
         take=lambda: memory.many_ranks(4096),
     ),
     _peer("all-reduce", shown="all_reduce", peer="threaded", least=None, repeats=100),
     _peer("all-reduce", shown="all_reduce", peer="in-lock-step", least=None, repeats=100),
     _peer("fsdp2", shown="3 steps of FSDP2", peer="threaded", least=4.0, repeats=8),
     _peer("ddp", shown="3 steps of DDP", peer="threaded", least=2.0, repeats=20),
-    _one(_figure("case: 4 ranks, 3 steps, hidden 8", "ms", most=20.0), _in_ms(cases.case_seconds)),
-    _one(_figure("the case over its torch work", "x", most=2.5), cases.case_over_torch),
-    Row(
-        figures=(
-            _figure("the case on warm gloo workers", "ms", most=50.0),
-            _figure("gloo workers over simulated", "x"),
-            _figure("gloo workers over simulated, wall clock", "x", most=1.6),
-        ),
-        take=lambda: _first_in_ms(cases.gloo_figures()),
+    _row(_figure("case: 4 ranks, 3 steps, hidden 8", "ms", most=20.0), take=cases.case_seconds),
+    _row(_figure("the case over its torch work", "x", most=2.5), take=cases.case_over_torch),
+    _row(
+        _figure("the case on warm gloo workers", "ms", most=50.0),
+        _figure("gloo workers over simulated", "x"),
+        _figure("gloo workers over simulated, wall clock", "x", most=1.6),
+        take=cases.gloo_figures,
     ),
-    Row(
-        figures=(
-            _figure("gloo workers over simulated, hidden 256", "x"),
-            _figure("gloo workers over simulated, hidden 256, wall clock", "x", most=1.6),
-        ),
+    _row(
+        _figure("gloo workers over simulated, hidden 256", "x"),
+        _figure("gloo workers over simulated, hidden 256, wall clock", "x", most=1.6),
         take=lambda: cases.gloo_figures(hidden=256, repeats=8)[1:],
     ),
     *(
-        _one(
+        _row(
             _figure(f"ranks over plain loop, hidden {hidden}", "x", most=most),
-            lambda hidden=hidden: cases.overhead(hidden),
+            take=partial(cases.overhead, hidden),
         )
         for hidden, most in ((256, 1.15), (8, 2.0))
     ),
-    _one(
+    _row(
         _figure("mismatch named, 2 ranks", "ms", most=10.0),
-        _in_ms(lambda: cases.failing_seconds(2)),
+        take=lambda: cases.failing_seconds(2),
     ),
-    _one(
+    _row(
         _figure("deadlock explained, 64 ranks", "ms", most=100.0),
-        _in_ms(lambda: cases.failing_seconds(64)),
+        take=lambda: cases.failing_seconds(64),
     ),
     *(
-        _one(_figure(f"{name} over none, hidden 8", "x"), lambda world=world: cases.cost_of(world))
+        _row(_figure(f"{name} over none, hidden 8", "x"), take=partial(cases.cost_of, world))
         for name, world in _WORLDS
     ),
-    _one(_figure("peak memory over what 4 ranks hold", "x", most=1.1), memory.memory_ratio),
-    Row(
-        figures=(
-            _figure("a drawn case, drawing included", "ms", most=30.0),
-            _figure("drawing a case", "ms", most=1.0),
-        ),
-        take=lambda: tuple(seconds * 1e3 for seconds in cases.drawn_seconds()),
+    _row(_figure("peak memory over what 4 ranks hold", "x", most=1.1), take=memory.memory_ratio),
+    _row(
+        _figure("a drawn case, drawing included", "ms", most=30.0),
+        _figure("drawing a case", "ms", most=1.0),
+        take=cases.drawn_seconds,
     ),
-    _one(_figure("drawn layouts", "a second", least=1000.0), lambda: layouts.layouts_rate(3000)),
-    _one(_figure("first verdict of a process", "s", most=2.2), cases.first_verdict_seconds),
+    _row(_figure("drawn layouts", "a second", least=1000.0), take=lambda: cases.layouts_rate(3000)),
+    _row(_figure("first verdict of a process", "s", most=2.2), take=cases.first_verdict_seconds),
 )
-
-
-def _first_in_ms(figures: tuple[float, float, float]) -> tuple[float, float, float]:
-    seconds, over, wall = figures
-    return seconds * 1e3, over, wall
 
 
 def run_benchmarks(*, only: str = "") -> Iterator[Measurement]:

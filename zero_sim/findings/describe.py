@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,54 +33,45 @@ def loss(step: int, rank: int, micro: int) -> Finding:
     )
 
 
-def param(step: int, rank: int, name: str) -> Finding:
-    """A working param, before it is compared."""
+_COMPARED = {
+    Check.EQUALITY_LOAD: (Phase.LOAD, "{key} is not what was saved"),
+    Check.EQUALITY_PARAMS: (Phase.GATHER, "the working param differs"),
+    Check.EQUALITY_GRAD: (Phase.REDUCE, "the reduced gradient differs"),
+    Check.EQUALITY_SCALE: (Phase.WRITE_BACK, "the scale of the fp8 param differs"),
+    Check.EQUALITY_NORM: (Phase.NORM, "the norm of the gradient differs"),
+    Check.EQUALITY_MASTER: (Phase.OPTIMIZER, "the fp32 master differs"),
+    Check.EQUALITY_STATE: (Phase.OPTIMIZER, "optimizer state {key!r} differs"),
+    Check.INVARIANT_ONE_DEVICE: (
+        Phase.REDUCE,
+        "ranks that all saw the same data do not have the gradient of one device",
+    ),
+    Check.INVARIANT_CAST: (Phase.WRITE_BACK, "the working param is not its master, cast"),
+}
+"""Phase and message of each check of what a rank has."""
+
+
+def _compared(check: Check, step: int, rank: int, param: str | None = None) -> Finding:
+    phase, message = _COMPARED[check]
+    is_whole = check in (Check.EQUALITY_PARAMS, Check.EQUALITY_GRAD)
     return Finding(
-        check=Check.EQUALITY_PARAMS,
-        message="the working param differs",
+        check=check,
+        message=message,
         step=step,
-        phase=Phase.GATHER,
+        phase=phase,
         rank=rank,
-        param=name,
-        offset_in_param=0,
+        param=param,
+        offset_in_param=0 if is_whole else None,
     )
 
 
-def gradient(step: int, rank: int, name: str) -> Finding:
-    """The reduced gradient of a whole param, before it is compared."""
-    return Finding(
-        check=Check.EQUALITY_GRAD,
-        message="the reduced gradient differs",
-        step=step,
-        phase=Phase.REDUCE,
-        rank=rank,
-        param=name,
-        offset_in_param=0,
-    )
-
-
-def scale(step: int, rank: int, name: str) -> Finding:
-    """The scale of a param in fp8, before it is compared."""
-    return Finding(
-        check=Check.EQUALITY_SCALE,
-        message="the scale of the fp8 param differs",
-        step=step,
-        phase=Phase.WRITE_BACK,
-        rank=rank,
-        param=name,
-    )
-
-
-def norm(step: int, rank: int) -> Finding:
-    """The norm of the gradient, before it is compared."""
-    return Finding(
-        check=Check.EQUALITY_NORM,
-        message="the norm of the gradient differs",
-        step=step,
-        phase=Phase.NORM,
-        rank=rank,
-    )
-
+param = partial(_compared, Check.EQUALITY_PARAMS)
+"""A working param, before it is compared."""
+gradient = partial(_compared, Check.EQUALITY_GRAD)
+"""The reduced gradient of a whole param, before it is compared."""
+scale = partial(_compared, Check.EQUALITY_SCALE)
+"""The scale of a param in fp8, before it is compared."""
+norm = partial(_compared, Check.EQUALITY_NORM)
+"""The norm of the gradient, before it is compared."""
 
 _SAID = {
     "loss_scale": Check.EQUALITY_LOSS_SCALE,
@@ -128,23 +120,9 @@ def missing(at: Finding, message: str) -> Finding:
     return replace(at, message=message, manner=_behind(at.manner, "missing"))
 
 
-_OWNED = {
-    Check.EQUALITY_LOAD: (Phase.LOAD, "{key} is not what was saved"),
-    Check.EQUALITY_GRAD: (Phase.REDUCE, "the reduced gradient differs"),
-    Check.EQUALITY_MASTER: (Phase.OPTIMIZER, "the fp32 master differs"),
-    Check.EQUALITY_STATE: (Phase.OPTIMIZER, "optimizer state {key!r} differs"),
-    Check.INVARIANT_ONE_DEVICE: (
-        Phase.REDUCE,
-        "ranks that all saw the same data do not have the gradient of one device",
-    ),
-    Check.INVARIANT_CAST: (Phase.WRITE_BACK, "the working param is not its master, cast"),
-}
-"""Phase and message of each check of what a rank owns."""
-
-
 def owned(check: Check, key: str, step: int, rank: int, place: Place) -> Finding:
     """Something a rank owns, before it is compared; offsets are of the part's first element."""
-    phase, message = _OWNED[check]
+    phase, message = _COMPARED[check]
     return Finding(
         check=check,
         message=message.format(key=key),
@@ -298,10 +276,6 @@ def _byte(values: Tensor, index: int) -> str:
     return f" = byte {int(values.reshape(-1)[index].view(torch.uint8)):#04x}"
 
 
-def _index(first: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(first), shape)) if shape else ()
-
-
 def with_index(finding: Finding, shapes: dict[str, tuple[int, ...]]) -> Finding:
     """Add the index in the param's own shape, where only the flat offset is known."""
     if finding.index is not None or finding.param not in shapes or finding.offset_in_param is None:
@@ -310,4 +284,5 @@ def with_index(finding: Finding, shapes: dict[str, tuple[int, ...]]) -> Finding:
     numel = torch.Size(shape).numel()
     if finding.offset_in_param >= numel:
         return finding
-    return replace(finding, index=_index(finding.offset_in_param, shape))
+    index = torch.unravel_index(torch.tensor(finding.offset_in_param), shape) if shape else ()
+    return replace(finding, index=tuple(int(i) for i in index))

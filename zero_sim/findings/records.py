@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
-
 from zero_sim.scenario.checks import Check
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from zero_sim.scenario.spec import Scenario
     from zero_sim.sim import EventLog
 else:

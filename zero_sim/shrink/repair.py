@@ -23,7 +23,7 @@ from zero_sim.scenario.spec import (
 from zero_sim.workloads import params_of
 
 
-def changed(scenario: Scenario, path: str, value: object) -> Scenario:
+def changed(scenario: Scenario, path: str, value: Any) -> Scenario:
     """The case with another value in one field.
 
     Args:

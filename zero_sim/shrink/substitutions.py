@@ -80,7 +80,6 @@ def _staged(stage: Literal[0, 1, 2]) -> Change:
             reshard_after_forward=True,
             gather_after_step=False,
             arena=scenario.system.arena and stage > 1,
-            **(_WITHOUT_CHECKPOINTS if stage == 3 else {}),
             sum_by=scenario.system.sum_by if stage else "reduce-scatter",
             **({} if stage else _WITHOUT_BUFFERS),
         )
@@ -94,9 +93,6 @@ _WITHOUT_BUFFERS: dict[str, Any] = {
     "contiguous_grads": True,
     "gather_chunk_elems": None,
 }
-
-
-_WITHOUT_CHECKPOINTS: dict[str, Any] = {"checkpoints": "none", "offload_checkpoints": False}
 
 
 def _both(first: Change, second: Change) -> Change:

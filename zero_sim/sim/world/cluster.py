@@ -214,7 +214,7 @@ class SimCluster:
             call.line,
             sum(tensor.numel() for tensor in written),
         )
-        self.run.log.add(record, of_harness=self.run.program_time.is_in_harness(rank))
+        self.run.log.add(record, of_harness=self.run.program_time.blocks[rank] > 0)
         self.run.log.note(rank, "issue", len(self.run.log.collectives) - 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 
 from zero_sim.errors import UsageError
@@ -16,7 +17,48 @@ from zero_sim.sim.in_flight_buffers import InFlightBuffers
 from zero_sim.sim.inflight.timing import Timing
 from zero_sim.sim.log import EventLog
 from zero_sim.sim.world.baton import Baton
-from zero_sim.sim.world.program_time import ProgramTime
+
+
+class ProgramTime:
+    """Blocks of a harness that are open in each rank."""
+
+    def __init__(self) -> None:
+        self.paused: set[int] = set()
+        """Ranks whose time does not count against `stall_seconds` at present."""
+        self.blocks: Counter[int] = Counter()
+        """By rank: open blocks of a harness, those within one included. While a rank has any, its calls
+        are a harness's doing."""
+        self.changes = 0
+
+
+class PausedClock:
+    """A block in which a rank's time is not its program's; or, in such a block, is again.
+
+    Args:
+        time: Of the run.
+        rank: World rank.
+        pause: False if its time counts again.
+    """
+
+    __slots__ = ("_before", "_pause", "_rank", "_time")
+
+    def __init__(self, time: ProgramTime, *, rank: int, pause: bool) -> None:
+        self._time = time
+        self._rank = rank
+        self._pause = pause
+
+    def __enter__(self) -> None:
+        self._before = self._rank in self._time.paused
+        self._set(self._pause)
+        self._time.blocks[self._rank] += self._pause
+
+    def __exit__(self, *exception: object) -> None:
+        self._time.blocks[self._rank] -= self._pause
+        self._set(self._before)
+
+    def _set(self, paused: bool) -> None:
+        (self._time.paused.add if paused else self._time.paused.discard)(self._rank)
+        self._time.changes += 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

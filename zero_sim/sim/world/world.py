@@ -31,10 +31,9 @@ from zero_sim.sim.world import c10d, process_ends, profilers
 from zero_sim.sim.world.baton import Baton, RankLocal
 from zero_sim.sim.world.cluster import SimCluster
 from zero_sim.sim.world.process_state import ProcessState
-from zero_sim.sim.world.program_time import PausedClock
 from zero_sim.sim.world.randomness import Randomness
 from zero_sim.sim.world.rank_threads import is_forked
-from zero_sim.sim.world.run import Run
+from zero_sim.sim.world.run import PausedClock, Run
 from zero_sim.sim.world.settings import WorldSettings, check_program, check_results
 
 _UNWIND_SECONDS = 10.0
