@@ -7,10 +7,11 @@ import subprocess
 import sys
 
 KILLS = 25
-BATCHES = 100
+BATCHES = 200
 # One process that imports everything once and forks a campaign for each kill: it has no threads.
+# Each dies after a number of lines of Python, which no load changes.
 SCRIPT = f"""
-import json, os, random, signal, sys, time
+import json, os, random, signal, sys
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -38,25 +39,37 @@ class Pool:
 folder, random = Path(sys.argv[1]), random.Random(7)
 campaign.recheck = lambda findings, **options: iter(())
 
-def run(batches, tell=lambda totals: None, folder=folder):
+def run(batches, folder=folder):
     plan = Plan(head=HEAD, cases=50 * batches, corpus=folder)
-    return run_campaign(plan, pool=Pool(), render=str, tell=tell)
+    return run_campaign(plan, pool=Pool(), render=str, tell=lambda totals: None)
 
-run(1, folder=folder / "warm")
+def count_lines(note):
+    def trace(frame, event, arg):
+        note()
+        return trace
+    sys.settrace(trace)
+
+lines = 0
+def one_more():
+    global lines
+    lines += 1
+
+count_lines(one_more)
+run(2, folder=folder / "measured")
+sys.settrace(None)
 for _ in range({KILLS}):
-    reader, writer = os.pipe()
+    left = random.randrange(lines)
+    def one_less():
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
     child = os.fork()
     if not child:
-        run({BATCHES}, lambda totals: os.write(writer, b"."))
+        count_lines(one_less)
+        run({BATCHES})
         os._exit(0)
-    # After a few batches, and anywhere in the next one.
-    for _ in range(random.randrange(4)):
-        os.read(reader, 1)
-    time.sleep(random.uniform(0.0, 0.03))
-    os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    os.close(reader)
-    os.close(writer)
 totals = run({BATCHES})
 print(json.dumps({{
     "earlier": totals.earlier_cases, "cases": totals.counts.cases, "batches": totals.batches,

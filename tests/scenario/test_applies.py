@@ -77,17 +77,12 @@ WITHOUT_USE = {
     "expect.one_device": case(expect=ExpectSpec(one_device=True)),
     "system.divide_by": system(divide="none", divide_by="tokens"),
     "system.redundancy": system(stage=0, redundancy=2),
-    "system.state_over": system(state_over="all"),
     "system.partition": system(partition="uneven", align_elems=2),
     "system.overlap_params": system(stage=0, overlap_params=True),
     "system.prefetch": system(prefetch=0),
     "system.reshard_after_forward": system(reshard_after_forward=False),
-    "system.reshard_ranks": case(
-        world=WorldSpec(size=4),
-        system=SystemSpec(stage=3, reshard_after_forward=False, reshard_ranks=2),
-    ),
     "system.gather_after_step": system(gather_after_step=True),
-    "system.sum_by": system(redundancy=2, state_over="all", sum_by="all-reduce"),
+    "system.sum_by": system(stage=0, sum_by="all-reduce"),
     "system.reduce_buffer_elems": system(stage=3, reduce_buffer_elems=4),
     "system.contiguous_grads": system(contiguous_grads=False),
     "system.gather_chunk_elems": system(partition="one-owner", gather_chunk_elems=4),
@@ -115,7 +110,6 @@ WITH_USE = [
     case(model=ModelSpec(name="ternary", hidden=3)),
     case(optimizer=OptimizerSpec(name="rmsprop", eps=1.0)),
     case(system=SystemSpec(divide="pre", divide_by="tokens")),
-    case(system=SystemSpec(redundancy=2, state_over="all")),
     case(system=SystemSpec(reduce_buffer_elems=4, contiguous_grads=False)),
     case(system=SystemSpec(stage=2, arena=True)),
     case(
@@ -182,5 +176,5 @@ def test_other_fields_and_a_remedy_are_named():
     assert problem.suggestion == "Leave it out, or leave out optimizer.clip_norm."
     (problem,) = check_scenario(WITHOUT_USE["topology.pp"])
     assert problem.suggestion == "Leave it out, or change model.name."
-    (problem,) = check_scenario(WITHOUT_USE["system.reshard_ranks"])
-    assert problem.suggestion == "Leave it out, or write system.reshard_after_forward = true."
+    (problem,) = check_scenario(WITHOUT_USE["system.gather_after_step"])
+    assert problem.suggestion == "Leave it out, or write system.stage = 3."

@@ -77,7 +77,7 @@ SET = {
     "blocks of two": fsdp2(ranks=6, redundancy=3),
     "blocks of two, at stage 1": fsdp2(ranks=6, redundancy=3, stage=1),
     "blocks, every": fsdp2({"all_reduce_last": "true"}, ranks=6, redundancy=3, sync="every"),
-    "kept by few": fsdp2(ranks=6, reshard_ranks=3),
+    "kept by few": fsdp2({"reshard_ranks": "3"}, ranks=6),
 }  # fmt: skip
 
 

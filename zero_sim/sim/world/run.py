@@ -26,8 +26,8 @@ class ProgramTime:
         self.paused: set[int] = set()
         """Ranks whose time does not count against `stall_seconds` at present."""
         self.blocks: Counter[int] = Counter()
-        """By rank: open blocks of a harness, those within one included. While a rank has any, its calls
-        are a harness's doing."""
+        """By rank: open blocks of a harness, those within one included. With any, its calls are the
+        harness's."""
         self.changes = 0
 
 
