@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from zero_sim.scenario.spec import ReloadSpec, RunSpec, SystemSpec, WorldSpec
 from zero_sim.targets.own import ZeroSimEngine
-from zero_sim.zero.schedule import UnderForward
+from zero_sim.zero.gathers import UnderForward
 from zero_sim.zero.unit import Unit
 
 WORLD = WorldSpec(size=4, races=True)
