@@ -90,8 +90,9 @@ def test_a_worker_that_dies_before_it_serves_says_its_status(tmp_path, monkeypat
         f"worker.serve = lambda *args, **kwargs: {death}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    ended = f"rank [01] died: its process ended with {said}"
     with Teams(preload=("deadly",)) as teams:
-        with pytest.raises(EnvironmentProblem, match=f"rank [01] died: its process ended with {said}"):
+        with pytest.raises(EnvironmentProblem, match=ended):
             teams.run("anything:at_all", {}, size=2, timeout_seconds=60.0)
         assert teams._teams == {}
 
