@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from tests.judge.pointing import WrongAnswers, first_finding
+from zero_sim.judge.checks.working_params import check_scales_and_casts
+from zero_sim.judge.judged_group import Comparer
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, RunSpec, SystemSpec, WorldSpec
+from zero_sim.targets import OwnedPart, Place
 from zero_sim.targets.own import ZeroSimTarget
 
 CASE = {
@@ -71,3 +74,24 @@ def test_it_is_owed_where_no_update_can_be_followed(judged, broken):
     broken("E10")
     result = judged(Silent(), **{**CASE, "world": WorldSpec(size=3, order_known=False)})
     assert first_finding(result, "equality.params").param == "frozen"
+
+
+def test_the_cast_of_a_param_is_checked_though_another_is_not_there():
+    shown = SimpleNamespace(
+        rank=0,
+        step=0,
+        params={"b": torch.ones(2, dtype=torch.bfloat16)},
+        parts=[_part("a"), _part("b")],
+        engine=SimpleNamespace(scales=lambda names: {}),
+        group=SimpleNamespace(ownership=SimpleNamespace(held={0: {}}), comparer=Comparer()),
+        comparison=SimpleNamespace(
+            scale_names=lambda step: [], compare_scales=lambda scales, *, rank, step: ()
+        ),
+    )
+    (found,) = check_scales_and_casts(shown)
+    assert (found.check, found.param) == ("invariant.cast", "b")
+
+
+def _part(name):
+    place = Place(param=name, start=0, stop=2)
+    return OwnedPart(place=place, grad=None, master=torch.tensor([1.0, 2.0]), state={})
