@@ -192,16 +192,19 @@ def _trace_road() -> dict[str, float]:
     case = load_scenario(ROAD_SCENARIO, case=names[0])
     run_case(case)  # imports, and what is kept from case to case
     entered: set[str] = set()
-    last, moves = "", 0
+    # By thread: two are awake for a moment when the baton changes hands.
+    last: dict[int, str] = {}
+    moves = 0
 
     def note(frame, event, _arg):
-        nonlocal last, moves
+        nonlocal moves
         module = frame.f_globals.get("__name__", "")
         if event == "call" and module.startswith("zero_sim."):
             entered.add(module)
             room = module.split(".")[1]
-            moves += last not in ("", room)
-            last = room
+            thread = threading.get_ident()
+            moves += last.get(thread, room) != room
+            last[thread] = room
 
     threading.setprofile(note)
     sys.setprofile(note)
