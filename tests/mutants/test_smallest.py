@@ -37,8 +37,9 @@ def test_every_mutant_has_one_and_nothing_else():
 def test_the_case_finds_the_mutant_and_nothing_where_it_is_not(pool, id):
     (one,) = find_mutants([id])
     case = smallest_cases()[id]
-    with one.apply():
+    with one.apply() as patches:
         assert found_by(run_case(case, pool=pool))
+    assert not patches.outdated, "it is found by an error in its own lines"
     assert run_case(case, pool=pool).verdict in ("pass", "inconclusive")
 
 

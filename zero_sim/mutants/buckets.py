@@ -184,7 +184,7 @@ def synchronised_at_the_first(patch: Patches) -> None:
         if not at_first:
             ..."""
     patch[DistributedDataParallel.end_micro_batch, "if is_summed:"] = """
-        at_first = self._grad_pipeline is None and self.config.sync == "last"
+        at_first = not self.grad_schedule.sums_in_backward and self.config.sync == "last"
         at_first = at_first and not self.config.divides_before_sum
         if at_first and not self.micro_batches:
             self._sum_over_ranks()

@@ -59,7 +59,7 @@ def summed_to_all_ranks_twice(patch: Patches) -> None:
     """With copies, a sum to all ranks of a block is summed over its shard's copies twice."""
     patch[Unit._sum_replicas, "return add("] = """
         if self.sum_all is not None:
-            add(part, group=group, async_op=False)
+            add(self.grad_shard, group=self.replica_group, async_op=False)
         ..."""
 
 

@@ -204,7 +204,7 @@ def sums_of_a_skipped_step_kept(patch: Patches) -> None:
         ..."""
     patch[DistributedOptimizer.zero_grad, "self.ddp.zero_grad_buffer()"] = """
         if self.ddp.config.sharding.grads and getattr(self, "_has_skipped", False):
-            self.ddp._count.reset()
+            self.ddp.step_count.reset()
             self.ddp._grads_reduced = False
             return
         ..."""

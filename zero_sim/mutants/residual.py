@@ -74,7 +74,7 @@ def all_turns_at_once(patch: Patches) -> None:
 def turns_clipped_by_their_own_norm(patch: Patches) -> None:
     """Each turn is clipped by the norm of what it holds on this rank."""
     patch[StepBuffer._step_in_turns, "norm=norm"] = """
-        norm=root_of_squares(optimizer._measure_own(turn, grads)[0])"""
+        norm=optimizer._measure_own(turn, grads)[0].sqrt().to(norm.dtype)"""
 
 
 @mutant("F11", "SCALE", "", seen_in="class SCALE")

@@ -207,7 +207,7 @@ def warm_up_compounds(patch: Patches) -> None:
 def dummy_step(patch: Patches) -> None:
     """State is made by a step on zero gradients, which decays and counts."""
     patch[DistributedOptimizer._build_inner, "return inner"] = """
-        if not isinstance(inner, WholeParamOptimizer):
+        if not hasattr(inner, "attach"):
             for master in self.masters:
                 master.leaf.grad = torch.zeros_like(master.leaf)
             inner.step()
