@@ -339,7 +339,7 @@ def test_a_batch_of_families_is_as_large_as_another_and_always_the_same(tmp_path
 def test_a_member_that_fails_is_found_shrunk_and_told_as_any_other(tmp_path):
     """Behind a first one that passes, too."""
     report = run_batch(
-        job(tmp_path, cases=30, target="broken:Broken", family=6), render_case, cases_from=SMALL
+        job(tmp_path, cases=60, target="broken:Broken", family=6), render_case, cases_from=SMALL
     )
     found = {tuple(each.key)[:4] for each in report.found}
     assert CUT in {(key[0], key[1], key[2], key[3]) for key in found}

@@ -22,12 +22,16 @@ from zero_sim.targets.torch.ddp import DDPEngine, TorchDDP, ZeroRedundancyEngine
 from zero_sim.targets.torch.fsdp2 import FSDP2Engine, TorchFSDP2
 from zero_sim.testing import NotConformant, conformance
 
+# Of options that are drawn together.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning"),
+    pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning"),
+]
+
 NAMES = ["torch-ddp", "torch-zero-redundancy", "torch-fsdp1", "torch-fsdp2"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning")
-@pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")
 def test_it_equals_the_reference(name):
     conformance(name, cases=15)()
 
