@@ -6,9 +6,10 @@ import contextlib
 import io
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Protocol, Self, TextIO
 
 from zero_sim.errors import UsageError
 from zero_sim.script.cuda import CudaOnCpu
@@ -19,7 +20,9 @@ from zero_sim.script.program import Script, run_script
 from zero_sim.script.rank_state import RankState
 from zero_sim.script.record import PointRecorder, ScriptRun
 from zero_sim.sim import RankFailed, World, WorldFailure
+from zero_sim.sim.call import Call
 from zero_sim.sim.callsite import raising_site, site_of
+from zero_sim.sim.log import CollectiveRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,18 +75,42 @@ class Settings:
         return {name: str(value) for name, value in facts.items()}
 
 
+class Guest(Protocol):
+    """Looks on at the ranks of a script from inside."""
+
+    def in_rank(self, rank: int) -> AbstractContextManager[object]:
+        """A context around one rank's program, entered in its thread."""
+        ...
+
+    def called(self, record: CollectiveRecord, call: Call) -> None:
+        """Receive each call of a collective, in the thread of its rank."""
+        ...
+
+
+class NoGuest:
+    """Leaves ranks alone."""
+
+    def in_rank(self, rank: int) -> AbstractContextManager[object]:
+        """Nothing around the program."""
+        return contextlib.nullcontext()
+
+    def called(self, record: CollectiveRecord, call: Call) -> None:
+        """Nothing to do."""
+
+
 class Launcher:
     """Runs one script as often as is asked; its world stays open in between.
 
     Args:
         script: What to run.
         settings: What world to run it on.
+        guest: Looks on from inside.
 
     Raises:
         UsageError: The settings do not fit each other or cannot be.
     """
 
-    def __init__(self, script: Script, settings: Settings) -> None:
+    def __init__(self, script: Script, settings: Settings, *, guest: Guest | None = None) -> None:
         unknown = sorted(rank for rank in settings.shown or () if rank >= settings.world_size)
         if unknown:
             raise UsageError(
@@ -92,6 +119,7 @@ class Launcher:
             )
         self._script = script
         self._settings = settings
+        self._guest = guest or NoGuest()
         self._state = RankState(
             environment=settings.environment,
             arguments=[script.name, *script.arguments],
@@ -144,10 +172,11 @@ class Launcher:
                 stack.enter_context(cuda.installed())
 
             def program(rank: int) -> None:
+                self._world.log.watch = self._guest.called
                 record_with(recorders[rank])
                 device = cuda.in_rank() if settings.cuda_is_cpu else contextlib.nullcontext()
                 try:
-                    with device:
+                    with device, self._guest.in_rank(rank):
                         run_script(self._script)
                 finally:
                     record_with(None)

@@ -1,0 +1,454 @@
+"""Observes one rank of a script from inside: params, gradients, state, checkpoints and rows.
+
+Nothing in the script is changed. torch's global hooks of modules and optimizers, and the function
+that starts a backward, lead here. Shards are put together after the run, so no collective is added.
+
+[Note: params as forward used them]
+A global forward hook runs before the hooks of the module itself. So params of FSDP are unsharded
+then, and overlapped gathers have arrived. After `Optimizer.step` both may rightly be old.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules import module as module_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import optimizer as optimizer_hooks
+
+from zero_sim.against.native_dtypes import native, stored_dtypes
+from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink
+from zero_sim.against.rows import RowsRead
+from zero_sim.sim import unwatched
+from zero_sim.sim.callsite import call_site
+
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_TREE_DEPTH = 8
+
+
+class _Thread(threading.local):
+    capture: RankCapture | None = None
+
+
+_thread = _Thread()
+
+
+def plain_name(name: str) -> str:
+    """A param's name without the names that wrappers of modules add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+class RankCapture:
+    """Observes one rank.
+
+    Args:
+        rank: Its world rank.
+        sink: Receives the observations.
+        rows: Receives the rows that outermost forwards read, and may replace them.
+    """
+
+    def __init__(self, rank: int, *, sink: Sink, rows: RowsRead) -> None:
+        self.steps = 0
+        """Outermost calls of `Optimizer.step` so far."""
+        self.refusals: dict[str, str] = {}
+        """Modules whose result depends on the number of ranks by design, with the reason."""
+        self._rank = rank
+        self._sink = sink
+        self._rows = rows
+        self._depth = {"forward": 0, "backward": 0, "step": 0}
+        self._names = _Names()
+        self._seen: set[tuple[Moment, str]] = set()
+        self._files: dict[tuple[str, str, int], int] = defaultdict(int)
+
+    def is_computing(self) -> bool:
+        """True within a forward or backward."""
+        return bool(self._depth["forward"] or self._depth["backward"])
+
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Observe what the calling thread does."""
+        _thread.capture = self
+        try:
+            yield
+            self._observe_end()
+        finally:
+            _thread.capture = None
+
+    def begin_forward(self, module: Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Before each module's forward; new arguments if rows are dealt."""
+        self._depth["forward"] += 1
+        if self._depth["forward"] > 1:
+            return None
+        trains = torch.is_grad_enabled()
+        with self._aside():
+            self._names.add(module)
+            if trains:
+                return self._rows.read(self.steps, type(module).__name__, args, kwargs)
+        return None
+
+    def end_forward(self, module: Module) -> None:
+        """After each module's forward."""
+        self._depth["forward"] -= 1
+        prefix = self._names.of_module(module)
+        if module.training and torch.is_grad_enabled() and (reason := _by_design(module)):
+            self.refusals[f"{type(module).__name__} {prefix or ''}".strip()] = reason
+        if prefix is None or not module._parameters:
+            return
+        moment: Moment = "forward" if torch.is_grad_enabled() else "evaluation"
+        for name, tensor in module._parameters.items():
+            if tensor is None:
+                continue
+            full = f"{prefix}.{name}".lstrip(".")
+            if (moment, full) not in self._seen:
+                self._seen.add((moment, full))
+                self._observe(moment, full, tensor)
+
+    def read_target(self, loss: str, target: Tensor) -> Tensor:
+        """Note the targets of a loss outside of any forward; others if rows are dealt."""
+        if self._depth["forward"] or not torch.is_grad_enabled():
+            return target
+        with self._aside():
+            replaced = self._rows.read(self.steps, loss, (), {"target": target})
+        return target if replaced is None else replaced[1]["target"]
+
+    @contextlib.contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Around each backward."""
+        self._depth["backward"] += 1
+        try:
+            yield
+        finally:
+            self._depth["backward"] -= 1
+        if not self._depth["backward"]:
+            for name, param in self._names.params():
+                if param.grad is not None:
+                    self._observe("backward", name, param.grad)
+
+    def begin_step(self, optimizer: Any) -> None:
+        """Before each `Optimizer.step`."""
+        self._depth["step"] += 1
+        if self._depth["step"] > 1:
+            return
+        with self._aside():
+            self._names.add_optimizer(optimizer)
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if isinstance(value, float):
+                    self._observe_number("gradient", f"{key} of group {index}", value)
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._observe("gradient", self._names.of_param(param), param.grad)
+
+    def end_step(self, optimizer: Any) -> None:
+        """After each `Optimizer.step`."""
+        self._depth["step"] -= 1
+        if self._depth["step"]:
+            return
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                name = self._names.of_param(param)
+                for key, value in optimizer.state.get(param, {}).items():
+                    if isinstance(value, Tensor):
+                        self._observe("state", f"{name}:{key}", value)
+                    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                        self._observe_number("state", f"{name}:{key}", float(value))
+                self._observe("param", name, param)
+        self.steps += 1
+        self._seen.clear()
+
+    def observe_file(self, moment: Moment, content: Any, site: tuple[str, int]) -> None:
+        """Observe the tensors of a checkpoint by their places in it."""
+        key = (moment, *site)
+        self._files[key] += 1
+        label = f"checkpoint of line {site[1]}, #{self._files[key]}"
+        for path, tensor in _leaves(content):
+            self._observe(moment, f"{label}: {path}", tensor)
+
+    def _observe_end(self) -> None:
+        for name, param in self._names.params():
+            self._observe("end", name, param, step=END_STEP)
+        for name, buffer in self._names.buffers():
+            self._observe("end", name, buffer, step=END_STEP, is_buffer=True)
+
+    def _observe_number(self, moment: Moment, name: str, value: float) -> None:
+        with self._aside():
+            point = Point(self.steps, moment, name)
+            if self._sink.wants(point):
+                values = torch.tensor(value, dtype=torch.float64)
+                self._sink.take(self._rank, point, Piece(values=values, shape=(), dtype="float"))
+
+    def _observe(
+        self,
+        moment: Moment,
+        name: str,
+        tensor: Tensor,
+        *,
+        step: int | None = None,
+        is_buffer: bool = False,
+    ) -> None:
+        with self._aside():
+            point = Point(self.steps if step is None else step, moment, name)
+            if tensor.layout is torch.strided and self._sink.wants(point):
+                piece = replace(piece_of(tensor), is_buffer=is_buffer)
+                self._sink.take(self._rank, point, piece)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _aside() -> Iterator[None]:
+        with torch.no_grad(), unwatched(), stored_dtypes():
+            yield
+
+
+class _Names:
+    """Names of a rank's modules and params, in the order in which forwards meet them."""
+
+    def __init__(self) -> None:
+        self._roots: list[Module] = []
+        self._modules: dict[int, str] = {}
+        self._params: dict[int, str] = {}
+        self._optimizers: list[Any] = []
+        self._others: dict[str, Tensor] = {}
+        """Params of optimizers that no module names."""
+
+    def add(self, module: Module) -> None:
+        """Name an outermost module, unless it is part of one that has names."""
+        if id(module) in self._modules:
+            return
+        self._roots.append(module)
+        prefix = "" if len(self._roots) == 1 else f"module {len(self._roots)}: "
+        for name, each in module.named_modules():
+            self._modules.setdefault(id(each), prefix + plain_name(name))
+        for name, param in module.named_parameters():
+            self._params.setdefault(id(param), prefix + plain_name(name))
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """Name the params of an optimizer that no module names, by their places."""
+        if not any(each is optimizer for each in self._optimizers):
+            self._optimizers.append(optimizer)
+        number = next(i for i, each in enumerate(self._optimizers) if each is optimizer)
+        for index, group in enumerate(optimizer.param_groups):
+            for place, param in enumerate(group["params"]):
+                if id(param) not in self._params:
+                    name = f"optimizer {number + 1}, group {index}, param {place}"
+                    self._params[id(param)] = name
+                    self._others[name] = param
+
+    def of_module(self, module: Module) -> str | None:
+        """Its name, or None for a module that no outermost module contains."""
+        return self._modules.get(id(module))
+
+    def of_param(self, param: Tensor) -> str:
+        """Its name."""
+        return self._params[id(param)]
+
+    def params(self) -> Iterator[tuple[str, Tensor]]:
+        """All named params as they are now, each once."""
+        met: set[int] = set()
+        for root in self._roots:
+            for module in root.modules():
+                prefix = self._modules.get(id(module))
+                if prefix is None or id(module) in met:
+                    continue
+                met.add(id(module))
+                for name, param in module._parameters.items():
+                    if param is not None and id(param) not in met:
+                        met.add(id(param))
+                        default = f"{prefix}.{name}".lstrip(".")
+                        yield self._params.get(id(param), default), param
+        yield from self._others.items()
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """All named buffers of floats."""
+        for index, root in enumerate(self._roots):
+            prefix = "" if not index else f"module {index + 1}: "
+            for name, buffer in root.named_buffers():
+                if buffer.is_floating_point():
+                    yield prefix + plain_name(name), buffer
+
+
+def _by_design(module: Module) -> str:
+    """Why a module's result depends on the number of ranks by design; empty if it does not."""
+    if isinstance(module, _DropoutNd) and module.p > 0:
+        return "each rank draws a mask of its own"
+    if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm):
+        return "each rank normalises by the mean of its own rows"
+    return ""
+
+
+def piece_of(tensor: Tensor) -> Piece:
+    """What the calling rank has of a tensor, as a view of its memory where possible."""
+    dtype = str(native(tensor)).removeprefix("torch.")
+    shape = tuple(tensor.shape)
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return Piece(values=_as_float64(tensor), shape=shape, dtype=dtype)
+    mesh = tensor.device_mesh
+    coordinates = mesh.get_coordinate() or [0] * mesh.ndim
+    shards = tuple(
+        (placement.dim, coordinates[index], mesh.shape[index])
+        for index, placement in enumerate(placements)
+        if placement.is_shard()
+    )
+    strided = any(type(each).__name__ == "_StridedShard" for each in placements)
+    local = tensor.to_local()
+    return Piece(
+        values=_as_float64(local),
+        shape=shape,
+        shards=shards,
+        is_partial=strided or any(each.is_partial() for each in placements),
+        dtype=str(native(local)).removeprefix("torch."),
+    )
+
+
+def _as_float64(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.to(torch.float64)
+
+
+def _leaves(content: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Float tensors of a structure of dicts and lists, with their paths."""
+    if isinstance(content, Tensor):
+        if content.is_floating_point() or content.is_complex():
+            yield path or "the tensor", content
+    elif depth < _TREE_DEPTH and isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from _leaves(value, f"{path}.{key}".lstrip("."), depth + 1)
+    elif depth < _TREE_DEPTH and isinstance(content, (list, tuple)):
+        for index, value in enumerate(content):
+            yield from _leaves(value, f"{path}[{index}]", depth + 1)
+
+
+@contextlib.contextmanager
+def hooks_installed() -> Iterator[None]:
+    """Let torch's hooks lead to the capture of the thread that runs."""
+
+    def before_forward(module: Module, args: Any, kwargs: Any) -> Any:
+        return _thread.capture and _thread.capture.begin_forward(module, args, kwargs)
+
+    def after_forward(module: Module, *_: Any) -> None:
+        if _thread.capture is not None:
+            _thread.capture.end_forward(module)
+
+    def before_step(optimizer: Any, *_: Any) -> None:
+        if _thread.capture is not None:
+            _thread.capture.begin_step(optimizer)
+
+    def after_step(optimizer: Any, *_: Any) -> None:
+        if _thread.capture is not None:
+            _thread.capture.end_step(optimizer)
+
+    with contextlib.ExitStack() as stack:
+        for handle in (
+            module_hooks.register_module_forward_hook(after_forward, always_call=True),
+            optimizer_hooks.register_optimizer_step_pre_hook(before_step),
+            optimizer_hooks.register_optimizer_step_post_hook(after_step),
+        ):
+            stack.callback(handle.remove)
+        stack.enter_context(mock.patch.object(Module, "_call_impl", _call(before_forward)))
+        for place, name, value in _patches():
+            stack.enter_context(mock.patch.object(place, name, value))
+        yield
+
+
+def _call(before_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's call whose arguments may be replaced, keyword arguments too.
+
+    torch's global hooks before forward get positional arguments alone.
+    """
+    original = Module._call_impl
+
+    def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+        if _thread.capture is None:
+            return original(self, *args, **kwargs)
+        replaced = before_forward(self, args, kwargs)
+        if replaced is not None:
+            args, kwargs = replaced
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+def _patches() -> Iterator[tuple[Any, str, Any]]:
+    backward, save, load = torch.autograd.backward, torch.save, torch.load
+
+    def backward_observed(*args: Any, **kwargs: Any) -> None:
+        if _thread.capture is None:
+            return backward(*args, **kwargs)
+        with _thread.capture.in_backward():
+            return backward(*args, **kwargs)
+
+    def saved(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if _thread.capture is not None and _is_of_script():
+            _thread.capture.observe_file("saved", obj, call_site())
+        return save(obj, *args, **kwargs)
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        content = load(*args, **kwargs)
+        if _thread.capture is not None and _is_of_script():
+            _thread.capture.observe_file("loaded", content, call_site())
+        return content
+
+    functional = torch.nn.functional
+    dropout, attention = functional.dropout, functional.scaled_dot_product_attention
+
+    def dropped(input: Tensor, p: float = 0.5, training: bool = True, *rest: Any) -> Tensor:
+        if _thread.capture is not None and training and p > 0 and torch.is_grad_enabled():
+            _thread.capture.refusals["dropout"] = "each rank draws a mask of its own"
+        return dropout(input, p, training, *rest)
+
+    def attended(*args: Any, **kwargs: Any) -> Tensor:
+        p = kwargs.get("dropout_p") or (args[4] if len(args) > 4 else 0)
+        if _thread.capture is not None and p and torch.is_grad_enabled():
+            _thread.capture.refusals["dropout of attention"] = "each rank draws a mask of its own"
+        return attention(*args, **kwargs)
+
+    yield functional, "dropout", dropped
+    yield functional, "scaled_dot_product_attention", attended
+    for name in _LOSSES:
+        yield functional, name, _loss(name, getattr(functional, name))
+    yield torch.autograd, "backward", backward_observed
+    yield torch, "save", saved
+    yield torch, "load", loaded
+
+
+_LOSSES = (
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "cross_entropy",
+    "huber_loss",
+    "kl_div",
+    "l1_loss",
+    "mse_loss",
+    "nll_loss",
+    "smooth_l1_loss",
+)
+"""Functions whose second argument holds the targets of rows."""
+
+
+def _loss(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if _thread.capture is not None:
+            target = _thread.capture.read_target(name, target)
+        return original(input, target, *args, **kwargs)
+
+    return loss
+
+
+def _is_of_script() -> bool:
+    """True if code outside torch called; torch's own checkpoints write parts in any order."""
+    import sys
+
+    name = sys._getframe(2).f_globals.get("__name__", "")
+    return not name.startswith("torch.")

@@ -1,0 +1,165 @@
+"""Keeps what one run observed, and measures how far another run is from it.
+
+[Note: tensors that need not be kept]
+Params of replicas are equal on all ranks, and those that a forward uses are those that the step
+before left. A tensor that has the bits of one that is kept already is kept once. Of a run that is
+measured only tensors that differ are kept.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from zero_sim.against.points import Moment, Piece, Point
+from zero_sim.against.whole import Whole, relative_difference, whole_of
+
+FLOOR = 2.0**-52
+"""Relative rounding that each tensor is granted: one unit in the last place of float64."""
+LIMIT = 2.0**14.5
+"""Multiple of rounding above which a tensor differs: half of the 29 bits of float64 beyond
+float32, so a script's own rounding and its faults lie on both sides at equal distance."""
+
+
+class Baseline:
+    """Keeps the tensors of the run that others are compared with."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[Point, dict[int, Piece]] = defaultdict(dict)
+        self._latest: dict[str, Piece] = {}
+        self._wholes: dict[Point, Whole | None] = {}
+
+    def wants(self, point: Point) -> bool:
+        """All points; a later observation of one replaces the earlier."""
+        return True
+
+    def take(self, rank: int, point: Point, piece: Piece) -> None:
+        """Keep a piece."""
+        others = self.pieces[point]
+        known = [self._latest.get(point.name), *others.values()]
+        same = next((each for each in known if each is not None and _same(each, piece)), None)
+        values = piece.values.clone() if same is None else same.values
+        others[rank] = self._latest[point.name] = replace(piece, values=values)
+
+    def whole(self, point: Point) -> Whole | None:
+        """The whole tensor at a point; None if its shards cannot be put together."""
+        if point not in self._wholes:
+            self._wholes[point] = whole_of(self.pieces[point]) if point in self.pieces else None
+        return self._wholes[point]
+
+    @property
+    def comparable(self) -> set[Point]:
+        """Points whose whole tensor is known."""
+        return {point for point in self.pieces if self.whole(point) is not None}
+
+    def expected(self, point: Point) -> Tensor | None:
+        """The tensor to compare with: that of the lowest rank."""
+        whole = self.whole(point)
+        return None if whole is None else whole.candidates[min(whole.candidates)]
+
+
+def _all_same(ranks: Mapping[int, float], kept: Mapping[int, Piece]) -> bool:
+    """True if all ranks have one tensor that differs from the baseline's."""
+    values = [piece.values for piece in kept.values()]
+    return len(kept) == len(ranks) and all(torch.equal(each, values[0]) for each in values)
+
+
+def _same(one: Piece, other: Piece) -> bool:
+    return one.values.shape == other.values.shape and torch.equal(one.values, other.values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """How far a run's tensor is from the baseline's."""
+
+    kind: str
+    """`replicated` or `sharded`."""
+    relative: float
+    """Largest difference over the largest value expected, of all ranks."""
+    reduced_relative: float | None = None
+    """For gradients that differ among ranks: the same for their mean."""
+
+
+class Measurement:
+    """Measures one run against a baseline while it runs.
+
+    Args:
+        baseline: What it is compared with.
+        keep_above: Relative difference above which a rank's tensor is kept.
+    """
+
+    def __init__(self, baseline: Baseline, *, keep_above: float = FLOOR * LIMIT) -> None:
+        self.measured: dict[Point, Measured] = {}
+        self.kept: dict[Point, dict[int, Piece]] = defaultdict(dict)
+        self.unobserved: set[Point] = set()
+        """Points whose shards could not be put together."""
+        self._baseline = baseline
+        self._keep_above = keep_above
+        self._ranks: dict[Point, dict[int, float]] = defaultdict(dict)
+
+    def wants(self, point: Point) -> bool:
+        """Points that the baseline has."""
+        return point in self._baseline.pieces
+
+    def take(self, rank: int, point: Point, piece: Piece) -> None:
+        """Measure a piece, or keep it until all ranks have theirs."""
+        expected = self._baseline.expected(point)
+        if expected is None:
+            self.unobserved.add(point)
+            return
+        if piece.shards or piece.is_partial or piece.values.shape != expected.shape:
+            self.kept[point][rank] = replace(piece, values=piece.values.clone())
+            return
+        relative = relative_difference(piece.values, expected)
+        self._ranks[point][rank] = relative
+        self.kept[point].pop(rank, None)
+        if relative > self._keep_above:
+            self.kept[point][rank] = replace(piece, values=piece.values.clone())
+
+    def finish(self) -> None:
+        """Put shards together, after the run."""
+        for point in {*self._ranks, *self.kept}:
+            ranks, kept = self._ranks.get(point, {}), self.kept.get(point, {})
+            if kept and set(kept) - set(ranks):
+                self._measure_shards(point, kept)
+            else:
+                if any(piece.is_buffer for piece in kept.values()) and not _all_same(ranks, kept):
+                    self.unobserved.add(point)
+                    continue
+                reduced = self._of_mean(point, ranks, kept)
+                self.measured[point] = Measured(
+                    kind="replicated", relative=max(ranks.values()), reduced_relative=reduced
+                )
+
+    def _measure_shards(self, point: Point, kept: Mapping[int, Piece]) -> None:
+        expected = self._baseline.expected(point)
+        whole = whole_of(kept)
+        if expected is None or whole is None:
+            self.unobserved.add(point)
+            return
+        if any(each.shape != expected.shape for each in whole.candidates.values()):
+            self.unobserved.add(point)
+            return
+        relative = max(relative_difference(each, expected) for each in whole.candidates.values())
+        self.measured[point] = Measured(kind=whole.kind, relative=relative)
+        if relative <= self._keep_above:
+            self.kept.pop(point)
+
+    def _of_mean(
+        self, point: Point, ranks: Mapping[int, float], kept: Mapping[int, Piece]
+    ) -> float | None:
+        """How far the mean over ranks is off, if a gradient differs among them."""
+        expected = self._baseline.expected(point)
+        if point.moment not in _GRADIENTS or len(kept) < len(ranks) or expected is None:
+            return None
+        values = [piece.values for piece in kept.values()]
+        if len(values) < 2 or _all_same(ranks, kept):
+            return None
+        return relative_difference(torch.stack(values).mean(0), expected)
+
+
+_GRADIENTS: frozenset[Moment] = frozenset({"backward", "gradient"})

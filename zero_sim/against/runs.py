@@ -1,0 +1,194 @@
+"""One run of a script on a number of ranks, in a copy of its working folder, observed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from zero_sim.against import native_dtypes
+from zero_sim.against.capture import RankCapture, hooks_installed
+from zero_sim.against.points import Sink
+from zero_sim.against.rows import DealtRows, RowLog
+from zero_sim.against.wide_operations import WideOperations
+from zero_sim.errors import UsageError
+from zero_sim.script.launch import Launcher, Settings
+from zero_sim.script.program import read_script
+from zero_sim.script.record import ScriptRun
+from zero_sim.sim.call import Call
+from zero_sim.sim.log import CollectiveRecord
+
+COPY_LIMIT_BYTES = 2 << 30
+_NOT_COPIED = frozenset({".git", ".venv", "__pycache__", ".zero_sim", "node_modules"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One way to run a script."""
+
+    settings: Settings
+    name: str
+    is_module: bool
+    arguments: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The side in words, as in `4 ranks`."""
+        count = self.settings.world_size
+        return f"{count} rank{'s' if count != 1 else ''}"
+
+
+@dataclass(kw_only=True, slots=True)
+class Observed:
+    """One run, apart from its tensors, which its sink has."""
+
+    script: ScriptRun
+    rows: list[RowLog] = field(default_factory=list)
+    operations: tuple[tuple[str, int], ...] = ()
+    """Digest and number of operations, by rank."""
+    steps: int = 0
+    """Calls of `Optimizer.step` on rank 0."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Modules that depend on the number of ranks by design, with the reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """How a run is observed."""
+
+    sink: Sink
+    is_native: bool = False
+    """True to compute in the script's own dtypes."""
+    noise_seed: int | None = None
+    """Seed of rounding noise, or None for none."""
+    dealt: RowLog | None = None
+    """Rows to deal to the ranks, or None to let them read their own."""
+    keeps_rows: bool = False
+    called: Callable[[CollectiveRecord, Call], None] | None = None
+    """Receives each call of a collective."""
+
+
+class _Observer:
+    """The guest of one run."""
+
+    def __init__(self, way: Way, *, world_size: int) -> None:
+        self.captures: dict[int, RankCapture] = {}
+        self.rows: dict[int, RowLog] = {}
+        self.operations: dict[int, WideOperations] = {}
+        self._way = way
+        self._world_size = world_size
+
+    @contextlib.contextmanager
+    def in_rank(self, rank: int) -> Iterator[None]:
+        """Observe one rank."""
+        way = self._way
+        if way.dealt is None:
+            rows = log = RowLog(keeps_values=way.keeps_rows)
+        else:
+            rows = DealtRows(way.dealt, rank=rank, world_size=self._world_size)
+            log = rows.log
+        self.rows[rank] = log
+        capture = self.captures[rank] = RankCapture(rank, sink=way.sink, rows=rows)
+        mode: AbstractContextManager[object] = contextlib.nullcontext()
+        if not way.is_native or way.noise_seed is not None:
+            seed = None if way.noise_seed is None else way.noise_seed * 1000 + rank
+            mode = self.operations[rank] = WideOperations(
+                noise_seed=seed, counts=capture.is_computing
+            )
+        with mode, capture.observing():
+            yield
+
+    def called(self, record: CollectiveRecord, call: Call) -> None:
+        """Pass a call on."""
+        if self._way.called is not None:
+            self._way.called(record, call)
+
+
+def observe(side: Side, way: Way, *, seed: int) -> Observed:
+    """Run a script once in a copy of the working folder.
+
+    Args:
+        side: The script, its arguments and its world.
+        way: How to observe it.
+        seed: Seed of the schedule and of random numbers that the script does not seed.
+
+    Raises:
+        UsageError: The script does not exist, or the folder is too large to copy.
+    """
+    guest = _Observer(way, world_size=side.settings.world_size)
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(_in_copy(side))
+        script = read_script(name, is_module=side.is_module, arguments=side.arguments)
+        script = replace(script, name=side.name)
+        if not way.is_native:
+            stack.enter_context(native_dtypes.installed())
+        stack.enter_context(hooks_installed())
+        stack.enter_context(mock.patch.object(torch, "compile", _uncompiled))
+        launcher = stack.enter_context(Launcher(script, side.settings, guest=guest))
+        run = launcher.run(seed=seed, quiet=True)
+    ranks = sorted(guest.captures)
+    return Observed(
+        script=run,
+        rows=[guest.rows[rank] for rank in ranks],
+        operations=tuple(
+            (each.digest, each.operation_count) for _, each in sorted(guest.operations.items())
+        ),
+        steps=guest.captures[0].steps if ranks else 0,
+        reasons={
+            name: reason for rank in ranks for name, reason in guest.captures[rank].refusals.items()
+        },
+    )
+
+
+def _uncompiled(model: object = None, **options: object) -> object:
+    """torch.compile leaves a function as it is: compiled kernels have no float64 twin."""
+    return model if model is not None else lambda function: function
+
+
+@contextlib.contextmanager
+def _in_copy(side: Side) -> Iterator[str]:
+    """Work in a copy of the working folder; the script's name there."""
+    folder = Path.cwd()
+    _check_size(folder)
+    with tempfile.TemporaryDirectory(prefix="zero-sim-") as made:
+        copy = Path(made, folder.name or "root")
+        shutil.copytree(folder, copy, ignore=_skipped, symlinks=True)
+        name = side.name
+        if not side.is_module:
+            path = Path(os.path.abspath(name))
+            if path.is_relative_to(folder):
+                name = str(copy / path.relative_to(folder))
+            else:
+                name = str(path)
+        os.chdir(copy)
+        try:
+            yield name
+        finally:
+            os.chdir(folder)
+
+
+def _skipped(folder: str, names: Sequence[str]) -> set[str]:
+    return {name for name in names if name in _NOT_COPIED}
+
+
+def _check_size(folder: Path) -> None:
+    total = 0
+    for place, folders, files in os.walk(folder):
+        folders[:] = [each for each in folders if each not in _NOT_COPIED]
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
+        if total > COPY_LIMIT_BYTES:
+            raise UsageError(
+                f"expected a working folder of at most {COPY_LIMIT_BYTES >> 30} GiB, because each "
+                f"run gets a copy of its own, got more in {str(folder)!r}. Run from a smaller "
+                "folder, and give the script's path."
+            )
