@@ -55,11 +55,23 @@ class RankCapture:
         rank: Its world rank.
         sink: Receives the observations.
         rows: Receives the rows that outermost forwards read, and may replace them.
+        steps: Optimizer steps of an earlier run that this one continues.
+        start: Values that params get before their first forward, by name.
     """
 
-    def __init__(self, rank: int, *, sink: Sink, rows: RowsRead) -> None:
-        self.steps = 0
+    def __init__(
+        self,
+        rank: int,
+        *,
+        sink: Sink,
+        rows: RowsRead,
+        steps: int = 0,
+        start: Mapping[str, Tensor],
+    ) -> None:
+        self.steps = steps
         """Outermost calls of `Optimizer.step` so far."""
+        self.restarted: list[str] = []
+        """Params that got other values before their first forward."""
         self.refusals: dict[str, str] = {}
         """Modules whose result depends on the number of ranks by design, with the reason."""
         self._rank = rank
@@ -67,6 +79,7 @@ class RankCapture:
         self._rows = rows
         self._depth = {"forward": 0, "backward": 0, "step": 0}
         self._names = _Names()
+        self._start = dict(start)
         self._seen: set[tuple[Moment, str]] = set()
         self._files: dict[tuple[str, str, int], int] = defaultdict(int)
 
@@ -92,9 +105,23 @@ class RankCapture:
         trains = torch.is_grad_enabled()
         with self._aside():
             self._names.add(module)
+            if self._start:
+                self._restart()
             if trains:
                 return self._rows.read(self.steps, type(module).__name__, args, kwargs)
         return None
+
+    def _restart(self) -> None:
+        for name, param in self._names.params():
+            value = self._start.pop(name, None)
+            piece = None if value is None else piece_of(param)
+            if value is None or piece is None or piece.shape != tuple(value.shape):
+                continue
+            for dim, index, count in piece.shards:
+                value = _chunk(value, dim=dim, index=index, count=count)
+            if not torch.equal(piece.values, value):
+                _local(param).copy_(value)
+                self.restarted.append(name)
 
     def end_forward(self, module: Module) -> None:
         """After each module's forward."""
@@ -308,6 +335,17 @@ def piece_of(tensor: Tensor) -> Piece:
         is_partial=strided or any(each.is_partial() for each in placements),
         dtype=str(native(local)).removeprefix("torch."),
     )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The memory of a DTensor's own shard, or of a plain tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+
+
+def _chunk(tensor: Tensor, *, dim: int, index: int, count: int) -> Tensor:
+    """The shard that DTensor gives to a coordinate: chunks of the rounded-up size."""
+    chunks = tensor.chunk(count, dim)
+    return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
 
 
 def _as_float64(tensor: Tensor) -> Tensor:

@@ -51,6 +51,16 @@ class Baseline:
             self._wholes[point] = whole_of(self.pieces[point]) if point in self.pieces else None
         return self._wholes[point]
 
+    def start(self) -> dict[str, Tensor]:
+        """Params at their first forward, by name."""
+        found: dict[str, Tensor] = {}
+        for point in sorted(self.pieces):
+            if point.moment == "forward" and point.name not in found:
+                tensor = self.expected(point)
+                if tensor is not None:
+                    found[point.name] = tensor
+        return found
+
     @property
     def comparable(self) -> set[Point]:
         """Points whose whole tensor is known."""

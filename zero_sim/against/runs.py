@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from zero_sim.against import native_dtypes
 from zero_sim.against.capture import RankCapture, hooks_installed
@@ -38,10 +39,16 @@ class Side:
     name: str
     is_module: bool
     arguments: tuple[str, ...]
+    earlier_arguments: tuple[str, ...] | None = None
+    """Arguments of a run before it in the same folder, which stops early; None for no such run."""
+    label: str = ""
+    """The side in words; empty for the number of its ranks."""
 
     @property
     def text(self) -> str:
         """The side in words, as in `4 ranks`."""
+        if self.label:
+            return self.label
         count = self.settings.world_size
         return f"{count} rank{'s' if count != 1 else ''}"
 
@@ -54,8 +61,8 @@ class Observed:
     rows: list[RowLog] = field(default_factory=list)
     operations: tuple[tuple[str, int], ...] = ()
     """Digest and number of operations, by rank."""
-    steps: int = 0
-    """Calls of `Optimizer.step` on rank 0."""
+    steps_of_ranks: tuple[int, ...] = ()
+    """Calls of `Optimizer.step`, by rank."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Modules that depend on the number of ranks by design, with the reason."""
 
@@ -72,19 +79,28 @@ class Way:
     dealt: RowLog | None = None
     """Rows to deal to the ranks, or None to let them read their own."""
     keeps_rows: bool = False
+    start: Mapping[str, Tensor] | None = None
+    """Values that params have at their first forward, by name; None to leave them as they are."""
     called: Callable[[CollectiveRecord, Call], None] | None = None
     """Receives each call of a collective."""
 
 
 class _Observer:
-    """The guest of one run."""
+    """The guest of one run.
 
-    def __init__(self, way: Way, *, world_size: int) -> None:
+    Args:
+        way: How to observe it.
+        world_size: Number of ranks.
+        steps: Optimizer steps of an earlier run that this one continues, by rank.
+    """
+
+    def __init__(self, way: Way, *, world_size: int, steps: Mapping[int, int]) -> None:
         self.captures: dict[int, RankCapture] = {}
         self.rows: dict[int, RowLog] = {}
         self.operations: dict[int, WideOperations] = {}
         self._way = way
         self._world_size = world_size
+        self._steps = steps
 
     @contextlib.contextmanager
     def in_rank(self, rank: int) -> Iterator[None]:
@@ -96,7 +112,9 @@ class _Observer:
             rows = DealtRows(way.dealt, rank=rank, world_size=self._world_size)
             log = rows.log
         self.rows[rank] = log
-        capture = self.captures[rank] = RankCapture(rank, sink=way.sink, rows=rows)
+        capture = self.captures[rank] = RankCapture(
+            rank, sink=way.sink, rows=rows, steps=self._steps.get(rank, 0), start=way.start or {}
+        )
         mode: AbstractContextManager[object] = contextlib.nullcontext()
         if not way.is_native or way.noise_seed is not None:
             seed = None if way.noise_seed is None else way.noise_seed * 1000 + rank
@@ -123,28 +141,39 @@ def observe(side: Side, way: Way, *, seed: int) -> Observed:
     Raises:
         UsageError: The script does not exist, or the folder is too large to copy.
     """
-    guest = _Observer(way, world_size=side.settings.world_size)
     with contextlib.ExitStack() as stack:
         name = stack.enter_context(_in_copy(side))
-        script = read_script(name, is_module=side.is_module, arguments=side.arguments)
-        script = replace(script, name=side.name)
         if not way.is_native:
             stack.enter_context(native_dtypes.installed())
         stack.enter_context(hooks_installed())
         stack.enter_context(mock.patch.object(torch, "compile", _uncompiled))
-        launcher = stack.enter_context(Launcher(script, side.settings, guest=guest))
+        if side.earlier_arguments is None:
+            return _observe(side, way, side.arguments, path=name, seed=seed, before=None)
+        before = _observe(side, way, side.earlier_arguments, path=name, seed=seed, before=None)
+        if before.script.failure is not None:
+            return before
+        return _observe(side, way, side.arguments, path=name, seed=seed, before=before)
+
+
+def _observe(
+    side: Side, way: Way, arguments: Sequence[str], *, path: str, seed: int, before: Observed | None
+) -> Observed:
+    steps = {} if before is None else dict(enumerate(before.steps_of_ranks))
+    guest = _Observer(way, world_size=side.settings.world_size, steps=steps)
+    script = read_script(path, is_module=side.is_module, arguments=arguments)
+    with Launcher(replace(script, name=side.name), side.settings, guest=guest) as launcher:
         run = launcher.run(seed=seed, quiet=True)
     ranks = sorted(guest.captures)
+    captures = [guest.captures[rank] for rank in ranks]
+    rows = [guest.rows[rank] for rank in ranks]
     return Observed(
         script=run,
-        rows=[guest.rows[rank] for rank in ranks],
+        rows=rows if before is None else [*before.rows, *rows],
         operations=tuple(
             (each.digest, each.operation_count) for _, each in sorted(guest.operations.items())
         ),
-        steps=guest.captures[0].steps if ranks else 0,
-        reasons={
-            name: reason for rank in ranks for name, reason in guest.captures[rank].refusals.items()
-        },
+        steps_of_ranks=tuple(each.steps for each in captures),
+        reasons={name: reason for each in captures for name, reason in each.refusals.items()},
     )
 
 

@@ -78,7 +78,12 @@ class Comparison:
 
 
 def compare(
-    expected: Side, got: Side, *, seed: int = 0, feeds: bool = False
+    expected: Side,
+    got: Side,
+    *,
+    seed: int = 0,
+    feeds: bool = False,
+    starts_alike: bool = False,
 ) -> tuple[AgainstVerdict, Comparison]:
     """Run a script both ways and judge the second by the first.
 
@@ -87,6 +92,7 @@ def compare(
         got: The side that is judged.
         seed: Seed of both.
         feeds: True to deal the rows that the first side's rank 0 read to the second.
+        starts_alike: True to let the second side's params start with the first side's values.
     """
     kept = Comparison()
     sides = {"expected": expected.text, "got": got.text}
@@ -100,7 +106,8 @@ def compare(
         return _inconclusive(*trouble, sides=sides), kept
     measurement = kept.measurement = Measurement(kept.baseline)
     dealt = kept.expected.rows[0] if feeds else None
-    kept.got = observe(got, Way(sink=measurement, dealt=dealt), seed=seed)
+    start = kept.baseline.start() if starts_alike else None
+    kept.got = observe(got, Way(sink=measurement, dealt=dealt, start=start), seed=seed)
     if kept.got.script.failure is not None:
         return _failed_second(got, kept, seed=seed, sides=sides), kept
     rows = first_row_difference(kept.expected.rows, kept.got.rows)
@@ -248,7 +255,7 @@ def _judged(
         }
     )
     common = {
-        "steps": kept.got.steps if kept.got else 0,
+        "steps": max(kept.got.steps_of_ranks, default=0) if kept.got else 0,
         "compared_count": len(measurement.measured),
         "unobserved": unobserved,
         "undecided": tuple(undecided),

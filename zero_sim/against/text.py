@@ -1,0 +1,157 @@
+"""A verdict on a script as text, JSON, JUnit XML and a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+
+from zero_sim.against.account import Account, Feed
+from zero_sim.against.verdict import EXIT_STATUS, AgainstVerdict
+from zero_sim.report.junit import TestCase
+from zero_sim.report.text_buffer_map import describe_spread, draw_buffer_map, equal_elems
+
+NAMES_SHOWN = 4
+
+
+def headline(verdict: AgainstVerdict) -> str:
+    """The verdict in one line."""
+    label = verdict.outcome.replace("-", " ").upper()
+    if verdict.outcome == "different" and verdict.differences:
+        return f"{label}: first at {verdict.differences[0].point.text}"
+    if verdict.outcome == "equal":
+        return (
+            f"{label} up to rounding: {verdict.got} against {verdict.expected}, "
+            f"{verdict.compared_count:,} tensors of {verdict.steps} steps, largest difference "
+            f"{verdict.largest_multiple:.1f} times rounding"
+        )
+    return f"{label}: {verdict.reason}"
+
+
+def render(verdict: AgainstVerdict, account: Account | None) -> str:
+    """Everything about a verdict, line by line."""
+    lines = [headline(verdict)]
+    if account is not None:
+        lines += [f"  {line}" for line in _account(verdict, account)]
+    if verdict.unobserved:
+        lines.append(f"  not observed: {_listed(verdict.unobserved)}")
+    if verdict.undecided:
+        lines.append(f"  undecided, because rounding alone changes it: {_listed(verdict.undecided)}")
+    lines += [f"  note: {note}" for note in verdict.notes]
+    if verdict.ending:
+        lines += [f"  {line}" for line in verdict.ending.splitlines()]
+    if verdict.remedy:
+        lines.append(f"  {verdict.remedy}")
+    return "\n".join(lines)
+
+
+def _account(verdict: AgainstVerdict, account: Account) -> list[str]:
+    first = account.difference
+    sizes = f"{first.measured.relative:.1e} of the largest value, {first.multiple:.0e} x rounding"
+    lines = [f"{_ranks(account)}: {sizes}"]
+    lines.append(
+        f"{account.differ_count:,} of {account.elems:,} elements differ; element "
+        f"{account.element}: expected {account.expected:.9g}, got {account.got:.9g}"
+    )
+    lines += [f"{manner[0].upper()}{manner[1:]}." for manner in account.manners]
+    if account.unreduced:
+        lines.append(
+            f"{len(account.unreduced)} gradients are not reduced, though their mean is right: "
+            f"{_listed(account.unreduced)}"
+        )
+    lines += [_fed(feed) for feed in account.feeds]
+    if account.beside:
+        lines.append(f"at the same point {len(account.beside)} more: {_listed(account.beside)}")
+    if account.later_count:
+        lines.append(f"later {account.later_count:,} more, perhaps as a consequence")
+    return lines + _picture(account)
+
+
+def _picture(account: Account) -> list[str]:
+    if equal_elems(account.picture) == 0:
+        return [describe_spread(account.picture)]
+    return draw_buffer_map(account.picture)[1:]
+
+
+def _ranks(account: Account) -> str:
+    world = account.world_size
+    if not account.ranks:
+        return f"the shards of {world} ranks, put together"
+    if account.difference.measured.kind == "sharded":
+        return f"shards of {_numbers('rank', account.ranks)}"
+    if len(account.ranks) < world:
+        return f"{_numbers('rank', account.ranks)} of {world}"
+    return f"all {world} ranks, {'in the same way' if account.is_alike else 'each in its own way'}"
+
+
+def _numbers(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun}{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _fed(feed: Feed) -> str:
+    if not feed.call:
+        return f"rank {feed.rank}: no collective of this rank wrote these values"
+    times = "" if abs(feed.factor - 1) < 1e-9 else f", times {feed.factor:.6g}"
+    return f"rank {feed.rank}: fed by {feed.call}, from its element {feed.start} on{times}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+def as_dict(
+    verdict: AgainstVerdict, account: Account | None, *, words: Sequence[str]
+) -> dict[str, object]:
+    """The verdict, ready for JSON."""
+    first = {} if account is None else {"first": _plain(dataclasses.asdict(account))}
+    differences = [
+        {
+            "step": each.point.step,
+            "moment": each.point.moment,
+            "tensor": each.point.name,
+            "relative": each.measured.relative,
+            "multiple_of_rounding": each.multiple,
+        }
+        for each in verdict.differences
+    ]
+    rest = {
+        field.name: getattr(verdict, field.name)
+        for field in dataclasses.fields(verdict)
+        if field.name != "differences"
+    }
+    return {
+        "command": shlex.join(words),
+        "exit_status": EXIT_STATUS[verdict.outcome],
+        **rest,
+        "differences": differences,
+        **first,
+    }
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value
+
+
+def junit_case(
+    verdict: AgainstVerdict, account: Account | None, *, script: str, seconds: float
+) -> TestCase:
+    """The verdict as one test: inconclusive and unsupported ones are errors."""
+    outcome = {"equal": "passed", "different": "failure"}.get(verdict.outcome, "error")
+    return TestCase(
+        name=f"{script} on {verdict.got} against {verdict.expected}",
+        source=script,
+        seconds=seconds,
+        outcome=outcome,
+        kind=f"zero_sim.against.{verdict.outcome}",
+        message=headline(verdict),
+        text=render(verdict, account),
+        properties={
+            "compared_tensors": str(verdict.compared_count),
+            "largest_multiple_of_rounding": f"{verdict.largest_multiple:.3g}",
+        },
+    )
