@@ -73,18 +73,13 @@ class Account:
     picture: BufferMap
 
 
-def account_of(kept: Comparison, differences: Sequence[Difference], side: Side, seed: int) -> Account:
-    """Look closer at the first difference.
-
-    Args:
-        kept: Left by the runs.
-        differences: All differences, the first first.
-        side: The side that differs, to run once more for what fed the tensor.
-        seed: Its seed.
-    """
-    measurement, first = kept.measurement, differences[0]
-    assert measurement is not None
-    expected = kept.baseline.expected(first.point)
+def account_of(comparison: Comparison) -> Account | None:
+    """Look closer at the first difference, with one more run; None without differing tensors."""
+    measurement, differences = comparison.measurement, comparison.verdict.differences
+    if measurement is None or not differences:
+        return None
+    prepared, side, first = comparison.prepared, comparison.side, differences[0]
+    expected = prepared.baseline.expected(first.point)
     whole = whole_of(measurement.kept[first.point])
     assert expected is not None and whole is not None
     bound = max(first.rounding * 64, FLOOR * 64) * float(expected.abs().max() or 1.0)
@@ -106,9 +101,9 @@ def account_of(kept: Comparison, differences: Sequence[Difference], side: Side, 
         element=element,
         expected=float(expected.reshape(-1)[element]),
         got=float(got.reshape(-1)[element]),
-        manners=tuple(_manners(kept.baseline, first.point, expected, got, differs)),
-        unreduced=_unreduced(measurement, first.point, kept.rounding),
-        feeds=_feeds(side, first.point, ranks or (rank,), seed=seed),
+        manners=tuple(_manners(prepared.baseline, first.point, expected, got, differs)),
+        unreduced=_unreduced(measurement, first.point, prepared.rounding),
+        feeds=_feeds(side, first.point, ranks or (rank,), seed=prepared.seed),
         beside=tuple(each.point.name for each in same_point),
         later_count=len(differences) - 1 - len(same_point),
         picture=_picture(

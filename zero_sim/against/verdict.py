@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -67,155 +66,176 @@ class AgainstVerdict:
 
 
 @dataclass(kw_only=True, slots=True)
-class Comparison:
-    """Everything that the runs of one verdict left, for the account of a difference."""
+class Prepared:
+    """The side that is taken to be right: what it computed, and what rounding does to it."""
 
+    side: Side
+    seed: int
     baseline: Baseline = field(default_factory=Baseline)
-    measurement: Measurement | None = None
-    expected: Observed | None = None
-    got: Observed | None = None
+    observed: Observed
     rounding: dict[Point, float] = field(default_factory=dict)
+    """Relative difference that rounding alone makes, by point."""
+    failure: tuple[Outcome, str, str, str] | None = None
+    """Outcome, reason, remedy and report, if it cannot be compared with."""
 
 
-def compare(
-    expected: Side,
-    got: Side,
-    *,
-    seed: int = 0,
-    feeds: bool = False,
-    starts_alike: bool = False,
-) -> tuple[AgainstVerdict, Comparison]:
-    """Run a script both ways and judge the second by the first.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A verdict, and what is left for the account of a difference."""
+
+    verdict: AgainstVerdict
+    prepared: Prepared
+    side: Side
+    measurement: Measurement | None = None
+
+
+def prepare(side: Side, *, seed: int, keeps_rows: bool = False) -> Prepared:
+    """Run the side that others are compared with, and measure what rounding does to it.
 
     Args:
-        expected: The side that is taken to be right, such as one rank.
-        got: The side that is judged.
-        seed: Seed of both.
-        feeds: True to deal the rows that the first side's rank 0 read to the second.
-        starts_alike: True to let the second side's params start with the first side's values.
+        side: The side that is taken to be right, such as one rank.
+        seed: Seed of schedules and of random numbers that the script does not seed.
+        keeps_rows: True if its rows are to be dealt to others.
     """
-    kept = Comparison()
-    sides = {"expected": expected.text, "got": got.text}
-    kept.expected = observe(expected, Way(sink=kept.baseline, keeps_rows=feeds), seed=seed)
-    if kept.expected.script.failure is not None:
-        return _failed_first(expected, kept, seed=seed, sides=sides), kept
-    if kept.expected.reasons:
-        return _refused(kept.expected.reasons, sides=sides), kept
-    trouble = _measure_rounding(expected, kept, seed=seed, feeds=feeds)
-    if trouble:
-        return _inconclusive(*trouble, sides=sides), kept
-    measurement = kept.measurement = Measurement(kept.baseline)
-    dealt = kept.expected.rows[0] if feeds else None
-    start = kept.baseline.start() if starts_alike else None
-    kept.got = observe(got, Way(sink=measurement, dealt=dealt, start=start), seed=seed)
-    if kept.got.script.failure is not None:
-        return _failed_second(got, kept, seed=seed, sides=sides), kept
-    rows = first_row_difference(kept.expected.rows, kept.got.rows)
-    if rows is not None:
-        remedy = (
-            "Keep the global batch with --arguments-of-one, or let --feed deal the rows of one "
-            "rank to all."
+    baseline = Baseline()
+    observed = observe(side, Way(sink=baseline, keeps_rows=keeps_rows), seed=seed)
+    prepared = Prepared(side=side, seed=seed, baseline=baseline, observed=observed)
+    if observed.script.failure is not None:
+        prepared.failure = _failed_first(prepared)
+    elif observed.reasons:
+        prepared.failure = _by_design(observed.reasons)
+    else:
+        trouble = _measure_rounding(prepared)
+        if trouble is not None:
+            prepared.failure = ("inconclusive", *trouble, "")
+    return prepared
+
+
+def judge(
+    prepared: Prepared, side: Side, *, feeds: bool = False, starts_alike: bool = False
+) -> Comparison:
+    """Run another side and judge it by the prepared one.
+
+    Args:
+        prepared: The side that is taken to be right.
+        side: The side that is judged.
+        feeds: True to deal it the rows that rank 0 of the prepared side read.
+        starts_alike: True to let its params start with the values of the prepared side.
+    """
+    sides = {"expected": prepared.side.text, "got": side.text}
+    if prepared.failure is not None:
+        outcome, reason, remedy, ending = prepared.failure
+        verdict = AgainstVerdict(
+            outcome=outcome, reason=reason, remedy=remedy, ending=ending, **sides
         )
-        return _inconclusive(f"The data differ: {rows.text}.", remedy, sides=sides), kept
-    measurement.finish()
-    return _judged(kept, measurement, sides=sides), kept
-
-
-def _failed_first(
-    side: Side, kept: Comparison, *, seed: int, sides: Mapping[str, str]
-) -> AgainstVerdict:
-    """The side to compare with failed in float64; perhaps it fails without it, too."""
-    assert kept.expected is not None
-    native = observe(side, Way(sink=Baseline(), is_native=True), seed=seed).script
-    if native.failure is not None:
-        return AgainstVerdict(
-            outcome="script-fails",
-            reason=f"The script fails on {side.text}: {native.ending}",
-            remedy=f"Make it run on {side.text} first; other arguments go to --arguments-of-one.",
-            ending=native.failure.report,
+        return Comparison(verdict=verdict, prepared=prepared, side=side)
+    measurement = Measurement(prepared.baseline)
+    way = Way(
+        sink=measurement,
+        dealt=prepared.observed.rows[0] if feeds else None,
+        start=prepared.baseline.start() if starts_alike else None,
+    )
+    got = observe(side, way, seed=prepared.seed)
+    if got.script.failure is not None:
+        verdict = _failed_second(prepared, side, got, sides=sides)
+    elif (rows := first_row_difference(prepared.observed.rows, got.rows)) is not None:
+        verdict = AgainstVerdict(
+            outcome="inconclusive",
+            reason=f"The data differ: {rows.text}.",
+            remedy="Keep the global batch with --arguments-of-one, or let --feed deal the rows of "
+            "one rank to all.",
             **sides,
         )
-    failed = kept.expected.script
+    else:
+        measurement.finish()
+        verdict = _judged(prepared, measurement, got, sides=sides)
+    return Comparison(verdict=verdict, prepared=prepared, side=side, measurement=measurement)
+
+
+def _failed_first(prepared: Prepared) -> tuple[Outcome, str, str, str]:
+    """The side failed in float64; perhaps it fails without it, too."""
+    side = prepared.side
+    native = observe(side, Way(sink=Baseline(), is_native=True), seed=prepared.seed).script
+    if native.failure is not None:
+        return (
+            "script-fails",
+            f"The script fails on {side.text}: {native.ending}",
+            f"Make it run on {side.text} first, perhaps with --arguments-of-one.",
+            native.failure.report,
+        )
+    failed = prepared.observed.script
+    return (
+        "unsupported",
+        f"The script fails in float64 alone, on {side.text}: {failed.ending}",
+        "Avoid what depends on the bytes of a float, or judge the engine with a target.",
+        failed.failure.report if failed.failure else "",
+    )
+
+
+def _failed_second(
+    prepared: Prepared, side: Side, got: Observed, *, sides: Mapping[str, str]
+) -> AgainstVerdict:
+    native = observe(side, Way(sink=Baseline(), is_native=True), seed=prepared.seed).script
+    failed = got.script if native.failure is None else native
+    where = " in float64 alone" if native.failure is None else ""
     return AgainstVerdict(
-        outcome="unsupported",
-        reason=f"The script fails in float64 alone, on {side.text}: {failed.ending}",
-        remedy="Avoid what depends on the bytes of a float, or judge the engine with a target.",
+        outcome="unsupported" if native.failure is None else "different",
+        reason=f"{side.text} fail{where}, and {sides['expected']} does not: {failed.ending}",
         ending=failed.failure.report if failed.failure else "",
         **sides,
     )
 
 
-def _failed_second(
-    side: Side, kept: Comparison, *, seed: int, sides: Mapping[str, str]
-) -> AgainstVerdict:
-    assert kept.got is not None
-    failed = kept.got.script
-    native = observe(side, Way(sink=Baseline(), is_native=True), seed=seed).script
-    outcome: Outcome = "different" if native.failure is not None else "unsupported"
-    shown = native if native.failure is not None else failed
-    where = "" if native.failure is not None else " in float64 alone"
-    return AgainstVerdict(
-        outcome=outcome,
-        reason=f"{side.text} fail{where} and {sides['expected']} does not: {shown.ending}",
-        ending=shown.failure.report if shown.failure else "",
-        **sides,
-    )
-
-
-def _refused(reasons: Mapping[str, str], *, sides: Mapping[str, str]) -> AgainstVerdict:
+def _by_design(reasons: Mapping[str, str]) -> tuple[Outcome, str, str, str]:
     named = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
     more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
-    return AgainstVerdict(
-        outcome="unsupported",
-        reason=f"The result depends on the number of ranks by design: {named}{more}.",
-        remedy="Set dropout to 0, and replace BatchNorm by SyncBatchNorm or another norm.",
-        **sides,
+    return (
+        "unsupported",
+        f"The result depends on the number of ranks by design: {named}{more}.",
+        "Set dropout to 0, and replace BatchNorm by SyncBatchNorm or another norm.",
+        "",
     )
 
 
-def _inconclusive(reason: str, remedy: str, *, sides: Mapping[str, str]) -> AgainstVerdict:
-    return AgainstVerdict(outcome="inconclusive", reason=reason, remedy=remedy, **sides)
-
-
-def _measure_rounding(
-    side: Side, kept: Comparison, *, seed: int, feeds: bool
-) -> tuple[str, str] | None:
-    """Measure what rounding does to each tensor; a reason and remedy if it cannot be told."""
-    assert kept.expected is not None
-    if not kept.baseline.pieces:
+def _measure_rounding(prepared: Prepared) -> tuple[str, str] | None:
+    """Measure what rounding does to each tensor; a reason and remedy if it decides too much."""
+    baseline = prepared.baseline
+    if not baseline.pieces:
         return (
             "Nothing was observed: no forward, no Optimizer.step and no checkpoint.",
             "Use torch.nn modules or a torch.optim.Optimizer, or judge the engine with a target.",
         )
     for index in range(NOISY_RUNS):
-        measurement = Measurement(kept.baseline, keep_above=float("inf"))
-        noisy = observe(side, Way(sink=measurement, noise_seed=index + 1), seed=seed)
+        measurement = Measurement(baseline, keep_above=float("inf"))
+        way = Way(sink=measurement, noise_seed=index + 1)
+        noisy = observe(prepared.side, way, seed=prepared.seed)
         measurement.finish()
-        if (
-            noisy.script.failure is not None
-            or noisy.operations != kept.expected.operations
-            or measurement.measured.keys() != kept.baseline.comparable
-        ):
-            return _irregular(side, kept, seed=seed)
+        if noisy.script.failure is not None or not _took_same_way(prepared, noisy, measurement):
+            return _irregular(prepared)
         for point, measured in measurement.measured.items():
-            kept.rounding[point] = max(kept.rounding.get(point, FLOOR), measured.relative)
-    if all(value * LIMIT >= 1 for value in kept.rounding.values()):
-        return _irregular(side, kept, seed=seed)
+            known = prepared.rounding.get(point, FLOOR)
+            prepared.rounding[point] = max(known, measured.relative)
+    if all(value * LIMIT >= 1 for value in prepared.rounding.values()):
+        return _irregular(prepared)
     return None
 
 
-def _irregular(side: Side, kept: Comparison, *, seed: int) -> tuple[str, str]:
+def _took_same_way(prepared: Prepared, other: Observed, measurement: Measurement) -> bool:
+    """True if another run of the prepared side took the same operations and observed the same."""
+    return (
+        other.operations == prepared.observed.operations
+        and measurement.measured.keys() == prepared.baseline.comparable
+    )
+
+
+def _irregular(prepared: Prepared) -> tuple[str, str]:
     """Why two runs of one side differ: they differ without noise, too, or rounding decides."""
-    assert kept.expected is not None
-    again = Measurement(kept.baseline)
-    repeated = observe(side, Way(sink=again), seed=seed)
+    side = prepared.side
+    again = Measurement(prepared.baseline)
+    repeated = observe(side, Way(sink=again), seed=prepared.seed)
     again.finish()
     differing = [point for point, each in again.measured.items() if each.relative]
-    if (
-        differing
-        or repeated.operations != kept.expected.operations
-        or again.measured.keys() != kept.baseline.comparable
-    ):
+    if differing or not _took_same_way(prepared, repeated, again):
         first = f" First at {min(differing, key=_order).text}." if differing else ""
         return (
             f"Two runs on {side.text} are not the same.{first}",
@@ -232,47 +252,42 @@ def _order(point: Point) -> tuple[tuple[int, int], str]:
 
 
 def _judged(
-    kept: Comparison, measurement: Measurement, *, sides: Mapping[str, str]
+    prepared: Prepared, measurement: Measurement, got: Observed, *, sides: Mapping[str, str]
 ) -> AgainstVerdict:
     found: list[Difference] = []
     largest = 0.0
     decided: set[str] = set()
     for point, measured in measurement.measured.items():
-        rounding = kept.rounding.get(point, FLOOR)
+        rounding = prepared.rounding.get(point, FLOOR)
         if rounding * LIMIT < 1:
             decided.add(point.name)
         if point.moment not in LOCALISING:
             largest = max(largest, measured.relative / rounding)
+        elif measured.reduced_relative is not None and (
+            measured.reduced_relative <= LIMIT * rounding
+        ):
+            continue  # Not reduced yet, as before a reduction within Optimizer.step.
         if measured.relative > LIMIT * rounding:
             found.append(Difference(point=point, measured=measured, rounding=rounding))
     found.sort(key=lambda each: _order(each.point))
-    unobserved = _names(measurement.unobserved)
-    undecided = sorted(
-        {
-            point.name
-            for point, value in kept.rounding.items()
-            if value * LIMIT >= 1 and point.name not in decided
-        }
-    )
+    names = {point.name for point in prepared.rounding}
     common = {
-        "steps": max(kept.got.steps_of_ranks, default=0) if kept.got else 0,
+        "steps": max(got.steps_of_ranks, default=0),
         "compared_count": len(measurement.measured),
-        "unobserved": unobserved,
-        "undecided": tuple(undecided),
+        "unobserved": tuple(sorted({point.name for point in measurement.unobserved})),
+        "undecided": tuple(sorted(names - decided)),
         "largest_multiple": largest,
         **sides,
     }
     if any(each.point.moment not in LOCALISING for each in found):
         return AgainstVerdict(outcome="different", reason="", differences=tuple(found), **common)
-    trained = _trained(kept.baseline)
-    left = [name for name in trained if name not in decided]
+    left = [name for name in _trained(prepared.baseline) if name not in decided]
     if not measurement.measured or left:
-        reason = (
-            f"No tensor of {left[0]} could be decided, and of {len(left) - 1} more params."
-            if left
-            else "No tensor could be compared."
-        )
-        remedy = "Print the param, or shard it by DTensor, so its places are known."
+        reason = "No tensor could be compared."
+        if left:
+            more = f", nor of {len(left) - 1} other params" if len(left) > 1 else ""
+            reason = f"No tensor of the param {left[0]} could be decided{more}."
+        remedy = "Shard it by DTensor, so the places of its elements are known, or use whole params."
         return AgainstVerdict(outcome="inconclusive", reason=reason, remedy=remedy, **common)
     notes = ()
     if found:
@@ -281,10 +296,6 @@ def _judged(
             f"as {found[0].point.text}: perhaps they are scaled otherwise.",
         )
     return AgainstVerdict(outcome="equal", reason="", notes=notes, **common)
-
-
-def _names(points: Sequence[Point] | set[Point]) -> tuple[str, ...]:
-    return tuple(sorted({point.name for point in points}))
 
 
 def _trained(baseline: Baseline) -> list[str]:

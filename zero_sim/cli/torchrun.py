@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zero_sim.cli.against import AgainstOptions, judge_script
 from zero_sim.cli.parts import STALL_SECONDS, option, require_with, takes
 from zero_sim.errors import UsageError
 from zero_sim.host.packages import packages_needed
@@ -178,6 +179,7 @@ class _RunOptions:
 )
 @takes(_WorldOptions, "world")
 @takes(_RunOptions, "runs")
+@takes(AgainstOptions, "relation")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option("--standalone", is_flag=True, hidden=True, expose_value=False)
 @click.option(*_spelled(*_IGNORED), "ignored", multiple=True, hidden=True, expose_value=False)
@@ -188,6 +190,7 @@ def torchrun(
     ctx: click.Context,
     world: _WorldOptions,
     runs: _RunOptions,
+    relation: AgainstOptions,
     module: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -200,6 +203,10 @@ def torchrun(
     Exit status: 0 every rank came to its end; 1 a rank raised or exited with an error, or there
     was a deadlock, a race, a violation of the contract, or a difference between runs; 2 the usage
     is wrong, or the script ended the process.
+
+    With --against the script is judged by another way to run it: 0 equal up to rounding; 1
+    different, or these ranks fail and the other run does not; 2 the other run fails; 3
+    inconclusive; 4 unsupported.
     """
     if runs.seeds is not None and runs.runs != 1:
         raise UsageError("expected --runs or --seeds, got both.")
@@ -209,6 +216,12 @@ def torchrun(
     with packages_needed():
         settings = world.settings(several=several)
     words = (*(["-m"] if module else []), script, *arguments)
+    dependent = [each.name for each in fields(AgainstOptions) if each.name != "against"]
+    require_with(ctx, "--against", *dependent, given=relation.against is not None)
+    if relation.against is not None:
+        if several:
+            raise UsageError("expected --against, or several runs, got both.")
+        ctx.exit(judge_script(relation, settings, seed=seeds[0], words=words))
     ctx.exit(_run(settings, seeds, words=words, ignored=runs.ignore))
 
 
