@@ -29,6 +29,7 @@ _SAME = 1e-9
 """Relative difference below which two float64 numbers came from one computation. Rounding of a
 step moves them by less than 1e-12, and other tensors agree in 16 numbers by no chance."""
 _DENOMINATOR_MAX = 4096
+_NEAR_ONE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,7 +197,9 @@ def _factor(wrong: Tensor, right: Tensor) -> str | None:
     is_simple = abs(float(simple) - middle) <= _SAME * abs(middle)
     if wrong.numel() < 2 and not (is_simple and 1 in (simple.numerator, simple.denominator)):
         return None  # One element is some multiple of anything.
-    return str(simple) if is_simple else f"{middle:.9g}"
+    if is_simple and simple != 1:
+        return str(simple)
+    return f"1 {middle - 1:+.3g}" if abs(middle - 1) < _NEAR_ONE else f"{middle:.9g}"
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

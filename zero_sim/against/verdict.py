@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from zero_sim.against.measure import FLOOR, LIMIT, Baseline, Measured, Measurement
 from zero_sim.against.points import LOCALISING, Point
 from zero_sim.against.rows import first_row_difference
@@ -269,12 +272,13 @@ def _judged(
             continue  # Not reduced yet, as before a reduction within Optimizer.step.
         if measured.relative > LIMIT * rounding:
             found.append(Difference(point=point, measured=measured, rounding=rounding))
-    found.sort(key=lambda each: _order(each.point))
-    names = {point.name for point in prepared.rounding}
+    found.sort(key=lambda each: (each.point.order, -each.measured.relative, each.point.name))
+    unobserved = {point.name for point in measurement.unobserved}
+    names = {point.name for point in prepared.rounding} - unobserved
     common = {
         "steps": max(got.steps_of_ranks, default=0),
         "compared_count": len(measurement.measured),
-        "unobserved": tuple(sorted({point.name for point in measurement.unobserved})),
+        "unobserved": tuple(sorted(unobserved)),
         "undecided": tuple(sorted(names - decided)),
         "largest_multiple": largest,
         **sides,
@@ -299,7 +303,12 @@ def _judged(
 
 
 def _trained(baseline: Baseline) -> list[str]:
-    """Names of params that a step updates; of the model's if it has names for them."""
-    names = {point.name for point in baseline.pieces if point.moment == "param"}
-    used = {point.name for point in baseline.pieces if point.moment in ("forward", "evaluation")}
-    return sorted(names & used or names)
+    """Names of params that training moves; of the model's if forwards use any that move."""
+    used: dict[str, Tensor] = {}
+    moved: set[str] = set()
+    for point in baseline.pieces:
+        if point.moment == "forward" and point.name not in moved:
+            tensor = baseline.expected(point)
+            if tensor is not None and not torch.equal(used.setdefault(point.name, tensor), tensor):
+                moved.add(point.name)
+    return sorted(moved or {point.name for point in baseline.pieces if point.moment == "param"})
