@@ -65,13 +65,16 @@ class Account:
     got: float
     manners: tuple[str, ...]
     """What the wrong elements look like, each in one sentence."""
-    unreduced: tuple[str, ...]
-    """Gradients of this step that ranks have not reduced, although their mean is right."""
+    is_unreduced: bool
+    """True if ranks have not reduced this param's gradient, although its mean is right."""
     feeds: tuple[Feed, ...]
     beside: tuple[str, ...]
     """Other tensors that differ at the same point."""
     later_count: int
     picture: BufferMap
+
+
+_NO_PIECE = Piece(values=torch.empty(0), shape=())
 
 
 def account_of(comparison: Comparison) -> Account | None:
@@ -81,14 +84,18 @@ def account_of(comparison: Comparison) -> Account | None:
         return None
     prepared, side, first = comparison.prepared, comparison.side, differences[0]
     expected = prepared.baseline.expected(first.point)
-    whole = whole_of(measurement.kept[first.point])
+    whole = whole_of(measurement.kept.get(first.point) or {0: _NO_PIECE})
+    if first.point in measurement.joined:
+        expected, joined = measurement.joined[first.point]
+        holders = tuple(range(side.settings.world_size))
+        whole = Whole(kind="sharded", candidates={0: joined}, holders=holders)
     assert expected is not None and whole is not None
     bound = max(first.rounding * 64, FLOOR * 64) * float(expected.abs().max() or 1.0)
     rank, got = _worst(whole, expected)
     differs = ((got - expected).abs() > bound).reshape(-1)
     element = int((got - expected).abs().reshape(-1).argmax())
     spans = spans_of(differs)
-    owners = _owners(measurement.kept[first.point], expected.shape)
+    owners = _owners(measurement.kept.get(first.point, {}), expected.shape)
     ranks = _ranks(whole, expected, bound=bound, owners=owners, spans=spans)
     same_point = [each for each in differences[1:] if each.point[:2] == first.point[:2]]
     return Account(
@@ -103,7 +110,7 @@ def account_of(comparison: Comparison) -> Account | None:
         expected=float(expected.reshape(-1)[element]),
         got=float(got.reshape(-1)[element]),
         manners=tuple(_manners(prepared.baseline, first.point, expected, got, differs)),
-        unreduced=_unreduced(measurement, first.point, prepared.rounding),
+        is_unreduced=_is_unreduced(measurement, first.point),
         feeds=_feeds(side, first.point, ranks or (rank,), seed=prepared.seed),
         beside=tuple(each.point.name for each in same_point),
         later_count=len(differences) - 1 - len(same_point),
@@ -206,18 +213,15 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return bool(((one - other).abs() <= _SAME * other.abs().max()).all())
 
 
-def _unreduced(
-    measurement: Measurement, point: Point, rounding: Mapping[Point, float]
-) -> tuple[str, ...]:
-    names = {
-        each.name
-        for each, measured in measurement.measured.items()
-        if each.step == point.step
+def _is_unreduced(measurement: Measurement, point: Point) -> bool:
+    name = point.name.partition(":")[0]
+    return any(
+        each.name == name
+        and each.step == point.step - (point.moment == "forward")
         and measured.reduced_relative is not None
-        and measured.reduced_relative <= _SAME
-        and measured.relative > _SAME
-    }
-    return tuple(sorted(names))
+        and measured.reduced_relative <= _SAME < measured.relative
+        for each, measured in measurement.measured.items()
+    )
 
 
 def _feeds(side: Side, point: Point, ranks: Sequence[int], *, seed: int) -> tuple[Feed, ...]:

@@ -83,6 +83,11 @@ class RankCapture:
         self._seen: set[tuple[Moment, str]] = set()
         self._files: dict[tuple[str, str, int], int] = defaultdict(int)
 
+    @property
+    def unnamed_params(self) -> Mapping[str, Tensor]:
+        """Params of optimizers that no module names."""
+        return self._names.others
+
     def is_computing(self) -> bool:
         """True within a forward or backward."""
         return bool(self._depth["forward"] or self._depth["backward"])
@@ -244,7 +249,7 @@ class _Names:
         self._modules: dict[int, str] = {}
         self._params: dict[int, str] = {}
         self._optimizers: list[Any] = []
-        self._others: dict[str, Tensor] = {}
+        self.others: dict[str, Tensor] = {}
         """Params of optimizers that no module names."""
 
     def add(self, module: Module) -> None:
@@ -268,7 +273,7 @@ class _Names:
                 if id(param) not in self._params:
                     name = f"optimizer {number + 1}, group {index}, param {place}"
                     self._params[id(param)] = name
-                    self._others[name] = param
+                    self.others[name] = param
 
     def of_module(self, module: Module) -> str | None:
         """Its name, or None for a module that no outermost module contains."""
@@ -292,7 +297,7 @@ class _Names:
                         met.add(id(param))
                         default = f"{prefix}.{name}".lstrip(".")
                         yield self._params.get(id(param), default), param
-        yield from self._others.items()
+        yield from self.others.items()
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """All named buffers of floats."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from zero_sim.against.gathers import GatherLog, gathered
 from zero_sim.against.points import Moment, Piece, Point
 from zero_sim.against.whole import Whole, relative_difference, whole_of
 
@@ -109,7 +110,10 @@ class Measurement:
         """Points whose shards could not be put together."""
         self._baseline = baseline
         self._keep_above = keep_above
+        self.joined: dict[Point, tuple[Tensor, Tensor]] = {}
+        """Expected and got, flat, for shards whose places gathers told."""
         self._ranks: dict[Point, dict[int, float]] = defaultdict(dict)
+        self._logs = GatherLog(), GatherLog()
 
     def wants(self, point: Point) -> bool:
         """Points that the baseline has."""
@@ -130,8 +134,14 @@ class Measurement:
         if relative > self._keep_above:
             self.kept[point][rank] = replace(piece, values=piece.values.clone())
 
-    def finish(self) -> None:
-        """Put shards together, after the run."""
+    def finish(self, *, expected_log: GatherLog, got_log: GatherLog) -> None:
+        """Put shards together, after the run.
+
+        Args:
+            expected_log: Gathers of the baseline's run.
+            got_log: Gathers of the run that was measured.
+        """
+        self._logs = expected_log, got_log
         for point in {*self._ranks, *self.kept}:
             ranks, kept = self._ranks.get(point, {}), self.kept.get(point, {})
             if kept and set(kept) - set(ranks):
@@ -148,16 +158,35 @@ class Measurement:
     def _measure_shards(self, point: Point, kept: Mapping[int, Piece]) -> None:
         expected = self._baseline.expected(point)
         whole = whole_of(kept)
-        if expected is None or whole is None:
-            self.unobserved.add(point)
-            return
-        if any(each.shape != expected.shape for each in whole.candidates.values()):
-            self.unobserved.add(point)
+        if (
+            expected is None
+            or whole is None
+            or any(each.shape != expected.shape for each in whole.candidates.values())
+        ):
+            self._measure_gathered(point, kept)
             return
         relative = max(relative_difference(each, expected) for each in whole.candidates.values())
         self.measured[point] = Measured(kind=whole.kind, relative=relative)
         if relative <= self._keep_above:
             self.kept.pop(point)
+
+    def _measure_gathered(self, point: Point, kept: Mapping[int, Piece]) -> None:
+        expected_log, got_log = self._logs
+        pair = gathered(
+            point.name.partition(":")[0],
+            expected=self._baseline.pieces[point],
+            expected_log=expected_log,
+            got=kept,
+            got_log=got_log,
+        )
+        if pair is None:
+            self.unobserved.add(point)
+            return
+        relative = relative_difference(pair[1], pair[0])
+        self.measured[point] = Measured(kind="sharded", relative=relative)
+        if relative > self._keep_above:
+            self.joined[point] = pair
+        self.kept.pop(point)
 
     def _of_mean(
         self, point: Point, ranks: Mapping[int, float], kept: Mapping[int, Piece]

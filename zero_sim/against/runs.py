@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zero_sim.against import native_dtypes
 from zero_sim.against.capture import RankCapture, hooks_installed
+from zero_sim.against.gathers import GatherLog
 from zero_sim.against.points import Sink
 from zero_sim.against.rows import DealtRows, RowLog
 from zero_sim.against.wide_operations import WideOperations
@@ -63,6 +64,7 @@ class Observed:
     """Digest and number of operations, by rank."""
     steps_of_ranks: tuple[int, ...] = ()
     """Calls of `Optimizer.step`, by rank."""
+    gathers: GatherLog = field(default_factory=GatherLog)
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Modules that depend on the number of ranks by design, with the reason."""
 
@@ -98,6 +100,7 @@ class _Observer:
         self.captures: dict[int, RankCapture] = {}
         self.rows: dict[int, RowLog] = {}
         self.operations: dict[int, WideOperations] = {}
+        self.gathers = GatherLog()
         self._way = way
         self._world_size = world_size
         self._steps = steps
@@ -125,7 +128,12 @@ class _Observer:
             yield
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
-        """Pass a call on."""
+        """Learn from a gather, and pass the call on."""
+        capture = self.captures[record.rank]
+        with torch.no_grad(), native_dtypes.stored_dtypes():
+            self.gathers.called(
+                record, call, step=capture.steps, params=capture.unnamed_params
+            )
         if self._way.called is not None:
             self._way.called(record, call)
 
@@ -173,6 +181,7 @@ def _observe(
             (each.digest, each.operation_count) for _, each in sorted(guest.operations.items())
         ),
         steps_of_ranks=tuple(each.steps for each in captures),
+        gathers=guest.gathers,
         reasons={name: reason for each in captures for name, reason in each.refusals.items()},
     )
 
@@ -186,6 +195,8 @@ def _uncompiled(model: object = None, **options: object) -> object:
 def _in_copy(side: Side) -> Iterator[str]:
     """Work in a copy of the working folder; the script's name there."""
     folder = Path.cwd()
+    # Names the file as the user did, if there is none.
+    read_script(side.name, is_module=side.is_module, arguments=side.arguments)
     _check_size(folder)
     with tempfile.TemporaryDirectory(prefix="zero-sim-") as made:
         copy = Path(made, folder.name or "root")

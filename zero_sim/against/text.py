@@ -12,6 +12,7 @@ from zero_sim.report.junit import TestCase
 from zero_sim.report.text_buffer_map import describe_spread, draw_buffer_map, equal_elems
 
 NAMES_SHOWN = 4
+_UNFED = "no collective of this rank wrote these values"
 
 
 def headline(verdict: AgainstVerdict) -> str:
@@ -54,12 +55,9 @@ def _account(verdict: AgainstVerdict, account: Account) -> list[str]:
         f"{account.element}: expected {account.expected:.9g}, got {account.got:.9g}"
     )
     lines += [f"{manner[0].upper()}{manner[1:]}." for manner in account.manners]
-    if account.unreduced:
-        lines.append(
-            f"{len(account.unreduced)} gradients are not reduced, though their mean is right: "
-            f"{_listed(account.unreduced)}"
-        )
-    lines += [_fed(feed) for feed in account.feeds]
+    if account.is_unreduced:
+        lines.append("Its gradient is not reduced: the mean over ranks is right.")
+    lines += _fed(account.feeds)
     if account.beside:
         lines.append(f"at the same point {len(account.beside)} more: {_listed(account.beside)}")
     if account.later_count:
@@ -88,11 +86,14 @@ def _numbers(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun}{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _fed(feed: Feed) -> str:
-    if not feed.call:
-        return f"rank {feed.rank}: no collective of this rank wrote these values"
-    times = "" if abs(feed.factor - 1) < 1e-9 else f", times {feed.factor:.6g}"
-    return f"rank {feed.rank}: fed by {feed.call}, from its element {feed.start} on{times}"
+def _fed(feeds: Sequence[Feed]) -> list[str]:
+    """A line for each call that fed the tensor, with the ranks that it fed."""
+    ranks: dict[str, list[int]] = {}
+    for feed in feeds:
+        times = "" if abs(feed.factor - 1) < 1e-9 else f", times {feed.factor:.6g}"
+        line = f"fed by {feed.call}, from its element {feed.start} on{times}"
+        ranks.setdefault(line if feed.call else _UNFED, []).append(feed.rank)
+    return [f"{_numbers('rank', sorted(held))}: {line}" for line, held in ranks.items()]
 
 
 def _listed(names: Sequence[str]) -> str:

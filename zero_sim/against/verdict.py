@@ -150,7 +150,7 @@ def judge(
             **sides,
         )
     else:
-        measurement.finish()
+        measurement.finish(expected_log=prepared.observed.gathers, got_log=got.gathers)
         verdict = _judged(prepared, measurement, got, sides=sides)
     return Comparison(verdict=verdict, prepared=prepared, side=side, measurement=measurement)
 
@@ -212,7 +212,8 @@ def _measure_rounding(prepared: Prepared) -> tuple[str, str] | None:
         measurement = Measurement(baseline, keep_above=float("inf"))
         way = Way(sink=measurement, noise_seed=index + 1)
         noisy = observe(prepared.side, way, seed=prepared.seed)
-        measurement.finish()
+        log = prepared.observed.gathers
+        measurement.finish(expected_log=log, got_log=noisy.gathers)
         if noisy.script.failure is not None or not _took_same_way(prepared, noisy, measurement):
             return _irregular(prepared)
         for point, measured in measurement.measured.items():
@@ -236,7 +237,7 @@ def _irregular(prepared: Prepared) -> tuple[str, str]:
     side = prepared.side
     again = Measurement(prepared.baseline)
     repeated = observe(side, Way(sink=again), seed=prepared.seed)
-    again.finish()
+    again.finish(expected_log=prepared.observed.gathers, got_log=repeated.gathers)
     differing = [point for point, each in again.measured.items() if each.relative]
     if differing or not _took_same_way(prepared, repeated, again):
         first = f" First at {min(differing, key=_order).text}." if differing else ""
