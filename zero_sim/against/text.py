@@ -55,7 +55,7 @@ def _account(verdict: AgainstVerdict, account: Account) -> list[str]:
         f"{account.element}: expected {account.expected:.9g}, got {account.got:.9g}"
     )
     lines += [f"{manner[0].upper()}{manner[1:]}." for manner in account.manners]
-    if account.is_unreduced:
+    if account.is_unreduced and not account.manners:
         lines.append("Its gradient is not reduced: the mean over ranks is right.")
     lines += _fed(account.feeds)
     if account.beside:

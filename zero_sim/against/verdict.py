@@ -228,6 +228,7 @@ def _took_same_way(prepared: Prepared, other: Observed, measurement: Measurement
     """True if another run of the prepared side took the same operations and observed the same."""
     return (
         other.operations == prepared.observed.operations
+        and other.steps_of_ranks == prepared.observed.steps_of_ranks
         and measurement.measured.keys() == prepared.baseline.comparable
     )
 

@@ -1,0 +1,56 @@
+"""Verdicts on scripts in `scripts/`, and on scripts that a test writes."""
+
+from pathlib import Path
+
+import pytest
+
+from zero_sim.against.runs import Side
+from zero_sim.against.verdict import judge, prepare
+from zero_sim.script.launch import Settings
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+TINY = """
+import os, sys
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+def rows(step, count=8):
+    draws = torch.Generator().manual_seed(100 + step)
+    return torch.randn(count, 4, generator=draws).chunk(ranks)[rank]
+def loss_of(model, mine):
+    return (model(mine) - mine[:, :2].sin()).square().mean()
+def average():
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= ranks
+"""
+"""A model and its rows, on any number of ranks."""
+
+
+@pytest.fixture
+def judged(monkeypatch, tmp_path):
+    """Judges a script on some ranks by the same on one."""
+
+    def run(script, *arguments, ranks=2, one=None, code=None, **ways):
+        folder = SCRIPTS
+        if code is not None:
+            folder = tmp_path
+            (tmp_path / script).write_text(TINY + code)
+        monkeypatch.chdir(folder)
+        sides = [
+            Side(
+                settings=Settings(ranks_per_node=count),
+                name=script,
+                is_module=False,
+                arguments=tuple(words),
+            )
+            for count, words in ((1, arguments if one is None else one), (ranks, arguments))
+        ]
+        prepared = prepare(sides[0], seed=0, keeps_rows=ways.get("feeds", False))
+        return judge(prepared, sides[1], **ways)
+
+    return run
