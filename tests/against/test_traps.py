@@ -118,7 +118,7 @@ def test_nothing_observed_is_inconclusive(judged):
 
 
 def test_noise_that_changes_a_branch_is_inconclusive(judged):
-    draw = "if int(loss_of(model, rows(0)).item() * 1e17) % 2: optimizer.step()\n"
+    draw = "if int(loss_of(model, rows(0)).item() * 3e15) % 2: optimizer.step()\n"
     verdict = judged("train.py", code=RIGHT + draw * 20).verdict
     assert verdict.outcome == "inconclusive"
     assert "rounding decides" in verdict.reason
