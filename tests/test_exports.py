@@ -23,13 +23,11 @@ def loaded_after(code: str) -> set[str]:
 
 
 def test_all_is_sorted_and_short() -> None:
-    """Names that users import, in order."""
     assert zero_sim.__all__ == sorted(zero_sim.__all__)
     assert len(zero_sim.__all__) <= 30
 
 
 def test_version() -> None:
-    """Three numbers."""
     assert re.fullmatch(r"\d+\.\d+\.\d+", zero_sim.__version__)
 
 
@@ -41,7 +39,6 @@ def test_every_name_resolves_and_is_documented(name: str) -> None:
 
 
 def test_unknown_names_are_attribute_errors() -> None:
-    """As for any module."""
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = zero_sim.nothing
 

@@ -14,12 +14,9 @@ Invoke = Callable[..., Result]
 
 
 class TestRun:
-    """What a run leaves behind."""
-
     def test_a_failing_case_shows_the_line_that_replays_it(
         self, invoke: Invoke, broken: Callable[[bool], None]
     ) -> None:
-        """And that very line works."""
         broken(True)
         result = invoke("run", "one.toml")
         assert result.exit_code == 1
@@ -58,7 +55,6 @@ class TestRun:
     def test_no_bundles(
         self, invoke: Invoke, broken: Callable[[bool], None], options: tuple[str, ...]
     ) -> None:
-        """Nothing is written, and nothing promised."""
         broken(True)
         result = invoke("run", "one.toml", "--no-bundles", *options)
         assert result.exit_code == 1
@@ -66,12 +62,10 @@ class TestRun:
         assert "replay:" not in result.stdout
 
     def test_a_pass_leaves_none(self, invoke: Invoke) -> None:
-        """There is nothing to repeat."""
         assert "replay:" not in invoke("run", "one.toml").stdout
         assert not Path(".zero-sim").exists()
 
     def test_json_has_the_id(self, invoke: Invoke, broken: Callable[[bool], None]) -> None:
-        """Null for a case that passed."""
         (case,) = json.loads(invoke("run", "one.toml", "--json").stdout)["cases"]
         assert case["bundle"] is None
         broken(True)
@@ -84,7 +78,6 @@ class TestRun:
     def test_a_folder_that_cannot_be_written_costs_no_verdict(
         self, invoke: Invoke, broken: Callable[[bool], None]
     ) -> None:
-        """Said on stderr."""
         Path("file").write_text("x")
         broken(True)
         result = invoke("run", "one.toml", "--bundles", "file/below")
@@ -94,21 +87,17 @@ class TestRun:
 
 
 class TestTrace:
-    """`run --trace`."""
-
     def test_one_case_is_a_file(self, invoke: Invoke) -> None:
         """Of a case that passes, too."""
         assert invoke("run", "one.toml", "--trace", "t.json").exit_code == 0
         assert json.loads(Path("t.json").read_text())["traceName"] == "one"
 
     def test_several_are_a_folder(self, invoke: Invoke) -> None:
-        """A file each."""
         assert invoke("run", "several.toml", "--trace", "traces").exit_code == 0
         names = sorted(path.name for path in Path("traces").iterdir())
         assert names == ["0000-several_seed=1.json", "0001-several_seed=2.json"]
 
     def test_a_path_that_cannot_be_written_is_a_usage_error(self, invoke: Invoke) -> None:
-        """The case runs all the same."""
         Path("folder").mkdir()
         result = invoke("run", "one.toml", "--trace", "folder")
         assert result.exit_code == 2
@@ -117,10 +106,7 @@ class TestTrace:
 
 
 class TestReplay:
-    """`replay`."""
-
     def test_json(self, invoke: Invoke, bundle: str) -> None:
-        """One object, for programs."""
         result = invoke("replay", bundle[:6], "--json")
         report = json.loads(result.stdout)
         assert (report["id"], report["outcome"], report["exit_status"]) == (bundle, "fixed", 0)
@@ -136,7 +122,6 @@ class TestReplay:
     def test_a_bundle_that_is_not_whole(
         self, invoke: Invoke, bundle: str, command: tuple[str, ...]
     ) -> None:
-        """One error, status 2, no traceback."""
         with Path(".zero-sim/bundles", bundle, "events.jsonl").open("a") as file:
             file.write("x")
         result = invoke(command[0], bundle, *command[1:])
@@ -146,17 +131,13 @@ class TestReplay:
         assert "Traceback" not in result.output
 
     def test_an_id_that_is_not_there(self, invoke: Invoke, bundle: str) -> None:
-        """Lists those that are."""
         result = invoke("replay", "nothing")
         assert result.exit_code == 2
         assert bundle in result.stderr
 
 
 class TestExport:
-    """`export`."""
-
     def test_both_forms(self, invoke: Invoke, bundle: str) -> None:
-        """From one bundle."""
         options = ("--chrome", "t.json", "--flight-recorder", "dumps")
         assert invoke("export", bundle, *options).exit_code == 0
         assert json.loads(Path("t.json").read_text())["distributedInfo"]["world_size"] == 3
@@ -167,7 +148,6 @@ class TestExport:
         ]
 
     def test_nothing_asked(self, invoke: Invoke, bundle: str) -> None:
-        """What could be."""
         result = invoke("export", bundle)
         assert result.exit_code == 2
         assert "Try --chrome FILE or --flight-recorder DIR" in result.stderr

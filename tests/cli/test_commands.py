@@ -41,19 +41,16 @@ def invoke(*arguments: str) -> Result:
     ],
 )
 def test_usage_errors(arguments: list[str], said: str) -> None:
-    """Status 2 and a way on."""
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert said in result.stderr
 
 
 def test_version() -> None:
-    """The package's."""
     assert invoke("--version").output == f"zero-sim, version {zero_sim.__version__}\n"
 
 
 def test_help_lists_the_commands() -> None:
-    """All of them, with a line each."""
     out = invoke("--help").stdout
     assert all(
         f"\n  {name} " in out for name in ("run", "replay", "export", "schema", "doctor", "bench")
@@ -61,15 +58,11 @@ def test_help_lists_the_commands() -> None:
 
 
 def test_schema_is_json() -> None:
-    """Ready to be written to a file."""
     assert json.loads(invoke("schema").stdout)["title"] == "zero_sim scenario"
 
 
 class TestDoctor:
-    """What this machine can run."""
-
     def test_says_what_is_here(self) -> None:
-        """Versions, threads, parts; as a table and as JSON."""
         facts = {
             fact["name"]: fact for fact in json.loads(invoke("doctor", "--json").stdout)["facts"]
         }
@@ -78,7 +71,6 @@ class TestDoctor:
         assert "cpu kernels" in invoke("doctor").stdout
 
     def test_without_torch_nothing_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Status 4, and what to install."""
         monkeypatch.setitem(sys.modules, "torch", None)
         result = invoke("doctor")
         assert result.exit_code == 4
@@ -93,7 +85,6 @@ class TestDoctor:
         assert not facts["run: model digits"].required
 
     def test_old_torch_is_named(self) -> None:
-        """Versions compare as numbers."""
         assert doctor._version("2.9.1+cpu") < doctor.TORCH_LEAST <= doctor._version("2.11.0a0")
 
 
@@ -101,8 +92,6 @@ ROW = Measurement(name="all_reduce", value=0.5, unit="ms", goal=1.0, ok=True)
 
 
 class TestBench:
-    """Measurements beside their goals."""
-
     @pytest.fixture(autouse=True)
     def bench(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A benchmark that takes no time."""
@@ -111,11 +100,9 @@ class TestBench:
         monkeypatch.setitem(sys.modules, "zero_sim.bench", module)
 
     def test_table(self) -> None:
-        """For people."""
         assert invoke("bench").stdout == "ok  all_reduce  0.5 ms  goal at most 1 ms\n"
 
     def test_json(self) -> None:
-        """For programs."""
         assert json.loads(invoke("bench", "--json").stdout)["measurements"] == [
             {"name": "all_reduce", "value": 0.5, "unit": "ms", "goal": 1.0, "ok": True}
             | {"at_least": False}
@@ -123,7 +110,6 @@ class TestBench:
 
 
 def test_without_a_gpu_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Status 4: the machine lacks it."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = invoke("run", CASE, "--device", "cuda")
     assert result.exit_code == 4
@@ -143,7 +129,6 @@ def test_without_a_gpu_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_whether_ranks_can_share_a_gpu(
     nccl: tuple[int, ...], gpus: int, environment: dict[str, str], said: str
 ) -> None:
-    """And what is lacking where they cannot."""
     fact = doctor.shared_gpu_fact(nccl=nccl, gpu_count=gpus, environment=environment)
     assert said in fact.note
     assert fact.ok == (said == "experimental")

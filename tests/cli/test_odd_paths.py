@@ -66,7 +66,6 @@ def test_what_is_no_file_to_read(invoke: Invoke, command: str, kind: str) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("command", sorted(set(READING) - {"run"}))
 def test_what_is_no_file_in_a_bundle(invoke: Invoke, command: str, kind: str) -> None:
-    """The same within the folder of one."""
     Path("odd").mkdir()
     make(Path("odd/bundle.json"), kind)
     assert len(said(invoke(*READING[command], "odd"))) <= 3
@@ -121,7 +120,6 @@ def test_a_pipe_that_nobody_reads_is_not_waited_for(
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "loop"])
 def test_what_is_no_file_of_a_corpus(invoke: Invoke, kind: str) -> None:
-    """Told before any case is begun."""
     Path("corpus").mkdir()
     make_odd(Path("corpus/shard-1-of-1.sqlite"), kind)
     (line,) = said(invoke("fuzz", "--cases", "1", "--corpus", "corpus"))
@@ -129,7 +127,6 @@ def test_what_is_no_file_of_a_corpus(invoke: Invoke, kind: str) -> None:
 
 
 def test_an_expression_that_matches_nothing(invoke: Invoke) -> None:
-    """Is no mistake, and no success."""
     assert invoke("run", "one.toml", "-k", "nothing").exit_code == 5
     assert invoke("run", "several.toml", "-k", "seed=3").exit_code == 5
 

@@ -91,7 +91,6 @@ def test_exit_status(invoke: Callable[..., Result], names: list[str], status: in
 
 
 def test_every_case_runs_whatever_came_before(invoke: Callable[..., Result]) -> None:
-    """A bad file, a crash and a machine that cannot do not cost the rest."""
     result = invoke("bad", "crash", "environment", "usage", "pass")
     marks = [line.split()[0] for line in result.stdout.splitlines() if line[:1].isupper()]
     assert marks == ["ERROR", "ERROR", "ERROR", "PASS"]
@@ -115,8 +114,6 @@ def test_notes_of_passing_cases(
 
 
 class TestManyCases:
-    """More than a screenful."""
-
     NAMES = tuple(f"pass{number}" for number in range(50))
 
     def test_those_that_pass_are_counted_at_each_tenth(self, invoke: Callable[..., Result]) -> None:
@@ -148,7 +145,6 @@ class TestManyCases:
 
 
 def test_all_problems_of_a_bad_file_are_printed(invoke: Callable[..., Result]) -> None:
-    """On stderr, beside the results of the others."""
     result = invoke("bad", "pass")
     assert "bad.toml: 2 problems" in result.stderr
     assert 'Did you mean "mlp"?' in result.stderr
@@ -157,12 +153,10 @@ def test_all_problems_of_a_bad_file_are_printed(invoke: Callable[..., Result]) -
 
 
 def test_errors_of_ours_have_no_traceback(invoke: Callable[..., Result]) -> None:
-    """The message is enough."""
     assert "Traceback" not in invoke("environment", "usage", "bad").output
 
 
 def test_unexpected_errors_have_one(invoke: Callable[..., Result]) -> None:
-    """In the finding of the case that they ended."""
     out = invoke("crash").stdout
     assert "RuntimeError: boom" in out.splitlines()[0]
     assert "internal.error: zero_sim raised an error that it did not foresee" in out
@@ -170,7 +164,6 @@ def test_unexpected_errors_have_one(invoke: Callable[..., Result]) -> None:
 
 
 def test_failure_says_how_to_run_it_again(invoke: Callable[..., Result]) -> None:
-    """The command selects this very case."""
     assert "  reproduce: zero-sim run fail.toml -k fail" in invoke("fail").stdout
 
 
@@ -194,26 +187,22 @@ def test_the_stall_limit_goes_into_every_case(
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "soon"])
 def test_a_stall_limit_that_is_none(invoke: Callable[..., Result], seconds: str) -> None:
-    """A usage error, before anything is run."""
     assert invoke("pass", options=("--stall-seconds", seconds)).exit_code == 2
 
 
 def test_expression_selects(invoke: Callable[..., Result]) -> None:
-    """Only what it names is run."""
     result = invoke("pass", "fail", options=("-k", "not fail"))
     assert result.exit_code == 0
     assert result.stdout.splitlines()[-1].startswith("1 case: 1 passed")
 
 
 def test_nothing_selected(invoke: Callable[..., Result]) -> None:
-    """Status 5, and what there would have been."""
     result = invoke("pass", "fail", options=("-k", "nothing"))
     assert result.exit_code == 5
     assert "2 cases, none matches -k 'nothing'" in result.stderr
 
 
 def test_malformed_expression(invoke: Callable[..., Result]) -> None:
-    """A usage error, before anything is run."""
     result = invoke("pass", options=("-k", "a and"))
     assert result.exit_code == 2
     assert "Error: -k 'a and': expected a word" in result.stderr
@@ -221,7 +210,6 @@ def test_malformed_expression(invoke: Callable[..., Result]) -> None:
 
 
 def test_path_that_is_not_there(invoke: Callable[..., Result]) -> None:
-    """Named; the others run."""
     result = invoke("pass", options=("gone.toml",))
     assert result.exit_code == 2
     assert "gone.toml: 1 problem" in result.stderr
@@ -229,7 +217,6 @@ def test_path_that_is_not_there(invoke: Callable[..., Result]) -> None:
 
 
 def test_interrupt_says_what_was_done(invoke: Callable[..., Result]) -> None:
-    """What passed is kept, what did not run is counted."""
     result = invoke("pass", "interrupt", "fail")
     assert result.exit_code == 130
     assert "Interrupted during interrupt." in result.stderr
@@ -237,10 +224,7 @@ def test_interrupt_says_what_was_done(invoke: Callable[..., Result]) -> None:
 
 
 class TestJUnit:
-    """`--junit`."""
-
     def test_every_case_is_in_it(self, invoke: Callable[..., Result]) -> None:
-        """A file that is none and a case that did not run, too."""
         names = ("bad", "pass", "fail", "interrupt", "noted")
         result = invoke(*names, options=("--junit", "j.xml"))
         assert result.exit_code == 130
@@ -259,7 +243,6 @@ class TestJUnit:
     def test_a_place_that_cannot_be_written_costs_no_verdict(
         self, invoke: Callable[..., Result]
     ) -> None:
-        """It is a mistake all the same."""
         result = invoke("pass", options=("--junit", "pass.toml/j.xml"))
         assert result.exit_code == 2
         assert "1 passed" in result.stdout
@@ -267,7 +250,6 @@ class TestJUnit:
 
 
 def test_what_was_not_observed_is_told_once(invoke: Callable[..., Result]) -> None:
-    """Of several cases; of one alone its note says so."""
     lines = invoke("pass", "silent").stdout.splitlines()
     title = "What a target does not tell is not observed:"
     assert lines[lines.index(title) : -1] == [
@@ -287,10 +269,7 @@ def test_what_was_not_observed_is_told_once(invoke: Callable[..., Result]) -> No
 
 
 class TestJson:
-    """`--json`."""
-
     def test_stdout_is_one_object(self, invoke: Callable[..., Result]) -> None:
-        """And nothing else, whatever a model prints."""
         result = invoke("pass", "fail", "bad", options=("--json",))
         report = json.loads(result.stdout)
         assert [case["id"] for case in report["cases"]] == ["pass", "fail"]
@@ -307,7 +286,6 @@ class TestJson:
         assert report["exit_status"] == 1
 
     def test_shape_of_a_problem(self, invoke: Callable[..., Result]) -> None:
-        """One object a problem, with its file."""
         report = json.loads(invoke("bad", options=("--json",)).stdout)
         assert report["cases"] == []
         assert [problem["path"] for problem in report["problems"]] == ["model.name", "run.steps"]

@@ -84,7 +84,6 @@ def test_a_field_that_is_missing_or_strange_is_none_of_the_schema() -> None:
 
 
 def test_fields_are_described() -> None:
-    """By the strings under them in the records."""
     case = schema_of("run")["properties"]["cases"]["items"]
     assert case["properties"]["notes"]["description"].startswith("What a reader should know")
     finding = case["properties"]["findings"]["items"]["properties"]
@@ -92,14 +91,12 @@ def test_fields_are_described() -> None:
 
 
 def test_a_scenario_is_what_is_meant_where_nothing_is_said() -> None:
-    """As it always was."""
     told = json.loads(CliRunner().invoke(cli.main, ["schema"]).stdout)
     assert told == schema_of("scenario")
     assert told["title"] == "zero_sim scenario"
 
 
 def test_what_has_no_schema_is_named() -> None:
-    """Status 2."""
     done = CliRunner().invoke(cli.main, ["schema", "export"])
     assert done.exit_code == 2
     assert "expected one of scenario, run, replay" in done.output

@@ -28,21 +28,18 @@ def done(invoke: Invoke, broken: Callable[[bool], None]) -> Result:
 
 
 def test_it_says_what_is_wrong_and_how_small_it_is(done: Result) -> None:
-    """Exit status 1, as of a run that fails."""
     assert done.exit_code == 1, done.output
     assert done.stdout.startswith("FAIL  2-ranks-1-param-1-element-1-step ")
     assert f"  smallest    {LEAST}; " in done.stdout
 
 
 def test_the_smaller_case_is_a_scenario_file(done: Result) -> None:
-    """The one that --output writes is the one that is shown."""
     text = Path("small.toml").read_text()
     assert done.stdout.endswith(f"\n\n{text}")
     assert load_scenario("small.toml").model.shapes == ((1,),)
 
 
 def test_the_line_that_replays_it_works(done: Result, invoke: Invoke) -> None:
-    """It is a bundle of its own."""
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("  replay: ")]
     again = invoke(*shlex.split(line.removeprefix("  replay: "))[1:])
     assert (again.exit_code, again.stdout.split()[0]) == (1, "FAILED")
@@ -51,7 +48,6 @@ def test_the_line_that_replays_it_works(done: Result, invoke: Invoke) -> None:
 def test_a_bundle_shrinks_by_its_id(
     bundle: str, invoke: Invoke, broken: Callable[[bool], None]
 ) -> None:
-    """As one object for programs; the same finding."""
     broken(True)
     replayed = json.loads(invoke("replay", bundle, "--json").stdout)
     told = json.loads(invoke("shrink", bundle[:6], "--json", "--seconds", AMPLE).stdout)
@@ -63,21 +59,18 @@ def test_a_bundle_shrinks_by_its_id(
 
 
 def test_a_limit_is_said(invoke: Invoke, broken: Callable[[bool], None]) -> None:
-    """Nothing smaller was found in no time at all."""
     broken(True)
     done = invoke("shrink", "one.toml", "--seconds", "1e-9")
     assert re.search(r"; 0 cases, \d+\.\d s; stopped after so long, more may be", done.stdout)
 
 
 def test_a_case_that_passes_is_not_shrunk(invoke: Invoke) -> None:
-    """Exit status 0, and no bundle."""
     done = invoke("shrink", "one.toml")
     assert (done.exit_code, done.stdout.split()[0]) == (0, "PASS")
     assert not Path(".zero-sim").exists()
 
 
 def test_a_case_that_cannot_be_judged_is_not_shrunk(invoke: Invoke) -> None:
-    """Exit status 2, as of a run that is not judged."""
     with Path("one.toml").open("a") as file:
         file.write("[data.nan]\nstep = 0\nrank = 1\n")
     done = invoke("shrink", "one.toml")
@@ -85,7 +78,6 @@ def test_a_case_that_cannot_be_judged_is_not_shrunk(invoke: Invoke) -> None:
 
 
 def test_a_file_of_several_cases_needs_one_chosen(invoke: Invoke) -> None:
-    """Names some of them."""
     done = invoke("shrink", "several.toml")
     assert done.exit_code == 2
     assert "expected one case to shrink, got 2 (several/seed=1, several/seed=2)" in done.stderr
@@ -109,7 +101,6 @@ def test_what_is_neither_a_file_nor_a_bundle(invoke: Invoke) -> None:
 def test_a_place_that_is_not_there_costs_nothing_of_what_was_found(
     invoke: Invoke, broken: Callable[[bool], None]
 ) -> None:
-    """Neither for the bundle nor for the scenario file: the case is on stdout."""
     broken(True)
     Path("taken").touch()
     done = invoke("shrink", "one.toml", "--bundles", "taken/b", "--output", "taken/small.toml")

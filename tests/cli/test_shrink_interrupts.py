@@ -105,26 +105,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_ends_with_the_status_of_a_case_that_fails(folder: Path) -> None:
-    """And with its text."""
     said = (folder / "said").read_text()
     assert said.startswith("FAIL  "), said
     assert said.endswith("\n1\n")
 
 
 def test_it_is_said(folder: Path) -> None:
-    """In the line of the smallest case."""
     said = (folder / "said").read_text()
     assert re.search("  smallest .* s; stopped by hand, more may be possible\n", said)
 
 
 def test_it_costs_nothing_of_what_was_found(folder: Path) -> None:
-    """The smallest case so far is written, and smaller than the first one."""
     small = load_scenario(folder / "small.toml")
     assert size_of(small) < size_of(load_scenario(folder / "one.toml"))
 
 
 def test_it_leaves_a_bundle_of_it(folder: Path) -> None:
-    """Its case is the one that is written."""
     (bundle,) = (folder / ".zero-sim/bundles").iterdir()
     small = load_scenario(folder / "small.toml")
     assert load_scenario(bundle / "case.toml").model == small.model
@@ -135,7 +131,6 @@ def test_it_is_told_to_programs(
     broken: Callable[[bool], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the JSON, with what was found so far."""
     broken(True)
     judge, count = zero_sim.run.run_case, 0
 
@@ -152,7 +147,6 @@ def test_it_is_told_to_programs(
 
 
 def test_a_second_one_ends_it_at_once(tmp_path: Path) -> None:
-    """In the midst of a case, with the status of an interrupt."""
     with at_work(tmp_path) as process:
         process.send_signal(signal.SIGINT)
         wait_for(tmp_path / "asked", process)

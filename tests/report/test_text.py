@@ -54,21 +54,18 @@ FAILED = CaseResult(id="toy", verdict="fail", seconds=1.0, findings=(FINDING,), 
 
 
 def test_line_of_a_case() -> None:
-    """Mark, id, time, what was looked at."""
     assert render_case_line(PASSED, width=16) == (
         "PASS  toy/size=4           0.213 s  1,234,567 elements compared, 12 collectives"
     )
 
 
 def test_line_of_an_error_says_why() -> None:
-    """The first line of the reason."""
     result = CaseResult(id="toy", verdict="error", seconds=0.0, error="no params\nmore")
     assert render_case_line(result) == "ERROR toy     0.000 s  no params"
     assert render_case(result).splitlines()[1:] == ["      more"]
 
 
 def test_block_of_a_finding() -> None:
-    """Everything that a finding has, one kind of thing a line."""
     assert render_finding(FINDING).splitlines() == [
         "equality.master: the fp32 master differs from the reference",
         "  at        step 4, phase update, rank 2, param 'blocks.1.down.weight'[1, 17], "
@@ -100,7 +97,6 @@ def test_extent_has_the_largest_difference(compared, said) -> None:
 
 
 def test_block_of_a_bare_finding_is_its_sentence() -> None:
-    """What is not known is not shown."""
     assert render_finding(Finding(check="a.b", message="c")) == "a.b: c"
 
 
@@ -110,7 +106,6 @@ def test_rank_and_step_zero_are_shown() -> None:
 
 
 def test_offset_serves_where_the_index_is_not_known() -> None:
-    """A flattened place is a place."""
     finding = Finding(check="a", message="b", param="w", offset_in_param=5)
     assert "param 'w'[5]" in render_finding(finding)
 
@@ -123,7 +118,6 @@ def test_long_detail_is_cut() -> None:
 
 
 def test_failed_case_shows_how_to_run_it_again() -> None:
-    """The finding, then the command."""
     lines = render_case(FAILED, reproduce="zero-sim run a.toml -k toy").splitlines()
     assert lines[0].startswith("FAIL  toy")
     assert lines[1] == "  equality.master: the fp32 master differs from the reference"
@@ -134,7 +128,6 @@ def test_failed_case_shows_how_to_run_it_again() -> None:
 
 
 def test_a_failed_case_is_told_in_order(even_strip) -> None:
-    """What differs, where, the calls around it, how to repeat it, how to learn more."""
     log = EventLog()
     log.add(CollectiveRecord(2, "barrier", "world", (2,), 0, "", 0, 0, "", False, "a.py", 1))
     result = dataclasses.replace(
@@ -163,13 +156,11 @@ def test_a_failed_case_is_told_in_order(even_strip) -> None:
 
 
 def test_the_strip_stands_below_its_own_finding(even_strip) -> None:
-    """Not below another one."""
     result = dataclasses.replace(FAILED, strip=even_strip())
     assert "flat buffer" not in render_case(result)
 
 
 def test_an_explanation_is_wrapped() -> None:
-    """Every line fits, with its label."""
     lines = render_explanation(explain("equality.grad")).splitlines()
     assert lines[0] == "equality.grad"
     assert [line[2:9].strip() for line in lines[1:] if line[2:3].strip()] == [
@@ -182,12 +173,10 @@ def test_an_explanation_is_wrapped() -> None:
 
 
 def test_passed_case_is_one_line() -> None:
-    """Nothing to reproduce."""
     assert len(render_case(PASSED, reproduce="x").splitlines()) == 1
 
 
 def test_notes_follow_the_line() -> None:
-    """A pass may have something to say."""
     result = dataclasses.replace(PASSED, notes=("held-out accuracy 0.9611",))
     assert render_case(result).splitlines()[1] == "  note: held-out accuracy 0.9611"
 
@@ -206,14 +195,10 @@ def test_id_column_has_a_limit() -> None:
 
 
 class TestSummary:
-    """The last line."""
-
     def test_all_passed(self) -> None:
-        """Only what there is."""
         assert render_summary([PASSED], seconds=1.26) == "1 case: 1 passed in 1.3 s"
 
     def test_everything_at_once(self) -> None:
-        """Each verdict counted, what never ran too."""
         doubtful = dataclasses.replace(PASSED, verdict="inconclusive")
         broken = dataclasses.replace(PASSED, verdict="error")
         results = [PASSED, PASSED, FAILED, doubtful, broken, broken]
@@ -224,7 +209,6 @@ class TestSummary:
 
 
 def test_facts_are_a_table() -> None:
-    """Columns line up; what does not work stands out."""
     facts = [
         Fact(name="torch", value="2.13.0", ok=True),
         Fact(name="sim backend", value="broken", ok=False, note="why"),
@@ -236,7 +220,6 @@ def test_facts_are_a_table() -> None:
 
 
 def test_measurements_are_a_table() -> None:
-    """A value beside its goal; one without a goal has no mark."""
     rows = [
         Measurement(name="all_reduce", value=1.5, unit="ms", goal=1.0, ok=False),
         Measurement(name="memory", value=1.05, unit="x", goal=1.1, ok=True),
@@ -257,7 +240,6 @@ def test_reports_are_plain_ascii() -> None:
 
 
 def test_records_turn_into_plain_objects() -> None:
-    """Lists for tuples, nothing else than JSON knows."""
     plain = FAILED.as_dict()
     assert plain["verdict"] == "fail"
     assert plain["notes"] == []
@@ -266,7 +248,6 @@ def test_records_turn_into_plain_objects() -> None:
 
 
 def test_what_a_search_came_to() -> None:
-    """Both sizes, what it took, and why it ended before its end."""
     scenario = Scenario(schema=1, model=ModelSpec(name="mlp"), run=RunSpec(steps=1))
     reduced = Reduced(
         scenario=scenario,

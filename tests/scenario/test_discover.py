@@ -23,13 +23,11 @@ def write(folder: Path, *names: str, text: str = GOOD) -> None:
 
 
 def test_folders_are_searched_to_any_depth_in_order(tmp_path: Path) -> None:
-    """Sorted by path, whatever the file system says."""
     write(tmp_path, "b.toml", "a/d.toml", "a/c/e.toml")
     assert [case.id for case in discover([tmp_path]).cases] == ["e", "d", "b"]
 
 
 def test_what_is_no_scenario_is_passed_over(tmp_path: Path) -> None:
-    """Hidden files, other suffixes and a project's own TOML."""
     write(tmp_path, ".hidden.toml", ".venv/x.toml", "pyproject.toml", "notes.md", "a.toml")
     found = discover([tmp_path])
     assert [case.id for case in found.cases] == ["a"]
@@ -37,13 +35,11 @@ def test_what_is_no_scenario_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_file_given_twice_runs_once(tmp_path: Path) -> None:
-    """A folder and a file in it overlap."""
     write(tmp_path, "a.toml", "b.toml")
     assert [case.id for case in discover([tmp_path / "b.toml", tmp_path]).cases] == ["b", "a"]
 
 
 def test_a_link_is_refused_and_what_it_leads_to_is_not(tmp_path: Path) -> None:
-    """Even if the link comes first."""
     write(tmp_path, "b.toml")
     (tmp_path / "a.toml").symlink_to("b.toml")
     found = discover([tmp_path])
@@ -52,7 +48,6 @@ def test_a_link_is_refused_and_what_it_leads_to_is_not(tmp_path: Path) -> None:
 
 
 def test_bad_files_leave_the_others(tmp_path: Path) -> None:
-    """Each bad file is one error; the good ones are cases."""
     write(tmp_path, "a.toml", "c.toml")
     write(tmp_path, "b.toml", text="schema = 9")
     found = discover([tmp_path, tmp_path / "gone.toml"])
@@ -67,7 +62,6 @@ def test_folder_without_scenarios_is_an_error(tmp_path: Path) -> None:
 
 
 def test_expression_selects_by_id(tmp_path: Path) -> None:
-    """What it leaves is counted."""
     write(tmp_path, "a.toml", text=f'{GOOD}[matrix]\n"world.size" = [1, 2, 3]\n')
     found = discover([tmp_path], expression="size=2")
     assert [case.id for case in found.cases] == ["a/size=2"]
@@ -84,7 +78,6 @@ def test_equal_ids_get_their_folder(tmp_path: Path) -> None:
 
 
 def test_equal_folders_get_their_path(tmp_path: Path) -> None:
-    """One folder name is not always enough."""
     write(tmp_path, "x/s/a.toml", "y/s/a.toml")
     ids = [case.id for case in discover([tmp_path]).cases]
     assert len(set(ids)) == 2
@@ -93,7 +86,6 @@ def test_equal_folders_get_their_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fifo", "loop", "dangling"])
 def test_what_is_no_file_costs_the_others_nothing(tmp_path: Path, kind: str) -> None:
-    """One error that names it, at once, and the cases beside it."""
     write(tmp_path, "a.toml")
     make_odd(tmp_path / "odd.toml", kind)
     found = discover([tmp_path])
@@ -104,7 +96,6 @@ def test_what_is_no_file_costs_the_others_nothing(tmp_path: Path, kind: str) -> 
 
 @pytest.mark.parametrize("name", ["x" * 300 + ".toml", "a/" * 3000])
 def test_a_path_too_long_is_an_error_of_one_line(tmp_path: Path, name: str) -> None:
-    """Not one of the operating system's."""
     (error,) = discover([tmp_path / name]).errors
     assert len(str(error).splitlines()) == 2
 
@@ -128,7 +119,6 @@ def test_a_folder_that_cannot_be_searched_is_said(
 
 
 def test_what_a_folder_is_called_cannot_forge_an_id(tmp_path: Path) -> None:
-    """The folder's name before an id that two files share is spelled out and cut."""
     write(tmp_path, "x\nPASS/a.toml", "y/a.toml")
     ids = [case.id for case in discover([tmp_path]).cases]
     assert ids == [r"x\nPASS/a", "y/a"]
@@ -136,7 +126,6 @@ def test_what_a_folder_is_called_cannot_forge_an_id(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["smoke", "edge", "real"])
 def test_shipped_scenarios_load(folder: str) -> None:
-    """Every file of the repository, with a comment first that says what it shows."""
     root = Path(__file__).parents[2] / "scenarios" / folder
     found = discover([root])
     assert found.errors == ()

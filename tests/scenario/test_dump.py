@@ -18,7 +18,6 @@ SCENARIOS = Path(__file__).parents[2] / "scenarios"
 
 
 def test_every_shipped_case_comes_back_equal() -> None:
-    """All fields of all features, through text."""
     cases = discover([SCENARIOS]).cases[::7]
     assert len(cases) > 20
     for case in cases:
@@ -27,7 +26,6 @@ def test_every_shipped_case_comes_back_equal() -> None:
 
 
 def test_what_was_chosen_is_enough_to_come_back() -> None:
-    """Without any default, and shorter."""
     for case in discover([SCENARIOS]).cases[::7]:
         text = to_chosen_toml(case.scenario)
         (read,) = parse_cases(text, source="case.toml", stem="case")
@@ -37,7 +35,6 @@ def test_what_was_chosen_is_enough_to_come_back() -> None:
 
 @pytest.mark.parametrize("text", ['a "quoted" name', "naïve ☃ 🙂", "a\\b", "two\nlines\tand a tab"])
 def test_awkward_strings_come_back(text: str) -> None:
-    """Whatever a scenario may say."""
     scenario = Scenario(schema=1, description=text, model=ModelSpec(name="mlp"))
     (read,) = parse_cases(to_toml(scenario), source="case.toml", stem="case")
     assert read.description == text
@@ -53,7 +50,6 @@ def test_what_is_not_seen_is_escaped(text: str) -> None:
 
 
 def test_arrays_of_tables_and_shapes_come_back() -> None:
-    """Inline, as a person would write them."""
     model = ModelSpec(
         name="params", shapes=((5,), (), (2, 3)), freeze=(FreezeSpec(param="p0", start=0, stop=1),)
     )

@@ -41,7 +41,6 @@ def load(text: str) -> tuple[Scenario, ...]:
     ],
 )
 def test_one_broken_rule_is_one_problem(path: str, fault: FaultSpec) -> None:
-    """Each names the fault by its place."""
     problems = check_scenario(dataclasses.replace(CASE, faults=(fault,)))
     assert [problem.path for problem in problems] == [path]
     assert problems[0].suggestion
@@ -57,7 +56,6 @@ def test_one_broken_rule_is_one_problem(path: str, fault: FaultSpec) -> None:
     ],
 )
 def test_edges_of_what_is_allowed(fault: FaultSpec) -> None:
-    """The last allowed value of each rule passes."""
     assert check_scenario(dataclasses.replace(CASE, faults=(fault,))) == []
 
 
@@ -70,7 +68,6 @@ def test_faults_and_a_reload_do_not_go_together() -> None:
 
 @pytest.mark.parametrize("wanted", ["equality.grad", "equality", "world.stalled-by-plan"])
 def test_names_of_checks_are_expectations(wanted: str) -> None:
-    """Whole ones and areas."""
     expect = ExpectSpec(finding=wanted)
     assert check_scenario(dataclasses.replace(CASE, expect=expect)) == []
 
@@ -87,7 +84,6 @@ def test_other_words_are_not(wanted: str) -> None:
     ("wanted", "meant"), [("equality.gard", "equality.grad"), ("World", "world")]
 )
 def test_the_check_that_was_meant_is_suggested(wanted: str, meant: str) -> None:
-    """By its likeness."""
     (problem,) = check_scenario(dataclasses.replace(CASE, expect=ExpectSpec(finding=wanted)))
     assert problem.suggestion == f"Did you mean '{meant}'?"
 
@@ -99,13 +95,11 @@ def test_the_stall_limit_is_positive() -> None:
 
 
 def test_a_file_lists_faults_as_tables() -> None:
-    """In the order in which they stand."""
     (case,) = load('[[faults]]\nkind = "drop"\nrank = 1\n[[faults]]\nkind = "slow"\nrank = 0\n')
     assert case.faults == (FaultSpec(kind="drop", rank=1), FaultSpec(kind="slow", rank=0))
 
 
 def test_a_matrix_varies_the_whole_plan() -> None:
-    """With ids that tell the faults apart."""
     first, second = load(
         '[matrix]\nfaults = [[{kind = "drop", rank = 1}], [{kind = "crash", rank = 0}]]\n'
     )
@@ -124,7 +118,6 @@ def test_a_matrix_varies_the_whole_plan() -> None:
     ],
 )
 def test_mistakes_in_a_file_are_told(text: str, message: str) -> None:
-    """As for any other field."""
     text = HEAD.replace("[model]", f"{text}\n[model]") if text.startswith("faults") else HEAD + text
     with pytest.raises(ScenarioError) as refused:
         parse_cases(text, source="file.toml", stem="file")
@@ -144,7 +137,6 @@ def test_names_are_those_of_the_simulator() -> None:
 
 
 def test_a_plan_reaches_the_world_field_by_field() -> None:
-    """What a scenario says of a fault is what the simulator is told."""
     from zero_sim.backends import WorldPool
     from zero_sim.sim import Fault
 

@@ -60,15 +60,11 @@ def only_line(text: str) -> str:
 
 
 class TestGoodFiles:
-    """What is right loads as it is written."""
-
     def test_defaults_are_those_of_the_records(self) -> None:
-        """A file of two lines is a whole scenario, named after the file."""
         (scenario,) = parse_cases(GOOD, source="case.toml", stem="case")
         assert scenario == Scenario(schema=1, name="case", model=scenario.model)
 
     def test_name_in_the_file_wins_over_its_stem(self) -> None:
-        """`name` is the case id."""
         (scenario,) = parse_cases(f'name = "mine"\n{GOOD}', source="case.toml", stem="case")
         assert scenario.name == "mine"
 
@@ -78,7 +74,6 @@ class TestGoodFiles:
         assert scenario.optimizer.lr == 1.0
 
     def test_arrays_become_tuples(self) -> None:
-        """Shapes are immutable, a scalar and an empty param included."""
         text = 'schema = 1\n[model]\nname = "params"\nshapes = [[2, 3], [], [0]]\n'
         (scenario,) = parse_cases(text, source="", stem="case")
         assert scenario.model.shapes == ((2, 3), (), (0,))
@@ -90,13 +85,10 @@ class TestGoodFiles:
         assert scenario.model.shapes == ()
 
     def test_byte_order_mark_is_no_content(self) -> None:
-        """Some editors begin a file with one."""
         assert parse_cases(f"\ufeff{GOOD}", source="", stem="case")
 
 
 class TestMessages:
-    """Each mistake gets its path, what was expected, what came, and what to try."""
-
     @pytest.mark.parametrize(
         "line",
         [
@@ -137,20 +129,16 @@ class TestMessages:
         ],
     )
     def test_text_of_a_typical_mistake(self, line: str) -> None:
-        """Word for word, from a file that has all of these mistakes."""
         assert line in lines_of(TYPICAL_MISTAKES)
 
     def test_all_mistakes_come_at_once_and_once(self) -> None:
-        """Types, names and rules together, with nothing said twice."""
         paths = [problem.path for problem in problems_of(TYPICAL_MISTAKES)]
         assert len(paths) == len(set(paths)) == 19
 
     def test_every_problem_has_a_suggestion(self) -> None:
-        """Nobody is left with what is wrong and no way on."""
         assert all(problem.suggestion for problem in problems_of(TYPICAL_MISTAKES))
 
     def test_misspelt_required_field_is_one_mistake(self) -> None:
-        """`shape` for `shapes` is not also a missing `shapes`."""
         text = 'schema = 1\n[model]\nname = "params"\nshape = [[1]]\n'
         assert only_line(text) == "model.shape: unknown field. Did you mean `shapes`?"
 
@@ -213,30 +201,24 @@ class TestMessages:
         )
 
     def test_our_words_not_the_validator_s(self) -> None:
-        """Nothing of the validating library shows through."""
         text = "\n".join(lines_of(TYPICAL_MISTAKES)).lower()
         assert not any(word in text for word in ("input should", "pydantic", "keyword argument"))
 
 
 class TestUnreadableFiles:
-    """Files that never become a table."""
-
     def test_syntax_error_has_line_and_column(self) -> None:
-        """And shows the line."""
         assert only_line("schema = 1\nfoo bar\n") == (
             "(file): expected valid TOML, got an error at line 2, column 5: expected '=' after a "
             "key in a key/value pair. The line reads: foo bar"
         )
 
     def test_unclosed_bracket(self) -> None:
-        """The end of the file is a place too."""
         line = only_line("schema = 1\na = [1,\n")
         assert "at the end of the file" in line
         assert "never closed" in line
 
     @pytest.mark.parametrize("text", ["a = " + "[" * 20_000, "a = 1" + "0" * 5000])
     def test_hostile_values_are_refused(self, text: str) -> None:
-        """Neither depth nor length gets past as a traceback."""
         assert "expected valid TOML" in only_line(text)
 
     @pytest.mark.parametrize(
@@ -275,7 +257,6 @@ class TestUnreadableFiles:
         assert line.startswith(r"x\nPASS  all\x1b[2J: unknown field.")
 
     def test_missing_file(self, tmp_path: Path) -> None:
-        """Named, with no traceback of open()."""
         with pytest.raises(ScenarioError, match="got nothing at this path"):
             load_cases(tmp_path / "no.toml")
 
@@ -285,7 +266,6 @@ class TestUnreadableFiles:
             load_cases(tmp_path)
 
     def test_not_utf8(self, tmp_path: Path) -> None:
-        """The byte and its offset."""
         path = tmp_path / "latin.toml"
         path.write_bytes(b"# \xe9\n")
         with pytest.raises(ScenarioError, match="got byte 0xe9 at offset 2"):
@@ -299,15 +279,12 @@ class TestUnreadableFiles:
             load_cases(path)
 
     def test_head_counts_the_problems(self) -> None:
-        """The error's first line is the file and how many."""
         with pytest.raises(ScenarioError) as caught:
             parse_cases("", source="a/b.toml", stem="b")
         assert str(caught.value).splitlines()[0] == "a/b.toml: 2 problems"
 
 
 class TestLoadScenario:
-    """One case of a file."""
-
     def write(self, folder: Path, text: str) -> Path:
         """A scenario file."""
         path = folder / "case.toml"
@@ -315,17 +292,14 @@ class TestLoadScenario:
         return path
 
     def test_only_case(self, tmp_path: Path) -> None:
-        """A file of one case needs no id."""
         assert load_scenario(self.write(tmp_path, GOOD)).name == "case"
 
     def test_case_of_a_matrix(self, tmp_path: Path) -> None:
-        """Several cases: by id."""
         path = self.write(tmp_path, f'{GOOD}[matrix]\n"world.size" = [1, 3]\n')
         assert load_scenario(path, case="case/size=3").world.size == 3
 
     @pytest.mark.parametrize("case", [None, "case/size=9"])
     def test_which_case_is_not_guessed(self, tmp_path: Path, case: str | None) -> None:
-        """The ids to choose from are listed."""
         path = self.write(tmp_path, f'{GOOD}[matrix]\n"world.size" = [1, 3]\n')
         with pytest.raises(UsageError, match="case/size=1, case/size=3"):
             load_scenario(path, case=case)

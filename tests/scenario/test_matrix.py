@@ -27,7 +27,6 @@ class TestIds:
     """Ids that people type and CI compares: they must not move."""
 
     def test_product_in_the_order_of_the_file(self) -> None:
-        """The last key varies fastest."""
         found = cases('"world.size" = [2, 3]\n"model.dtype" = ["bf16", "fp32"]\n')
         assert [scenario.name for scenario in found] == [
             "toy/size=2,dtype=bf16",
@@ -37,11 +36,9 @@ class TestIds:
         ]
 
     def test_values_reach_the_scenario(self) -> None:
-        """What the id says is what runs."""
         assert [scenario.world.size for scenario in cases('"world.size" = [1, 5]\n')] == [1, 5]
 
     def test_colliding_names_are_written_out(self) -> None:
-        """`name` and `name` would not tell which."""
         found = cases('"model.name" = ["mlp"]\n"optimizer.name" = ["sgd"]\n"run.seed" = [1]\n')
         assert found[0].name == "toy/model.name=mlp,optimizer.name=sgd,seed=1"
 
@@ -56,11 +53,9 @@ class TestIds:
         ],
     )
     def test_values_as_an_id_shows_them(self, line: str, label: str) -> None:
-        """Every kind of value, without blanks or quotes."""
         assert cases(line)[0].name == f"toy/{label}"
 
     def test_shapes(self) -> None:
-        """Dims joined by x, params by +."""
         head = 'schema = 1\n[model]\nname = "params"\n[matrix]\n'
         found = cases('"model.shapes" = [[[1], [2, 3]], [[]], []]', head)
         assert [scenario.name for scenario in found] == [
@@ -70,7 +65,6 @@ class TestIds:
         ]
 
     def test_long_values_are_called_by_their_place(self) -> None:
-        """An id stays an id."""
         head = 'schema = 1\n[model]\nname = "params"\n[matrix]\n'
         shapes = [[index] for index in range(100, 130)]
         assert cases(f'"model.shapes" = [[[1]], {shapes}]', head)[1].name == "toy/shapes=#1"
@@ -81,25 +75,19 @@ class TestIds:
 
 
 class TestTables:
-    """A table as a value."""
-
     def test_is_laid_over_the_file_s_table(self) -> None:
-        """What the file says and the value does not, stays."""
         head = 'schema = 1\n[model]\nname = "mlp"\n[optimizer]\nlr = 0.5\n[matrix]\n'
         adamw, sgd = cases('optimizer = [{}, { name = "sgd", momentum = 0.9 }]', head)
         assert (adamw.optimizer.name, adamw.optimizer.lr) == ("adamw", 0.5)
         assert (sgd.optimizer.name, sgd.optimizer.lr) == ("sgd", 0.5)
 
     def test_makes_a_table_that_the_file_lacks(self) -> None:
-        """`data.nan` need not exist before."""
         (found,) = cases('"data.nan" = [{ step = 1, rank = 0 }]')
         assert found.data.nan is not None
         assert found.data.nan.step == 1
 
 
 class TestProblems:
-    """Mistakes in the matrix and in what it makes."""
-
     @pytest.mark.parametrize(
         ("line", "said"),
         [
@@ -140,23 +128,19 @@ class TestProblems:
         ],
     )
     def test_text_of_a_mistake(self, line: str, said: str) -> None:
-        """Word for word, and nothing else with it."""
         assert lines_of(line) == [said]
 
     def test_matrix_that_is_no_table(self) -> None:
-        """The key is there, the table is not."""
         with pytest.raises(ScenarioError, match="matrix: expected a table of lists, got 3"):
             parse_cases('schema = 1\nmatrix = 3\nmodel = { name = "mlp" }', source="", stem="a")
 
     def test_mistake_of_some_cases_names_them(self) -> None:
-        """A value out of range is laid to its case."""
         assert lines_of('"world.size" = [0, 2]') == [
             "world.size: expected an integer at least 1 and at most 4096, got 0 (integer) "
             "(in case toy/size=0). Try 1."
         ]
 
     def test_mistake_of_many_cases_names_a_few(self) -> None:
-        """One problem, three names and a count."""
         (line,) = lines_of('"world.size" = [0, 2]\n"run.seed" = [1, 2, 3, 4, 5]')
         assert (
             "(in cases toy/size=0,seed=1, toy/size=0,seed=2, toy/size=0,seed=3 and 2 more)" in line
@@ -172,7 +156,6 @@ class TestProblems:
         ]
 
     def test_wrong_axis_does_not_hide_the_rest(self) -> None:
-        """The other axes are still expanded and checked."""
         paths = [
             line.split(":")[0] for line in lines_of('"world.sise" = [1]\n"run.steps" = [0, 1]')
         ]

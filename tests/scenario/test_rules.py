@@ -69,7 +69,6 @@ def paths_of(scenario: Scenario) -> list[str]:
     ],
 )
 def test_one_broken_rule_is_one_problem(path: str, changed: dict[str, object]) -> None:
-    """Each rule speaks alone and names the field."""
     assert paths_of(dataclasses.replace(MLP, **changed)) == [path]
 
 
@@ -88,18 +87,15 @@ def test_one_broken_rule_is_one_problem(path: str, changed: dict[str, object]) -
     ],
 )
 def test_edges_of_what_is_allowed(scenario: Scenario) -> None:
-    """The last allowed value of each rule passes."""
     assert check_scenario(scenario) == []
 
 
 def test_several_broken_rules_come_together() -> None:
-    """No rule hides another."""
     scenario = dataclasses.replace(MLP, world=WorldSpec(size=0), run=RunSpec(steps=-1, seed=-1))
     assert paths_of(scenario) == ["world.size", "run.steps", "run.seed"]
 
 
 def test_nan_beyond_the_world_says_both_numbers() -> None:
-    """The message holds the limit and where it comes from."""
     (problem,) = check_scenario(
         dataclasses.replace(MLP, data=DataSpec(nan=NanSpec(step=0, rank=5)))
     )
@@ -185,7 +181,6 @@ def test_known_mistakes_silence_the_rules_that_read_them() -> None:
     ],
 )
 def test_features_that_do_not_go_together(path, parts):
-    """Each is one problem, at the field that has to change, with something to try."""
     problems = check_scenario(dataclasses.replace(MLP, **parts))
     assert path in [problem.path for problem in problems]
     assert all(problem.suggestion for problem in problems)

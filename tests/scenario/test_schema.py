@@ -33,12 +33,10 @@ def objects(value: object) -> Iterator[dict]:
 
 
 def test_is_json_and_names_its_dialect() -> None:
-    """Serialisable as it is."""
     assert json.loads(json.dumps(SCHEMA))["$schema"] == DIALECT
 
 
 def test_every_field_is_described() -> None:
-    """With the string under the field in the records."""
     assert [path for path in field_paths() if not node(path)["description"]] == []
 
 
@@ -55,7 +53,6 @@ def test_null_is_no_choice() -> None:
 
 
 def test_ranges_are_those_of_the_rules() -> None:
-    """One table says both."""
     assert (node("world.size")["minimum"], node("world.size")["maximum"]) == (1, 4096)
     assert node("optimizer.lr")["exclusiveMinimum"] == 0
     assert [item["exclusiveMaximum"] for item in node("optimizer.betas")["prefixItems"]] == [1, 1]
@@ -77,7 +74,6 @@ def test_every_number_and_list_has_its_limits() -> None:
 
 
 def test_entries_of_lists_have_theirs() -> None:
-    """Faults and param groups, one by one."""
     fault = SCHEMA["$defs"]["FaultSpec"]["properties"]
     assert (fault["call"]["minimum"], fault["call"]["maximum"]) == (0, 10**9)
     assert fault["bit"]["maximum"] == 63

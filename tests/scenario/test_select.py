@@ -59,7 +59,6 @@ def test_selects(expression: str, places: list[int]) -> None:
     ],
 )
 def test_malformed(expression: str, said: str) -> None:
-    """A usage error that says where."""
     with pytest.raises(UsageError) as caught:
         compile_expression(expression)
     assert said in str(caught.value)
