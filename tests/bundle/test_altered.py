@@ -1,15 +1,12 @@
 """Bundles that somebody altered: refused, or shown and repeated as far as they go."""
 
-from __future__ import annotations
-
 import json
 import random
-from pathlib import Path
 
 import pytest
 
 from tests.bundle.altering import altered, files_of, reseal, write
-from zero_sim.bundle import Bundle, freeze, frozen_path, read_bundle, replay_bundle, write_bundle
+from zero_sim.bundle import freeze, frozen_path, read_bundle, replay_bundle, write_bundle
 from zero_sim.errors import ZeroSimError
 from zero_sim.report.html import render_page
 from zero_sim.report.text import render_bundle
@@ -27,7 +24,7 @@ def files(scenario, failed, folder):
     return files_of(write_bundle(scenario, failed, folder=folder))
 
 
-def show(bundle: Bundle, folder: Path) -> None:
+def show(bundle, folder):
     """All that can be done with a bundle but to repeat it, each into a fresh folder."""
     folder.mkdir()
     assert render_bundle(bundle).replace("\n", "").isprintable()

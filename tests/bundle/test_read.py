@@ -1,7 +1,5 @@
 """A bundle comes back as it was, or is refused with one clear error."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

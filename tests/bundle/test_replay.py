@@ -1,7 +1,5 @@
 """A replay takes the same turns and says FIXED, FAILED or ERROR."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a bundle holds."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """`zero-sim run --order any`: judged without a word of how sums are added."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,13 +1,11 @@
 """`zero-sim torchrun`: what is said of a script, and of runs that differ."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from zero_sim.cli import main as cli
 from zero_sim.host import supervisor
@@ -26,7 +24,7 @@ def torchrun(tmp_path, monkeypatch):
     """Run a script of two ranks."""
     monkeypatch.chdir(tmp_path)
 
-    def run(source: str, *options: str) -> Result:
+    def run(source, *options):
         Path("train.py").write_text(BEGIN + source)
         words = ["torchrun", "--nproc-per-node", "2", *options, "train.py", "--lr", "0.1"]
         return CliRunner().invoke(cli.main, words)

@@ -1,11 +1,8 @@
 """Names and texts that forge lines, recolour terminals or hide do nothing in any report."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle
-from collections.abc import Iterator
 
 import pytest
 
@@ -27,7 +24,7 @@ FORGED = "PASS  everything  0.001 s"
 NASTY = f"a\n{FORGED}\r{FORGED}\x1b[2J\x1b]0;title\x07\0\x9b31m\u202e\u200b\u2028{FORGED}\x0b\x85z"
 
 
-def nasty_log() -> EventLog:
+def nasty_log():
     """Two ranks that call a collective, everything called by nasty names, and one refused."""
     log = EventLog()
     for number in range(2):
@@ -56,7 +53,7 @@ def nasty_log() -> EventLog:
 
 
 @pytest.fixture
-def bundle(even_strip) -> Bundle:
+def bundle(even_strip):
     """One of which every text is nasty."""
     finding = Finding(
         check=f"equality{NASTY}",
@@ -84,7 +81,7 @@ def bundle(even_strip) -> Bundle:
     )
 
 
-def result_of(bundle: Bundle) -> CaseResult:
+def result_of(bundle):
     """What came of it, with an error besides."""
     return CaseResult(
         id=NASTY,
@@ -98,7 +95,7 @@ def result_of(bundle: Bundle) -> CaseResult:
     )
 
 
-def texts(bundle: Bundle) -> Iterator[str]:
+def texts(bundle):
     """All that a terminal shows of it."""
     result = result_of(bundle)
     yield render_case(result, case=to_toml(bundle.scenario), reproduce=NASTY, replay=NASTY)
@@ -118,7 +115,7 @@ def texts(bundle: Bundle) -> Iterator[str]:
     yield render_trial(trial, find_mutants(["M05"])[0])
 
 
-def test_no_line_of_a_text_is_forged(bundle: Bundle) -> None:
+def test_no_line_of_a_text_is_forged(bundle):
     shown = list(texts(bundle))
     for text in shown:
         assert FORGED in text
@@ -126,20 +123,20 @@ def test_no_line_of_a_text_is_forged(bundle: Bundle) -> None:
         assert text.replace("\n", "").isprintable()
 
 
-def test_a_page_holds_nothing_unseen(bundle: Bundle) -> None:
+def test_a_page_holds_nothing_unseen(bundle):
     page = render_page([bundle, bundle])
     assert FORGED in page
     assert page.replace("\n", "").replace("\t", "").isprintable()
 
 
-def test_traces_hold_nothing_unseen(bundle: Bundle) -> None:
+def test_traces_hold_nothing_unseen(bundle):
     trace = json.loads(json.dumps(chrome_trace(bundle.logs, name="case")))
     dumps = flight_recorder_dumps(read_timeline(bundle.logs[0]))
     for text in strings([trace, pickle.loads(pickle.dumps(dumps))]):
         assert text.isprintable()
 
 
-def strings(value: object) -> Iterator[str]:
+def strings(value):
     """All strings in some data, keys too."""
     if isinstance(value, str):
         yield value
@@ -150,7 +147,7 @@ def strings(value: object) -> Iterator[str]:
             yield from strings(item)
 
 
-def test_a_name_of_any_length_is_shown(bundle: Bundle) -> None:
+def test_a_name_of_any_length_is_shown(bundle):
     long = "n" * 50_000
     finding = dataclasses.replace(bundle.findings[0], param=f"<b>{long}")
     page = render_page([dataclasses.replace(bundle, findings=(finding,))])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -57,13 +56,13 @@ OWN_FINDINGS = {"data.nan.step", "data.nan.rank", "expect.nonzero_min"}
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorldPool]:
+def pool():
     """Worlds for all of them."""
     with WorldPool() as worlds:
         yield worlds
 
 
-def with_value(path: str, value: object) -> dict[str, object]:
+def with_value(path, value):
     """The tables of a file with a value in one field."""
     raw: dict = copy.deepcopy(BASE)
     for prefix, tables in BESIDE.items():
@@ -78,7 +77,7 @@ def with_value(path: str, value: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("path", field_paths())
-def test_any_value_is_refused_or_judged(path: str, pool: WorldPool) -> None:
+def test_any_value_is_refused_or_judged(path, pool):
     """Of those that are a case, one is run: to the end, and what it finds is what it asked for."""
     cases: list[Scenario] = []
     for value in VALUES:

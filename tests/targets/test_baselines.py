@@ -1,7 +1,5 @@
 """The plain baselines."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
