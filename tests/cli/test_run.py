@@ -94,11 +94,7 @@ def test_every_case_runs_whatever_came_before(invoke):
 
 @pytest.mark.parametrize(
     ("names", "options", "shown"),
-    [
-        (["noted"], (), 1),
-        (["noted", "pass"], (), 0),
-        (["noted", "pass"], ("-v",), 1),
-    ],
+    [(["noted"], (), 1), (["noted", "pass"], (), 0), (["noted", "pass"], ("-v",), 1)],
 )
 def test_notes_of_passing_cases(invoke, names, options, shown):
     """Of many cases they would bury the lines."""
@@ -114,10 +110,7 @@ class TestManyCases:
         assert "PASS" not in result.stdout
         assert result.stdout.splitlines()[-1].startswith("51 cases: 50 passed, 1 failed in ")
         lines = [line for line in result.stderr.splitlines() if " of 51 cases, " in line]
-        assert (lines[0], lines[-1]) == (
-            "6 of 51 cases, 6 passed",
-            "51 of 51 cases, 50 passed",
-        )
+        assert (lines[0], lines[-1]) == ("6 of 51 cases, 6 passed", "51 of 51 cases, 50 passed")
         assert len(lines) == 10
 
     def test_each_is_shown_if_asked_for(self, invoke):
@@ -282,13 +275,7 @@ class TestJson:
     @pytest.mark.parametrize(
         ("names", "options", "status"), [(["pass"], ("-k", "no"), 5), (["interrupt"], (), 130)]
     )
-    def test_is_printed_whatever_happens(
-        self,
-        invoke,
-        names,
-        options,
-        status,
-    ):
+    def test_is_printed_whatever_happens(self, invoke, names, options, status):
         """A reader of stdout always finds an object."""
         result = invoke(*names, options=("--json", *options))
         assert result.exit_code == json.loads(result.stdout)["exit_status"] == status

@@ -118,11 +118,7 @@ def test_it_leaves_a_bundle_of_it(folder):
     assert load_scenario(bundle / "case.toml").model == small.model
 
 
-def test_it_is_told_to_programs(
-    invoke,
-    broken,
-    monkeypatch,
-):
+def test_it_is_told_to_programs(invoke, broken, monkeypatch):
     broken(True)
     judge, count = zero_sim.run.run_case, 0
 

@@ -149,9 +149,7 @@ def test_a_bundle_of_an_imported_target_can_be_read_whatever_that_is_called(tmp_
 def test_what_is_known_is_not_shrunk_again(found, tmp_path):
     known = found[0].found
     again = run_batch(
-        job(tmp_path, cases=40, target="broken:Broken", known=known),
-        render_case,
-        cases_from=SMALL,
+        job(tmp_path, cases=40, target="broken:Broken", known=known), render_case, cases_from=SMALL
     )
     assert again.found == ()
     assert again.counts.keys == found[0].counts.keys

@@ -66,11 +66,7 @@ def test_a_case_with_all_that_the_smallest_has_shows_it():
 
 @pytest.mark.parametrize(
     ("what", "instead"),
-    [
-        ("clip_norm = 0.5", "lr = 0.1"),
-        ("steps = 3", "steps = 1"),
-        ("size = 4", "size = 1"),
-    ],
+    [("clip_norm = 0.5", "lr = 0.1"), ("steps = 3", "steps = 1"), ("size = 4", "size = 1")],
 )
 def test_a_case_that_lacks_any_of_it_fails_for_another_reason(what, instead):
     one_copy = LARGE.replace("redundancy = 2", "redundancy = 1")

@@ -63,13 +63,7 @@ class Target:
     name = "summing"
 
     def __init__(
-        self,
-        *optimizers,
-        shows=False,
-        averages=True,
-        keeps=False,
-        follows=(),
-        **numerics,
+        self, *optimizers, shows=False, averages=True, keeps=False, follows=(), **numerics
     ):
         models = ("mlp", "params")
         self.capabilities = Capabilities(

@@ -88,10 +88,7 @@ class TestProblems:
     @pytest.mark.parametrize(
         ("line", "said"),
         [
-            (
-                '"world.sise" = [1]',
-                "matrix.world.sise: unknown field. Did you mean `world.size`?",
-            ),
+            ('"world.sise" = [1]', "matrix.world.sise: unknown field. Did you mean `world.size`?"),
             ("size = [1]", "matrix.size: unknown field. Did you mean `world.size`?"),
             (
                 '"world.size" = 3',
