@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests.fuzz.kept_reports import HEAD, found, report_of
-from tests.odd_files import make_odd
 from zero_sim.errors import UsageError
 from zero_sim.fuzz.corpus import open_corpus, read_corpus
 from zero_sim.fuzz.records import to_json
@@ -136,15 +135,3 @@ def test_so_is_one_that_nests_too_deep(tmp_path, levels):
     path.write_bytes(path.read_bytes() + b"[" * levels + b"]" * levels + b"\n")
     with pytest.raises(UsageError, match=r"batches-1-of-1\.jsonl line 3: "):
         read_corpus(path)
-
-
-@pytest.mark.parametrize("kind", ["fifo", "folder", "loop", "dangling", "device", "socket"])
-def test_what_is_no_regular_file_is_refused(tmp_path, kind):
-    path = write(tmp_path)
-    path.unlink()
-    make_odd(path, kind)
-    with (
-        pytest.raises(UsageError, match=r"expected to read .*batches-1-of-1\.jsonl"),
-        open_corpus(tmp_path, head=HEAD),
-    ):
-        pass
