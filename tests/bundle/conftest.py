@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_sim.backends import WorldPool
+from zero_sim.bundle import read_bundle, write_bundle
 from zero_sim.run import run_case
 from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, Scenario, WorldSpec
 from zero_sim.zero.optimizer import DistributedOptimizer
@@ -28,12 +28,6 @@ def broken_division():
         yield
     finally:
         DistributedOptimizer.step = right
-
-
-@pytest.fixture(scope="session")
-def pool():
-    with WorldPool() as worlds:
-        yield worlds
 
 
 @pytest.fixture(scope="session")
@@ -67,3 +61,14 @@ def broken():
 def folder(tmp_path):
     """Where bundles go."""
     return tmp_path / "bundles"
+
+
+@pytest.fixture
+def path(scenario, failed, folder):
+    """A bundle of the failed case."""
+    return write_bundle(scenario, failed, folder=folder)
+
+
+@pytest.fixture
+def bundle(path):
+    return read_bundle(path)

@@ -18,11 +18,6 @@ from zero_sim.targets.own import ZeroSimTarget
 from zero_sim.zero import unit as unit_module
 
 
-@pytest.fixture
-def bundle(scenario, failed, folder):
-    return read_bundle(write_bundle(scenario, failed, folder=folder))
-
-
 @pytest.mark.usefixtures("broken")
 def test_with_the_fault_it_fails_in_the_same_way(bundle, pool):
     replayed = replay_bundle(bundle, pool=pool)
@@ -97,9 +92,8 @@ def test_another_environment_is_told(bundle, pool):
     assert "differs: torch: 2.11.0 in the bundle, " in render_replay(replayed)
 
 
-def test_in_another_process(scenario, failed, folder):
+def test_in_another_process(path):
     # The one test that starts a process, which takes seconds: a bundle must not lean on this one.
-    path = write_bundle(scenario, failed, folder=folder)
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
