@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+from tests.report.calls import call
 from zero_sim.bundle import Bundle, Replayed
 from zero_sim.bundle.records import current_environment
 from zero_sim.findings.records import CaseResult, Finding
@@ -18,7 +19,7 @@ from zero_sim.report.timeline import read_timeline
 from zero_sim.report.traces import chrome_trace, flight_recorder_dumps
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import ModelSpec, Scenario
-from zero_sim.sim import CollectiveRecord, EventLog
+from zero_sim.sim import EventLog
 
 FORGED = "PASS  everything  0.001 s"
 NASTY = f"a\n{FORGED}\r{FORGED}\x1b[2J\x1b]0;title\x07\0\x9b31m\u202e\u200b\u2028{FORGED}\x0b\x85z"
@@ -31,22 +32,14 @@ def nasty_log():
         for rank in (0, 1):
             log.turns.append(rank)
             log.note(rank, "issue", len(log.collectives))
-            log.add(
-                CollectiveRecord(
-                    rank=rank,
-                    kind=f"all_reduce{NASTY}",
-                    group=NASTY,
-                    group_ranks=(0, 1),
-                    sequence=number,
-                    dtype=NASTY,
-                    elems=4,
-                    elem_bytes=4,
-                    detail=NASTY,
-                    asynchronous=False,
-                    file=f"/x/{NASTY}",
-                    line=1,
-                )
-            )
+            named = {
+                "group": NASTY,
+                "dtype": NASTY,
+                "detail": NASTY,
+                "file": f"/x/{NASTY}",
+                "line": 1,
+            }
+            log.add(call(f"all_reduce{NASTY}", rank=rank, number=number, **named))
             log.tick += 1
     log.refused = 3
     return log
