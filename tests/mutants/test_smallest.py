@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from zero_sim.backends import WorldPool
 from zero_sim.errors import UsageError
 from zero_sim.mutants import find_mutants
 from zero_sim.mutants.campaign import found_by
@@ -16,12 +15,6 @@ from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.shrink import Size, size_of
 
 IDS = sorted(smallest_cases())
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool() as worlds:
-        yield worlds
 
 
 def test_every_mutant_has_one_and_nothing_else():
