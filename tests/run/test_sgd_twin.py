@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 
 from tests.run.summing import Target
-from zero_sim.backends import WorldPool
 from zero_sim.run import run_case
 from zero_sim.run.sgd_twin import marked, twin_of, with_twin
 from zero_sim.scenario.rules import check_scenario
@@ -34,12 +33,6 @@ CASE = Scenario(
     system=SystemSpec(stage=0),
 )
 SGD = replace(CASE, optimizer=OptimizerSpec(name="sgd"))
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool() as worlds:
-        yield worlds
 
 
 @pytest.fixture

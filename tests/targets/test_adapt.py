@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_sim.backends import WorldPool
 from zero_sim.errors import UsageError
 from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
@@ -53,12 +52,6 @@ class Target:
 
     def build(self, module, *, scenario, group):
         return self.engine(module, scenario, group)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool() as worlds:
-        yield worlds
 
 
 def judge(pool, target, **parts):
