@@ -1,5 +1,7 @@
 """Scenario files: what loads, and what is said about what does not."""
 
+from operator import attrgetter
+
 import pytest
 
 from tests.odd_files import make_odd
@@ -8,6 +10,7 @@ from zero_sim.scenario import Scenario
 from zero_sim.scenario.load import FILE_BYTES_MAX, load_cases, load_scenario, parse_cases
 
 GOOD = 'schema = 1\n[model]\nname = "mlp"\n'
+PARAMS = 'schema = 1\n[model]\nname = "params"\n'
 TYPICAL_MISTAKES = """
 schema = 2
 nam = "x"
@@ -37,16 +40,11 @@ steps = true
 """
 
 
-def problems_of(text):
-    """All problems of a scenario given as text."""
+def lines_of(text):
+    """All problems of a scenario given as text, as they are printed."""
     with pytest.raises(ScenarioError) as caught:
         parse_cases(text, source="case.toml", stem="case")
-    return list(caught.value.problems)
-
-
-def lines_of(text):
-    """All problems as they are printed."""
-    return [str(problem) for problem in problems_of(text)]
+    return [str(problem) for problem in caught.value.problems]
 
 
 def only_line(text):
@@ -60,134 +58,111 @@ class TestGoodFiles:
         (scenario,) = parse_cases(GOOD, source="case.toml", stem="case")
         assert scenario == Scenario(schema=1, name="case", model=scenario.model)
 
-    def test_name_in_the_file_wins_over_its_stem(self):
-        (scenario,) = parse_cases(f'name = "mine"\n{GOOD}', source="case.toml", stem="case")
-        assert scenario.name == "mine"
+    @pytest.mark.parametrize(
+        ("text", "path", "value"),
+        [
+            (f'name = "mine"\n{GOOD}', "name", "mine"),
+            (f"{GOOD}[optimizer]\nlr = 1\n", "optimizer.lr", 1.0),
+            (f"{PARAMS}shapes = [[2, 3], [], [0]]\n", "model.shapes", ((2, 3), (), (0,))),
+            # Written on purpose: the engine says that there are no params.
+            (f"{PARAMS}shapes = []\n", "model.shapes", ()),
+            # Some editors begin a file with a byte order mark.
+            (f"\ufeff{GOOD}", "model.name", "mlp"),
+        ],
+        ids=["name", "integer for a number", "arrays", "empty array", "byte order mark"],
+    )
+    def test_what_is_written_is_what_is_read(self, text, path, value):
+        (scenario,) = parse_cases(text, source="case.toml", stem="case")
+        assert attrgetter(path)(scenario) == value
 
-    def test_integers_serve_as_numbers(self):
-        """`lr = 1` is a number, as TOML users expect."""
-        (scenario,) = parse_cases(f"{GOOD}[optimizer]\nlr = 1\n", source="", stem="case")
-        assert scenario.optimizer.lr == 1.0
 
-    def test_arrays_become_tuples(self):
-        text = 'schema = 1\n[model]\nname = "params"\nshapes = [[2, 3], [], [0]]\n'
-        (scenario,) = parse_cases(text, source="", stem="case")
-        assert scenario.model.shapes == ((2, 3), (), (0,))
-
-    def test_params_without_any_shape_load(self):
-        """An empty list is written on purpose: the engine says that there are no params."""
-        text = 'schema = 1\n[model]\nname = "params"\nshapes = []\n'
-        (scenario,) = parse_cases(text, source="", stem="case")
-        assert scenario.model.shapes == ()
-
-    def test_byte_order_mark_is_no_content(self):
-        assert parse_cases(f"\ufeff{GOOD}", source="", stem="case")
+TYPICAL_MESSAGES = [
+    "nam: unknown field. Did you mean `name`?",
+    "schema: expected 1, the format that this version reads, got 2 (integer). "
+    "Write schema = 1, or upgrade zero_sim if the file is for a newer one.",
+    "model.name: expected one of 'mlp', 'params', 'transformer-260', 'digits', "
+    "'unusual', 'moe', 'fp8', 'bit-hash', "
+    "'ternary', 'tp-block', got 'mpl' (string). Did you mean \"mlp\"?",
+    "model.hidden: expected an integer, got '32' (string). Write 32, without quotes.",
+    "model.blocks: expected an integer, got 3.0 (float). Write 3.",
+    "model.dtype: expected one of 'fp32', 'bf16', 'fp16', got 16 (integer). "
+    "Leave it out for the default, 'fp32'.",
+    "data.nan.rank: missing; expected an integer. Try rank = 0.",
+    "data.rows: expected an integer, got 2020-01-01 (date or time). "
+    "Leave it out for the default, 4.",
+    "world.size: expected an integer at least 1 and at most 4096, got 0 (integer). Try 1.",
+    "world.order: expected one of 'ring', 'linear', 'linear-fp32', 'tree', "
+    "'gloo', 'nccl-ring', 'nccl-sym', 'random-tree', "
+    "got 'rnig' (string). Did you mean \"ring\"?",
+    "system.stage: expected one of 0, 1, 2, 3, got 4 (integer). Leave it out for the default, 1.",
+    "system.bucket_elms: unknown field. Did you mean `bucket_elems`?",
+    "system.lr: unknown field. `lr` belongs in [optimizer]; move it there.",
+    "system.align_elems: expected an integer of at most 64 bits, "
+    "got 99999999999999999999 (integer). Leave it out for the default, 1.",
+    "optimizer.betas: expected an array of 2 numbers, got [0.9] (array of 1). "
+    "Leave it out for the default, [0.9, 0.999].",
+    "optimizer.momentum: only optimizers 'sgd', 'rmsprop' and 'muon' use it, got 0.9 "
+    "(float) with optimizer.name = 'adamw'; 'adamw' uses lr, warmup_steps, betas, "
+    "eps, weight_decay, amsgrad, foreach, groups, clip_norm, clip_value, loss_scale. "
+    "Leave it out, or write optimizer.name = 'sgd'.",
+    "optimizer.lr: expected a finite number more than 0 and at most "
+    "3.4028234663852886e+38, got inf (float). Try 0.001.",
+    "optimizer.foreach: expected true or false, got 'true' (string). Write true, without quotes.",
+    "run.steps: expected an integer, got true (boolean). Leave it out for the default, 3.",
+]
+ONE_MISTAKE = {
+    "a misspelt field is not also missing": (
+        f"{PARAMS}shape = [[1]]\n",
+        "model.shape: unknown field. Did you mean `shapes`?",
+    ),
+    "a field like no other: all of its table": (
+        f"{GOOD}[run]\nxyzzy = 1\n",
+        "run.xyzzy: unknown field. [run] takes `steps`, `micro_batches`, `own_micro_batches`, "
+        "`seed`, `stall_seconds`.",
+    ),
+    "the matrix, which is no field of a case": (
+        f'{GOOD}[matirx]\n"run.seed" = [1]\n',
+        "matirx: unknown field. Did you mean `matrix`?",
+    ),
+    "a scalar for a table": (
+        "schema = 1\nmodel = 3\n",
+        "model: expected a table, got 3 (integer). Write its fields under [model].",
+    ),
+    "a table for a scalar": (
+        f"{GOOD}[world.size]\nranks = 2\n",
+        "world.size: expected an integer, got {ranks = 2} (table). "
+        "Leave it out for the default, 2.",
+    ),
+    "an element of an array": (
+        f'{PARAMS}shapes = [[1], [2, "x"]]\n',
+        "model.shapes[1][1]: expected an integer, got 'x' (string). "
+        "Shapes look like [[3], [2, 4]].",
+    ),
+    "flat shapes": (
+        f"{PARAMS}shapes = [3]\n",
+        "model.shapes[0]: expected an array of integers, got 3 (integer). "
+        "Write it in brackets, as in [1, 2].",
+    ),
+    "a choice that may be left out": (
+        f"{GOOD}[reload]\nstep = 1\nstage = 7\n",
+        "reload.stage: expected one of 0, 1, 2, 3, got 7 (integer). Leave it out for none.",
+    ),
+}
 
 
 class TestMessages:
-    @pytest.mark.parametrize(
-        "line",
-        [
-            "nam: unknown field. Did you mean `name`?",
-            "schema: expected 1, the format that this version reads, got 2 (integer). "
-            "Write schema = 1, or upgrade zero_sim if the file is for a newer one.",
-            "model.name: expected one of 'mlp', 'params', 'transformer-260', 'digits', "
-            "'unusual', 'moe', 'fp8', 'bit-hash', "
-            "'ternary', 'tp-block', got 'mpl' (string). Did you mean \"mlp\"?",
-            "model.hidden: expected an integer, got '32' (string). Write 32, without quotes.",
-            "model.blocks: expected an integer, got 3.0 (float). Write 3.",
-            "model.dtype: expected one of 'fp32', 'bf16', 'fp16', got 16 (integer). "
-            "Leave it out for the default, 'fp32'.",
-            "data.nan.rank: missing; expected an integer. Try rank = 0.",
-            "data.rows: expected an integer, got 2020-01-01 (date or time). "
-            "Leave it out for the default, 4.",
-            "world.size: expected an integer at least 1 and at most 4096, got 0 (integer). Try 1.",
-            "world.order: expected one of 'ring', 'linear', 'linear-fp32', 'tree', "
-            "'gloo', 'nccl-ring', 'nccl-sym', 'random-tree', "
-            "got 'rnig' (string). Did you mean \"ring\"?",
-            "system.stage: expected one of 0, 1, 2, 3, got 4 (integer). "
-            "Leave it out for the default, 1.",
-            "system.bucket_elms: unknown field. Did you mean `bucket_elems`?",
-            "system.lr: unknown field. `lr` belongs in [optimizer]; move it there.",
-            "system.align_elems: expected an integer of at most 64 bits, "
-            "got 99999999999999999999 (integer). Leave it out for the default, 1.",
-            "optimizer.betas: expected an array of 2 numbers, got [0.9] (array of 1). "
-            "Leave it out for the default, [0.9, 0.999].",
-            "optimizer.momentum: only optimizers 'sgd', 'rmsprop' and 'muon' use it, got 0.9 "
-            "(float) with optimizer.name = 'adamw'; 'adamw' uses lr, warmup_steps, betas, "
-            "eps, weight_decay, amsgrad, foreach, groups, clip_norm, clip_value, loss_scale. "
-            "Leave it out, or write optimizer.name = 'sgd'.",
-            "optimizer.lr: expected a finite number more than 0 and at most "
-            "3.4028234663852886e+38, got inf (float). Try 0.001.",
-            "optimizer.foreach: expected true or false, got 'true' (string). "
-            "Write true, without quotes.",
-            "run.steps: expected an integer, got true (boolean). Leave it out for the default, 3.",
-        ],
-    )
-    def test_text_of_a_typical_mistake(self, line):
-        assert line in lines_of(TYPICAL_MISTAKES)
+    def test_all_mistakes_of_a_file_are_told_at_once_word_for_word(self):
+        assert sorted(lines_of(TYPICAL_MISTAKES)) == sorted(TYPICAL_MESSAGES)
 
-    def test_all_mistakes_come_at_once_and_once(self):
-        paths = [problem.path for problem in problems_of(TYPICAL_MISTAKES)]
-        assert len(paths) == len(set(paths)) == 19
-
-    def test_every_problem_has_a_suggestion(self):
-        assert all(problem.suggestion for problem in problems_of(TYPICAL_MISTAKES))
-
-    def test_misspelt_required_field_is_one_mistake(self):
-        text = 'schema = 1\n[model]\nname = "params"\nshape = [[1]]\n'
-        assert only_line(text) == "model.shape: unknown field. Did you mean `shapes`?"
-
-    def test_unknown_field_without_a_neighbour_lists_what_there_is(self):
-        """Nothing near it: the table's fields are listed."""
-        text = f"{GOOD}[run]\nxyzzy = 1\n"
-        assert only_line(text) == (
-            "run.xyzzy: unknown field. [run] takes `steps`, `micro_batches`, "
-            "`own_micro_batches`, `seed`, `stall_seconds`."
-        )
-
-    def test_misspelt_matrix_is_named(self):
-        """The matrix is no field of a case, yet it is suggested."""
-        text = f'{GOOD}[matirx]\n"run.seed" = [1]\n'
-        assert only_line(text) == "matirx: unknown field. Did you mean `matrix`?"
+    @pytest.mark.parametrize(("text", "line"), ONE_MISTAKE.values(), ids=ONE_MISTAKE)
+    def test_one_mistake_is_one_message(self, text, line):
+        assert only_line(text) == line
 
     def test_empty_file_misses_schema_and_model(self):
-        """An empty file says what to begin with."""
         assert lines_of("") == [
             "schema: missing; expected 1. Begin the file with schema = 1.",
             'model: missing; expected a table. Add [model] with name = "mlp".',
         ]
-
-    def test_scalar_for_a_table(self):
-        """A table's name given a value."""
-        assert only_line("schema = 1\nmodel = 3\n") == (
-            "model: expected a table, got 3 (integer). Write its fields under [model]."
-        )
-
-    def test_table_for_a_scalar(self):
-        """A value's name given a table."""
-        assert only_line(f"{GOOD}[world.size]\nranks = 2\n") == (
-            "world.size: expected an integer, got {ranks = 2} (table). "
-            "Leave it out for the default, 2."
-        )
-
-    def test_place_inside_an_array(self):
-        """The path leads to the element."""
-        text = 'schema = 1\n[model]\nname = "params"\nshapes = [[1], [2, "x"]]\n'
-        assert only_line(text).startswith("model.shapes[1][1]: expected an integer, got 'x'")
-
-    def test_flat_shapes(self):
-        """The commonest mistake about shapes."""
-        text = 'schema = 1\n[model]\nname = "params"\nshapes = [3]\n'
-        assert only_line(text) == (
-            "model.shapes[0]: expected an array of integers, got 3 (integer). "
-            "Write it in brackets, as in [1, 2]."
-        )
-
-    def test_an_optional_choice_is_no_table(self):
-        text = GOOD + "[reload]\nstep = 1\nstage = 7\n"
-        wanted = "reload.stage: expected one of 0, 1, 2, 3, got 7 (integer). Leave it out for none."
-        assert only_line(text) == wanted
 
     @pytest.mark.parametrize("value", ["true", "1.0", '"1"'])
     def test_schema_is_the_integer(self, value):
@@ -195,10 +170,6 @@ class TestMessages:
         assert only_line(f'schema = {value}\nmodel = {{ name = "mlp" }}').startswith(
             "schema: expected 1, got"
         )
-
-    def test_our_words_not_the_validator_s(self):
-        text = "\n".join(lines_of(TYPICAL_MISTAKES)).lower()
-        assert not any(word in text for word in ("input should", "pydantic", "keyword argument"))
 
 
 class TestUnreadableFiles:
@@ -231,7 +202,7 @@ class TestUnreadableFiles:
         """What the parser takes is not followed down by anything that would recur as deeply."""
         assert "more than 32 tables or arrays within each other" in only_line(text)
 
-    @pytest.mark.parametrize("kind", ["fifo", "loop", "dangling", "device", "socket"])
+    @pytest.mark.parametrize("kind", ["fifo", "folder", "loop", "dangling", "device", "socket"])
     def test_whatever_is_no_regular_file(self, tmp_path, kind):
         """Refused at once: a pipe would be waited for, a device read without end."""
         path = tmp_path / "case.toml"
@@ -255,11 +226,6 @@ class TestUnreadableFiles:
     def test_missing_file(self, tmp_path):
         with pytest.raises(ScenarioError, match="got nothing at this path"):
             load_cases(tmp_path / "no.toml")
-
-    def test_folder(self, tmp_path):
-        """A folder is not a file."""
-        with pytest.raises(ScenarioError, match="got: a folder, not a regular"):
-            load_cases(tmp_path)
 
     def test_not_utf8(self, tmp_path):
         path = tmp_path / "latin.toml"

@@ -6,6 +6,7 @@ from zero_sim.errors import ScenarioError
 from zero_sim.scenario.load import parse_cases
 
 HEAD = 'schema = 1\n[model]\nname = "mlp"\n[matrix]\n'
+PARAMS = HEAD.replace("mlp", "params")
 
 
 def cases(matrix, head=HEAD):
@@ -53,8 +54,7 @@ class TestIds:
         assert cases(line)[0].name == f"toy/{label}"
 
     def test_shapes(self):
-        head = 'schema = 1\n[model]\nname = "params"\n[matrix]\n'
-        found = cases('"model.shapes" = [[[1], [2, 3]], [[]], []]', head)
+        found = cases('"model.shapes" = [[[1], [2, 3]], [[]], []]', PARAMS)
         assert [scenario.name for scenario in found] == [
             "toy/shapes=1+2x3",
             "toy/shapes=scalar",
@@ -62,9 +62,8 @@ class TestIds:
         ]
 
     def test_long_values_are_called_by_their_place(self):
-        head = 'schema = 1\n[model]\nname = "params"\n[matrix]\n'
         shapes = [[index] for index in range(100, 130)]
-        assert cases(f'"model.shapes" = [[[1]], {shapes}]', head)[1].name == "toy/shapes=#1"
+        assert cases(f'"model.shapes" = [[[1]], {shapes}]', PARAMS)[1].name == "toy/shapes=#1"
 
     def test_unquoted_keys_mean_the_same(self):
         """TOML reads them as nested tables; the user means a path."""
@@ -116,6 +115,11 @@ class TestProblems:
                 "Vary either `run` or `run.seed`.",
             ),
             (
+                '"world.size" = [0, 2]',
+                "world.size: expected an integer at least 1 and at most 4096, got 0 (integer) "
+                "(in case toy/size=0). Try 1.",
+            ),
+            (
                 '"run.seed" = [' + ", ".join(map(str, range(10_001))) + "]",
                 "matrix: expected at most 10,000 cases, got 10,001. Split the file or drop values.",
             ),
@@ -127,12 +131,6 @@ class TestProblems:
     def test_matrix_that_is_no_table(self):
         with pytest.raises(ScenarioError, match="matrix: expected a table of lists, got 3"):
             parse_cases('schema = 1\nmatrix = 3\nmodel = { name = "mlp" }', source="", stem="a")
-
-    def test_mistake_of_some_cases_names_them(self):
-        assert lines_of('"world.size" = [0, 2]') == [
-            "world.size: expected an integer at least 1 and at most 4096, got 0 (integer) "
-            "(in case toy/size=0). Try 1."
-        ]
 
     def test_mistake_of_many_cases_names_a_few(self):
         (line,) = lines_of('"world.size" = [0, 2]\n"run.seed" = [1, 2, 3, 4, 5]')

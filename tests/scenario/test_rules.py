@@ -55,6 +55,7 @@ def paths_of(scenario):
         ("run.steps", {"run": RunSpec(steps=0)}),
         ("run.micro_batches", {"run": RunSpec(micro_batches=0)}),
         ("run.seed", {"run": RunSpec(seed=-1)}),
+        ("run.stall_seconds", {"run": RunSpec(stall_seconds=0.0)}),
         ("expect.nonzero_min", {"expect": ExpectSpec(nonzero_min=1.5)}),
         ("model.shapes", {"model": ModelSpec(name="params")}),
         ("model.shapes[0][1]", {"model": ModelSpec(name="params", shapes=((2, -1),))}),
@@ -145,10 +146,6 @@ def test_known_mistakes_silence_the_rules_that_read_them():
         ),
         ("system.redundancy", {"system": SystemSpec(redundancy=3)}),
         ("system.partition", {"system": SystemSpec(partition="uneven", stage=0)}),
-        (
-            "system.divide_by",
-            {"system": SystemSpec(divide="pre", divide_by="tokens", sync="every")},
-        ),
         ("topology.order", {"topology": TopologySpec(order="tp-dp")}),
         ("world.size", {"topology": TopologySpec(tp=3)}),
         ("reload.step", {"reload": ReloadSpec(step=9)}),
