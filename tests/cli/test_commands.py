@@ -6,19 +6,12 @@ import types
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 import zero_sim
 from zero_sim import doctor
-from zero_sim.cli import main as cli
 from zero_sim.report.records import Measurement
 
 CASE = str(Path(__file__).parents[2] / "scenarios" / "smoke" / "mlp.toml")
-
-
-def invoke(*arguments):
-    """Run the command line."""
-    return CliRunner().invoke(cli.main, list(arguments))
 
 
 @pytest.mark.parametrize(
@@ -36,31 +29,36 @@ def invoke(*arguments):
         (["fuzz", "--seconds", "nan"], "'--seconds': expected a number, got nan"),
         (["shrink", "--seconds", "nan", CASE], "'--seconds': expected a number, got nan"),
         (["run", "--order", "lineal", CASE], "expected --order to be one of linear,"),
+        (["replay", "abc", "--name", "x"], "expected --name with --freeze, got it alone"),
+        (["replay", "abc", "--folder", "x"], "expected --folder with --freeze, got it alone"),
+        (["replay", "abc", "--force"], "expected --force with --freeze, got it alone"),
+        (["doctor", "--gpu-report", "x"], "expected --gpu-report with --gpu, got it alone"),
+        (["doctor", "--step", "x"], "expected --step with --gpu, got it alone"),
+        (["doctor", "--package", "x"], "expected --package with --target, got it alone"),
+        (["doctor", "--target", "torch-ddp", "--json"], "expected --target without --json"),
+        (["fingerprint", "a.json", "--case", "x"], "expected --case with a scenario file"),
+        (["fingerprint", "one.toml", "--rank", "9"], "expected --rank to be below the "),
     ],
 )
-def test_usage_errors(arguments, said):
+def test_usage_errors(invoke, arguments, said):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert said in result.stderr
 
 
-def test_version():
+def test_version(invoke):
     assert invoke("--version").output == f"zero-sim, version {zero_sim.__version__}\n"
 
 
-def test_help_lists_the_commands():
+def test_help_lists_the_commands(invoke):
     out = invoke("--help").stdout
     assert all(
         f"\n  {name} " in out for name in ("run", "replay", "export", "schema", "doctor", "bench")
     )
 
 
-def test_schema_is_json():
-    assert json.loads(invoke("schema").stdout)["title"] == "zero_sim scenario"
-
-
 class TestDoctor:
-    def test_says_what_is_here(self):
+    def test_says_what_is_here(self, invoke):
         facts = {
             fact["name"]: fact for fact in json.loads(invoke("doctor", "--json").stdout)["facts"]
         }
@@ -68,7 +66,7 @@ class TestDoctor:
         assert {"python", "cpu threads", "run: backend sim", "run: model digits"} <= set(facts)
         assert "cpu kernels" in invoke("doctor").stdout
 
-    def test_without_torch_nothing_runs(self, monkeypatch):
+    def test_without_torch_nothing_runs(self, invoke, monkeypatch):
         monkeypatch.setitem(sys.modules, "torch", None)
         result = invoke("doctor")
         assert result.exit_code == 4
@@ -97,17 +95,17 @@ class TestBench:
         monkeypatch.setattr(module, "run_benchmarks", lambda only: [ROW], raising=False)
         monkeypatch.setitem(sys.modules, "zero_sim.bench", module)
 
-    def test_table(self):
+    def test_table(self, invoke):
         assert invoke("bench").stdout == "ok  all_reduce  0.5 ms  goal at most 1 ms\n"
 
-    def test_json(self):
+    def test_json(self, invoke):
         assert json.loads(invoke("bench", "--json").stdout)["measurements"] == [
             {"name": "all_reduce", "value": 0.5, "unit": "ms", "goal": 1.0, "ok": True}
             | {"at_least": False}
         ]
 
 
-def test_without_a_gpu_the_device_is_refused(monkeypatch):
+def test_without_a_gpu_the_device_is_refused(invoke, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = invoke("run", CASE, "--device", "cuda")
     assert result.exit_code == 4

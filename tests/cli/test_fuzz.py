@@ -241,36 +241,39 @@ class TestCoverage:
         assert one.output.split("Not yet covered")[0] == other.output.split("Not yet covered")[0]
 
 
-class TestNoCase:
-    """Nothing ran, so nothing was shown: 5."""
+NO_CASE = {
+    "none asked for": (["--cases", "0"], {}, "No case was run: --cases 0 leaves none."),
+    "none for this shard": (
+        ["--cases", "50", "--shard", "2/2"],
+        {},
+        "--cases 50 leaves none for shard 2/2.",
+    ),
+    "no time for one": (
+        ["--seconds", "1e-9"],
+        {"cases": 0, "complete": False},
+        "--seconds 1e-09 ran out before the first one. Try more.",
+    ),
+    "none fits": (
+        ["--cases", "200"],
+        {"cases": 0, "verdicts": {}, "futile": "no case fits target 'mine': why"},
+        "No case was run: no case fits target 'mine': why.",
+    ),
+}
 
-    def test_no_cases_asked_for(self, tmp_path, pool):
-        done = fuzz(tmp_path, "--cases", "0")
-        assert done.exit_code == 5
-        assert "No case was run: --cases 0 leaves none." in done.output
 
-    def test_none_for_this_shard(self, tmp_path, pool):
-        done = fuzz(tmp_path, "--cases", "50", "--shard", "2/2")
-        assert done.exit_code == 5
-        assert "--cases 50 leaves none for shard 2/2." in done.output
+@pytest.mark.parametrize(("options", "outcome", "said"), NO_CASE.values(), ids=NO_CASE)
+def test_where_no_case_ran_nothing_was_shown(tmp_path, pool, options, outcome, said):
+    pool.outcome = outcome
+    done = fuzz(tmp_path, *options)
+    assert done.exit_code == 5
+    assert said in done.output
 
-    def test_no_time_for_one(self, tmp_path, pool):
-        pool.outcome = {"cases": 0, "complete": False}
-        done = fuzz(tmp_path, "--seconds", "1e-9")
-        assert done.exit_code == 5
-        assert "--seconds 1e-09 ran out before the first one. Try more." in done.output
 
-    def test_none_fits(self, tmp_path, pool):
-        pool.outcome = {"cases": 0, "verdicts": {}, "futile": "no case fits target 'mine': why"}
-        done = fuzz(tmp_path, "--cases", "200")
-        assert done.exit_code == 5
-        assert "No case was run: no case fits target 'mine': why." in done.output
-
-    def test_all_ran_earlier(self, tmp_path, pool):
-        fuzz(tmp_path, "--cases", "50")
-        done = fuzz(tmp_path, "--cases", "50")
-        assert done.exit_code == 5
-        assert "all 50 were run earlier. Try more --cases" in done.output
+def test_all_ran_earlier(tmp_path, pool):
+    fuzz(tmp_path, "--cases", "50")
+    done = fuzz(tmp_path, "--cases", "50")
+    assert done.exit_code == 5
+    assert "all 50 were run earlier. Try more --cases" in done.output
 
 
 def test_a_campaign_that_is_stopped_says_why(tmp_path, pool):

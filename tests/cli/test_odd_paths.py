@@ -116,11 +116,6 @@ def test_what_is_no_file_of_a_corpus(invoke, kind):
     assert "expected to read corpus/shard-1-of-1.sqlite, a file of a corpus, got: a" in line
 
 
-def test_an_expression_that_matches_nothing(invoke):
-    assert invoke("run", "one.toml", "-k", "nothing").exit_code == 5
-    assert invoke("run", "several.toml", "-k", "seed=3").exit_code == 5
-
-
 def test_a_name_never_leaves_the_folder(invoke, bundle):
     """Nor holds what a terminal would do."""
     before = sorted(Path.cwd().rglob("*"))

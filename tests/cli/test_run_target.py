@@ -110,10 +110,6 @@ def test_a_registered_one_is_judged_on_the_case(invoke):
     assert result.exit_code == 0, result.output
 
 
-def test_a_module_that_is_not_there_is_a_usage_error(invoke):
-    assert invoke("no_such_module:Mine").exit_code == 2
-
-
 def run_in_process(target):
     command = [sys.executable, "-m", "zero_sim", "run", "case.toml", "--target", target]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -86,11 +86,6 @@ def test_what_a_case_expects_at_its_size_is_not_shrunk(invoke):
     assert "got expect.accuracy, which is about what this case expects" in done.stderr
 
 
-def test_what_is_neither_a_file_nor_a_bundle(invoke):
-    """Status 2."""
-    assert invoke("shrink", "nothing").exit_code == 2
-
-
 def test_a_place_that_is_not_there_costs_nothing_of_what_was_found(invoke, broken):
     broken(True)
     Path("taken").touch()
