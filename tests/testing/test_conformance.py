@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 
 from tests.judge.ruled import Target as Ruled
-from tests.run.summing import Engine, Undivided
+from tests.run.summing import CASE, Engine, Undivided
 from zero_sim.backends import WorldPool
 from zero_sim.cli.main import main
 from zero_sim.errors import Problem
@@ -415,14 +415,7 @@ def test_an_off_by_one_in_the_example_is_found_with_a_small_case(tmp_path):
 
 def test_a_case_that_passes_by_params_only_is_judged_with_sgd(monkeypatch):
     """What fails is shown as a case with SGD, which fails by itself."""
-    adamw = Scenario(
-        schema=1,
-        name="drawn",
-        model=ModelSpec(name="params", shapes=((3,), (5,))),
-        world=WorldSpec(size=3),
-        system=SystemSpec(stage=0),
-    )
-    monkeypatch.setattr(conformance_module, "draws", lambda *_, **__: repeat(adamw))
+    monkeypatch.setattr(conformance_module, "draws", lambda *_, **__: repeat(CASE))
     failed = failure_of(Undivided(), cases=1, shrink_seconds=AMPLE)
     assert "found with SGD in place of AdamW" in str(failed)
     assert failed.scenario.optimizer.name == "sgd"
