@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
+from tests.cli.ended import assert_ended
 from zero_sim.cli import main as cli
 from zero_sim.errors import EnvironmentProblem, ModelError
 from zero_sim.findings.records import CaseResult, Finding
@@ -181,21 +182,18 @@ def test_expression_selects(invoke):
 
 def test_nothing_selected(invoke):
     result = invoke("pass", "fail", options=("-k", "nothing"))
-    assert result.exit_code == 5
-    assert "2 cases, none matches -k 'nothing'" in result.stderr
+    assert_ended(result, 5, "2 cases, none matches -k 'nothing'", on="stderr")
 
 
 def test_malformed_expression(invoke):
     result = invoke("pass", options=("-k", "a and"))
-    assert result.exit_code == 2
-    assert "Error: -k 'a and': expected a word" in result.stderr
+    assert_ended(result, 2, "Error: -k 'a and': expected a word", on="stderr")
     assert result.stdout == ""
 
 
 def test_path_that_is_not_there(invoke):
     result = invoke("pass", options=("gone.toml",))
-    assert result.exit_code == 2
-    assert "gone.toml: 1 problem" in result.stderr
+    assert_ended(result, 2, "gone.toml: 1 problem", on="stderr")
     assert "1 passed" in result.stdout
 
 
@@ -225,8 +223,7 @@ class TestJUnit:
 
     def test_a_place_that_cannot_be_written_costs_no_verdict(self, invoke):
         result = invoke("pass", options=("--junit", "pass.toml/j.xml"))
-        assert result.exit_code == 2
-        assert "1 passed" in result.stdout
+        assert_ended(result, 2, "1 passed", on="stdout")
         assert "expected to write JUnit XML" in result.stderr
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.cli.ended import assert_ended
 from zero_sim.cli import main as cli
 from zero_sim.host import supervisor
 
@@ -141,9 +142,7 @@ total = grad.sum().item()
 work.wait()
 """
     done = torchrun(source, "--runs", "2")
-    assert done.exit_code == 1
-    assert "data race on rank" in done.stderr
-    assert "at train.py:10 reads elements [0, 4)" in done.stderr
+    assert_ended(done, 1, "data race on rank", "at train.py:10 reads elements [0, 4)", on="stderr")
     assert torchrun(source, "--runs", "2", "--no-races").exit_code == 0
 
 
@@ -155,9 +154,7 @@ if rank == 0 and random.random() < 0.5:
 dist.barrier()
 """
     done = torchrun(source, "--seeds", "0,1")
-    assert done.exit_code == 1
-    assert "it ended otherwise" in done.stderr
-    assert "raised RuntimeError: drawn" in done.stderr
+    assert_ended(done, 1, "it ended otherwise", "raised RuntimeError: drawn", on="stderr")
 
 
 @pytest.mark.parametrize(
@@ -183,8 +180,7 @@ def test_usage_errors(words, said, tmp_path, monkeypatch):
     Path("fine.py").write_text("print('ran')")
     Path("broken.py").write_text("def f(:")
     done = CliRunner().invoke(cli.main, ["torchrun", *words])
-    assert done.exit_code == 2
-    assert said in done.stderr
+    assert_ended(done, 2, said, on="stderr")
     assert "ran" not in done.stdout
 
 
