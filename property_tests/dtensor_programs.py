@@ -23,19 +23,9 @@ from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
-from torch.distributed.tensor import (
-    ones as dtensor_ones,
-)
-from torch.distributed.tensor import (
-    randn as dtensor_randn,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import ones as dtensor_ones
+from torch.distributed.tensor import randn as dtensor_randn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from zero_sim.backends import Teams

@@ -1,7 +1,5 @@
 """Drawn families: their first reference judges all members as their own ones would."""
 
-from __future__ import annotations
-
 import os
 from itertools import islice
 

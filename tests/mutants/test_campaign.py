@@ -6,7 +6,6 @@ from itertools import islice
 import pytest
 import torch
 
-from zero_sim.backends import WorldPool
 from zero_sim.errors import LayoutError
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
@@ -33,12 +32,6 @@ from zero_sim.shrink import Size, size_of
 from zero_sim.zero.unit import Unit
 
 PLAIN = Scenario(schema=1, model=ModelSpec(name="params", shapes=((1,),)))
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool() as worlds:
-        yield worlds
 
 
 def test_a_mutant_is_found_and_the_system_mended(pool):

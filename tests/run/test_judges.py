@@ -1,7 +1,5 @@
 """Cases on several processes at once: as on one, and told in the same order."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 

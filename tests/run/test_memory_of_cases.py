@@ -1,7 +1,5 @@
 """Nothing of a case is kept when it is over: thousands of them run in one process."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Reports of several processes come to one result, and errors are charged to who made them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """What a case says of the world after its checkpoint is held to the rules of any world."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero_sim.scenario.rules import check_scenario

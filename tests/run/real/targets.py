@@ -12,11 +12,9 @@ import torch.distributed as dist
 from tests.run.summing import ShowsMeans, Undivided
 from zero_sim.errors import UsageError
 from zero_sim.reference import Reference
-from zero_sim.targets import find_target
 from zero_sim.targets.own import ZeroSimEngine
 
 _REFERENCE_BEGINS = Reference.begin
-OWN = find_target("zero_sim")
 
 
 class _Target:

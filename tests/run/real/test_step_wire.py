@@ -1,7 +1,5 @@
 """One process computes the reference for all, as long as all agrees; findings are as without."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 
