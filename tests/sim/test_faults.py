@@ -114,7 +114,6 @@ class TestCrash:
 
         with pytest.raises(RankFailed):
             world.run(program)
-        world.configure(faults=())
 
 
 class TestStall:
@@ -140,7 +139,6 @@ class TestStall:
         world.configure(faults=[Fault(kind="stall", rank=0)])
         with pytest.raises(Deadlock, match="stalled by plan"):
             world.run(lambda rank: dist.barrier() if rank == 0 else None)
-        world.configure(faults=())
 
 
 class TestCorrupt:
@@ -190,9 +188,7 @@ class TestCorrupt:
             return x.tolist()
 
         results, _ = struck(
-            program,
-            Fault(kind="corrupt", rank=1, element=3, bit=31, side="receive"),
-            strict=False,
+            program, Fault(kind="corrupt", rank=1, element=3, bit=31, side="receive"), strict=False
         )
         assert results[1] == [[0.0, 3.0], [1.0, -4.0], [2.0, 5.0]]
         assert results[2] == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]

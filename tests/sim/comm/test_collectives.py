@@ -103,16 +103,6 @@ def test_flat_reduce_scatter_under_both_names(world_of, size, spelling):
     assert torch.equal(torch.cat(world_of(size).run(program)), total)
 
 
-def test_reduce_scatter_in_place_at_rank_times_count(world_of):
-    def program(rank):
-        flat = values(rank, 8)
-        dist.reduce_scatter_single(flat[2 * rank : 2 * rank + 2], flat)
-        return flat[2 * rank : 2 * rank + 2].clone()
-
-    total = sum(values(rank, 8) for rank in range(4))
-    assert torch.equal(torch.cat(world_of(4).run(program)), total)
-
-
 def test_reduce_scatter_list_takes_uneven_entries(world_of):
     def program(rank):
         entries = [values(rank, numel) for numel in (1, 0, 3)]

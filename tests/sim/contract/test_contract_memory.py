@@ -117,8 +117,7 @@ OVERLAPPING = {
         )
     ),
     "gather into entries on each other": lambda rank: dist.gather(
-        torch.ones(2),
-        list(torch.ones(3).as_strided((2, 2), (1, 1))) if rank == 0 else None,
+        torch.ones(2), list(torch.ones(3).as_strided((2, 2), (1, 1))) if rank == 0 else None
     ),
 }
 """Programs of two ranks that share memory within one call."""
