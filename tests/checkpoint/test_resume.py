@@ -22,9 +22,12 @@ LAYOUTS = (
 
 @pytest.fixture
 def resume(run_ranks, kit, tmp_path):
-    """Train, save and load elsewhere; returns what the ranks then hold, and what they should."""
+    """Train, save and load elsewhere; returns what the ranks then hold, and what they should.
 
-    def go(source, target, *, form="sharded", before=2, after=2, **options):
+    The run that loads has trained for `already` steps of its own.
+    """
+
+    def go(source, target, *, form="sharded", before=2, after=2, already=0, **options):
         path = tmp_path / "checkpoint"
 
         def first(rank):
@@ -32,8 +35,8 @@ def resume(run_ranks, kit, tmp_path):
             kit.save(path, run, form=form)
 
         def second(rank):
-            run = kit.load(path, kit.build(**target[1], **options), steps_done=before)
-            return run.train(after).facts()
+            run = kit.build(**target[1], **options).train(already)
+            return kit.load(path, run, steps_done=before).train(after).facts()
 
         def unbroken(rank):
             return kit.build(**options).train(before + after).facts()
@@ -99,19 +102,9 @@ class TestOptimizers:
             assert all(kit.same(owned[where], loaded[where]) for where in owned)
             assert kit.same(whole, loaded_whole)
 
-    def test_into_a_run_that_was_trained_already(self, run_ranks, kit, tmp_path):
+    def test_into_a_run_that_was_trained_already(self, resume, kit):
         """State that the checkpoint does not have goes: the next step is a first one."""
-
-        def first(rank):
-            run = kit.build()
-            kit.save(tmp_path / "c", run)
-            return run.train(2).facts()
-
-        def second(rank):
-            return kit.load(tmp_path / "c", kit.build().train(3)).train(2).facts()
-
-        unbroken = run_ranks(2, first)
-        kit.assert_same_runs(run_ranks(3, second), unbroken)
+        kit.assert_same_runs(*resume((2, {}), (3, {}), before=0, already=3))
 
     def test_a_param_frozen_from_the_start_has_no_state(self, run_ranks, kit, tmp_path):
         """It gets its state when it is first stepped, here after the load."""
