@@ -360,17 +360,6 @@ class TestClean:
 
         assert world_of(2).run(program) == [[2.0] * 8] * 2
 
-    def test_slices_that_do_not_overlap(self, world_of):
-        def program(rank):
-            flat = torch.zeros(9)
-            work = dist.all_reduce(flat[3:6], async_op=True)
-            flat[:3] += 1
-            flat[6:] = flat[:3] * 2
-            work.wait()
-            return flat.sum().item()
-
-        assert world_of(2).run(program) == [9.0] * 2
-
     @pytest.mark.parametrize("column", [0, 1, 2])
     def test_interleaved_columns(self, world_of, column):
         def program(rank):
