@@ -90,9 +90,9 @@ class Run:
         return owned, whole
 
 
-def build(*, optimizer="adamw", module=None, wrap=None, **config):
+def build(*, optimizer="adamw", module=None, dtype=torch.float32, wrap=None, **config):
     """One rank's engine; `config` as of `ZeroConfig`, `wrap` as of `DistributedOptimizer`."""
-    module = Model() if module is None else module
+    module = Model(dtype=dtype) if module is None else module
     config = ZeroConfig(divide="none", **config)
     groups = {}
     if config.redundancy > 1:
