@@ -13,14 +13,14 @@ import gc
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zero_sim.backends import RankGone, RealRank
 from zero_sim.judge.facts import Facts
-from zero_sim.judge.harness import JudgeFailed, harness_time
+from zero_sim.judge.harness import JudgeFailed, RankTime, untimed
 from zero_sim.run.contexts import View
 from zero_sim.run.grads_told import ToldAt
 from zero_sim.run.probing import OrderDrift, measure_orders
@@ -118,14 +118,16 @@ class _OwnRank:
         view = View(rank=real_rank.rank, wired=self.wired)
         contexts = trial.build_contexts(segment, target=target, view=view)
 
-        def pause_clock(pause: bool) -> AbstractContextManager[None]:
+        def show_life(pause: bool, **block: Any) -> AbstractContextManager[None]:
             real_rank.alive()
-            return nullcontext()
+            return untimed(pause, **block)
+
+        rank_time = RankTime(show_life)
 
         def share_facts(rank: int, facts: Facts | None) -> None:
             said = None if facts is None else facts.as_dict()
             all_facts = real_rank.exchange(said, size=self.processes, about=f"facts {index}")
-            with harness_time(pause_clock):
+            with rank_time.harness():
                 for each in contexts:
                     for place, world_rank in enumerate(each.dp_cp_group.ranks):
                         each.judge.note_facts(place, Facts.from_dict(all_facts[world_rank]))
@@ -143,7 +145,7 @@ class _OwnRank:
             real_rank.leave()
             share_facts(real_rank.rank, None)
             for _ in range(segment.start, segment.stop):
-                with harness_time(pause_clock):
+                with rank_time.harness():
                     contexts[0].judge.step_unseen()
             return
         program = build_program(
@@ -151,7 +153,7 @@ class _OwnRank:
             contexts=contexts,
             target=target,
             outcome=trial.outcome,
-            pause_clock=pause_clock,
+            rank_time=rank_time,
             share_facts=share_facts,
         )
         try:

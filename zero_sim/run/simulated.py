@@ -22,6 +22,7 @@ from zero_sim.cost.told import (
 from zero_sim.cost.volume import check_volume
 from zero_sim.findings.records import Finding
 from zero_sim.host.device import use_in_thread
+from zero_sim.judge.harness import RankTime
 from zero_sim.judge.trajectory import Trajectories
 from zero_sim.run.contexts import View
 from zero_sim.run.dp_cp_groups import check_crossing
@@ -120,7 +121,7 @@ class _AllRanks:
             contexts=contexts,
             target=target,
             outcome=trial.outcome,
-            pause_clock=world.pause_clock,
+            rank_time=RankTime(world.pause_clock),
             clock=lambda: len(world.log.moments),
         )
 

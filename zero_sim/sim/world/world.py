@@ -250,7 +250,13 @@ class World:
         process_ends.uninstall()
         c10d.uninstall()
 
-    def pause_clock(self, pause: bool = True) -> AbstractContextManager[None]:
+    def pause_clock(
+        self,
+        pause: bool = True,
+        *,
+        watched: bool = True,
+        on_error: Callable[[BaseException], None] | None = None,
+    ) -> AbstractContextManager[None]:
         """Do not count against `stall_seconds` what the calling rank does inside this block.
 
         For a harness that runs code of its own in a rank's turn. The log marks calls inside as the
@@ -258,8 +264,17 @@ class World:
 
         Args:
             pause: False counts again what is done inside, within a block that does not.
+            watched: False if `races` charges no access inside to the program.
+            on_error: Called with an exception that leaves the block; may raise another one.
         """
-        return PausedClock(self._run.program_time, rank=self._baton.holder, pause=pause)
+        run = self._run
+        return PausedClock(
+            run.program_time,
+            rank=run.baton.holder,
+            pause=pause,
+            watched=watched,
+            on_error=on_error,
+        )
 
     @property
     def closed(self) -> bool:
