@@ -18,7 +18,6 @@ from typing import Literal
 
 import torch
 
-from zero_sim.host.device import finish_streams
 from zero_sim.sim.call import SPARSE, Call
 from zero_sim.sim.failures import RankFailed, WorldFailure
 from zero_sim.sim.in_flight_buffers import InFlightBuffer, InFlightBuffers
@@ -26,6 +25,7 @@ from zero_sim.sim.inflight.races import unwatched
 from zero_sim.sim.inflight.snapshots import BufferSnapshots
 from zero_sim.sim.inflight.timing import Eager, RankOp, Timing, perform
 from zero_sim.sim.order import Order
+from zero_sim.sim.streams import finish_streams
 from zero_sim.sim.waits import Pending, Turns
 
 _ROUNDS_LATE_MAX = 4
