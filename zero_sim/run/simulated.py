@@ -110,7 +110,8 @@ class _AllRanks:
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says; a world that ends otherwise than by a rank that raised is found."""
         world = self.worlds.world_for(segment.scenario)
-        view = View(calls_made=lambda: len(world.log.collectives), trajectories=self.trajectories)
+        log = EventLog()
+        view = View(calls_made=log.collectives.__len__, trajectories=self.trajectories)
         contexts = trial.build_contexts(segment, target=target, view=view)
         replay = None
         if index < len(self.turns):
@@ -122,7 +123,7 @@ class _AllRanks:
             target=target,
             outcome=trial.outcome,
             rank_time=RankTime(world.pause_clock),
-            clock=lambda: len(world.log.moments),
+            clock=log.moments.__len__,
         )
 
         def on_device(rank: int) -> None:
@@ -133,27 +134,27 @@ class _AllRanks:
         try:
             if self.own is not None:
                 world.keep_apart(self.own.own)
-            world.run(on_device)
+            world.run(on_device, log=log)
         except RankFailed:
             raise
         except WorldFailure as failed:
-            trial.found.append(_world_finding(failed, world.log.faults))
+            trial.found.append(_world_finding(failed, log.faults))
             return
         finally:
             world.keep_apart(None)
-            self.logs.append(world.log)
+            self.logs.append(log)
             if replay is not None and replay.diverged_at is not None:
                 self.notes.append(
                     f"world {len(self.logs)} left the recorded turns at turn {replay.diverged_at} "
                     f"of {len(replay.turns)}"
                 )
         trial.found.extend(
-            check_crossing(world.log.collectives, [context.dp_cp_group for context in contexts])
+            check_crossing(log.collectives, [context.dp_cp_group for context in contexts])
         )
         # After a wrong number the calls are that number's doing, and a planned fault is no call.
         if not trial.is_wrong() and not segment.scenario.faults:
             for context in contexts:
-                trial.found.extend(_check_costs(context, world.log, target=target))
+                trial.found.extend(_check_costs(context, log, target=target))
 
     def is_wrong_anywhere(self, index: int, is_wrong_here: bool) -> bool:
         """As `Ranks` says; there is no other process."""

@@ -130,7 +130,7 @@ class World:
         self._program: Callable[[int], Any] | None = None
         self._results: list[Any] = []
         self._closed = False
-        self._run = self._new_run()
+        self._run = self._new_run(EventLog())
         self._cluster = SimCluster(self._run)
         c10d.install()
         process_ends.install()
@@ -174,11 +174,13 @@ class World:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def run(self, program: Callable[[int], Any]) -> list[Any]:
+    def run(self, program: Callable[[int], Any], *, log: EventLog | None = None) -> list[Any]:
         """Run `program(rank)` on every rank to its end.
 
         Args:
             program: Uses torch.distributed as it would anywhere; the default group exists already.
+            log: Gets the events of the run, for a reader that holds it already; an empty one. By
+                default a new one.
 
         Returns:
             What each rank returned, in rank order.
@@ -204,7 +206,7 @@ class World:
         if c10d.rank_state.c10d_world is not None:
             raise UsageError("expected World.run to be called outside of a rank, got a rank's call")
         check_program(program)
-        self._run = self._cluster.run = self._new_run()
+        self._run = self._cluster.run = self._new_run(EventLog() if log is None else log)
         self._store.clear()
         self._torch_stores.begin()
         # Names of groups depend on the program, so only the default group outlives it.
@@ -290,8 +292,8 @@ class World:
     def _baton(self) -> Baton:
         return self._run.baton
 
-    def _new_run(self) -> Run:
-        settings, log = self.settings, EventLog()
+    def _new_run(self, log: EventLog) -> Run:
+        settings = self.settings
         injector = Injector(settings.faults, seed=settings.seed, log=log)
         schedule = build_schedule(
             settings.schedule,
