@@ -12,6 +12,8 @@ from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.rank_notes import RankNotes
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 
+_NO_RESULT = StepResult()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
@@ -31,7 +33,7 @@ class Shown:
     """By micro-batch, after a step."""
     params: Mapping[str, Tensor] = field(default_factory=dict)
     """Working params by name, after their gathers."""
-    result: StepResult = field(default_factory=StepResult)
+    result: StepResult = _NO_RESULT
     """Returned by the engine's step."""
 
     @property
