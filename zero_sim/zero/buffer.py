@@ -373,7 +373,7 @@ class Buffer:
 
 
 def _view(flat: Tensor, span: Span) -> Tensor:
-    return flat.narrow(0, span.start, span.numel)
+    return flat.narrow(0, span.start, span.stop - span.start)
 
 
 def _find_own_shard(plan: BufferPlan, *, group: dist.ProcessGroup | None) -> int:
