@@ -80,7 +80,7 @@ def choose_observers(
     scenario: Scenario,
     costs: Costs,
     clock: Clock | None,
-) -> tuple[list[Observer], RankNotes]:
+) -> tuple[Observers, RankNotes]:
     """Choose the observers of a rank, and set their hooks behind those of its engine.
 
     Args:
@@ -118,7 +118,7 @@ def choose_observers(
         reads=bare.reads,
     )
     unwrapping = UnwrapObserver(watched, note=bare.note, own_hooks=own_hooks)
-    return [*recorders, JudgeObserver(watched), unwrapping], notes
+    return Observers([*recorders, JudgeObserver(watched), unwrapping]), notes
 
 
 def _watch_memory(
@@ -160,6 +160,30 @@ def _own_bytes(
     elems = {size.name: size.elems for size in bare.sizes}
     case = CostCase(scenario=scenario, rank=rank, elems=elems)
     return form_of(costs.held, case, name="held", kind=Mapping)
+
+
+class Observers:
+    """Observers of a rank by moment of the loop; see `Observer` for the moments.
+
+    Args:
+        chosen: All of them. A method that one inherits does nothing, and is not called.
+    """
+
+    def __init__(self, chosen: Sequence[Observer]) -> None:
+        def overriding(method: str) -> Sequence[Observer]:
+            base = getattr(Observer, method)
+            return [each for each in chosen if getattr(type(each), method) is not base]
+
+        self.before_backward = [each.before_backward for each in overriding("before_backward")]
+        self.before_micro_batch = [
+            each.before_micro_batch for each in overriding("before_micro_batch")
+        ]
+        self.before_forward = [each.before_forward for each in overriding("before_forward")]
+        self.after_forward = [each.after_forward for each in overriding("after_forward")]
+        self.updating = [each.updating for each in overriding("updating")]
+        self.after_step = [each.after_step for each in overriding("after_step")]
+        self.after_gather = [each.after_gather for each in overriding("after_gather")]
+        self.at_end = [each.at_end for each in overriding("at_end")]
 
 
 class JudgeObserver(Observer):

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_sim.cost.hook_trace import Clock
-from zero_sim.cost.observer import Observer
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.host.device import seed_device
 from zero_sim.judge.facts import Facts, facts_of
@@ -24,7 +23,7 @@ from zero_sim.judge.harness import RankTime
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.positions import check_reported
 from zero_sim.run.dp_cp_groups import DpCpGroup
-from zero_sim.run.observers import BareModule, Watched, choose_observers
+from zero_sim.run.observers import BareModule, Observers, Watched, choose_observers
 from zero_sim.scenario.derived import overlaps_params, own_micro_batches
 from zero_sim.scenario.fitting import after_reload
 from zero_sim.scenario.spec import Scenario
@@ -205,7 +204,7 @@ class _Training:
     engine: CompletedEngine
     names: frozenset[str]
     """Names of the params of the bare model."""
-    observers: Sequence[Observer]
+    observers: Observers
     rank_time: RankTime
     target_name: str
 
@@ -256,27 +255,27 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
             saving = _begin_save(training, segment)
         _freeze(training, step)
         engine.zero_grad()
-        for each in observers:
-            each.before_backward(step)
+        for watch in observers.before_backward:
+            watch(step)
         losses: list[Tensor] = []
         for micro in range(scenario.run.micro_batches):
-            for each in observers:
-                each.before_micro_batch(step, micro)
+            for watch in observers.before_micro_batch:
+                watch(step, micro)
             losses += _take_part(training, step, micro)
             if deferred and micro == 0 and step > segment.start:
-                for each in observers:
-                    each.after_gather(step - 1)
+                for watch in observers.after_gather:
+                    watch(step - 1)
         with ExitStack() as stack:
-            for each in observers:
-                if (block := each.updating(step)) is not None:
+            for updating in observers.updating:
+                if (block := updating(step)) is not None:
                     stack.enter_context(block)
             result = engine.step(lr_factor=lr_factor(scenario, step))
-        for each in observers:
-            each.after_step(step, losses, result)
+        for watch in observers.after_step:
+            watch(step, losses, result)
         if not deferred or step + 1 == stop:
             engine.settle()
-            for each in observers:
-                each.after_gather(step)
+            for watch in observers.after_gather:
+                watch(step)
     if segment.save is not None:
         _end_save(segment, segment.save, engine, saving)
         return
@@ -287,8 +286,8 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
     if training.context.dp_cp_group.ranks[training.rank] == 0:
         outcome.accuracy = accuracy
         outcome.notes.extend(notes)
-    for each in observers:
-        each.at_end(stop - 1)
+    for watch in observers.at_end:
+        watch(stop - 1)
 
 
 def _begin_save(training: _Training, segment: Segment) -> Saving:
@@ -367,8 +366,8 @@ def _take_part(training: _Training, step: int, micro: int) -> list[Tensor]:
         return []
     with training.rank_time.harness():
         batch = draw_batch(training.context.workload, scenario, step, rank, micro)
-    for each in training.observers:
-        each.before_forward(step, micro)
+    for watch in training.observers.before_forward:
+        watch(step, micro)
     return [_micro_batch(training, batch, step, last_micro=last)]
 
 
@@ -378,7 +377,7 @@ def _micro_batch(training: _Training, batch: Batch, step: int, *, last_micro: bo
     engine.start_micro_batch(last=last_micro)
     # A workload does no more with a module than call it.
     loss = training.context.workload.loss(engine.forward, batch)  # pyrefly: ignore
-    for each in training.observers:
-        each.after_forward(step)
+    for watch in training.observers.after_forward:
+        watch(step)
     engine.backward(loss, last_micro=last_micro, rows=batch.rows)
     return loss.detach()
