@@ -38,7 +38,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from zero_sim.backends import Teams
+from zero_sim.backends.team import Teams
 from zero_sim.sim import ContractViolation, Deadlock, World
 
 MESHES = ((2,), (3,), (4,), (2, 2), (1, 3), (3, 2), (2, 3), (2, 1, 2), (2, 2, 2))

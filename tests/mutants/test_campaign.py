@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 import torch
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import LayoutError
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import UsageError
 from zero_sim.mutants import find_mutants
 from zero_sim.mutants.campaign import found_by

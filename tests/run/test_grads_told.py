@@ -6,7 +6,7 @@ import pytest
 
 from tests.judge.ruled import Target as Ruled
 from tests.run.summing import Target
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.findings.records import taken_notes
 from zero_sim.run import run_case, runner
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, Scenario, SystemSpec, WorldSpec

@@ -145,7 +145,7 @@ def test_names_are_those_of_the_simulator() -> None:
 
 def test_a_plan_reaches_the_world_field_by_field() -> None:
     """What a scenario says of a fault is what the simulator is told."""
-    from zero_sim.backends import WorldPool
+    from zero_sim.backends.worlds import WorldPool
     from zero_sim.sim import Fault
 
     spec = FaultSpec(
@@ -167,7 +167,7 @@ def test_a_plan_reaches_the_world_field_by_field() -> None:
 
 def test_each_case_has_its_own_stall_limit() -> None:
     """Though the world is the one of the case before."""
-    from zero_sim.backends import WorldPool
+    from zero_sim.backends.worlds import WorldPool
 
     with WorldPool() as pool:
         short = dataclasses.replace(CASE, run=RunSpec(stall_seconds=2.5))

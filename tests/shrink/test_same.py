@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.findings.records import CaseResult, Evidence, Finding
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import (

@@ -18,7 +18,7 @@ import hypothesis
 import torch
 import torch.distributed as dist
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.bench.clock import median_seconds, pairs, ratio, tree_seconds
 from zero_sim.errors import LayoutError
 from zero_sim.fuzz.drawing import draws

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_sim.backends import RealRank
 from zero_sim.backends.arranging import arrangement_of, in_words, with_channels
 from zero_sim.backends.probe import Kind, Pieces, Reduction, Values, by_calling, observe, verify
 from zero_sim.backends.probe_models import pieces_of, text_of
+from zero_sim.backends.real import RealRank
 from zero_sim.errors import ZeroSimError
 from zero_sim.reference import Arrangement, SumSite
 from zero_sim.run.program import GroupContext

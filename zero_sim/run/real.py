@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_sim.backends import RankGone, RealRank
+from zero_sim.backends.real import RankGone, RealRank
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.harness import JudgeFailed, RankTime, untimed
 from zero_sim.run.contexts import View

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.cost.overlap import check_overlap
 from zero_sim.cost.relations import check_relations, why_unrelated
 from zero_sim.cost.told import (

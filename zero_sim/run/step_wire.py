@@ -10,7 +10,7 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from zero_sim.backends import RankGone, RealRank
+from zero_sim.backends.real import RankGone, RealRank
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.step_digests import StepDigests, digests_of
 from zero_sim.reference import ReferenceStep

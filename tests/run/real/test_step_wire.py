@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.judge.test_step_digests import taken
-from zero_sim.backends import RealRank
+from zero_sim.backends.real import RealRank
 from zero_sim.judge.step_digests import digests_of
 from zero_sim.run.step_wire import WiredSteps
 from zero_sim.scenario.spec import (
