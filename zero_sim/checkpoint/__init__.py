@@ -13,9 +13,9 @@ weights, another learning rate.
 
 from __future__ import annotations
 
-from zero_sim.checkpoint.load import load
+from zero_sim.checkpoint.loading import load
 from zero_sim.checkpoint.manifest import Form, Manifest
-from zero_sim.checkpoint.save import SaveHandle, save, save_async
+from zero_sim.checkpoint.saving import SaveHandle, save, save_async
 from zero_sim.errors import CheckpointError
 
 __all__ = ["CheckpointError", "Form", "Manifest", "SaveHandle", "load", "save", "save_async"]
