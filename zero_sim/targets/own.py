@@ -499,3 +499,6 @@ class ZeroSimTarget:
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> ZeroSimEngine:
         """Wrap the module for training on this rank."""
         return ZeroSimEngine(module, scenario=scenario, group=group)
+
+
+TARGETS = (ZeroSimTarget(),)
