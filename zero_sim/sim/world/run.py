@@ -12,8 +12,7 @@ from types import TracebackType
 from zero_sim.errors import UsageError
 from zero_sim.sim.callsite import hide_simulator
 from zero_sim.sim.contract.groups import GroupRegistry
-from zero_sim.sim.contract.inversions import inversion_error
-from zero_sim.sim.contract.pending_works import never_waited
+from zero_sim.sim.contract.inversions import inversion_error, never_waited
 from zero_sim.sim.failures import ContractViolation, RankFailed, WorldFailure
 from zero_sim.sim.faults import Injector
 from zero_sim.sim.in_flight_buffers import InFlightBuffers
