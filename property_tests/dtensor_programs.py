@@ -213,7 +213,7 @@ def run_batch(payload, real_rank):
     _quiet()
     with real_rank.world(math.prod(payload["mesh"])):
         return run_programs(
-            payload["programs"], payload["mesh"], real_rank.rank, on_each=real_rank.alive
+            payload["programs"], payload["mesh"], real_rank.rank, on_each=real_rank.channel.alive
         )
 
 

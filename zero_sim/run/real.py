@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_sim.backends.real import RankGone, RealRank
+from zero_sim.backends.real import RealRank
+from zero_sim.backends.side_channel import RankGone, SideChannel
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.harness import JudgeFailed, RankTime, untimed
 from zero_sim.judge.judged_group import JudgedGroup
@@ -50,15 +51,15 @@ class WiredSteps:
     takes its own steps.
 
     Args:
-        real_rank: This process.
+        channel: Side channel of this process.
         stall_seconds: How long a step may take that was begun: then it is the harness that
             computes, no system.
     """
 
-    def __init__(self, real_rank: RealRank, *, stall_seconds: float) -> None:
-        self._real_rank = real_rank
+    def __init__(self, channel: SideChannel, *, stall_seconds: float) -> None:
+        self._channel = channel
         self._stall_seconds = stall_seconds
-        self.are_digests = real_rank.rank != TELLER
+        self.are_digests = channel.rank != TELLER
         self._tells = not self.are_digests
         """False once the others take their own steps."""
 
@@ -68,12 +69,12 @@ class WiredSteps:
             return None
         # Not by a wait of the store, which complains on stderr when its time is over.
         begin_by = time.monotonic() + _BEGIN_SECONDS
-        while not self._real_rank.has_told(TELLER, about=f"owing {step}"):
+        while not self._channel.has_told(TELLER, about=f"owing {step}"):
             if time.monotonic() > begin_by:
                 return None
             time.sleep(_LOOK_SECONDS)
         try:
-            sent = self._real_rank.hear(TELLER, about=f"owed {step}", seconds=self._stall_seconds)
+            sent = self._channel.hear(TELLER, about=f"owed {step}", seconds=self._stall_seconds)
         except (RankGone, TimeoutError):
             return None
         return None if sent is None else [StepDigests(**each) for each in sent]
@@ -81,7 +82,7 @@ class WiredSteps:
     def begin(self, step: int) -> None:
         """Send that a step is being taken."""
         if self._tells:
-            self._real_rank.tell({}, about=f"owing {step}")
+            self._channel.tell({}, about=f"owing {step}")
 
     def keep(
         self,
@@ -108,7 +109,7 @@ class WiredSteps:
             self._tells = False
 
     def _send(self, step: int, steps: Sequence[dict[str, Any]] | None) -> None:
-        self._real_rank.tell(steps, about=f"owed {step}")
+        self._channel.tell(steps, about=f"owed {step}")
 
     def close(self, steps: int) -> None:
         """Let nobody wait for steps that are not sent any more.
@@ -118,7 +119,7 @@ class WiredSteps:
         """
         for step in range(steps):
             # Who hears the first of them goes on alone, and asks for no other.
-            if self._real_rank.withdraw([f"owing {step}", f"owed {step}"]):
+            if self._channel.withdraw([f"owing {step}", f"owed {step}"]):
                 return
 
 
@@ -145,7 +146,7 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
     """
     scenario = adapter().validate_json(payload["scenario"])
     segments = tuple(segments_of(scenario, folder=Path(payload["folder"])))
-    wired = WiredSteps(real_rank, stall_seconds=scenario.run.stall_seconds)
+    wired = WiredSteps(real_rank.channel, stall_seconds=scenario.run.stall_seconds)
     ranks = _OwnRank(
         real_rank=real_rank,
         processes=payload["processes"],
@@ -175,7 +176,9 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
         real_rank.last_words = f"{trial.failure.message}\n{trial.failure.detail}"
         gc.collect()
     abouts = ("joined", "facts", "orders", "wrong", "left")
-    real_rank.withdraw([f"{what} {index}" for index in range(len(segments)) for what in abouts])
+    real_rank.channel.withdraw(
+        [f"{what} {index}" for index in range(len(segments)) for what in abouts]
+    )
     if real_rank.rank == TELLER:
         wired.close(scenario.run.steps)
     return trial.report().as_dict()
@@ -206,15 +209,11 @@ class _OwnRank:
         view = View(rank=real_rank.rank, wired=self.wired)
         contexts = trial.build_contexts(segment, target=target, view=view)
 
-        def show_life(pause: bool, **block: Any) -> AbstractContextManager[None]:
-            real_rank.alive()
-            return untimed(pause, **block)
-
-        rank_time = RankTime(show_life)
+        rank_time = RankTime(self._show_life)
 
         def share_facts(rank: int, facts: Facts | None) -> None:
             said = None if facts is None else facts.as_dict()
-            all_facts = real_rank.exchange(said, size=self.processes, about=f"facts {index}")
+            all_facts = self._exchange(said, about=f"facts {index}")
             with rank_time.harness():
                 for each in contexts:
                     for place, world_rank in enumerate(each.dp_cp_group.ranks):
@@ -267,6 +266,11 @@ class _OwnRank:
 
     def is_wrong_anywhere(self, index: int, is_wrong_here: bool) -> bool:
         """As `Ranks` says."""
-        return any(
-            self.real_rank.exchange(is_wrong_here, size=self.processes, about=f"wrong {index}")
-        )
+        return any(self._exchange(is_wrong_here, about=f"wrong {index}"))
+
+    def _exchange(self, what: Any, *, about: str) -> list[Any]:
+        return self.real_rank.channel.exchange(what, size=self.processes, about=about)
+
+    def _show_life(self, pause: bool, **block: Any) -> AbstractContextManager[None]:
+        self.real_rank.channel.alive()
+        return untimed(pause, **block)

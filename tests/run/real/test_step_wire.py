@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.judge.test_step_digests import taken
-from zero_sim.backends.real import RealRank
+from zero_sim.backends.side_channel import SideChannel
 from zero_sim.judge.step_digests import digests_of
 from zero_sim.run.real import WiredSteps
 from zero_sim.scenario.spec import (
@@ -111,9 +111,7 @@ def ends():
     other = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
 
     def of(stall_seconds=0.1):
-        ranks = [
-            RealRank(backend="gloo", rank=i, store=each) for i, each in enumerate((store, other))
-        ]
+        ranks = [SideChannel(rank=i, store=each) for i, each in enumerate((store, other))]
         for each in ranks:
             each.begin(0)
         return [WiredSteps(each, stall_seconds=stall_seconds) for each in ranks]
