@@ -43,13 +43,13 @@ class RealRank:
         self._open: tuple[int, str] | None = None
         self.channel = SideChannel(rank=rank, store=store)
         self.last_words = ""
-        """Why this rank gave up on the program; empty where it did not."""
+        """Reason for giving up on the program; empty if this rank did not."""
         self._set_up_by = 0.0
-        """When connections that it makes are to be there."""
+        """Time by which connections must be made."""
         self.memory: dict[Any, Any] = {}
-        """What programs learnt that others need not learn again, the same on all processes."""
+        """Results that later programs reuse, the same on all processes."""
         self.is_spoilt = False
-        """Whether this process may be of no use for another program."""
+        """True if this process may be of no use for another program."""
 
     @property
     def is_setting_up(self) -> bool:

@@ -31,7 +31,7 @@ class SideChannel:
     """One rank's side of the channel, for one program after another.
 
     Args:
-        rank: Its place among all processes.
+        rank: Rank among all processes.
         store: Shared by all processes.
     """
 
@@ -40,9 +40,9 @@ class SideChannel:
         self.number = -1
         """Number of the program, the same for all ranks."""
         self.on_sign: Callable[[], None] = lambda: None
-        """Called now and then while this rank gets on."""
+        """Called now and then as a sign of life."""
         self.is_listening = False
-        """Whether it waits for what others tell: then it is one of those that must get on."""
+        """True while it waits for messages of others: then it must get on."""
         self._store = store
         self._last_sign = 0.0
         self._told: set[str] = set()

@@ -25,10 +25,10 @@ from zero_sim.judge.checks.given_back import (
     hooks_of,
     note_module,
 )
+from zero_sim.judge.checks.shown import RankNotes
 from zero_sim.judge.forward_reads import ForwardReads
 from zero_sim.judge.harness import RankTime
 from zero_sim.judge.judge import Judge
-from zero_sim.judge.rank_notes import RankNotes
 from zero_sim.scenario.derived import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import (

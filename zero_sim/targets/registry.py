@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 
@@ -12,37 +12,37 @@ from zero_sim.scenario.suggest import closest
 from zero_sim.targets.imported import load_target
 from zero_sim.targets.protocol import Target
 
-# Modules by name: a case imports the target that it names, and no other.
-_TARGETS: Mapping[str, str] = {
-    "zero_sim": "zero_sim.targets.own",
-    "single-device": "zero_sim.targets.single_device",
-    "single-device-keeping-grads": "zero_sim.targets.single_device",
-    "torch-ddp": "zero_sim.targets.torch.ddp",
-    "torch-ddp-as-is": "zero_sim.targets.torch.ddp",
-    "torch-zero-redundancy": "zero_sim.targets.torch.ddp",
-    "torch-fsdp1": "zero_sim.targets.torch.fsdp1",
-    "torch-fsdp1-as-is": "zero_sim.targets.torch.fsdp1",
-    "torch-fsdp2": "zero_sim.targets.torch.fsdp2",
-    "torch-fsdp2-as-is": "zero_sim.targets.torch.fsdp2",
-}
-"""By name of a target, the module that has it in `TARGETS`."""
 
-_LIBRARIES: Mapping[str, str] = {
-    "deepspeed-zero-0": "zero_sim.targets.deepspeed.declaration",
-    "deepspeed-zero-1": "zero_sim.targets.deepspeed.declaration",
-    "deepspeed-zero-2": "zero_sim.targets.deepspeed.declaration",
-    "deepspeed-zero-3": "zero_sim.targets.deepspeed.declaration",
-    "deepspeed-zero-0-as-is": "zero_sim.targets.deepspeed.declaration",
-    "deepspeed-zero-1-as-is": "zero_sim.targets.deepspeed.declaration",
-    "deepspeed-zero-3-as-is": "zero_sim.targets.deepspeed.declaration",
-    "megatron-core": "zero_sim.targets.megatron.core",
-    "megatron-fsdp": "zero_sim.targets.megatron.fsdp",
-    "megatron-fsdp-as-is": "zero_sim.targets.megatron.fsdp",
-    "accelerate-ddp": "zero_sim.targets.accelerate.declaration",
-    "accelerate-ddp-as-is": "zero_sim.targets.accelerate.declaration",
-    "accelerate-fsdp2": "zero_sim.targets.accelerate.declaration",
-    "accelerate-fsdp2-as-is": "zero_sim.targets.accelerate.declaration",
-}
+def _by_name(names: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    return {name: f"zero_sim.targets.{module}" for module in names for name in names[module]}
+
+
+# By name: a case imports the target that it names, and no other.
+_TARGETS = _by_name(
+    {
+        "own": ["zero_sim"],
+        "single_device": ["single-device", "single-device-keeping-grads"],
+        "torch.ddp": ["torch-ddp", "torch-ddp-as-is", "torch-zero-redundancy"],
+        "torch.fsdp1": ["torch-fsdp1", "torch-fsdp1-as-is"],
+        "torch.fsdp2": ["torch-fsdp2", "torch-fsdp2-as-is"],
+    }
+)
+"""Module that has a target in its `TARGETS`, by the target's name."""
+
+_LIBRARIES = _by_name(
+    {
+        "deepspeed.declaration": [
+            *("deepspeed-zero-0", "deepspeed-zero-1", "deepspeed-zero-2", "deepspeed-zero-3"),
+            *("deepspeed-zero-0-as-is", "deepspeed-zero-1-as-is", "deepspeed-zero-3-as-is"),
+        ],
+        "megatron.core": ["megatron-core"],
+        "megatron.fsdp": ["megatron-fsdp", "megatron-fsdp-as-is"],
+        "accelerate.declaration": [
+            *("accelerate-ddp", "accelerate-ddp-as-is"),
+            *("accelerate-fsdp2", "accelerate-fsdp2-as-is"),
+        ],
+    }
+)
 """The same for targets of libraries, which are installed with an extra."""
 
 

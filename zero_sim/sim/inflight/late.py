@@ -342,7 +342,7 @@ class Late:
 
 
 class _Agenda:
-    """Actions by the tick at which they are due; of one tick in the order of their coming."""
+    """Actions by the tick at which they are due; for a tick, in the order of `add`."""
 
     def __init__(self) -> None:
         self._due: list[tuple[int, int, Callable[[], None]]] = []

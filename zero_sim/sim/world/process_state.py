@@ -219,13 +219,13 @@ class _Beginning(NamedTuple):
 
     namespaces: list[Any]
     readers: list[Callable[[Any], Any]]
-    """For each namespace, what reads all names of it at once."""
+    """For each namespace, a function that reads all its names at once."""
     unchanged: list[Any]
-    """What the readers give for who has put nothing else in place."""
+    """Values that the readers return if nothing else was put in place."""
     mutables: list[Any]
-    """What of that can change."""
+    """Values among them that can change."""
     images: list[Any]
-    """What each of `mutables` holds if it has not changed."""
+    """Copies of `mutables` as they were."""
 
 
 class ProcessState:
