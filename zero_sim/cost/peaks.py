@@ -38,7 +38,7 @@ from zero_sim.cost.forms import BucketForm, ParamSize, by_registration
 from zero_sim.cost.hook_trace import readers_of
 from zero_sim.cost.memory import keeps_grads
 from zero_sim.cost.memory_recorder import MemoryRecorder, Moment
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.derived import overlaps_grads

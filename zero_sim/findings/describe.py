@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.findings.compare import find_difference, places_of, spans_of, unequal
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.ratio import Ratio, find_ratio, ratio_in_words
 from zero_sim.findings.records import Evidence, Finding
 from zero_sim.reference import Interval

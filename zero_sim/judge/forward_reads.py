@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zero_sim.cost.observer import Observer
 from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import same_bits
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
 from zero_sim.judge.harness import RankTime

@@ -15,23 +15,22 @@ from typing import Protocol
 
 from zero_sim.errors import EnvironmentProblem, UntrainableError, ZeroSimError
 
+OnError = Callable[[BaseException], None] | None
+"""Called with an exception that leaves a block; may raise another one."""
+
 
 class PauseClock(Protocol):
     """Makes blocks in which the calling rank's time is not its program's: `World.pause_clock`."""
 
     def __call__(
-        self,
-        pause: bool,
-        *,
-        watched: bool = True,
-        on_error: Callable[[BaseException], None] | None = None,
+        self, pause: bool, *, watched: bool = True, on_error: OnError = None
     ) -> AbstractContextManager[object]:
         """Make a block.
 
         Args:
             pause: False if its time counts again, within a block in which it does not.
             watched: False if no race is charged to the program.
-            on_error: Called with an exception that leaves the block; may raise another one.
+            on_error: Translates exceptions.
         """
         ...
 
@@ -57,12 +56,7 @@ _COME_THROUGH = (EnvironmentProblem, UntrainableError)
 
 
 @contextmanager
-def untimed(
-    pause: bool,
-    *,
-    watched: bool = True,
-    on_error: Callable[[BaseException], None] | None = None,
-) -> Iterator[None]:
+def untimed(pause: bool, *, watched: bool = True, on_error: OnError = None) -> Iterator[None]:
     """Make a block where no world counts time; as `PauseClock`."""
     try:
         yield

@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from zero_sim.findings import describe as findings
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
 from zero_sim.judge.judged_group import JudgedGroup, beside

@@ -170,20 +170,18 @@ class Observers:
     """
 
     def __init__(self, chosen: Sequence[Observer]) -> None:
-        def overriding(method: str) -> Sequence[Observer]:
+        def having(method: str) -> Sequence[Observer]:
             base = getattr(Observer, method)
             return [each for each in chosen if getattr(type(each), method) is not base]
 
-        self.before_backward = [each.before_backward for each in overriding("before_backward")]
-        self.before_micro_batch = [
-            each.before_micro_batch for each in overriding("before_micro_batch")
-        ]
-        self.before_forward = [each.before_forward for each in overriding("before_forward")]
-        self.after_forward = [each.after_forward for each in overriding("after_forward")]
-        self.updating = [each.updating for each in overriding("updating")]
-        self.after_step = [each.after_step for each in overriding("after_step")]
-        self.after_gather = [each.after_gather for each in overriding("after_gather")]
-        self.at_end = [each.at_end for each in overriding("at_end")]
+        self.before_backward = [each.before_backward for each in having("before_backward")]
+        self.before_micro_batch = [each.before_micro_batch for each in having("before_micro_batch")]
+        self.before_forward = [each.before_forward for each in having("before_forward")]
+        self.after_forward = [each.after_forward for each in having("after_forward")]
+        self.updating = [each.updating for each in having("updating")]
+        self.after_step = [each.after_step for each in having("after_step")]
+        self.after_gather = [each.after_gather for each in having("after_gather")]
+        self.at_end = [each.at_end for each in having("at_end")]
 
 
 class JudgeObserver(Observer):

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from zero_sim.cost.memory import bytes_held, check_memory
 from zero_sim.findings import describe as findings
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.judge.checks.shown import Shown
 from zero_sim.reference import encode
