@@ -281,10 +281,9 @@ class Buffer:
                 flat = _view(self.param_data, placed.span).view(param.shape)
                 flat.copy_(param.detach())
                 param.data = flat
-            if fragment is None:
-                own, in_shard = Span(placed.span.start, placed.span.start), Span(0, 0)
-            else:
-                own, in_shard = fragment.in_buffer, fragment.in_shard
+            start = placed.span.start
+            own = Span(start, start) if fragment is None else fragment.in_buffer
+            in_shard = Span(0, 0) if fragment is None else fragment.in_shard
             own_grad = self._zeros(0, dtype=self.grad_dtype)
             if unit is not None and unit.grad_total is not None:
                 own_grad = _view(unit.grad_total, in_shard)
