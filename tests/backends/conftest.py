@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_sim.backends import Ending, Teams
+from zero_sim.backends.team import Ending, Teams
 
 JOBS = "zero_sim_test_jobs"
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from zero_sim.backends import Teams
+from zero_sim.backends.team import Teams
 from zero_sim.errors import EnvironmentProblem
 
 

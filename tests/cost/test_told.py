@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import UsageError
 from zero_sim.mutants import find_mutants
 from zero_sim.run import run_case

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.standin import NAME
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.host.device import computing_on

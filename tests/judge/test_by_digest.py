@@ -11,7 +11,7 @@ import torch
 from tests.judge.test_step_digests import CASE, taken
 from zero_sim.judge.comparison import owed_of
 from zero_sim.reference import Reference
-from zero_sim.run.step_wire import WiredSteps
+from zero_sim.run.real import WiredSteps
 from zero_sim.targets import OwnedPart, Place, StepResult
 from zero_sim.workloads import build_workload
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zero_sim.errors import LayoutError
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.drawing import draws

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.calculators.measure import measure
 from zero_sim.run import run_case
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec

@@ -129,7 +129,7 @@ def test_names_are_those_of_the_simulator():
 
 
 def test_a_plan_reaches_the_world_field_by_field():
-    from zero_sim.backends import WorldPool
+    from zero_sim.backends.worlds import WorldPool
     from zero_sim.sim import Fault
 
     spec = FaultSpec(
@@ -144,7 +144,7 @@ def test_a_plan_reaches_the_world_field_by_field():
 
 def test_each_case_has_its_own_stall_limit():
     """Though the world is the one of the case before."""
-    from zero_sim.backends import WorldPool
+    from zero_sim.backends.worlds import WorldPool
 
     with WorldPool() as pool:
         short = dataclasses.replace(CASE, run=RunSpec(stall_seconds=2.5))

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 
 from tests.judge.ruled import Target as Ruled
 from tests.run.summing import CASE, Engine, Undivided
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.cli.main import main
 from zero_sim.errors import Problem
 from zero_sim.findings.records import CaseResult, Evidence, Finding

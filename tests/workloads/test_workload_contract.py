@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
-from zero_sim.scenario.spec import DataSpec, RunSpec
-from zero_sim.workloads import build_workload
+from zero_sim.scenario.spec import DataSpec, ModelName, RunSpec
+from zero_sim.workloads import build_workload, registry
 from zero_sim.workloads.draws import working_dtype
 
 PLAIN = ["mlp", "params", "transformer-260", "digits"]
 NAMES = [*PLAIN, "unusual", "moe", "fp8", "bit-hash", "ternary"]
 SHAPES = ((3, 2), (), (0, 4), (5,))
+
+
+def test_every_model_is_registered():
+    """Names of scenarios, and of the registry."""
+    assert registry._WORKLOADS.keys() == set(get_args(ModelName))
 
 
 def bits_of(module):

@@ -11,7 +11,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.bench.cases import simulated_seconds, small_case
 from zero_sim.run import run_case
 from zero_sim.sim import World

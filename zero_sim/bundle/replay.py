@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.bundle.records import CASE_FILE, Bundle, current_environment
 from zero_sim.errors import UsageError, ZeroSimError
 from zero_sim.findings.records import CaseResult, Finding, not_judged

@@ -57,9 +57,10 @@ def check_bytes(called: Called, form: ByName | None) -> Iterator[Finding]:
         made, control = Counter[str](), Counter[str]()
         most = control_elems(sizes)
         for record in window.records(called.log.collectives):
-            made[record.dtype] += record.bytes
+            sent_bytes = record.bytes
+            made[record.dtype] += sent_bytes
             if max(record.elems, record.output_elems) <= most:
-                control[record.dtype] += record.bytes
+                control[record.dtype] += sent_bytes
         wrong = [
             f"{made[dtype]} of {dtype} in place of {owed.get(dtype, 0)}"
             for dtype in sorted(made.keys() | owed.keys())

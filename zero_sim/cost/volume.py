@@ -36,13 +36,15 @@ class StepWindow:
     looked: tuple[tuple[int, int], ...] = ()
     """Stretches of it in which the rank only showed the judge what it holds."""
 
-    def records(self, log: Sequence[CollectiveRecord]) -> Iterator[CollectiveRecord]:
-        """What the rank called in the step."""
+    def records(self, log: Sequence[CollectiveRecord]) -> Sequence[CollectiveRecord]:
+        """Return the calls of the rank in the step."""
+        found: list[CollectiveRecord] = []
         for index in range(self.start, self.stop):
             record = log[index]
             is_own = record.rank == self.world_rank and record.kind != "barrier"
             if is_own and not any(start <= index < stop for start, stop in self.looked):
-                yield record
+                found.append(record)
+        return found
 
 
 def check_volume(

@@ -11,7 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_sim.backends import Stop, WorldPool, interrupts_ask
+from zero_sim.backends.stop import Stop, interrupts_ask
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.bundle import Ran, write_bundle
 from zero_sim.errors import ScenarioError, ZeroSimError
 from zero_sim.findings.records import CaseResult, taken_notes, unforeseen

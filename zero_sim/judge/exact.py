@@ -53,6 +53,7 @@ class ExactComparison:
         self._comparer = group.comparer
         self._source = source
         self._steps: Mapping[int, ReferenceStep] = source.steps
+        self._told_at = group.numerics.told_at
         self._rules = RulesTrial(scenario=group.scenario)
         self._grad_rules = RulesTrial("gradient", scenario=group.scenario)
         self._mistakes = RulesTrial("mistake")
@@ -210,13 +211,13 @@ class ExactComparison:
         if wanted is None:
             return  # Nothing was stepped, so that nobody was given anything.
         grad = cut(wanted)
-        at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, part.place)
+        at = partial(findings.owned, Check.EQUALITY_GRAD, "", step, rank, part.place)
         if part.grad is None:
             # None stands for zeros, as of a param that is frozen or that no rank used.
             if grad.any() and not self._group.telling[rank]:
                 self._group.unobserved.add(GRADIENTS)
             elif grad.any():
-                yield findings.missing(at, "the system has no gradient of this param")
+                yield findings.missing(at(), "the system has no gradient of this param")
             return
         differs = self._comparer.differs(grad, part.grad)
         self._look_at_grad(expected, name, part.grad, cut=cut, agrees=not differs)
@@ -225,7 +226,7 @@ class ExactComparison:
                 self._known_grads, expected, rank=rank, name=name, start=part.place.start
             )
             factors = self._factors(expected)
-            found = self._group.differing(at, grad, part.grad, known=known, factors=factors)
+            found = self._group.differing(at(), grad, part.grad, known=known, factors=factors)
             side = told_otherwise(expected, name, cut, part.grad, numerics=self._group.numerics)
             yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
 
@@ -326,8 +327,8 @@ class ExactComparison:
 
     def _as_reported(self, expected: ReferenceStep, name: str) -> Tensor | None:
         """A reduced gradient as the target is to tell it; None where it is given none."""
-        numerics = self._group.numerics
-        return told_as(expected, name, point=numerics.told_at, dtype=numerics.told_dtype)
+        dtype = self._group.numerics.told_dtype
+        return told_as(expected, name, point=self._told_at, dtype=dtype)
 
     def _look_at_grad(
         self,
@@ -339,7 +340,7 @@ class ExactComparison:
         agrees: bool,
     ) -> None:
         """Let other rules explain a gradient that differs, at the point where it is told."""
-        if self._group.numerics.told_at != "after-clip":
+        if self._told_at != "after-clip":
             pick, shown = grad_picked(name, got, cut=cut)
             sums = OtherGrads.of(expected, self._group.numerics)
             self._grad_rules.look(expected.step, sums, pick=pick, got=shown, agrees=agrees)

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from zero_sim.backends import WorldPool
 from zero_sim.backends.pool import share_out
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.known import NOTHING, Needs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_sim.checkpoint.load import _commit_weights
+from zero_sim.checkpoint.loading import _commit_weights
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.zero.buffer import Buffer

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.reference import DIVIDE_RULES

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Literal, Self
 
-from zero_sim.backends import WorldPool
 from zero_sim.backends.pool import share_out
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import ZeroSimError
 from zero_sim.findings.records import Finding, not_judged, unforeseen
 from zero_sim.host.device import check_device

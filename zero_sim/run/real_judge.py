@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, Self
 
-from zero_sim.backends import Ending, RealRank, Teams
 from zero_sim.backends import torchrun as launched
+from zero_sim.backends.real import RealRank
+from zero_sim.backends.team import Ending, Teams
 from zero_sim.backends.transports import find_transport
 from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.run.grads_told import Point, judge_as_told

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.findings.records import CaseResult
 from zero_sim.host import supervisor
 from zero_sim.judge.trajectory import Trajectories

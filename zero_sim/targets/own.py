@@ -266,7 +266,8 @@ class ZeroSimEngine:
             if scale is None
             else LossScaler(scale=scale.initial, growth_interval=scale.growth_interval),
             model_parallel_group=parts_group,
-            is_counted=lambda name: is_counted(scenario.topology, name, place=place),
+            # A model in one part has each param once.
+            is_counted=partial(is_counted, scenario.topology, place=place) if is_split else None,
             state_device=torch.device("cpu") if system.offload_state else None,
             stepper=AllAtOnce
             if system.step_buffer_elems is None
@@ -498,3 +499,6 @@ class ZeroSimTarget:
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> ZeroSimEngine:
         """Wrap the module for training on this rank."""
         return ZeroSimEngine(module, scenario=scenario, group=group)
+
+
+TARGETS = (ZeroSimTarget(),)

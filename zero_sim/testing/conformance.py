@@ -13,7 +13,7 @@ from typing import Any
 
 from hypothesis import settings
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import UsageError
 from zero_sim.findings.records import CaseResult
 from zero_sim.fuzz.drawing import draws

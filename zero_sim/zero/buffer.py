@@ -281,8 +281,8 @@ class Buffer:
                 flat = _view(self.param_data, placed.span).view(param.shape)
                 flat.copy_(param.detach())
                 param.data = flat
-            nothing = Span(placed.span.start, placed.span.start)
-            own = nothing if fragment is None else fragment.in_buffer
+            start = placed.span.start
+            own = Span(start, start) if fragment is None else fragment.in_buffer
             in_shard = Span(0, 0) if fragment is None else fragment.in_shard
             own_grad = self._zeros(0, dtype=self.grad_dtype)
             if unit is not None and unit.grad_total is not None:
@@ -373,7 +373,7 @@ class Buffer:
 
 
 def _view(flat: Tensor, span: Span) -> Tensor:
-    return flat.narrow(0, span.start, span.numel)
+    return flat.narrow(0, span.start, span.stop - span.start)
 
 
 def _find_own_shard(plan: BufferPlan, *, group: dist.ProcessGroup | None) -> int:

@@ -501,4 +501,4 @@ def _index_of(sizes: tuple[int, ...]) -> int:
 
 
 def _view(flat: Tensor, span: Span) -> Tensor:
-    return flat.narrow(0, span.start, span.numel)
+    return flat.narrow(0, span.start, span.stop - span.start)

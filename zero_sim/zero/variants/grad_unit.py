@@ -189,4 +189,4 @@ class GradUnit:
 
 
 def _view(flat: Tensor, span: Span) -> Tensor:
-    return flat.narrow(0, span.start, span.numel)
+    return flat.narrow(0, span.start, span.stop - span.start)
