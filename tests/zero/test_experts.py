@@ -18,7 +18,12 @@ from zero_sim.zero import (
 )
 from zero_sim.zero.schedule import schedule_grads
 from zero_sim.zero.seams import TEXTBOOK, Seams
-from zero_sim.zero.variants.root_reduce import SUMS_OF_ALL, UnderBackwardAtFirst
+from zero_sim.zero.unit import Unit
+from zero_sim.zero.variants.root_reduce import (
+    AllReducedUnit,
+    SummedAtFirstUnit,
+    UnderBackwardAtFirst,
+)
 
 GLOBAL_RANKS = dist.get_process_group_ranks
 
@@ -206,10 +211,10 @@ class TestOneOrder:
     """Ranks may have other numbers of units of experts between those that all ranks have."""
 
     @pytest.mark.parametrize("prefetch", [0, 1, 2])
-    @pytest.mark.parametrize("sum_by", ["reduce-scatter", "all-reduce", "first-rank"])
+    @pytest.mark.parametrize("unit", [Unit, AllReducedUnit, SummedAtFirstUnit])
     @pytest.mark.parametrize("reshard", [True, False])
     @pytest.mark.parametrize("last", ["dense", "expert"])
-    def test_of_calls_that_all_ranks_make(self, run_ranks, prefetch, sum_by, reshard, last):
+    def test_of_calls_that_all_ranks_make(self, run_ranks, prefetch, unit, reshard, last):
         """Odd ranks have a buffer for each of their experts, even ones one for both."""
         names = ["dense", "expert", "dense", "expert", *(["dense"] if last == "dense" else [])]
 
@@ -221,7 +226,7 @@ class TestOneOrder:
                 stage=3,
                 bucket_elems=2,
                 seams=Seams(
-                    sum_all=SUMS_OF_ALL[sum_by],
+                    unit=unit,
                     grads=partial(schedule_grads, under_backward=UnderBackwardAtFirst),
                 ),
                 prefetch=prefetch,

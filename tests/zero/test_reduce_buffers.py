@@ -22,6 +22,7 @@ from zero_sim.zero import (
 from zero_sim.zero.seams import TEXTBOOK
 from zero_sim.zero.variants.gathers import chunked_units
 from zero_sim.zero.variants.reduce_buffers import BufferedGrads, BufferSettings
+from zero_sim.zero.variants.root_reduce import AllReducedUnit, SummedAtFirstUnit
 
 STAGE_2 = {"stage": 2, "sync": "every", "bucket_elems": None}
 
@@ -213,6 +214,17 @@ def test_refuses_copies_of_the_state(world_of):
             )
 
     world_of(2).run(program)
+
+
+@pytest.mark.parametrize("unit", [AllReducedUnit, SummedAtFirstUnit])
+def test_refuses_units_with_sums_of_their_own(world_of, unit):
+    """The buffers sum gradients, so the units' sums would never be issued."""
+
+    def program(rank):
+        with pytest.raises(UsageError, match=f"got {unit.__name__} for bucket 0"):
+            wrap({}, seams=Seams(unit=unit))
+
+    world_of(1).run(program)
 
 
 def test_refuses_a_length_that_is_none():

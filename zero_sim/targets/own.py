@@ -48,7 +48,7 @@ from zero_sim.zero.groups import (
 )
 from zero_sim.zero.model import PlainCast
 from zero_sim.zero.optimizer import AllAtOnce
-from zero_sim.zero.schedule import UnderBackward, order_by_forward, schedule_grads
+from zero_sim.zero.schedule import UnderBackward, schedule_grads
 from zero_sim.zero.seams import Seams
 from zero_sim.zero.step_count import StepCount
 from zero_sim.zero.unit import Unit
@@ -56,10 +56,14 @@ from zero_sim.zero.variants.activations import TensorParallel
 from zero_sim.zero.variants.arena import Arena, move_grads
 from zero_sim.zero.variants.fp8 import DTYPE_NAMES as FP8_DTYPES
 from zero_sim.zero.variants.fp8 import Fp8Cast
-from zero_sim.zero.variants.gathers import GatheredAfterStep, chunked_units
+from zero_sim.zero.variants.gathers import ChunkedUnit, GatheredAfterStep, chunked_units
 from zero_sim.zero.variants.grad_unit import GradUnit
 from zero_sim.zero.variants.reduce_buffers import BufferedGrads, BufferSettings
-from zero_sim.zero.variants.root_reduce import SUMS_OF_ALL, UnderBackwardAtFirst
+from zero_sim.zero.variants.root_reduce import (
+    AllReducedUnit,
+    SummedAtFirstUnit,
+    UnderBackwardAtFirst,
+)
 from zero_sim.zero.variants.scaler import LossScaler
 from zero_sim.zero.variants.step_buffer import StepBuffer
 from zero_sim.zero.variants.uneven_micro_batches import (
@@ -190,6 +194,24 @@ _ON_USE = {
 """By whether ranks join micro-batches, and whether params are gathered after the step, too."""
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class _AllReducedChunkedUnit(AllReducedUnit, ChunkedUnit):
+    """Both variants at once."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _SummedAtFirstChunkedUnit(SummedAtFirstUnit, ChunkedUnit):
+    """Both variants at once."""
+
+
+_UNITS: dict[str, tuple[type[Unit], type[ChunkedUnit]]] = {
+    "reduce-scatter": (Unit, ChunkedUnit),
+    "all-reduce": (AllReducedUnit, _AllReducedChunkedUnit),
+    "first-rank": (SummedAtFirstUnit, _SummedAtFirstChunkedUnit),
+}
+"""By the way of summing: units that are gathered at once, and in chunks."""
+
+
 def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Seams:
     """The variants that a scenario asks for."""
     system, joins = scenario.system, bool(scenario.run.own_micro_batches)
@@ -198,7 +220,9 @@ def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Se
         schedule_grads,
         under_backward=UnderBackwardAtFirst if system.sum_by == "first-rank" else UnderBackward,
     )
+    unit, chunked_unit = _UNITS[system.sum_by]
     if system.reduce_buffer_elems is not None:
+        unit, chunked_unit = Unit, ChunkedUnit
         settings = BufferSettings(
             elems=system.reduce_buffer_elems,
             contiguous_grads=system.contiguous_grads,
@@ -208,8 +232,9 @@ def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Se
     chunk_elems = system.gather_chunk_elems
     return Seams(
         cast=Fp8Cast if has_fp8 else PlainCast,
-        unit=Unit if chunk_elems is None else chunked_units(chunk_elems, config=config),
-        sum_all=SUMS_OF_ALL[system.sum_by],
+        unit=unit
+        if chunk_elems is None
+        else chunked_units(chunk_elems, config=config, unit=chunked_unit),
         step_count=UnevenStepCount if joins else StepCount,
         grads=grads,
         params=partial(schedule_params, on_use=_ON_USE[joins, system.gather_after_step]),
@@ -249,8 +274,7 @@ class ZeroSimEngine:
         )
         self._arena: Arena | None = None
         if system.arena:
-            order = order_by_forward(self._ddp.buffers, params=list(self._ddp.params.values()))
-            self._arena = move_grads(self._ddp.buffers, order=order[::-1], config=config)
+            self._arena = move_grads(self._ddp)
         parts_group = (
             build_model_parallel_group(topology.groups_over("tp", "pp")) if is_split else None
         )

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zero_sim.errors import LayoutError, UsageError
 from zero_sim.layout import BucketPlan, BufferPlan, Span
-from zero_sim.zero.collectives import SumAll, size_and_rank
+from zero_sim.zero.collectives import size_and_rank
 from zero_sim.zero.model import PlainCast
 from zero_sim.zero.sharding import Sharding
 from zero_sim.zero.storage import FlatStorage, Storage, TransientStorage
@@ -46,8 +46,6 @@ class Buffer:
         sharding: What is cut over the ranks of `group`.
         group: The ranks that hold a shard each; None where nothing is sharded.
         replica_group: The ranks that hold this rank's shard; None where nobody else does.
-        sum_all: How gradients are summed to all ranks of `group`, each of which keeps its shards;
-            None where each gets its shards alone.
         unit: Builds a unit.
         grad_dtype: Dtype of the gradients.
         cast: How masters become working params.
@@ -77,7 +75,6 @@ class Buffer:
         sharding: Sharding,
         group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
-        sum_all: SumAll | None = None,
         unit: Callable[..., Unit] = Unit,
         grad_dtype: torch.dtype,
         cast: PlainCast | None = None,
@@ -99,7 +96,6 @@ class Buffer:
         by_index = self._build_units(
             group=group,
             replica_group=replica_group,
-            sum_all=sum_all,
             unit=unit,
         )
         if sharding.params:
@@ -312,7 +308,6 @@ class Buffer:
         *,
         group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
-        sum_all: SumAll | None,
         unit: Callable[..., Unit],
     ) -> dict[int, Unit]:
         return {
@@ -332,7 +327,6 @@ class Buffer:
                 param_shard=None,
                 group=group,
                 replica_group=replica_group,
-                sum_all=sum_all,
             )
             for plan in self.plan.buckets
             if not plan.span.empty

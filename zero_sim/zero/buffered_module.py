@@ -143,7 +143,6 @@ class BufferedModule:
             grad_dtype=torch.float32 if in_fp32 else find_grad_dtype(params),
             cast=self.cast,
             replica_group=groups.replica_group,
-            sum_all=self.seams.sum_all,
             unit=self.seams.unit,
             accumulate_sums=self.config.sync == "every",
         )

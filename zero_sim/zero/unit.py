@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from zero_sim.errors import UsageError
 from zero_sim.layout import BucketPlan, Fragment, Span
 from zero_sim.zero.collectives import (
-    SumAll,
     all_gather,
     all_gather_uneven,
     all_reduce_sum,
@@ -142,9 +141,6 @@ class Unit:
     """The ranks that hold a shard each; None where each rank holds all."""
     replica_group: dist.ProcessGroup | None
     """The ranks that hold the same shard; None where nobody else does."""
-    sum_all: SumAll | None = None
-    """How every rank of `group` gets the sum of all, of which it keeps its shard; None where it
-    gets no more than its shard."""
     members: list[ParamMemory] = field(default_factory=list)
     grad_state: GradState = GradState.EMPTY
     param_state: ParamState = ParamState.WHOLE
@@ -368,16 +364,13 @@ class Unit:
     def _sum_shards(self, *, async_op: bool) -> dist.Work | None:
         if self.group is None:
             return None
-        if self.sum_all is not None:
-            return self.sum_all(self.grads, group=self.group, async_op=async_op)
         return self._scatter(self.grad_shard, self.grads, group=self.group, async_op=async_op)
 
     def _sum_replicas(self, *, async_op: bool) -> dist.Work | None:
         if not self._has_replica_sum:
             return None
         assert self.replica_group is not None
-        add = (self.sum_all if self.group is None else None) or all_reduce_sum
-        return add(self.grad_shard, group=self.replica_group, async_op=async_op)
+        return all_reduce_sum(self.grad_shard, group=self.replica_group, async_op=async_op)
 
     def _gather_shards(self, *, async_op: bool) -> dist.Work | None:
         assert self.param_storage is not None

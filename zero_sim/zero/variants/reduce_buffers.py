@@ -24,6 +24,7 @@ from zero_sim.zero.schedule import UnderBackward, Wrapped
 from zero_sim.zero.storage import Storage, TransientStorage
 from zero_sim.zero.unit import ParamMemory, Unit
 from zero_sim.zero.variants.grad_unit import GradSlice, GradUnit
+from zero_sim.zero.variants.root_reduce import WholeSumUnit
 
 
 class LentStorage:
@@ -188,11 +189,12 @@ class BufferedGrads(UnderBackward):
         settings: Length of the buffers, and what is copied when.
 
     Raises:
-        UsageError: If the config has what reduce buffers do not go with.
+        UsageError: If reduce buffers do not go with the config, or with the units.
     """
 
     def __init__(self, wrapped: Wrapped, *, settings: BufferSettings) -> None:
         _check_config(wrapped.config)
+        _check_units(wrapped.units)
         super().__init__(wrapped)
         self.buffers = ReduceBuffers(
             wrapped.buffers,
@@ -264,6 +266,17 @@ def _check_config(config: ZeroConfig) -> None:
             "backward goes and none stays for the next micro-batch, got 'last'. Try stage=1, or "
             "sync='every'."
         )
+
+
+def _check_units(units: Sequence[Unit]) -> None:
+    """Refuse units with sums of their own, which would never be issued."""
+    for unit in units:
+        if isinstance(unit, WholeSumUnit):
+            raise UsageError(
+                f"expected units without sums of their own with reduce buffers, which sum "
+                f"gradients in their place, got {type(unit).__name__} for {unit.name}. Remove "
+                f"`unit` from the seams; for an all-reduce pass BufferSettings(sums_whole=True)."
+            )
 
 
 def _slice_of(memory: ParamMemory, *, span: Span) -> GradSlice:
