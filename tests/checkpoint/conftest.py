@@ -94,15 +94,8 @@ def build(*, optimizer="adamw", module=None, wrap=None, **config):
     """One rank's engine; `config` as of `ZeroConfig`, `wrap` as of `DistributedOptimizer`."""
     module = Model() if module is None else module
     config = ZeroConfig(divide="none", **config)
-    groups = {}
-    if config.redundancy > 1:
-        shard_group, replica_group = build_redundancy_groups(
-            dist.group.WORLD, redundancy=config.redundancy
-        )
-        groups = {"shard_group": shard_group, "replica_group": replica_group}
-    ddp = DistributedDataParallel(
-        module, config=config, group=dist.group.WORLD, seams=FP8, **groups
-    )
+    groups = build_redundancy_groups(dist.group.WORLD, redundancy=config.redundancy)
+    ddp = DistributedDataParallel(module, config=config, group=groups, seams=FP8)
     factory = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     return Run(module, ddp, DistributedOptimizer(ddp, optim_factory=factory, **(wrap or {})))
 

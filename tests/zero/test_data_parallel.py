@@ -11,7 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_sim.errors import LayoutError, ModelError, UsageError
-from zero_sim.zero import DistributedDataParallel, ZeroConfig, build_redundancy_groups
+from zero_sim.zero import (
+    DistributedDataParallel,
+    KindGroups,
+    ZeroConfig,
+    build_redundancy_groups,
+)
 
 
 class Weighted(nn.Module):
@@ -228,15 +233,10 @@ class TestRedundancy:
 
     def wrap_blocks(self, redundancy, **config):
         """Wrap a module of two elements on the calling rank."""
-        shard_group, replica_group = build_redundancy_groups(
-            dist.group.WORLD, redundancy=redundancy
-        )
         return DistributedDataParallel(
             Weighted(1.0, 1.0),
             config=ZeroConfig(redundancy=redundancy, **config),
-            group=dist.group.WORLD,
-            shard_group=shard_group,
-            replica_group=replica_group,
+            group=build_redundancy_groups(dist.group.WORLD, redundancy=redundancy),
         )
 
     @pytest.mark.parametrize("redundancy", [2, 4])
@@ -282,14 +282,17 @@ class TestRedundancy:
         """The message holds which place was expected."""
 
         def program(rank):
-            shard_group, replica_group = build_redundancy_groups(dist.group.WORLD, redundancy=2)
+            right = build_redundancy_groups(dist.group.WORLD, redundancy=2)
+            wrong = KindGroups(
+                group=right.group,
+                shard_group=right.replica_group,
+                replica_group=right.shard_group,
+            )
             with pytest.raises(UsageError, match="expected shard_group to have 3 ranks"):
                 DistributedDataParallel(
                     Weighted(1.0),
                     config=ZeroConfig(redundancy=2),
-                    group=dist.group.WORLD,
-                    shard_group=replica_group,
-                    replica_group=shard_group,
+                    group=wrong,
                 )
 
         run_ranks(6, program)
@@ -303,8 +306,7 @@ class TestRedundancy:
                 DistributedDataParallel(
                     Weighted(1.0),
                     config=ZeroConfig(),
-                    group=dist.group.WORLD,
-                    shard_group=pairs[rank // 2],
+                    group=KindGroups(group=dist.group.WORLD, shard_group=pairs[rank // 2]),
                 )
 
         run_ranks(4, program)

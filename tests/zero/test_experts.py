@@ -44,14 +44,11 @@ def kind_of(name, tensor):
 def wrap(module, *, group=None, buffer_of=None, seams=TEXTBOOK, **config):
     group = dist.group.WORLD if group is None else group
     config = ZeroConfig(**config)
-    shard_group, replica_group = build_redundancy_groups(group, redundancy=config.redundancy)
     experts = build_expert_groups(group, expert_parallel=2, redundancy=config.redundancy)
     return DistributedDataParallel(
         module,
         config=config,
-        group=group,
-        shard_group=shard_group,
-        replica_group=replica_group,
+        group=build_redundancy_groups(group, redundancy=config.redundancy),
         kind_of=kind_of,
         kind_groups={"expert": experts},
         buffer_of=buffer_of,

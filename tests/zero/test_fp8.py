@@ -59,13 +59,10 @@ def build(module, **config):
     """Wrap for SGD with lr 1, so that a master becomes itself less its gradient."""
     config = ZeroConfig(divide="none", **config)
     group = dist.group.WORLD
-    shard_group, replica_group = build_redundancy_groups(group, redundancy=config.redundancy)
     ddp = DistributedDataParallel(
         module,
         config=config,
-        group=group,
-        shard_group=shard_group,
-        replica_group=replica_group,
+        group=build_redundancy_groups(group, redundancy=config.redundancy),
         seams=FP8,
     )
     return ddp, DistributedOptimizer(ddp, optim_factory=lambda ps: torch.optim.SGD(ps, lr=1.0))

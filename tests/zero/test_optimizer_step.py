@@ -28,13 +28,10 @@ def build(*, dtype=torch.float32, sizes=SIZES, lr=0.25, momentum=0.0, config=Non
     module = nn.ParameterList([nn.Parameter(torch.ones(n, dtype=dtype)) for n in sizes])
     config = ZeroConfig(**{"divide": "none", **(config or {})})
     group = dist.group.WORLD
-    shard_group, replica_group = build_redundancy_groups(group, redundancy=config.redundancy)
     ddp = DistributedDataParallel(
         module,
         config=config,
-        group=group,
-        shard_group=shard_group,
-        replica_group=replica_group,
+        group=build_redundancy_groups(group, redundancy=config.redundancy),
     )
 
     def sgd(params):

@@ -201,15 +201,12 @@ def test_refuses_what_does_not_go_together(world_of, config, match):
 
 def test_refuses_copies_of_the_state(world_of):
     def program(rank):
-        group = dist.group.WORLD
-        blocks = build_redundancy_groups(group, redundancy=2)
+        blocks = build_redundancy_groups(dist.group.WORLD, redundancy=2)
         with pytest.raises(UsageError, match="redundancy=1 with reduce buffers"):
             DistributedDataParallel(
                 nn.Linear(2, 2),
                 config=ZeroConfig(redundancy=2),
-                group=group,
-                shard_group=blocks[0],
-                replica_group=blocks[1],
+                group=blocks,
                 seams=Seams(grads=partial(BufferedGrads, settings=BufferSettings(elems=4))),
             )
 

@@ -76,15 +76,10 @@ def new_value(grad, *, step):
 
 def build_ddp(config):
     """Wrap the module on the calling rank."""
-    shard_group, replica_group = build_redundancy_groups(
-        dist.group.WORLD, redundancy=config.redundancy
-    )
     return DistributedDataParallel(
         Unusual(),
         config=config,
-        group=dist.group.WORLD,
-        shard_group=shard_group,
-        replica_group=replica_group,
+        group=build_redundancy_groups(dist.group.WORLD, redundancy=config.redundancy),
     )
 
 

@@ -146,7 +146,7 @@ def _list_all_params(
 ) -> tuple[ParamRecord, ...]:
     """Return the trained params of all ranks, on all ranks."""
     params = list_params(ddp)
-    if not ddp.has_parts:
+    if not ddp.holders.parts:
         return params
     merged = coordinator.gather_and_decide(
         lambda: list_part_params(ddp), lambda parts: merge_params(params, parts), what=WHAT

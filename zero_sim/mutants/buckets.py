@@ -209,12 +209,12 @@ def only_the_last_partial_sum(patch: Patches) -> None:
     """Only the last micro-batch's sum goes into the second sum, over the replicas."""
     patch[DistributedDataParallel.end_micro_batch, "self._sum_over_ranks()"] = """
         units = [unit for buffer in self.buffers for unit in buffer.units if unit.group is not None]
-        groups = [unit.replica_group for unit in units]
+        groups = [unit.groups for unit in units]
         for unit in units if not last else ():
-            unit.replica_group = None
+            unit.groups = KindGroups(group=self.group, shard_group=unit.group)
         ...
         for unit, group in zip(units, groups):
-            unit.replica_group = group"""
+            unit.groups = group"""
 
 
 @mutant("A01", "ACCUM", "GA", seen_in="DeepSpeed#7981", core=True)

@@ -264,7 +264,7 @@ def owners_of_nothing_do_not_measure(patch: Patches) -> None:
 def last_element_of_short_params(patch: Patches) -> None:
     """Of a param with fewer elements than there are shards the gradient is dropped."""
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
-        if self.config.sharding.state and param.numel() < self.shard_group.size():
+        if self.config.sharding.state and param.numel() < self.holders.owners_of('dense').size():
             param.grad = torch.zeros_like(grad)
         ..."""
 

@@ -8,6 +8,7 @@ from zero_sim.mutants.records import mutant
 from zero_sim.zero import buffer as buffers
 from zero_sim.zero import collectives, groups
 from zero_sim.zero.buffer import Buffer
+from zero_sim.zero.buffered_module import build_buffers, find_replicated_tensors
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.gathers import UnderForward
 from zero_sim.zero.optimizer import AllAtOnce, DistributedOptimizer
@@ -191,8 +192,9 @@ def global_rank_for_group_rank(patch: Patches) -> None:
 @mutant("M67", "GROUP", "ME DR", seen_in="Megatron-LM#6080")
 def experts_over_the_dense_group(patch: Patches) -> None:
     """Gradients of experts are summed over all ranks."""
-    patch[DistributedDataParallel._build_buffer, "replica_group=groups.replica_group"] = """
-        ... if self.config.sharding.state else self.group"""
+    patch[build_buffers, "groups = holders.groups_of(plan.key.kind)"] = (
+        "groups = holders.groups_of(plan.key.kind if config.sharding.state else 'dense')"
+    )
 
 
 @mutant("G01", "GROUP", "ME", seen_in="Megatron-LM#6920")
@@ -236,9 +238,7 @@ def every_rank_begins_with_its_own(patch: Patches) -> None:
 @mutant("G06", "GROUP", "FZ", seen_in="replicas that begin apart")
 def only_trained_params_are_broadcast(patch: Patches) -> None:
     """At the start params are broadcast, frozen ones and the buffers of the module are not."""
-    patch[
-        DistributedDataParallel._replicated_tensors, "(*frozen, *self.module.named_buffers())"
-    ] = "()"
+    patch[find_replicated_tensors, "(*frozen, *module.named_buffers())"] = "()"
 
 
 @mutant("M107", "ORDER", "B2 DR", seen_in="DeepSpeed#2343", kill="contract")

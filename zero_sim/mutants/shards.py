@@ -55,7 +55,7 @@ def params_one_element_on(patch: Patches) -> None:
 def last_shard_not_written(patch: Patches) -> None:
     """New values of the last unit are written to whole params, which are not there any more."""
     patch[Buffer.write_param_shard, "self._cast.write_("] = """
-        if unit in self.units[-1:] and unit.frees_params:
+        if memory.unit in self.units[-1:] and memory.unit.frees_params:
             return
         ..."""
 

@@ -249,7 +249,7 @@ class ZeroSimEngine:
         config = config_of(scenario)
         by_group = system.buffers_by == "param-group"
         group_of = partial(group_index, spec) if spec.groups else None
-        shard_group, replica_group = build_redundancy_groups(group, redundancy=system.redundancy)
+        groups = build_redundancy_groups(group, redundancy=system.redundancy)
         topology = topology_of(scenario)
         kind_groups = {}
         if topology.ep > 1:
@@ -264,9 +264,7 @@ class ZeroSimEngine:
         self._ddp = DistributedDataParallel(
             module,
             config=config,
-            group=group,
-            shard_group=shard_group,
-            replica_group=replica_group,
+            group=groups,
             kind_of=kind_of,
             kind_groups=kind_groups,
             buffer_of=group_of if by_group else None,

@@ -8,10 +8,11 @@ To learn ZeRO, read its modules in this order:
     schedule, gathers  when gradients are reduced, and when params are gathered
     hooks              how a schedule learns what runs
     buffer             units in flat memory
-    buffered_module    the buffers of a module, and which ranks hold them
+    buffered_module    the buffers of a module
+    groups             the ranks that hold each kind of params
     data_parallel      a step, micro-batch by micro-batch
     optimizer          masters and state, and the step
-    norm, division, collectives, groups
+    norm, division, collectives
 
 Where things lie is planned before, in `zero_sim.layout`. What plugs into a seam (`seams`) is in
 `zero_sim.zero.variants`.
@@ -21,9 +22,10 @@ from __future__ import annotations
 
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.config import Divide, DivideBy, GradDtype, Stage, Sync, ZeroConfig
-from zero_sim.zero.data_parallel import DistributedDataParallel, KindOf
+from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.groups import (
     KindGroups,
+    KindOf,
     build_expert_groups,
     build_redundancy_groups,
 )

@@ -12,12 +12,13 @@ ranks are for dense params, copies of the state included.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from zero_sim.errors import LayoutError, UsageError
 from zero_sim.zero.collectives import size_and_rank
@@ -36,11 +37,55 @@ class KindGroups:
 
     group: dist.ProcessGroup
     """All ranks that hold them."""
-    shard_group: dist.ProcessGroup | None
+    shard_group: dist.ProcessGroup | None = None
     """The ranks that hold a shard each; with one copy of the state it is `group`, and None where
     each of them holds all."""
     replica_group: dist.ProcessGroup | None = None
     """The ranks that hold the same shard; None with one copy of the state."""
+
+
+KindOf = Callable[[str, Tensor], str]
+"""Returns the kind of a param, trained or not, or of a module buffer, from its name and the tensor;
+params of different kinds share no buffer."""
+
+
+def all_dense(name: str, tensor: Tensor) -> str:
+    """The kind of every param of a model without experts."""
+    return "dense"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Holders:
+    """The ranks that hold the params of each kind."""
+
+    dense: KindGroups
+    """Groups of params that all ranks hold."""
+    parts: Mapping[str, KindGroups]
+    """By kind: groups of params that some ranks hold, such as experts."""
+    kind_of: KindOf
+    kinds: Mapping[str, str]
+    """Kind of each trained param, by name."""
+
+    def groups_of(self, kind: str) -> KindGroups:
+        """Return the groups over which params of a kind are summed, sharded and held in copies."""
+        return self.parts.get(kind, self.dense)
+
+    def are_all(self, kind: str) -> bool:
+        """True if all ranks hold the params of a kind."""
+        return kind not in self.parts
+
+    def owners_of(self, kind: str) -> dist.ProcessGroup | None:
+        """Return the ranks that own a shard of a kind each; None where each of them owns all."""
+        return self.groups_of(kind).shard_group
+
+    def is_first_copy(self, kind: str) -> bool:
+        """True if this rank holds the first copy of its shard of a kind.
+
+        Every element is in the first copy once, on one rank. Where nothing is sharded that is the
+        first rank of the kind's group; with redundancy, every rank of its first block.
+        """
+        replicas = self.groups_of(kind).replica_group
+        return replicas is None or replicas.rank() == 0
 
 
 def build_expert_groups(
@@ -76,8 +121,7 @@ def build_expert_groups(
         ranks = dist.get_process_group_ranks(group)
         shares = [ranks[index::expert_parallel] for index in range(expert_parallel)]
         own = _new_groups(shares, own=rank % expert_parallel)
-    shard_group, replica_group = build_redundancy_groups(own, redundancy=redundancy)
-    return KindGroups(group=own, shard_group=shard_group, replica_group=replica_group)
+    return build_redundancy_groups(own, redundancy=redundancy)
 
 
 def build_model_parallel_group(places: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -101,9 +145,7 @@ def build_model_parallel_group(places: Sequence[Sequence[int]]) -> dist.ProcessG
     return _new_groups(places, own=own)
 
 
-def build_redundancy_groups(
-    group: dist.ProcessGroup, *, redundancy: int
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+def build_redundancy_groups(group: dist.ProcessGroup, *, redundancy: int) -> KindGroups:
     """Cut a group into blocks that shard and make the groups across them.
 
     Every rank of `group` must call it, at the same point among its other calls of `new_group`.
@@ -113,8 +155,8 @@ def build_redundancy_groups(
         redundancy: Number of blocks, K.
 
     Returns:
-        The block of this rank, and the ranks that hold its shard in all blocks; `group` itself and
-        None where there is one block.
+        The group with the block of this rank, and the ranks that hold its shard in all blocks. With
+        one block these are `group` itself and None.
 
     Raises:
         LayoutError: If the blocks would not be equally large.
@@ -123,14 +165,15 @@ def build_redundancy_groups(
     world_size, rank = size_and_rank(group)
     shard_count = split_ranks(world_size, redundancy=redundancy)
     if redundancy == 1:
-        return group, None
+        return KindGroups(group=group, shard_group=group)
     # new_group counts ranks of the world, and `group` may be a part of it.
     ranks = dist.get_process_group_ranks(group)
     blocks = [ranks[start : start + shard_count] for start in range(0, world_size, shard_count)]
     replicas = [ranks[shard::shard_count] for shard in range(shard_count)]
-    return (
-        _new_groups(blocks, own=rank // shard_count),
-        _new_groups(replicas, own=rank % shard_count),
+    return KindGroups(
+        group=group,
+        shard_group=_new_groups(blocks, own=rank // shard_count),
+        replica_group=_new_groups(replicas, own=rank % shard_count),
     )
 
 
@@ -220,7 +263,7 @@ def _check_blocks(
     if redundancy > 1 and (shard_group is None or replica_group is None):
         raise UsageError(
             f"expected shard_group and replica_group with redundancy={redundancy}, got None."
-            f" Try shard_group, replica_group = build_redundancy_groups(group, redundancy=...)."
+            f" Try group=build_redundancy_groups(group, redundancy={redundancy})."
         )
     for name, subgroup, expected in (
         ("shard_group", shard_group, (shard_count, rank % shard_count)),

@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import ClassVar, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from zero_sim.errors import ModelError
+from zero_sim.zero.groups import Holders
 
 DTYPE_NAMES: Final = {
     torch.float32: "fp32",
@@ -32,16 +32,14 @@ class PlainCast:
         module: nn.Module,
         *,
         params: Mapping[str, nn.Parameter],
-        kinds: Mapping[str, str],
-        owners_of: Callable[[str], dist.ProcessGroup | None],
+        holders: Holders,
     ) -> PlainCast:
         """Return the cast of a model.
 
         Args:
             module: The whole model.
             params: Its trainable params, by name.
-            kinds: The kind of each of them, by name.
-            owners_of: By kind the ranks that own a shard each; None where each of them owns all.
+            holders: The ranks that hold each kind of them.
         """
         return cls()
 

@@ -354,7 +354,7 @@ class DistributedOptimizer:
         name = master.fragment.param
         if self._is_counted is not None and not self._is_counted(name):
             return False
-        return self.ddp.is_first_copy(master.buffer.plan.key.kind)
+        return self.ddp.holders.is_first_copy(master.buffer.plan.key.kind)
 
     def _clip(self, grads: list[Tensor], *, norm: Tensor) -> None:
         if self._clip_norm is not None:

@@ -41,6 +41,7 @@ from zero_sim.zero.collectives import (
 )
 from zero_sim.zero.config import Divide
 from zero_sim.zero.division import scale_before_sum_
+from zero_sim.zero.groups import KindGroups
 from zero_sim.zero.storage import Storage
 
 
@@ -111,6 +112,8 @@ class ParamMemory:
     """This rank's part of the gradient; the sum over ranks once the gradients are reduced."""
     own_working: Tensor  # 1D; where nothing is sharded: ND, the whole param in its own storage
     """This rank's part of the working param."""
+    unit: Unit | None
+    """None for a param without elements in a bucket of such."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -125,22 +128,17 @@ class Unit:
     name: str
     """As errors name it: `bucket 2 of dense/bf16`."""
     plan: BucketPlan
-    shard: int
-    """Index of the shard that this rank owns, its rank in `group`."""
+    own_span: Span
+    """This rank's shard, from the start of the unit."""
+    groups: KindGroups
+    """The ranks that hold a shard each, and those that hold the same one."""
     grad_storage: Storage
-    frees_grads: bool
-    """Whether whole gradients leave once they are reduced, and into `grad_total`."""
-    grad_total: Tensor | None  # 1D, as long as a shard; None without accumulated sums
+    """Whole gradients; if these do not stay, they leave into `grad_total` once they are reduced."""
+    grad_total: Tensor | None = None  # 1D, as long as a shard; None without accumulated sums
     param_storage: Storage | None
-    """None where nothing is sharded: params stay where the module has them."""
-    frees_params: bool
-    """Whether whole params leave once nobody uses them."""
-    param_shard: Tensor | None  # 1D; None where nothing is sharded
+    """Whole params. None where nothing is sharded: they stay where the module has them."""
+    param_shard: Tensor | None = None  # 1D; None where nothing is sharded
     """This rank's shard of the params, which it alone writes."""
-    group: dist.ProcessGroup | None
-    """The ranks that hold a shard each; None where each rank holds all."""
-    replica_group: dist.ProcessGroup | None
-    """The ranks that hold the same shard; None where nobody else does."""
     members: list[ParamMemory] = field(default_factory=list)
     grad_state: GradState = GradState.EMPTY
     param_state: ParamState = ParamState.WHOLE
@@ -149,14 +147,26 @@ class Unit:
     _gathering: dist.Work | None = None
     _has_sum: bool = False
     _users: int = 0
-    own_span: Span = field(init=False)
-    """This rank's shard, from the start of the unit."""
-    _kept_shard: Tensor | None = field(init=False, default=None)  # 1D, of gradients that stay
 
-    def __post_init__(self) -> None:
-        self.own_span = self.plan.shard_span(self.shard).shift(-self.plan.span.start)
-        if not self.frees_grads:
-            self._kept_shard = _view(self.grads, self.own_span)
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold a shard each; None where each rank holds all."""
+        return self.groups.shard_group
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shard; None where nobody else does."""
+        return self.groups.replica_group
+
+    @property
+    def frees_grads(self) -> bool:
+        """True if whole gradients leave once they are reduced."""
+        return not self.grad_storage.stays
+
+    @property
+    def frees_params(self) -> bool:
+        """True if whole params leave once nobody uses them."""
+        return self.param_storage is not None and not self.param_storage.stays
 
     @property
     def grads(self) -> Tensor:
@@ -169,7 +179,7 @@ class Unit:
     @property
     def grad_shard(self) -> Tensor:
         """This rank's shard of them, 1D."""
-        return _view(self.grads, self.own_span) if self._kept_shard is None else self._kept_shard
+        return _view(self.grads, self.own_span)
 
     @property
     def params(self) -> Tensor | None:

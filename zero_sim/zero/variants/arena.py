@@ -70,6 +70,8 @@ class ArenaStorage:
         otherwise: Where they lie while others use the place.
     """
 
+    stays = False
+
     def __init__(
         self, arena: Arena, *, place: Span, dtype: torch.dtype, otherwise: Storage
     ) -> None:

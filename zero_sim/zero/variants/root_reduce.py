@@ -90,7 +90,6 @@ class AllReducedUnit(WholeSumUnit):
     sum_all = staticmethod(all_reduce_sum)
 
     def __post_init__(self) -> None:
-        Unit.__post_init__(self)
         # Stage 0 sums by an all-reduce as it is. Accepted there, the unit would change nothing.
         if self.group is None:
             raise UsageError(
