@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_sim.errors import UsageError
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, StepSeams, ZeroConfig
 from zero_sim.zero.groups import build_model_parallel_group
 from zero_sim.zero.variants.scaler import LossScaler
 
@@ -32,9 +32,11 @@ def build(rank, *, stage=1, scaler=None, clip_norm=None, count_copies=False):
         ddp,
         optim_factory=lambda params: torch.optim.SGD(params, lr=1.0),
         clip_norm=clip_norm,
-        loss_scaler=scaler,
-        model_parallel_group=build_model_parallel_group(PLACES),
-        is_counted=lambda name: count_copies or name != "shared" or rank % 2 == 0,
+        seams=StepSeams(
+            loss_scaler=scaler,
+            model_parallel_group=build_model_parallel_group(PLACES),
+            is_counted=lambda name: count_copies or name != "shared" or rank % 2 == 0,
+        ),
     )
 
 

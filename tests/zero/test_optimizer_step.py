@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_sim.errors import UsageError
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, StepSeams, ZeroConfig
 from zero_sim.zero.groups import build_redundancy_groups
 from zero_sim.zero.variants.scaler import LossScaler
 
@@ -21,6 +21,10 @@ def draw(seed):
     """Draw one gradient a param."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(size, generator=generator) for size in SIZES]
+
+
+def scaled(**settings):
+    return StepSeams(loss_scaler=LossScaler(**settings))
 
 
 def build(*, dtype=torch.float32, sizes=SIZES, lr=0.25, momentum=0.0, config=None, **options):
@@ -200,7 +204,9 @@ class TestLossScale:
         def program(rank):
             outcomes = []
             for scaler in (None, LossScaler(scale=2.0**16)):
-                ddp, optimizer = build(config={"stage": stage}, loss_scaler=scaler, clip_norm=0.5)
+                ddp, optimizer = build(
+                    config={"stage": stage}, seams=StepSeams(loss_scaler=scaler), clip_norm=0.5
+                )
                 norms = [take_step(ddp, optimizer, draw(rank + s)).norm.item() for s in range(3)]
                 outcomes.append((norms, snapshot(ddp, optimizer)))
             return outcomes
@@ -217,7 +223,7 @@ class TestLossScale:
             ddp, optimizer = build(
                 config={"stage": stage},
                 momentum=0.5,
-                loss_scaler=LossScaler(scale=8.0, growth_interval=2),
+                seams=scaled(scale=8.0, growth_interval=2),
             )
             take_step(ddp, optimizer, draw(rank))
             before = snapshot(ddp, optimizer)
@@ -240,7 +246,9 @@ class TestLossScale:
 
         def program(rank):
             ddp, optimizer = build(
-                sizes=(2,), config={"stage": stage}, loss_scaler=LossScaler(scale=1.0)
+                sizes=(2,),
+                config={"stage": stage},
+                seams=scaled(scale=1.0),
             )
             return take_step(ddp, optimizer, [torch.tensor([3e38, 0.0])]).skipped
 
@@ -252,7 +260,9 @@ class TestLossScale:
 
         def program(rank):
             ddp, optimizer = build(
-                sizes=(2, 3), config={"stage": stage}, loss_scaler=LossScaler(scale=2.0)
+                sizes=(2, 3),
+                config={"stage": stage},
+                seams=scaled(scale=2.0),
             )
             loss = (ddp.module[0] * 1.0).sum() + (ddp.module[1] * math.inf).sum()
             loss.backward()
@@ -268,7 +278,9 @@ class TestLossScale:
 
         def program(rank):
             ddp, optimizer = build(
-                sizes=(1,), config={"stage": stage}, loss_scaler=LossScaler(scale=2.0)
+                sizes=(1,),
+                config={"stage": stage},
+                seams=scaled(scale=2.0),
             )
             for value in (1.0, math.inf if rank == 1 else 1.0, 1.0):
                 take_step(ddp, optimizer, [torch.tensor([value])])
@@ -282,7 +294,8 @@ class TestLossScale:
 
         def program(rank):
             ddp, optimizer = build(
-                config={"stage": stage}, loss_scaler=LossScaler(scale=4.0, growth_interval=2)
+                config={"stage": stage},
+                seams=scaled(scale=4.0, growth_interval=2),
             )
             return [take_step(ddp, optimizer, draw(rank)).loss_scale for _ in range(5)]
 
@@ -318,7 +331,9 @@ class TestRedundancy:
 
         def program(rank):
             ddp, optimizer = build(
-                config={"redundancy": 2}, loss_scaler=LossScaler(scale=4.0), momentum=0.5
+                config={"redundancy": 2},
+                seams=scaled(scale=4.0),
+                momentum=0.5,
             )
             grads = draw(rank)
             if rank == 3:
@@ -336,7 +351,7 @@ class TestRedundancy:
         """A sum that went wrong in one block only must not let the others go ahead."""
 
         def program(rank):
-            ddp, optimizer = build(config={"redundancy": 2}, loss_scaler=LossScaler(scale=4.0))
+            ddp, optimizer = build(config={"redundancy": 2}, seams=scaled(scale=4.0))
             sum(param.sum() for param in ddp.module).backward()
             ddp.finish_grad_sync()
             if rank == 0:
@@ -358,7 +373,7 @@ class TestOverlappedGather:
             for overlap_params in (False, True):
                 ddp, optimizer = build(
                     config={"overlap_params": overlap_params, "bucket_elems": 4},
-                    loss_scaler=LossScaler(scale=4.0),
+                    seams=scaled(scale=4.0),
                 )
                 for step in range(4):
                     grads = draw(10 * step + rank)

@@ -84,7 +84,7 @@ def clamped_on_one_side(patch: Patches) -> None:
 @mutant("N05", "NORM", "", seen_in="torchtitan#2318")
 def norm_of_one_part(patch: Patches) -> None:
     """The norm leaves out the other parts of a model that is split over ranks."""
-    patch[DistributedOptimizer._agree_on, "self._model_parallel_group is not None"] = "False"
+    patch[DistributedOptimizer._agree_on, "self.seams.model_parallel_group is not None"] = "False"
 
 
 @mutant("N06", "NORM", "ME", seen_in="Megatron-LM#5916")
@@ -168,7 +168,7 @@ def overflow_steps_all_the_same(patch: Patches) -> None:
 @mutant("I07", "INF", "IN", seen_in="DeepSpeed#7580")
 def overflow_unseen_in_other_parts(patch: Patches) -> None:
     """An overflow in one part of a split model is not told to the others."""
-    patch[DistributedOptimizer._agree_on, "if self._model_parallel_group is not None:"] = """
+    patch[DistributedOptimizer._agree_on, "if self.seams.model_parallel_group is not None:"] = """
         own_count = measured[2].item()
         ..."""
     patch[DistributedOptimizer._agree_on, "overflow_count > 0"] = "own_count > 0"

@@ -47,7 +47,7 @@ from zero_sim.zero.groups import (
     build_redundancy_groups,
 )
 from zero_sim.zero.model import PlainCast
-from zero_sim.zero.optimizer import AllAtOnce
+from zero_sim.zero.optimizer import AllAtOnce, StepSeams
 from zero_sim.zero.schedule import UnderBackward, schedule_grads
 from zero_sim.zero.seams import Seams
 from zero_sim.zero.step_count import StepCount
@@ -284,15 +284,17 @@ class ZeroSimEngine:
             group_of=group_of,
             clip_norm=spec.clip_norm,
             clip_value=spec.clip_value,
-            loss_scaler=None
-            if scale is None
-            else LossScaler(scale=scale.initial, growth_interval=scale.growth_interval),
-            model_parallel_group=parts_group,
-            is_counted=lambda name: is_counted(scenario.topology, name, place=place),
-            state_device=torch.device("cpu") if system.offload_state else None,
-            stepper=AllAtOnce
-            if system.step_buffer_elems is None
-            else partial(StepBuffer, elems=system.step_buffer_elems),
+            seams=StepSeams(
+                loss_scaler=None
+                if scale is None
+                else LossScaler(scale=scale.initial, growth_interval=scale.growth_interval),
+                model_parallel_group=parts_group,
+                is_counted=lambda name: is_counted(scenario.topology, name, place=place),
+                state_device=torch.device("cpu") if system.offload_state else None,
+                stepper=AllAtOnce
+                if system.step_buffer_elems is None
+                else partial(StepBuffer, elems=system.step_buffer_elems),
+            ),
         )
         self._places: dict[str, Place] = {}
 

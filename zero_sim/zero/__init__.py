@@ -11,7 +11,8 @@ To learn ZeRO, read its modules in this order:
     buffered_module    the buffers of a module
     groups             the ranks that hold each kind of params
     data_parallel      a step, micro-batch by micro-batch
-    optimizer          masters and state, and the step
+    masters            fp32 values of what a rank owns
+    optimizer          their state, and the step
     norm, division, collectives
 
 Where things lie is planned before, in `zero_sim.layout`. What plugs into a seam (`seams`) is in
@@ -29,7 +30,8 @@ from zero_sim.zero.groups import (
     build_expert_groups,
     build_redundancy_groups,
 )
-from zero_sim.zero.optimizer import DistributedOptimizer, OptimFactory, OwnedFragment
+from zero_sim.zero.masters import OwnedFragment
+from zero_sim.zero.optimizer import DistributedOptimizer, OptimFactory, StepSeams
 from zero_sim.zero.seams import Seams
 from zero_sim.zero.unit import ParamMemory, Unit
 
@@ -47,6 +49,7 @@ __all__ = [
     "ParamMemory",
     "Seams",
     "Stage",
+    "StepSeams",
     "Sync",
     "Unit",
     "ZeroConfig",
