@@ -8,7 +8,8 @@ from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.zero.unit import Unit
 from zero_sim.zero.variants.gathers import GatheredAfterStep
-from zero_sim.zero.variants.root_reduce import WholeSumUnit
+from zero_sim.zero.variants.reduce_buffers import _check_units
+from zero_sim.zero.variants.root_reduce import AllReducedUnit, SummedAtFirstUnit, WholeSumUnit
 
 
 @mutant("Q01", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
@@ -64,6 +65,21 @@ def summed_to_all_ranks_twice(patch: Patches) -> None:
         if hasattr(self, "sum_all"):
             all_reduce_sum(self.grad_shard, group=self.replica_group, async_op=False)
         ..."""
+    patch[SummedAtFirstUnit._sum_replicas, "return sum_at_first("] = """
+        sum_at_first(self.grad_shard, group=self.replica_group, async_op=False)
+        ..."""
+
+
+@mutant("Q15", "GROUP", "", seen_in="class GROUP", kill="refusal")
+def lone_owners_are_taken_for_none(patch: Patches) -> None:
+    """All-reduced units are refused for a shard group of one rank, as if nothing were sharded."""
+    patch[AllReducedUnit.__post_init__, "self.group is None"] = "... or self.group.size() == 1"
+
+
+@mutant("Q16", "GROUP", "", seen_in="class GROUP", kill="refusal")
+def chunks_are_taken_for_sums(patch: Patches) -> None:
+    """Reduce buffers are refused for units that gather in chunks, as if these had other sums."""
+    patch[_check_units, "isinstance(unit, WholeSumUnit)"] = "type(unit) is not Unit"
 
 
 @mutant("Q14", "ASYNC", "Z3", seen_in="class ASYNC", kill="memory")

@@ -144,6 +144,7 @@ def copies_sum_whole_units(patch: Patches) -> None:
 def copies_not_written(patch: Patches) -> None:
     """Only the first block writes new values to its shards of the params."""
     patch[Buffer.write_param_shard, "self._cast.write_("] = """
+        unit = memory.unit
         copies = unit.replica_group if unit is not None and unit.frees_params else None
         if copies is not None and copies.rank() > 0:
             return
