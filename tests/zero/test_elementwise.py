@@ -9,7 +9,7 @@ from torch import nn
 
 from zero_sim.errors import UsageError
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
-from zero_sim.zero.elementwise import ELEMENTWISE
+from zero_sim.zero.refusals.optimizers import ELEMENTWISE
 
 WORLD_SIZE, STEPS = 3, 6
 FROZEN, FROZEN_STEPS = 5, (2, 3)

@@ -13,12 +13,12 @@ from zero_sim.zero import (
     DistributedOptimizer,
     KindGroups,
     ZeroConfig,
-    build_expert_groups,
     build_redundancy_groups,
 )
 from zero_sim.zero.schedule import schedule_grads
 from zero_sim.zero.seams import TEXTBOOK, Seams
 from zero_sim.zero.unit import Unit
+from zero_sim.zero.variants.model_groups import build_expert_groups
 from zero_sim.zero.variants.root_reduce import (
     AllReducedUnit,
     SummedAtFirstUnit,

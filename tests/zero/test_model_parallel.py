@@ -7,7 +7,7 @@ from torch import nn
 
 from zero_sim.errors import UsageError
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, StepSeams, ZeroConfig
-from zero_sim.zero.groups import build_model_parallel_group
+from zero_sim.zero.variants.model_groups import build_model_parallel_group
 from zero_sim.zero.variants.scaler import LossScaler
 
 PLACES = [(0, 1), (2, 3)]

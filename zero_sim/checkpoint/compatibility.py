@@ -31,8 +31,8 @@ from zero_sim.checkpoint.snapshot import (
 from zero_sim.checkpoint.values import decode_value, name_dtype
 from zero_sim.layout import Span
 from zero_sim.zero.data_parallel import DistributedDataParallel
-from zero_sim.zero.elementwise import ELEMENTWISE, Attached
 from zero_sim.zero.optimizer import DistributedOptimizer
+from zero_sim.zero.refusals.optimizers import ELEMENTWISE, Attached
 
 
 def find_param_problems(

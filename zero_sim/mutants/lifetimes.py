@@ -6,7 +6,7 @@ from zero_sim.mutants.buckets import accept_late_gradients
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.zero import buffer as buffers
-from zero_sim.zero import collectives, groups
+from zero_sim.zero import collectives
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.buffered_module import build_buffers, find_replicated_tensors
 from zero_sim.zero.data_parallel import DistributedDataParallel
@@ -14,6 +14,7 @@ from zero_sim.zero.gathers import UnderForward
 from zero_sim.zero.optimizer import AllAtOnce, DistributedOptimizer
 from zero_sim.zero.schedule import UnderBackward
 from zero_sim.zero.unit import Unit
+from zero_sim.zero.variants.model_groups import build_expert_groups
 
 
 @mutant("M45", "ASYNC", "AS", seen_in="PyTorch#144535", kill="race", core=True)
@@ -200,9 +201,9 @@ def experts_over_the_dense_group(patch: Patches) -> None:
 @mutant("G01", "GROUP", "ME", seen_in="Megatron-LM#6920")
 def experts_dealt_in_blocks(patch: Patches) -> None:
     """Consecutive ranks are taken to hold the same experts, where every ep-th does."""
-    patch[groups.build_expert_groups, "ranks[index::expert_parallel]"] = """
+    patch[build_expert_groups, "ranks[index::expert_parallel]"] = """
         ranks[index * world_size // expert_parallel :][: world_size // expert_parallel]"""
-    patch[groups.build_expert_groups, "rank % expert_parallel"] = """
+    patch[build_expert_groups, "rank % expert_parallel"] = """
         rank * expert_parallel // world_size"""
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero import groups
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.optimizer import DistributedOptimizer
 from zero_sim.zero.unit import Unit
+from zero_sim.zero.variants.model_groups import build_expert_groups, build_model_parallel_group
 
 
 @mutant("G07", "GROUP", "DR", seen_in="class GROUP", core=True)
@@ -20,13 +20,13 @@ def nothing_summed_without_shards(patch: Patches) -> None:
 @mutant("G08", "GROUP", "ME", seen_in="Megatron-LM#6080")
 def experts_sharded_over_all(patch: Patches) -> None:
     """Experts are sharded over all ranks, though each rank holds only some of them."""
-    patch[groups.build_expert_groups, "if expert_parallel > 1:"] = "if False:"
+    patch[build_expert_groups, "if expert_parallel > 1:"] = "if False:"
 
 
 @mutant("G09", "GROUP", "", seen_in="class GROUP", kill="contract")
 def parts_meet_at_other_places(patch: Patches) -> None:
     """The ranks that put the norms of a model's parts together are not at one place in them."""
-    patch[groups.build_model_parallel_group, "rank = dist.get_rank()"] = """
+    patch[build_model_parallel_group, "rank = dist.get_rank()"] = """
         ...
         following = [*places[1:], *places[:1]]
         places = [(first, *others) for (first, *_), (_, *others) in zip(places, following)]"""

@@ -41,11 +41,7 @@ from zero_sim.zero import (
     ZeroConfig,
 )
 from zero_sim.zero.gathers import OnUse, schedule_params
-from zero_sim.zero.groups import (
-    build_expert_groups,
-    build_model_parallel_group,
-    build_redundancy_groups,
-)
+from zero_sim.zero.groups import build_redundancy_groups
 from zero_sim.zero.model import PlainCast
 from zero_sim.zero.optimizer import AllAtOnce, StepSeams
 from zero_sim.zero.schedule import UnderBackward, schedule_grads
@@ -58,6 +54,10 @@ from zero_sim.zero.variants.fp8 import DTYPE_NAMES as FP8_DTYPES
 from zero_sim.zero.variants.fp8 import Fp8Cast
 from zero_sim.zero.variants.gathers import ChunkedUnit, GatheredAfterStep, chunked_units
 from zero_sim.zero.variants.grad_unit import GradUnit
+from zero_sim.zero.variants.model_groups import (
+    build_expert_groups,
+    build_model_parallel_group,
+)
 from zero_sim.zero.variants.reduce_buffers import BufferedGrads, BufferSettings
 from zero_sim.zero.variants.root_reduce import (
     AllReducedUnit,

@@ -15,8 +15,8 @@ To learn ZeRO, read its modules in this order:
     optimizer          their state, and the step
     norm, division, collectives
 
-Where things lie is planned before, in `zero_sim.layout`. What plugs into a seam (`seams`) is in
-`zero_sim.zero.variants`.
+Layouts are planned before, in `zero_sim.layout`. `refusals` has the checks of modules and
+optimizers, and `variants` has other parts for the seams (`seams`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.groups import (
     KindGroups,
     KindOf,
-    build_expert_groups,
     build_redundancy_groups,
 )
 from zero_sim.zero.masters import OwnedFragment
@@ -53,6 +52,5 @@ __all__ = [
     "Sync",
     "Unit",
     "ZeroConfig",
-    "build_expert_groups",
     "build_redundancy_groups",
 ]

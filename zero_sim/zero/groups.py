@@ -1,13 +1,12 @@
-"""The groups of a rank: for copies of the optimizer state, for experts, and for parts of a model.
+"""The groups of a rank: those that shard together, and those that hold copies of a shard.
 
 With redundancy K, N ranks are cut into K blocks of N / K consecutive ranks. A block shards the
 whole state: its ranks reduce-scatter and gather among themselves. The K ranks that hold the same
 shard, one a block, then sum what their blocks reduced. With K = 2 and 6 ranks: blocks 0 1 2 and
 3 4 5, and replicas 0 3, 1 4 and 2 5.
 
-Experts are held by some of the ranks only: with ep-fold expert parallelism by those at places e,
-e + ep, e + 2 ep, ... for an expert-parallel index e. For their experts these ranks are what all
-ranks are for dense params, copies of the state included.
+Params of some kinds may be held by some of the ranks only. For these params they are what all ranks
+are for dense ones, copies of the state included.
 """
 
 from __future__ import annotations
@@ -88,63 +87,6 @@ class Holders:
         return replicas is None or replicas.rank() == 0
 
 
-def build_expert_groups(
-    group: dist.ProcessGroup,
-    *,
-    expert_parallel: int,
-    redundancy: int = 1,
-) -> KindGroups:
-    """Make the groups of this rank's experts.
-
-    Every rank of `group` must call it, at the same point among its other calls of `new_group`.
-
-    Args:
-        group: The ranks that train together, in the order in which experts are dealt to them.
-        expert_parallel: Number of shares of the experts, ep; a rank's is its place modulo this.
-        redundancy: Copies of the experts' state.
-
-    Returns:
-        The groups of the ranks that hold the same experts; with one share those of all ranks.
-
-    Raises:
-        LayoutError: If the shares, or their blocks, would not be on equally many ranks.
-        UsageError: If `group` is None or does not hold this process.
-    """
-    world_size, rank = size_and_rank(group)
-    if expert_parallel < 1 or world_size % expert_parallel:
-        raise LayoutError(
-            f"expected expert_parallel to divide the number of ranks, so that every share of the "
-            f"experts is on equally many, got {expert_parallel} for {world_size} ranks. Try 1."
-        )
-    own = group
-    if expert_parallel > 1:
-        ranks = dist.get_process_group_ranks(group)
-        shares = [ranks[index::expert_parallel] for index in range(expert_parallel)]
-        own = _new_groups(shares, own=rank % expert_parallel)
-    return build_redundancy_groups(own, redundancy=redundancy)
-
-
-def build_model_parallel_group(places: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Make the groups of ranks that are at one place in the groups of a model's parts.
-
-    Every rank of the world must call it, at the same point among its other calls of `new_group`.
-
-    Args:
-        places: World ranks, one of each part, place by place; every rank once.
-
-    Returns:
-        The group of this rank.
-
-    Raises:
-        UsageError: If this process is at no place.
-    """
-    rank = dist.get_rank()
-    own = next((index for index, ranks in enumerate(places) if rank in ranks), None)
-    if own is None:
-        raise UsageError(f"expected places that hold rank {rank}, got {list(places)}.")
-    return _new_groups(places, own=own)
-
-
 def build_redundancy_groups(group: dist.ProcessGroup, *, redundancy: int) -> KindGroups:
     """Cut a group into blocks that shard and make the groups across them.
 
@@ -172,8 +114,8 @@ def build_redundancy_groups(group: dist.ProcessGroup, *, redundancy: int) -> Kin
     replicas = [ranks[shard::shard_count] for shard in range(shard_count)]
     return KindGroups(
         group=group,
-        shard_group=_new_groups(blocks, own=rank // shard_count),
-        replica_group=_new_groups(replicas, own=rank % shard_count),
+        shard_group=new_groups(blocks, own=rank // shard_count),
+        replica_group=new_groups(replicas, own=rank % shard_count),
     )
 
 
@@ -193,7 +135,7 @@ def split_ranks(world_size: int, *, redundancy: int) -> int:
     return world_size // redundancy
 
 
-def _new_groups(members: Sequence[Sequence[int]], *, own: int) -> dist.ProcessGroup:
+def new_groups(members: Sequence[Sequence[int]], *, own: int) -> dist.ProcessGroup:
     """Make all groups, in one order on all ranks, and return the one that this rank is in.
 
     Args:

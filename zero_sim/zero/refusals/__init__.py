@@ -1,0 +1,1 @@
+"""Refusals of modules and optimizers that ZeRO cannot train; no value depends on them."""
