@@ -30,9 +30,11 @@ class Weighted(nn.Module):
         return (self.w * x).sum()
 
 
-def wrap(module, group, **config):
+def wrap(module, group, *, broadcast_params=True, **config):
     """Wrap a module."""
-    return DistributedDataParallel(module, config=ZeroConfig(**config), group=group)
+    return DistributedDataParallel(
+        module, config=ZeroConfig(**config), group=group, broadcast_params=broadcast_params
+    )
 
 
 class TestLifetime:
@@ -231,12 +233,14 @@ class TestMicroBatches:
 class TestRedundancy:
     """Several blocks of ranks shard the whole state each."""
 
-    def wrap_blocks(self, redundancy, **config):
+    def wrap_blocks(self, redundancy, *, broadcast_params=True, **config):
         """Wrap a module of two elements on the calling rank."""
-        return DistributedDataParallel(
+        return wrap(
             Weighted(1.0, 1.0),
-            config=ZeroConfig(redundancy=redundancy, **config),
-            group=build_redundancy_groups(dist.group.WORLD, redundancy=redundancy),
+            build_redundancy_groups(dist.group.WORLD, redundancy=redundancy),
+            broadcast_params=broadcast_params,
+            redundancy=redundancy,
+            **config,
         )
 
     @pytest.mark.parametrize("redundancy", [2, 4])

@@ -33,9 +33,11 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=0.25)
 
 
-def build(module, *, group, optim_factory=sgd, **config):
+def build(module, *, group, optim_factory=sgd, broadcast_params=True, **config):
     """Wrap a module and build its optimizer."""
-    ddp = DistributedDataParallel(module, config=ZeroConfig(**config), group=group)
+    ddp = DistributedDataParallel(
+        module, config=ZeroConfig(**config), group=group, broadcast_params=broadcast_params
+    )
     return ddp, DistributedOptimizer(ddp, optim_factory=optim_factory)
 
 

@@ -233,7 +233,7 @@ def replica_sum_on_the_first_block_only(patch: Patches) -> None:
 @mutant("G05", "GROUP", seen_in="replicas that begin apart", core=True)
 def every_rank_begins_with_its_own(patch: Patches) -> None:
     """At the start nothing is broadcast: every rank trains on from what it has built."""
-    patch[DistributedDataParallel.__init__, "if config.broadcast_params:"] = "if False:"
+    patch[DistributedDataParallel.__init__, "if broadcast_params:"] = "if False:"
 
 
 @mutant("G06", "GROUP", "FZ", seen_in="replicas that begin apart")

@@ -43,7 +43,7 @@ def one_bit_on_one_rank(patch: Patches) -> None:
         ..."""
 
 
-_BUILT_BUFFERS = "if config.broadcast_params:"
+_BUILT_BUFFERS = "if broadcast_params:"
 
 
 @mutant("H01", "GROUP", "K DR Z2", seen_in="verl#7493", core=True)

@@ -95,7 +95,7 @@ def padding_of_param_shards(patch: Patches) -> None:
 @mutant("W38", "GROUP", "Z3 DR", seen_in="replicas that begin apart", core=True)
 def cut_before_they_are_equal(patch: Patches) -> None:
     """Where params are sharded, each rank cuts its shards from what it has built itself."""
-    patch[DistributedDataParallel.__init__, "if config.broadcast_params"] = """
+    patch[DistributedDataParallel.__init__, "if broadcast_params"] = """
         ... and not config.sharding.params"""
 
 

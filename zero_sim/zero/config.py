@@ -67,9 +67,6 @@ class ZeroConfig:
     reshard_after_forward: bool = True
     """With sharded params: whether they are freed between a forward and its backward, all but the
     last unit."""
-    broadcast_params: bool = True
-    """Whether group rank 0's params and module buffers replace all others' at construction; where
-    False, the caller vouches that every rank built the same bits."""
 
     def __post_init__(self) -> None:
         choices = {

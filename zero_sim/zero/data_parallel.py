@@ -67,6 +67,8 @@ class DistributedDataParallel:
             inside `group`, and no rank may be without a param of such a kind.
         buffer_of: By name: params with different numbers share no buffer, such as those of
             different param groups. They differ in kind and dtype alone where left out.
+        broadcast_params: True if group rank 0's params and module buffers replace all others' here.
+            If False, the caller vouches that every rank built the same bits.
         seams: The parts that are exchanged for others.
 
     Raises:
@@ -95,6 +97,7 @@ class DistributedDataParallel:
         kind_of: KindOf | None = None,
         kind_groups: Mapping[str, KindGroups] | None = None,
         buffer_of: Callable[[str], int] | None = None,
+        broadcast_params: bool = True,
         seams: Seams = TEXTBOOK,
     ) -> None:
         self.module = module
@@ -115,7 +118,7 @@ class DistributedDataParallel:
             unit=seams.unit,
             buffer_of=buffer_of,
         )
-        if config.broadcast_params:
+        if broadcast_params:
             # After the params moved into their buffers: before, each would be in memory twice.
             for tensors, holders in find_replicated_tensors(
                 module, buffers=self.buffers, holders=self.holders
