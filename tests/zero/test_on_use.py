@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.zero import DistributedDataParallel, ZeroConfig
-from zero_sim.zero.unit import GradState, ParamState
+from zero_sim.zero.states import GradState, ParamState
 
 
 def build(depth=3):

@@ -102,7 +102,7 @@ def cut_before_they_are_equal(patch: Patches) -> None:
 @mutant("W44", "OPTST", "Z3", seen_in="a transition left out", kill="contract")
 def gathering_not_noted(patch: Patches) -> None:
     """That a gather begins is not noted: the transition to GATHERING is left out."""
-    patch[Unit._step_params, "allowed, then ="] = """
+    patch[Unit._step_params, "self.param_state ="] = """
         if step == "gather" and self.frees_params:
             return
         ..."""

@@ -4,7 +4,8 @@ To learn ZeRO, read its modules in this order:
 
     naive              the whole idea on one screen
     config, sharding   the settings, and the stages as a table
-    unit, storage      the life of what one collective moves, and where its memory is
+    states, unit       the life of what one collective moves
+    storage            where its memory is
     schedule, gathers  when gradients are reduced, and when params are gathered
     hooks              how a schedule learns what runs
     buffer             units in flat memory

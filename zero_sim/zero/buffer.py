@@ -28,8 +28,9 @@ from zero_sim.zero.collectives import size_and_rank
 from zero_sim.zero.groups import KindGroups
 from zero_sim.zero.model import PlainCast
 from zero_sim.zero.sharding import Sharding
+from zero_sim.zero.states import ParamState
 from zero_sim.zero.storage import FlatStorage, Storage, TransientStorage
-from zero_sim.zero.unit import ParamMemory, ParamState, Unit, absent, set_main_grad
+from zero_sim.zero.unit import ParamMemory, Unit, absent, set_main_grad
 
 
 class Buffer:
