@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
 from zero_sim.layout import Span
-from zero_sim.zero import DistributedDataParallel, Seams, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, Seams
 from zero_sim.zero.variants.arena import Arena, move_grads
 from zero_sim.zero.variants.reduce_buffers import BufferedGrads, BufferSettings
 
@@ -17,7 +18,7 @@ from zero_sim.zero.variants.reduce_buffers import BufferedGrads, BufferSettings
 def wrap(depth=4, **config):
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(depth)))
     settings = {"stage": 2, "bucket_elems": 1, "micro_batches": 1} | config
-    ddp = DistributedDataParallel(model, config=ZeroConfig(**settings), group=dist.group.WORLD)
+    ddp = DistributedDataParallel(model, config=zero_config(**settings), group=dist.group.WORLD)
     return ddp, move_grads(ddp)
 
 
@@ -112,7 +113,7 @@ def test_beside_reduce_buffers_it_is_refused(world_of):
     def program(rank):
         ddp = DistributedDataParallel(
             nn.Linear(2, 2),
-            config=ZeroConfig(stage=2, sync="every"),
+            config=zero_config(stage=2, sync="every"),
             group=dist.group.WORLD,
             seams=Seams(grads=partial(BufferedGrads, settings=BufferSettings(elems=4))),
         )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import LayoutError, ModelError, UsageError
 from zero_sim.zero import (
     DistributedDataParallel,
@@ -33,7 +34,7 @@ class Weighted(nn.Module):
 def wrap(module, group, *, broadcast_params=True, **config):
     """Wrap a module."""
     return DistributedDataParallel(
-        module, config=ZeroConfig(**config), group=group, broadcast_params=broadcast_params
+        module, config=zero_config(**config), group=group, broadcast_params=broadcast_params
     )
 
 
@@ -295,7 +296,7 @@ class TestRedundancy:
             with pytest.raises(UsageError, match="expected shard_group to have 3 ranks"):
                 DistributedDataParallel(
                     Weighted(1.0),
-                    config=ZeroConfig(redundancy=2),
+                    config=zero_config(redundancy=2),
                     group=wrong,
                 )
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import LayoutError, UsageError
 from zero_sim.zero import (
     DistributedDataParallel,
@@ -43,7 +44,7 @@ def kind_of(name, tensor):
 
 def wrap(module, *, group=None, buffer_of=None, seams=TEXTBOOK, **config):
     group = dist.group.WORLD if group is None else group
-    config = ZeroConfig(**config)
+    config = zero_config(**config)
     experts = build_expert_groups(group, expert_parallel=2, redundancy=config.redundancy)
     return DistributedDataParallel(
         module,

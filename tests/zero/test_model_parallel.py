@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, StepSeams, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, StepSeams
 from zero_sim.zero.variants.model_groups import build_model_parallel_group
 from zero_sim.zero.variants.scaler import LossScaler
 
@@ -26,7 +27,7 @@ class Part(nn.Module):
 def build(rank, *, stage=1, scaler=None, clip_norm=None, count_copies=False):
     parts = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     ddp = DistributedDataParallel(
-        Part(), config=ZeroConfig(stage=stage, divide="none"), group=parts[rank % 2]
+        Part(), config=zero_config(stage=stage, divide="none"), group=parts[rank % 2]
     )
     return DistributedOptimizer(
         ddp,

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, StepSeams, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, StepSeams
 from zero_sim.zero.groups import build_redundancy_groups
 from zero_sim.zero.variants.scaler import LossScaler
 
@@ -30,7 +31,7 @@ def scaled(**settings):
 def build(*, dtype=torch.float32, sizes=SIZES, lr=0.25, momentum=0.0, config=None, **options):
     """Wrap params of ones; SGD, so that a step shows the gradient."""
     module = nn.ParameterList([nn.Parameter(torch.ones(n, dtype=dtype)) for n in sizes])
-    config = ZeroConfig(**{"divide": "none", **(config or {})})
+    config = zero_config(**{"divide": "none", **(config or {})})
     group = dist.group.WORLD
     ddp = DistributedDataParallel(
         module,

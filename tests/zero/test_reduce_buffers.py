@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
 from zero_sim.zero import (
     DistributedDataParallel,
@@ -32,7 +33,7 @@ def wrap(config, depth=3, seams=TEXTBOOK, **settings):
     for index, layer in enumerate(layers):
         nn.init.constant_(layer.weight, 0.5 + index)
     model = nn.Sequential(*layers)
-    config = ZeroConfig(**{**STAGE_2, **config})
+    config = zero_config(**{**STAGE_2, **config})
     settings = BufferSettings(**{"elems": 4, **settings})
     seams = replace(seams, grads=partial(BufferedGrads, settings=settings))
     return DistributedDataParallel(model, config=config, group=dist.group.WORLD, seams=seams)
@@ -205,7 +206,7 @@ def test_refuses_copies_of_the_state(world_of):
         with pytest.raises(UsageError, match="redundancy=1 with reduce buffers"):
             DistributedDataParallel(
                 nn.Linear(2, 2),
-                config=ZeroConfig(redundancy=2),
+                config=zero_config(redundancy=2),
                 group=blocks,
                 seams=Seams(grads=partial(BufferedGrads, settings=BufferSettings(elems=4))),
             )
@@ -240,4 +241,4 @@ def test_refuses_a_length_that_is_none():
 )
 def test_chunks_refuse_what_does_not_go_together(chunk, config, match):
     with pytest.raises(UsageError, match=match):
-        chunked_units(chunk, config=ZeroConfig(**config))
+        chunked_units(chunk, config=zero_config(**config))

@@ -5,15 +5,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
-from zero_sim.zero import DistributedDataParallel, Seams, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, Seams
 from zero_sim.zero.variants.root_reduce import AllReducedUnit, SummedAtFirstUnit
 
 
 def wrap(unit, **config):
     return DistributedDataParallel(
         nn.Linear(2, 2, bias=False),
-        config=ZeroConfig(divide="none", **config),
+        config=zero_config(divide="none", **config),
         group=dist.group.WORLD,
         seams=Seams(unit=unit),
     )

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, StepSeams, ZeroConfig
 from zero_sim.zero.optimizer import AllAtOnce
@@ -42,7 +43,7 @@ def test_turns_hold_what_fits(buffer, elems, turns):
 def trained(depth, buffer, **settings):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(depth)))
-    config = ZeroConfig(stage=1, micro_batches=1)
+    config = zero_config(stage=1, micro_batches=1)
     ddp = DistributedDataParallel(model, config=config, group=dist.group.WORLD)
     seen = []
 

@@ -18,7 +18,7 @@ from zero_sim.zero.unit import Unit
 def exact_fit_dropped(patch: Patches) -> None:
     """A param that exactly fills what room its bucket has is not reduced."""
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
-        if memory.in_unit.stop == self.config.bucket_elems:
+        if memory.in_unit.stop == self.config.layout.bucket_elems:
             param.grad = torch.zeros_like(grad)
         ..."""
 
@@ -69,9 +69,9 @@ def readiness_not_reset(patch: Patches) -> None:
 def oversize_param_cut(patch: Patches) -> None:
     """Of a param larger than a bucket only as much as fits into one is reduced."""
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
-        if self.config.bucket_elems is not None:
+        if self.config.layout.bucket_elems is not None:
             param.grad = grad.clone()
-            param.grad.view(-1)[self.config.bucket_elems :] = 0
+            param.grad.view(-1)[self.config.layout.bucket_elems :] = 0
         ..."""
 
 

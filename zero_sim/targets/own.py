@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from zero_sim import checkpoint
-from zero_sim.layout import BucketPlan, Span
+from zero_sim.layout import BucketPlan, LayoutPolicy, Span
 from zero_sim.layout.topology import Topology
 from zero_sim.scenario.derived import overlaps_grads, overlaps_params
 from zero_sim.scenario.kinds import is_expert
@@ -169,11 +169,13 @@ def config_of(scenario: Scenario) -> ZeroConfig:
         micro_batches=scenario.run.micro_batches,
         redundancy=system.redundancy,
         grad_dtype=system.grad_dtype,
-        bucket_elems=system.bucket_elems,
-        align_elems=system.align_elems,
-        align_bytes=system.align_bytes,
-        param_order=system.param_order,
-        partition=system.partition,
+        layout=LayoutPolicy(
+            bucket_elems=system.bucket_elems,
+            align_elems=system.align_elems,
+            align_bytes=system.align_bytes,
+            param_order=system.param_order,
+            partition=system.partition,
+        ),
         overlap_grads=overlaps_grads(system),
         overlap_params=overlaps_params(system),
         prefetch=1 if system.prefetch is None else system.prefetch,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
+from zero_sim.layout import BufferPlan, ParamSpec, plan_buffers
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.collectives import size_and_rank
 from zero_sim.zero.config import ZeroConfig
@@ -73,15 +74,8 @@ def _plan(
     """Plan the buffers of each kind for the ranks that shard it; kinds as first registered."""
     for kind, members in specs.items():
         owners = holders.owners_of(kind)
-        policy = LayoutPolicy(
-            shard_count=1 if owners is None else size_and_rank(owners)[0],
-            align_elems=config.align_elems,
-            align_bytes=config.align_bytes,
-            bucket_elems=config.bucket_elems,
-            param_order=config.param_order,
-            partition=config.partition,
-        )
-        yield from plan_buffers(members, policy=policy)
+        shard_count = 1 if owners is None else size_and_rank(owners)[0]
+        yield from plan_buffers(members, policy=replace(config.layout, shard_count=shard_count))
 
 
 def find_replicated_tensors(

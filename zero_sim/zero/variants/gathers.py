@@ -72,7 +72,7 @@ def chunked_units(
             "expected overlap_params=False with chunk_elems, as one chunk's memory serves all of "
             "them in turn, got True. Remove either."
         )
-    if config.partition == "one-owner":
+    if config.layout.partition == "one-owner":
         raise UsageError(
             "expected partition='padded', 'uneven' or 'rows' with chunk_elems, of which every rank "
             "has a stretch, got 'one-owner'. Set bucket_elems for smaller units."
