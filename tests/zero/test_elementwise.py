@@ -10,7 +10,7 @@ from torch import nn
 from tests.configs import zero_config
 from zero_sim.errors import UsageError
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
-from zero_sim.zero.refusals.optimizers import ELEMENTWISE
+from zero_sim.zero.refusals import ELEMENTWISE
 
 WORLD_SIZE, STEPS = 3, 6
 FROZEN, FROZEN_STEPS = 5, (2, 3)

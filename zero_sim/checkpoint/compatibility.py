@@ -32,7 +32,7 @@ from zero_sim.checkpoint.values import decode_value, name_dtype
 from zero_sim.layout import Span
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.optimizer import DistributedOptimizer
-from zero_sim.zero.refusals.optimizers import ELEMENTWISE, Attached
+from zero_sim.zero.refusals import ELEMENTWISE, Attached
 
 
 def find_param_problems(

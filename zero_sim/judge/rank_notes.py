@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zero_sim.cost.forms import ParamSize
 from zero_sim.cost.hook_trace import HookTrace
 from zero_sim.cost.memory_recorder import MemoryRecorder
-from zero_sim.cost.messages import HeldSize
+from zero_sim.cost.volume import HeldSize
 from zero_sim.judge.forward_reads import ForwardReads
 from zero_sim.targets.costs import Costs
 

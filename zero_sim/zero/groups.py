@@ -186,22 +186,15 @@ def check_groups(given: KindGroups, *, config: ZeroConfig) -> KindGroups:
     Raises:
         UsageError: If a group has other ranks in it, or is missing.
     """
-    shard_group, replica_group = _check_blocks(given, config=config)
-    return KindGroups(group=given.group, shard_group=shard_group, replica_group=replica_group)
-
-
-def _check_blocks(
-    given: KindGroups, *, config: ZeroConfig
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     group, shard_group, replica_group = given.group, given.shard_group, given.replica_group
     redundancy = config.redundancy
     size, rank = size_and_rank(group)
     shard_count = split_ranks(size, redundancy=redundancy)
     if not config.sharding.state:
         # Every rank is a shard group of its own, and all hold the same shard.
-        return None, group
+        return KindGroups(group=group, replica_group=group)
     if redundancy == 1 and replica_group is None and shard_group is None:
-        return group, None
+        return KindGroups(group=group, shard_group=group)
     if redundancy > 1 and (shard_group is None or replica_group is None):
         raise UsageError(
             f"expected shard_group and replica_group with redundancy={redundancy}, got None."
@@ -218,4 +211,8 @@ def _check_blocks(
                 f"of {size}, as its rank {expected[1]}, got {got[0]} ranks and "
                 f"rank {got[1]}. Try build_redundancy_groups(group, redundancy={redundancy})."
             )
-    return shard_group or group, replica_group if redundancy > 1 else None
+    return KindGroups(
+        group=group,
+        shard_group=shard_group or group,
+        replica_group=replica_group if redundancy > 1 else None,
+    )

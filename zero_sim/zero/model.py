@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zero_sim.errors import ModelError
 from zero_sim.zero.groups import Holders
-from zero_sim.zero.refusals.modules import check_params
+from zero_sim.zero.refusals import check_params
 
 DTYPE_NAMES: Final = {
     torch.float32: "fp32",

@@ -23,7 +23,7 @@ from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.division import divide_
 from zero_sim.zero.masters import Master, OwnedFragment, build_masters
 from zero_sim.zero.norm import clip_by_norm_, clip_by_value_, measure_grads, root_of_squares
-from zero_sim.zero.refusals.optimizers import Attached, check_groups, check_optimizer, check_state
+from zero_sim.zero.refusals import Attached, check_groups, check_optimizer, check_state
 
 OptimFactory = Callable[[ParamsT], Optimizer]
 """Builds the optimizer of one rank from the fp32 masters, or groups of them, that it is given."""
