@@ -16,6 +16,8 @@ from zero_sim.checkpoint.compatibility import (
     find_optimizer_problems,
     find_param_problems,
     find_span_problems,
+    probe_state,
+    read_new_settings,
 )
 from zero_sim.checkpoint.decode import decode_manifest
 from zero_sim.checkpoint.folder import Folder, read_manifest
@@ -26,7 +28,6 @@ from zero_sim.checkpoint.manifest import (
     ParamRecord,
     name_state,
 )
-from zero_sim.checkpoint.settings import probe_state, read_new_settings
 from zero_sim.checkpoint.snapshot import (
     iterate_module_tensors,
     list_params,
