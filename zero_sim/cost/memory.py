@@ -1,7 +1,7 @@
 """Memory between two steps: closed forms of our ZeRO against what a rank holds.
 
-Only what grows with the model counts; scalars and the module's own tensors do not. An arena of
-whole gradients is as long as the most of them that are in memory at a time.
+Only what grows with the model counts; scalars and the module's own tensors do not. An arena has the
+length of the most whole gradients in memory at a time.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def lone_owners_are_taken_for_none(patch: Patches) -> None:
 
 @mutant("Q16", "GROUP", "", seen_in="class GROUP", kill="refusal")
 def chunks_are_taken_for_sums(patch: Patches) -> None:
-    """Reduce buffers are refused for units that gather in chunks, as if these had other sums."""
+    """Reduce buffers are refused beside gathers in chunks, as if these units had other sums."""
     patch[_check_units, "isinstance(unit, WholeSumUnit)"] = "type(unit) is not Unit"
 
 

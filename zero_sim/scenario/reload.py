@@ -68,7 +68,7 @@ def check_after_reload(scenario: Scenario) -> Iterator[Problem]:
 def _without_meaning(scenario: Scenario, reload: ReloadSpec) -> Iterator[Problem]:
     """Check the fields that the reload itself sets, even those that end with an earlier system.
 
-    A setting of the earlier system goes back to its default where it has no meaning. One that is
+    A setting of the earlier system goes back to its default where it has no meaning. A setting
     written for the later system would be ignored there.
     """
     as_written = with_reloaded(scenario)

@@ -211,7 +211,7 @@ _UNITS: dict[str, tuple[type[Unit], type[ChunkedUnit]]] = {
     "all-reduce": (AllReducedUnit, _AllReducedChunkedUnit),
     "first-rank": (SummedAtFirstUnit, _SummedAtFirstChunkedUnit),
 }
-"""By the way of summing: units that are gathered at once, and in chunks."""
+"""By the way of summing: units gathered at once, and in chunks."""
 
 
 def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Seams:

@@ -46,7 +46,7 @@ class Buffer:
         plan: The layout. Its shard count must be the size of the shard group, and 1 without one.
         params: The plan's params by name, all on one device.
         sharding: What is cut over the ranks of the shard group.
-        groups: The ranks that hold a shard each, and those that hold this rank's shard.
+        groups: The shard group of this rank and its replica group.
         unit: Builds a unit.
         grad_dtype: Dtype of the gradients.
         cast: How masters become working params.

@@ -1,4 +1,4 @@
-"""The groups of a rank: those that shard together, and those that hold copies of a shard.
+"""Groups of ranks: shard groups, and replica groups with copies of a shard.
 
 With redundancy K, N ranks are cut into K blocks of N / K consecutive ranks. A block shards the
 whole state: its ranks reduce-scatter and gather among themselves. The K ranks that hold the same
@@ -58,9 +58,9 @@ class Holders:
     """The ranks that hold the params of each kind."""
 
     dense: KindGroups
-    """Groups of params that all ranks hold."""
+    """Groups of params on all ranks."""
     parts: Mapping[str, KindGroups]
-    """By kind: groups of params that some ranks hold, such as experts."""
+    """By kind: groups of params on some ranks only, such as experts."""
     kind_of: KindOf
     kinds: Mapping[str, str]
     """Kind of each trained param, by name."""

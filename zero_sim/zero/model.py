@@ -1,4 +1,4 @@
-"""Params of a module that are trained, and how their values are stored."""
+"""Trained params of a module, and how their values are stored."""
 
 from __future__ import annotations
 

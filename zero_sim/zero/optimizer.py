@@ -133,7 +133,7 @@ class DistributedOptimizer:
         clip_norm: Bound for the norm of the gradient over all params; None for no clipping.
         clip_value: Bound for the magnitude of each element of it; None for no clipping.
         elementwise: Vouches that an optimizer of a class that is not known here is elementwise.
-        seams: The parts that are exchanged for others.
+        seams: Parts in the place of the textbook's.
 
     Raises:
         UsageError: If the optimizer is not elementwise, is fused, or does not step what it was

@@ -39,7 +39,7 @@ class Wrapped:
     params: Mapping[str, nn.Parameter]
     """By name, in registration order."""
     holders: Holders
-    """The ranks that hold each kind of params."""
+    """Ranks by kind of params."""
     before_sum: Callable[[Unit], None]
     """Called with what is reduced right before it is issued."""
 

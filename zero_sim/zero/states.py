@@ -1,4 +1,4 @@
-"""States of a unit's memory, and the steps that lead from one to another.
+"""States of a unit's memory, and the steps between them.
 
 Every transition has a name and is checked, so a schedule that leaves one out is told which, and for
 which params:
@@ -69,15 +69,15 @@ _PARAM_STEPS: Final[Mapping[ParamStep, tuple[tuple[ParamState, ...], ParamState]
     "update": ((ParamState.SHARDED, ParamState.WHOLE), ParamState.UPDATED),
     "free": ((ParamState.WHOLE,), ParamState.SHARDED),
 }
-"""Each step with the states that it may be taken in, and the one that it leads to."""
+"""Each step with the states before it, and the state after it."""
 
 
 def next_grad_state(state: GradState, step: GradStep, *, of: Callable[[], str]) -> GradState:
-    """Return the state that a step of a unit's gradients leads to.
+    """Return the state of a unit's gradients after a step.
 
     Args:
-        state: The state that they are in.
-        step: What is to be done with them.
+        state: Their state before it.
+        step: The step.
         of: Names the unit, if there is an error.
 
     Raises:
@@ -90,7 +90,7 @@ def next_grad_state(state: GradState, step: GradStep, *, of: Callable[[], str]) 
 
 
 def next_param_state(state: ParamState, step: ParamStep, *, of: Callable[[], str]) -> ParamState:
-    """Return the state that a step of a unit's params leads to; arguments as `next_grad_state`.
+    """Return the state of a unit's params after a step; arguments as `next_grad_state`.
 
     Raises:
         UsageError: If the step may not be taken in that state.

@@ -1,7 +1,7 @@
 """A unit: the params that one collective moves, with the life of their gradients and values.
 
-One bucket of a layout with its memory. Its collectives are issued here and nowhere else. The states
-that its memory goes through are in `zero_sim.zero.states`.
+One bucket of a layout with its memory. Its collectives are issued here and nowhere else.
+`zero_sim.zero.states` has the states of its memory.
 
 Source: ZeRO (arXiv 1910.02054), section 5.
 """
@@ -76,7 +76,7 @@ class Unit:
     own_span: Span
     """This rank's shard, from the start of the unit."""
     groups: KindGroups
-    """The ranks that hold a shard each, and those that hold the same one."""
+    """Its shard group and its replica group."""
     grad_storage: Storage
     """Whole gradients; if these do not stay, they leave into `grad_total` once they are reduced."""
     grad_total: Tensor | None = None  # 1D, as long as a shard; None without accumulated sums
