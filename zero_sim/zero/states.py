@@ -77,7 +77,7 @@ def next_grad_state(state: GradState, step: GradStep, *, of: Callable[[], str]) 
 
     Args:
         state: Their state before it.
-        step: The step.
+        step: Name of a transition.
         of: Names the unit, if there is an error.
 
     Raises:
