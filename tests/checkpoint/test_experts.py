@@ -11,8 +11,8 @@ from zero_sim.zero import (
     DistributedDataParallel,
     DistributedOptimizer,
     ZeroConfig,
-    build_expert_groups,
 )
+from zero_sim.zero.variants.model_groups import build_expert_groups
 
 
 class Part(nn.Module):

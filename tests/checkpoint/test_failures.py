@@ -13,6 +13,7 @@ from torch import nn
 
 from zero_sim.checkpoint import tensorfile
 from zero_sim.errors import CheckpointError
+from zero_sim.zero import StepSeams
 from zero_sim.zero.variants.scaler import LossScaler
 
 RANKS = 3
@@ -287,7 +288,7 @@ class TestFit:
     @pytest.mark.parametrize("was_scaled", [True, False])
     def test_a_loss_scaler_on_one_side_only(self, saved, refusal, was_scaled):
         """Neither invented nor dropped."""
-        sides = [{"wrap": {"loss_scaler": LossScaler()}}, {}]
+        sides = [{"wrap": {"seams": StepSeams(loss_scaler=LossScaler())}}, {}]
         source, target = sides if was_scaled else sides[::-1]
         saved(**source)
         assert "a loss scaler" in refusal(**target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from zero_sim.zero import StepSeams
 from zero_sim.zero.variants.scaler import LossScaler
 
 FORMS = ("sharded", "consolidated")
@@ -204,8 +205,8 @@ class TestEverythingElse:
     def test_the_loss_scaler_goes_on(self, run_ranks, kit, tmp_path):
         def program(rank):
             scaler = LossScaler(scale=512.0, growth_interval=5, good_steps=3)
-            kit.save(tmp_path / "c", kit.build(wrap={"loss_scaler": scaler}))
-            other = kit.build(wrap={"loss_scaler": LossScaler()})
+            kit.save(tmp_path / "c", kit.build(wrap={"seams": StepSeams(loss_scaler=scaler)}))
+            other = kit.build(wrap={"seams": StepSeams(loss_scaler=LossScaler())})
             kit.load(tmp_path / "c", other)
             return other.optimizer.loss_scaler == scaler
 

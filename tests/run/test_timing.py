@@ -6,7 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from zero_sim.scenario.spec import RunSpec, SystemSpec, WorldSpec
-from zero_sim.zero.unit import GradState, Unit
+from zero_sim.zero.states import GradState
+from zero_sim.zero.unit import Unit
 
 SYSTEMS = {
     "plain": SystemSpec(bucket_elems=60),

@@ -19,7 +19,7 @@ from zero_sim.scenario.spec import (
     SystemSpec,
     WorldSpec,
 )
-from zero_sim.zero.elementwise import check_optimizer
+from zero_sim.zero.refusals import check_optimizer
 from zero_sim.zero.variants.whole_params import Lamb, Muon
 
 CASE = Scenario(

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING
 
 from zero_sim.cost.calls import planned_calls
 from zero_sim.cost.forms import ParamSize
-from zero_sim.cost.messages import control_elems, messages_of
-from zero_sim.cost.volume import StepWindow, difference, finding_of, rounds_of_sums
+from zero_sim.cost.volume import (
+    StepWindow,
+    control_elems,
+    difference,
+    finding_of,
+    messages_of,
+    rounds_of_sums,
+)
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario

@@ -60,7 +60,7 @@ def state_of_copies_not_restored(patch: Patches) -> None:
     """Ranks of other than the first block start with no state."""
     patch[_commit_optimizer, "scaler = optimizer.loss_scaler"] = """
         for master in optimizer.masters:
-            if not optimizer.ddp.is_first_copy(master.buffer.plan.key.kind):
+            if not optimizer.ddp.holders.is_first_copy(master.buffer.plan.key.kind):
                 inner.state.pop(master.leaf, None)
         ..."""
 

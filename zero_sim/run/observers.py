@@ -14,10 +14,10 @@ from zero_sim.cost.forms import sizes_of
 from zero_sim.cost.grad_peaks import watch_grad_peaks
 from zero_sim.cost.hook_trace import Clock, HookTrace, record_hooks
 from zero_sim.cost.memory_recorder import MemoryRecorder
-from zero_sim.cost.messages import held_sizes_of
 from zero_sim.cost.observer import Observer
 from zero_sim.cost.peaks import watch_peaks
 from zero_sim.cost.staging import check_staging, staged_bytes
+from zero_sim.cost.volume import held_sizes_of
 from zero_sim.judge.checks.given_back import (
     Hook,
     ModuleNote,

@@ -10,7 +10,7 @@ from torch import Tensor
 from zero_sim.cost.forms import ParamSize
 from zero_sim.cost.hook_trace import HookTrace
 from zero_sim.cost.memory_recorder import MemoryRecorder
-from zero_sim.cost.messages import HeldSize
+from zero_sim.cost.volume import HeldSize
 from zero_sim.judge.comparison import Comparing, Owed
 from zero_sim.judge.forward_reads import ForwardReads
 from zero_sim.judge.judged_group import JudgedGroup
