@@ -14,7 +14,7 @@ from zero_sim.findings.dataflow import sort_and_merge
 from zero_sim.findings.records import Finding
 from zero_sim.judge.guarantee import Guarantee, Width
 from zero_sim.judge.rank_digests import RankDigests
-from zero_sim.judge.rules import RulesTried, rules_together, with_rules
+from zero_sim.judge.rules_tried import RulesTried, rules_together, with_rules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

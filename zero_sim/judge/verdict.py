@@ -12,7 +12,7 @@ from zero_sim.judge import guards
 from zero_sim.judge.expected import settle
 from zero_sim.judge.guarantee import Guarantee, Width, in_words, width_in_words
 from zero_sim.judge.judge_report import JudgeReport
-from zero_sim.judge.rules import UPDATED, rules_together, with_rules
+from zero_sim.judge.rules_tried import UPDATED, rules_together, with_rules
 from zero_sim.reference import settings_in_words
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario

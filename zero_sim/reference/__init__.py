@@ -12,7 +12,7 @@ from zero_sim.reference.division import AVERAGES, DIVIDE_RULES, DivideRule, Divi
 from zero_sim.reference.following import Follower
 from zero_sim.reference.mistakes import Mistakes
 from zero_sim.reference.norms import NORMS, ROOTED, Holding, Holdings, Norm, norms_of_shard
-from zero_sim.reference.oracle import Reference, ReferenceStep, Standing, step_together
+from zero_sim.reference.oracle import Reference, step_together
 from zero_sim.reference.other_sums import OtherSum, OtherSums
 from zero_sim.reference.otherwise import OtherUpdate, Otherwise
 from zero_sim.reference.partial_sums import PartialSum, partial_sums
@@ -30,6 +30,7 @@ from zero_sim.reference.rules import (
     Unused,
 )
 from zero_sim.reference.stepping import settings_in_words
+from zero_sim.reference.steps import ReferenceStep, Standing
 
 __all__ = [
     "AVERAGES",
