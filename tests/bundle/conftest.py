@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zero_sim import run_case
 from zero_sim.backends import WorldPool
-from zero_sim.run import CaseResult, run_case
+from zero_sim.run import CaseResult
 from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, Scenario, WorldSpec
 from zero_sim.zero.optimizer import DistributedOptimizer
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-import zero_sim.run
 from zero_sim.findings.records import CaseResult
 from zero_sim.host.signals import SAME_SECONDS
+from zero_sim.rules import judging
 from zero_sim.scenario.load import load_scenario
 from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import size_of
@@ -137,7 +137,7 @@ def test_it_is_told_to_programs(
 ) -> None:
     """In the JSON, with what was found so far."""
     broken(True)
-    judge, count = zero_sim.run.run_case, 0
+    judge, count = judging.run_case, 0
 
     def interrupting(scenario: Scenario, **options: object) -> CaseResult:
         nonlocal count
@@ -146,7 +146,7 @@ def test_it_is_told_to_programs(
             os.kill(os.getpid(), signal.SIGINT)
         return judge(scenario, **options)
 
-    monkeypatch.setattr(zero_sim.run, "run_case", interrupting)
+    monkeypatch.setattr(judging, "run_case", interrupting)
     told = json.loads(invoke("shrink", "one.toml", "--json").stdout)
     assert (told["stopped"], told["complete"], told["cases"]) == ("asked", False, 3)
 

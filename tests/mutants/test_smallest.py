@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from zero_sim import run_case
 from zero_sim.backends import WorldPool
 from zero_sim.errors import UsageError
 from zero_sim.mutants import find_mutants
@@ -16,7 +17,6 @@ from zero_sim.mutants.smallest import (
     record_smallest,
     smallest_cases,
 )
-from zero_sim.run import run_case
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.shrink import Size, size_of
 

@@ -163,7 +163,7 @@ class TestNorm:
         scenario = make_scenario(system=SystemSpec(divide="post"))
         result = Reference(scenario, workload=inject([[[6.0, 0.0]], [[0.0, 8.0]]])).step()
         assert (result.norm.item(), result.zeros, result.norm_certified) == (5.0, 2, True)
-        assert (result.skipped, result.loss_scale, result.lr_factor) == (False, None, 1.0)
+        assert (result.skipped, result.loss_scale, result.update.lr_factor) == (False, None, 1.0)
 
     def test_clip_by_norm(self, make_scenario, inject):
         """(3e4, 4e4) to half its length; norm and reduced gradient are those before it."""
@@ -200,13 +200,13 @@ class TestLossScale:
             make_scenario(size=1, optim=spec), workload=inject([[[1e38]]], dtype=torch.float32)
         )
         result = reference.step()
-        assert (result.skipped, result.loss_scale, result.lr_factor) == (True, 4.0, 0.25)
+        assert (result.skipped, result.loss_scale, result.update.lr_factor) == (True, 4.0, 0.25)
         assert result.masters["w"].item() == result.params["w"].item() == 1.0
         assert result.state["w"] == {}
         assert result.nonfinite is not None
         assert result.nonfinite.value == math.inf
         result = reference.step()
-        assert (result.skipped, result.loss_scale, result.lr_factor) == (False, 2.0, 0.5)
+        assert (result.skipped, result.loss_scale, result.update.lr_factor) == (False, 2.0, 0.5)
         assert result.masters["w"].item() == torch.tensor(1e38).item() * -0.5
 
     def test_skip_in_the_middle_keeps_every_bit(self, make_scenario):
@@ -322,7 +322,7 @@ class TestGroups:
         seen = []
         for _ in range(3):
             result = reference.step()
-            seen.append((result.lr_factor, result.masters["w"].item()))
+            seen.append((result.update.lr_factor, result.masters["w"].item()))
         assert seen == [(0.5, 0.875), (1.0, 0.65625), (1.0, 0.4921875)]
         assert result.masters["unused"].tolist() == [0.0, 0.0]
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zero_sim import run_case
 from zero_sim.backends import WorldPool
 from zero_sim.errors import ScenarioError
 from zero_sim.mutants import find_mutants
-from zero_sim.run import run_case
 from zero_sim.run.program import segments_of
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (

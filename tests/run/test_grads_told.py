@@ -6,9 +6,10 @@ import pytest
 
 from tests.judge.ruled import Target as Ruled
 from tests.run.summing import Target
+from zero_sim import run_case
 from zero_sim.backends import WorldPool
 from zero_sim.findings.records import taken_notes
-from zero_sim.run import run_case, runner
+from zero_sim.run import runner
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.targets import (
     find_target,

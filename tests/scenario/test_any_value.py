@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from zero_sim import run_case
 from zero_sim.backends import WorldPool
-from zero_sim.run import run_case
 from zero_sim.scenario.decode import decode
 from zero_sim.scenario.fields import field_paths
 from zero_sim.scenario.spec import Scenario

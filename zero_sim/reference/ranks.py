@@ -307,7 +307,7 @@ class Ranks:
         """
         rules = self.rules
         sync, accumulate, reduce = self.how(rules)
-        active = self._freeze(step)
+        self._freeze(step)
         replays = [
             replayer.replay_rank(
                 step=step,
@@ -320,10 +320,30 @@ class Ranks:
             )
             for rank, replayer in enumerate(self._replayer_of_rank)
         ]
-        if rules.unused == "left-alone":
-            used = frozenset[str]().union(*(replay.reached for replay in replays))
-            active = [name for name in active if name in used]
-        return self.contributions(active, replays, rules)
+        return self.contributions(self.active(step, replays, rules), replays, rules)
+
+    def trained(self, step: int) -> list[str]:
+        """Return the names of the params that are not frozen at a step, in order.
+
+        Args:
+            step: Optimizer step, from 0.
+        """
+        frozen = self._frozen(step)
+        return [name for name in self._names if name not in frozen]
+
+    def active(self, step: int, replays: Sequence[RankReplay], rules: Rules) -> list[str]:
+        """Return the names of the params that have a gradient in a step, in order.
+
+        Args:
+            step: Optimizer step, from 0.
+            replays: By rank.
+            rules: Whether a param that no rank used has one.
+        """
+        trained = self.trained(step)
+        if rules.unused != "left-alone":
+            return trained
+        used = frozenset[str]().union(*(replay.reached for replay in replays))
+        return [name for name in trained if name in used]
 
     def contributions(
         self, active: Sequence[str], replays: Sequence[RankReplay], rules: Rules
@@ -400,15 +420,15 @@ class Ranks:
             scales={name: s for name, s in find_scales(module).items() if name in params},
         )
 
-    def _freeze(self, step: int) -> list[str]:
-        """Freeze what is frozen at a step; return the names of all other params, in order."""
+    def _freeze(self, step: int) -> None:
+        """Freeze the params that are frozen at a step, and no others."""
+        if self._scenario.model.freeze:
+            for replayer in self._replayers:
+                replayer.freeze(self._frozen(step))
+
+    def _frozen(self, step: int) -> set[str]:
         spans = self._scenario.model.freeze
-        if not spans:
-            return self._names
-        frozen = {freeze.param for freeze in spans if freeze.start <= step < freeze.stop}
-        for replayer in self._replayers:
-            replayer.freeze(frozen)
-        return [name for name in self._names if name not in frozen]
+        return {freeze.param for freeze in spans if freeze.start <= step < freeze.stop}
 
     def _division(self, replays: Sequence[RankReplay], rules: Rules) -> Division:
         system = self._scenario.system

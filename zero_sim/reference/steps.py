@@ -2,18 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
+import torch
 from torch import Tensor
 
 from zero_sim.reference.division import Division
+from zero_sim.reference.following import Update
 from zero_sim.reference.gradient import Measure
-from zero_sim.reference.mistakes import Mistakes
-from zero_sim.reference.other_sums import OtherSums
-from zero_sim.reference.otherwise import Otherwise
-from zero_sim.reference.ranks import Contributions
+from zero_sim.reference.quantization import WorkingParams
+from zero_sim.reference.ranks import Adding, Contributions, Orders
 from zero_sim.reference.replay import NonFinite
+from zero_sim.reference.scaling import LossScale
+from zero_sim.reference.stepping import Stepper
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerStep:
+    """One step of the optimizer."""
+
+    step: int
+    """Its index, from 0."""
+    grads: Mapping[str, Tensor]  # each ND, fp32
+    """Gradients as the optimizer was given them, by param that it stepped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerHistory:
+    """All earlier steps of an optimizer."""
+
+    masters: Mapping[str, Tensor]  # each ND, fp32
+    """Masters before the first of them."""
+    steps: Sequence[OptimizerStep] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepStart:
+    """Copies of all that a step began with, so that it can be taken again."""
+
+    stepper: Stepper
+    """Masters and optimizer state; not to be stepped itself."""
+    loss_scale: LossScale | None
+    working: WorkingParams
+    """The form of the working params, with the scales of those in fp8."""
+    adding: Adding
+    orders: Orders
+    history: OptimizerHistory | None
+    """None if there are too many elements to keep them."""
+
+    def params(self) -> dict[str, Tensor]:
+        """Return the working params, of all ranks."""
+        masters = self.stepper.masters.items()
+        return {name: self.working.cast(name, each, is_stepped=False) for name, each in masters}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +72,8 @@ class ReferenceStep:
     one_device: Mapping[str, Tensor] | None  # each ND, grad dtype
     """Gradients of one device that sees the data once, where the case says that all ranks together
     compute these; scaled as `grads`."""
-    divisor: float
-    """What `grads` are yet to be divided by: 1 where nothing comes after the sum."""
-    division: Division
-    """How they are."""
+    update: Update
+    """The division of `grads`, and the factors of losses and of learning rates in this step."""
     stepped: Mapping[str, Tensor]  # each ND, fp32
     """What the optimizer was given, by param that it stepped: divided, unscaled and clipped; empty
     where the step was skipped."""
@@ -48,39 +88,71 @@ class ReferenceStep:
     """By param: which elements of `grads` come out the same in every order of addition; see
     `reference.certificate`. None where the model does not claim that of any, or where a gradient is
     not finite."""
-    norm: Tensor  # 0D, fp32
-    """Norm of the whole master gradient before clipping."""
-    norm_certified: bool
-    """Whether every order of adding gives that norm. Where not, it is not owed."""
+    measured: Measure
+    """Measure of the whole master gradient before clipping. A norm that is not certified is not
+    owed."""
     clip_certified: bool
     """Whether every order of adding clips alike, if anything is clipped by the norm. Where not,
     nothing is owed that follows."""
-    other_sums: OtherSums | None
-    """What the gradients would have been by another rule; None of more than `KEPT_ELEMS_MAX`."""
-    otherwise: Otherwise | None
-    """What the update would have come to by another rule; None where there is no other."""
-    zeros: int
-    """Elements of the master gradient that are zero, before clipping."""
     skipped: bool
     """Whether nothing was updated, because a scaled gradient was not finite."""
-    loss_scale: float | None
-    """What losses were multiplied by in this step; None without loss scaling."""
-    lr_factor: float
-    """What learning rates were multiplied by in this step."""
     nonzero_fraction: float
     """Share of the elements of `grads` that are not zero; 0 where there are none."""
     data_digests: Mapping[int, bytes]
     """By rank: hash of the bytes of its batches."""
     nonfinite: NonFinite | None
     """First NaN or infinity among the local gradients; None if there is none."""
-    lost: str | None
-    """Name of the first param whose master is not finite after the step; None if all are."""
-    mistakes: Mistakes | None
-    """What the update would have come to by known mistakes; None of more than `KEPT_ELEMS_MAX`."""
-    masters_before: Mapping[str, Tensor]  # each ND, fp32
-    """What `masters` were before the step; empty, as the next, of more than `KEPT_ELEMS_MAX`."""
-    params_before: Mapping[str, Tensor]  # each ND, working dtype
-    """What `params` were before the step."""
+    start: StepStart | None
+    """What the step began with; None if there are too many elements to keep it."""
+
+    @property
+    def division(self) -> Division:
+        """Division of `grads`."""
+        return self.update.division
+
+    @property
+    def divisor(self) -> float:
+        """Number that `grads` are yet to be divided by: 1 if nothing comes after the sum."""
+        return self.update.divisor
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Factor of the losses in this step; None without loss scaling."""
+        return self.update.scale
+
+    @property
+    def norm(self) -> Tensor:  # 0D, fp32
+        """Norm of the whole master gradient before clipping."""
+        return self.measured.norm
+
+    @property
+    def norm_certified(self) -> bool:
+        """True if every order of adding gives that norm."""
+        return self.measured.norm_certified
+
+    @property
+    def zeros(self) -> int:
+        """Elements of the master gradient that are zero, before clipping."""
+        return self.measured.zeros
+
+    @property
+    def masters_before(self) -> Mapping[str, Tensor]:  # each ND, fp32
+        """The masters before the step; empty if they are not kept."""
+        return {} if self.start is None else self.start.stepper.masters
+
+    @property
+    def params_before(self) -> Mapping[str, Tensor]:  # each ND, working dtype
+        """The working params before the step; empty if they are not kept."""
+        return {} if self.start is None else self.start.params()
+
+    @property
+    def lost(self) -> str | None:
+        """Name of the first param whose master is not finite after the step; None if all are."""
+        for name, master in self.masters.items():
+            # A norm needs no memory, and NaN is the greatest to it.
+            if master.numel() and not isfinite(torch.linalg.vector_norm(master, torch.inf)):
+                return name
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +180,7 @@ class BegunStep:
     local: Contributions
     grads: Mapping[str, Tensor]  # each ND, grad dtype
     """As in `ReferenceStep`."""
-    other_sums: OtherSums | None
+    start: StepStart | None
     """As in `ReferenceStep`."""
     flat: Tensor  # 1D, fp32
     """The master gradient of what is trained in this step, not clipped."""

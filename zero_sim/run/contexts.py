@@ -32,6 +32,8 @@ class View:
     """Steps that one process takes for all; None if this one has all ranks."""
     trajectories: Trajectories | None = None
     """Steps that references of other cases took; None if none are kept."""
+    explainer: str = ""
+    """As for `JudgedGroup`."""
 
 
 def build_contexts(
@@ -89,6 +91,7 @@ def build_contexts(
             world_ranks=dp_cp_group.ranks,
             first_step=segment.start,
             sees_all=len(observed) == size,
+            explainer=view.explainer,
         )
         judge = Judge(
             group,

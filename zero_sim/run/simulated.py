@@ -60,13 +60,20 @@ class Simulated:
     """What is done for ranks, in place of what the target declares."""
     trajectories: Trajectories | None = None
     """What references of cases before it took, to which it adds."""
+    explainer: str = ""
+    """As for `JudgedGroup`."""
     read_step: int | None = None
     """The step in which the params that forwards read are recorded; None for none."""
 
     def run(self, scenario: Scenario) -> CaseRun:
         """Run a case."""
         trial = Trial(device=self.device)
-        ranks = _AllRanks(self.worlds, turns=self.turns, trajectories=self.trajectories)
+        ranks = _AllRanks(
+            self.worlds,
+            turns=self.turns,
+            trajectories=self.trajectories,
+            explainer=self.explainer,
+        )
         kept = ExitStack()
 
         def find() -> Target:
@@ -105,11 +112,16 @@ class _AllRanks:
     own: RankLocalState | None = None
     """What is done for ranks of a target that declares rank-local state."""
     trajectories: Trajectories | None = None
+    explainer: str = ""
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says; a world that ends otherwise than by a rank that raised is found."""
         world = self.worlds.world_for(segment.scenario)
-        view = View(calls_made=lambda: len(world.log.collectives), trajectories=self.trajectories)
+        view = View(
+            calls_made=lambda: len(world.log.collectives),
+            trajectories=self.trajectories,
+            explainer=self.explainer,
+        )
         contexts = trial.build_contexts(segment, target=target, view=view)
         replay = None
         if index < len(self.turns):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zero_sim.reference.other_sums import OtherSum, OtherSums
+from zero_sim.reference import Again, Terms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,38 +21,29 @@ class PartialSum:
     is_divided: bool = True
     """True if it is divided as the whole sum would be."""
 
-    def of_param(self, sums: OtherSums, name: str, *, rank: int) -> OtherSum | None:
-        """Return the sum of a param.
+    def terms(self, rank: int) -> Terms:
+        """Return its terms as a rank has them.
 
         Args:
-            sums: All terms of the step.
-            name: The param, one that is trained in the step.
             rank: The observer.
-
-        Returns:
-            None if it is local and that rank does not hold the param.
         """
-        return sums.part_of_sum(
-            name,
-            micros=self.micros,
-            rank=rank if self.is_local else None,
-            is_divided=self.is_divided,
-        )
+        own = rank if self.is_local else None
+        return Terms(micros=self.micros, rank=own, is_divided=self.is_divided)
 
 
-def partial_sums(sums: OtherSums) -> list[PartialSum]:
+def partial_sums(again: Again) -> list[PartialSum]:
     """Return the partial sums that a faulty system may have, the likeliest first.
 
     Args:
-        sums: All terms of the step.
+        again: The step.
     """
-    replays = sums.local.replays
+    replays = again.replays
     micros = max((len(replay.micro_grads) for replay in replays), default=0)
     found = [PartialSum(name=name, micros=some) for name, some in _some_of(micros)]
     if len(replays) > 1:
         local = PartialSum(name="this rank alone, not reduced", is_local=True)
         found = [local, *found, *(_local(each) for each in found)]
-        if sums.local.division.how != "none":
+        if again.by().division.how != "none":
             found += [_not_divided(each) for each in found if each.is_local]
     return found
 

@@ -1,0 +1,219 @@
+"""Seam between the comparison and the explanations of what differs.
+
+Explanations take the step again, by other rules. They live in a wing (`zero_sim.rules`), which the
+judge does not import: whoever opens a judge hands in the name of an explainer. It is loaded once
+something differs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from zero_sim.findings.recognition import Known
+from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.rules_tried import RulesTried, What
+from zero_sim.reference import Reference, ReferenceStep
+from zero_sim.targets import OwnedPart
+
+
+class Update(Protocol):
+    """The outcome of a step, as the reference took it or as a faulty system would have."""
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """fp32, by param."""
+        ...
+
+    @property
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Optimizer state, by param and torch's key."""
+        ...
+
+    @property
+    def params(self) -> Mapping[str, Tensor]:
+        """Working params."""
+        ...
+
+
+class View(Protocol):
+    """A step by some rules, as far as ranks show it."""
+
+    def reported(self, name: str) -> Tensor:
+        """Return a param's reduced gradient, as the target reports it."""
+        ...
+
+    @property
+    def step(self) -> Update:
+        """The outcome."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """A place that a rank shows: part of a gradient, or of what an update made."""
+
+    what: What
+    rank: int
+    """The rank, within the group."""
+    pick: Callable[[View], Mapping[str, Tensor]]
+    """Takes the tensors of that place from any step, by name."""
+
+
+class Explainer(Protocol):
+    """Explains the differences in one step."""
+
+    def look(self, seen: Seen, got: Mapping[str, Tensor], *, agrees: bool) -> None:
+        """Note another place.
+
+        Args:
+            seen: The place.
+            got: Tensors of the rank there, by the names of `seen.pick`.
+            agrees: True if they are as expected.
+        """
+        ...
+
+    def known_grads(self, name: str, *, rank: int, start: int) -> Iterator[Known]:
+        """Return gradients that lack terms, which may stand in place of a reduced one.
+
+        Args:
+            name: The param.
+            rank: The rank that shows it, within the group.
+            start: Offset of the part that is compared.
+        """
+        ...
+
+    def explain_norm(self, norm: Tensor) -> str:
+        """Return the rules that give a norm; empty if none does.
+
+        Args:
+            norm: 0-D fp32, of a rank.
+        """
+        ...
+
+    def tried(self) -> RulesTried | None:
+        """Return what came of trying rules; None if no gradient and no update differs."""
+        ...
+
+
+class Explanations:
+    """The explainers of all steps of a group.
+
+    Args:
+        group: The judged group, and what is known of it.
+        reference: Returns its oracle.
+    """
+
+    def __init__(self, group: JudgedGroup, *, reference: Callable[[], Reference]) -> None:
+        self._group = group
+        self._reference = reference
+        self._agreed: dict[int, list[Seen]] = {}
+        """By step in which nothing differs yet: places that agree."""
+        self._explainers: dict[int, Explainer] = {}
+
+    def note(
+        self, expected: ReferenceStep, seen: Seen, got: Mapping[str, Tensor], *, agrees: bool
+    ) -> None:
+        """Note a place that was compared.
+
+        Args:
+            expected: The step as the reference took it.
+            seen: The place.
+            got: Tensors of the rank there.
+            agrees: True if they are as expected.
+        """
+        if agrees and expected.step not in self._explainers:
+            if expected.start is not None:
+                self._agreed.setdefault(expected.step, []).append(seen)
+            return
+        explainer = self.of(expected)
+        if explainer is not None:
+            explainer.look(seen, got, agrees=agrees)
+
+    def of(self, expected: ReferenceStep) -> Explainer | None:
+        """Return the explainer of a step; None if it cannot be explained.
+
+        Args:
+            expected: The step, in which something differs.
+        """
+        step, name = expected.step, self._group.explainer
+        if step not in self._explainers and name and expected.start is not None:
+            module, _, attribute = name.partition(":")
+            explainer: Callable[..., Explainer] = getattr(
+                importlib.import_module(module), attribute
+            )
+            self._explainers[step] = explainer(
+                expected,
+                reference=self._reference(),
+                group=self._group,
+                agreed=self._agreed.pop(step, []),
+            )
+        return self._explainers.get(step)
+
+    def forget(self, step: int) -> None:
+        """Forget a step in which nothing differs."""
+        self._agreed.pop(step, None)
+
+    def tried(self, step: int | None) -> RulesTried | None:
+        """Return what came of trying rules on a step; None if nothing differs there."""
+        explainer = None if step is None else self._explainers.get(step)
+        return None if explainer is None else explainer.tried()
+
+
+def part_seen(part: OwnedPart, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]]:
+    """Return the place of a part's master and state, and what the rank has there.
+
+    Args:
+        part: A part of a param that the rank owns, as its engine shows it.
+        rank: The rank, within the group.
+    """
+    place = part.place
+
+    def pick(view: View) -> dict[str, Tensor]:
+        held = {"master": view.step.masters[place.param], **view.step.state[place.param]}
+        return {
+            name: value.reshape(-1)[place.start : place.stop]
+            if value.dim() or name == "master"
+            else value
+            for name, value in held.items()
+        }
+
+    seen = Seen(what="update", rank=rank, pick=pick)
+    return seen, {"master": part.master, **part.state}
+
+
+def grad_seen(
+    name: str, got: Tensor, *, cut: Callable[[Tensor], Tensor], rank: int
+) -> tuple[Seen, Mapping[str, Tensor]]:
+    """Return the same of a reduced gradient.
+
+    Args:
+        name: The param.
+        got: Gradient that the rank reports.
+        cut: Cuts a whole one to that.
+        rank: The rank, within the group.
+    """
+
+    def pick(view: View) -> dict[str, Tensor]:
+        return {name: cut(view.reported(name))}
+
+    return Seen(what="gradient", rank=rank, pick=pick), {name: got}
+
+
+def param_seen(name: str, got: Tensor, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]]:
+    """Return the same of a working param.
+
+    Args:
+        name: The working param.
+        got: Its values on the rank.
+        rank: The rank, within the group.
+    """
+
+    def pick(view: View) -> dict[str, Tensor]:
+        return {name: view.step.params[name]}
+
+    return Seen(what="update", rank=rank, pick=pick), {name: got}
