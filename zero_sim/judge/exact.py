@@ -288,7 +288,8 @@ class ExactComparison:
     ) -> None:
         """Note a gradient for the explanations; not one that is clipped, which none explains."""
         if self._group.numerics.told_at != "after-clip":
-            seen, shown = grad_seen(name, got, cut=cut, rank=rank)
+            numerics = self._group.numerics
+            seen, shown = grad_seen(name, got, cut=cut, rank=rank, numerics=numerics)
             self._explanations.note(expected, seen, shown, agrees=agrees)
 
     def compare_params(

@@ -17,40 +17,9 @@ from torch import Tensor
 from zero_sim.findings.recognition import Known
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.rules_tried import RulesTried, What
-from zero_sim.reference import Reference, ReferenceStep
-from zero_sim.targets import OwnedPart
-
-
-class Update(Protocol):
-    """The outcome of a step, as the reference took it or as a faulty system would have."""
-
-    @property
-    def masters(self) -> Mapping[str, Tensor]:
-        """fp32, by param."""
-        ...
-
-    @property
-    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Optimizer state, by param and torch's key."""
-        ...
-
-    @property
-    def params(self) -> Mapping[str, Tensor]:
-        """Working params."""
-        ...
-
-
-class View(Protocol):
-    """A step by some rules, as far as ranks show it."""
-
-    def reported(self, name: str) -> Tensor:
-        """Return a param's reduced gradient, as the target reports it."""
-        ...
-
-    @property
-    def step(self) -> Update:
-        """The outcome."""
-        ...
+from zero_sim.judge.told import sum_as_reported
+from zero_sim.reference import Reference, ReferenceStep, StepAgain
+from zero_sim.targets import Numerics, OwnedPart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +29,8 @@ class Seen:
     what: What
     rank: int
     """The rank, within the group."""
-    pick: Callable[[View], Mapping[str, Tensor]]
-    """Takes the tensors of that place from any step, by name."""
+    pick: Callable[[StepAgain], Mapping[str, Tensor]]
+    """Takes the tensors of that place from the step by any rules, by name."""
 
 
 class Explainer(Protocol):
@@ -173,8 +142,8 @@ def part_seen(part: OwnedPart, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]
     """
     place = part.place
 
-    def pick(view: View) -> dict[str, Tensor]:
-        held = {"master": view.step.masters[place.param], **view.step.state[place.param]}
+    def pick(by: StepAgain) -> dict[str, Tensor]:
+        held = {"master": by.step.masters[place.param], **by.step.state[place.param]}
         return {
             name: value.reshape(-1)[place.start : place.stop]
             if value.dim() or name == "master"
@@ -187,7 +156,12 @@ def part_seen(part: OwnedPart, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]
 
 
 def grad_seen(
-    name: str, got: Tensor, *, cut: Callable[[Tensor], Tensor], rank: int
+    name: str,
+    got: Tensor,
+    *,
+    cut: Callable[[Tensor], Tensor],
+    rank: int,
+    numerics: Numerics,
 ) -> tuple[Seen, Mapping[str, Tensor]]:
     """Return the same of a reduced gradient.
 
@@ -196,10 +170,11 @@ def grad_seen(
         got: Gradient that the rank reports.
         cut: Cuts a whole one to that.
         rank: The rank, within the group.
+        numerics: Declared by the target.
     """
 
-    def pick(view: View) -> dict[str, Tensor]:
-        return {name: cut(view.reported(name))}
+    def pick(by: StepAgain) -> dict[str, Tensor]:
+        return {name: cut(sum_as_reported(by, name, numerics=numerics))}
 
     return Seen(what="gradient", rank=rank, pick=pick), {name: got}
 
@@ -212,8 +187,5 @@ def param_seen(name: str, got: Tensor, *, rank: int) -> tuple[Seen, Mapping[str,
         got: Its values on the rank.
         rank: The rank, within the group.
     """
-
-    def pick(view: View) -> dict[str, Tensor]:
-        return {name: view.step.params[name]}
-
-    return Seen(what="update", rank=rank, pick=pick), {name: got}
+    seen = Seen(what="update", rank=rank, pick=lambda by: {name: by.step.params[name]})
+    return seen, {name: got}

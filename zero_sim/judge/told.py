@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.ratio import find_ratio
-from zero_sim.reference import Division, ReferenceStep
+from zero_sim.reference import Division, ReferenceStep, StepAgain
 from zero_sim.reference.bounding import Interval
 from zero_sim.targets import Numerics
 from zero_sim.targets.numerics import GradsTold, ToldDtype
@@ -44,18 +44,16 @@ def told_as(
     return None if expected.skipped else torch.zeros_like(expected.masters[name])
 
 
-def reported_sum(
-    total: Tensor, division: Division, *, numerics: Numerics, like: torch.dtype
-) -> Tensor:
-    """Return a sum at the point and in the dtype in which the target reports gradients.
+def sum_as_reported(by: StepAgain, name: str, *, numerics: Numerics) -> Tensor:
+    """Return a reduced gradient by other rules as the target reports it.
 
     Args:
-        total: The sum over ranks.
-        division: What is yet to be done to it.
+        by: The step by these rules.
+        name: The param.
         numerics: Declared by the target.
-        like: Dtype of the param.
     """
-    return _in_dtype(total, division, numerics.told_at, numerics.told_dtype, like)
+    like = by.again.taken.params[name].dtype
+    return _in_dtype(by.sum(name), by.division, numerics.told_at, numerics.told_dtype, like)
 
 
 def told_otherwise(

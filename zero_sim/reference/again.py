@@ -6,7 +6,7 @@ rule costs one sum and one update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from zero_sim.reference.division import DivideBy, Division, count_contributions
 from zero_sim.reference.norms import Holdings
-from zero_sim.reference.ranks import Adding, Contributions, Orders, Ranks
+from zero_sim.reference.ranks import Adding, Contributions, Ranks
 from zero_sim.reference.replay import RankReplay, isolated
-from zero_sim.reference.rules import Rules, dtype_named
-from zero_sim.reference.steps import ReferenceStep
+from zero_sim.reference.rules import Rules
+from zero_sim.reference.steps import ReferenceStep, StepStart
 from zero_sim.scenario.spec import Scenario
 
 
@@ -28,8 +28,8 @@ class Terms:
 
     micros: frozenset[int] | None = None
     """Micro-batches; None for all."""
-    rank: int | None = None
-    """The only rank whose gradients are added; None for all."""
+    is_local: bool = False
+    """True for the terms of one rank alone, the observer."""
     is_divided: bool = True
     """True if the sum is divided as the sum of all terms would be."""
 
@@ -41,26 +41,38 @@ class Again:
     scenario: Scenario
     taken: ReferenceStep
     """The step as it was taken."""
+    start: StepStart
+    """What it began with."""
     rules: Rules
-    """The rules by which it was."""
+    """The rules by which it was taken."""
     ranks: Ranks
     replays: Sequence[RankReplay]
     """By rank, with the gradients of every micro-batch."""
     holdings: Holdings
     """By rank, the parts of params that it owns; empty if not reported."""
-    adding: Adding
-    orders: Orders
     finish: Callable[[StepAgain], ReferenceStep]
     """Computes all that follows from the sums."""
+    _known: dict[object, StepAgain] = field(default_factory=dict)
 
-    def by(self, rules: Rules | None = None, terms: Terms | None = None) -> StepAgain:
+    def by(
+        self, rules: Rules | None = None, terms: Terms | None = None, *, rank: int = 0
+    ) -> StepAgain:
         """Return the step by other rules, or from other terms.
 
         Args:
             rules: The rules; None for those by which it was taken.
             terms: The terms of its sums; None for all.
+            rank: The observer, if the terms are local.
         """
-        return StepAgain(again=self, rules=rules or self.rules, terms=terms or Terms())
+        terms = terms or Terms()
+        by = StepAgain(
+            again=self,
+            rules=rules or self.rules,
+            terms=terms,
+            rank=rank if terms.is_local else 0,
+            finish=self.finish,
+        )
+        return self._known.setdefault((by.rules, by.terms, by.rank), by)
 
     def count(self, by: DivideBy) -> float:
         """Return the number of contributions to a sum.
@@ -89,7 +101,19 @@ class StepAgain:
     again: Again
     rules: Rules
     terms: Terms
+    rank: int
+    """The observer, if the terms are local."""
+    finish: Callable[[StepAgain], ReferenceStep]
+    """As in `Again`; other than there for a system that fails behind the sums."""
     _sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def at(self, rank: int) -> StepAgain:
+        """Return the step as a rank takes it.
+
+        Args:
+            rank: The observer.
+        """
+        return self.again.by(self.rules, self.terms, rank=rank) if self.terms.is_local else self
 
     @cached_property
     def division(self) -> Division:
@@ -101,14 +125,27 @@ class StepAgain:
     @cached_property
     def step(self) -> ReferenceStep:
         """All that follows from the sums; its tensors are not live."""
-        return self.again.finish(self)
+        return self.finish(self)
 
     @property
     def differs_in_clip_alone(self) -> bool:
         """True if the gradients before clipping are those of the step as it was taken."""
-        return self.terms == Terms() and self.rules == replace(
-            self.again.rules, clip=self.rules.clip
-        )
+        clipped = replace(self.again.rules, clip=self.rules.clip)
+        return self.terms == Terms() and self.rules == clipped
+
+    @cached_property
+    def active(self) -> Sequence[str]:
+        """Names of the params that have a gradient, in order."""
+        ranks, replays, step = self.again.ranks, self.again.replays, self.again.taken.step
+        return [name for name in ranks.active(step, replays, self.rules) if self.holds(name)]
+
+    def holds(self, name: str) -> bool:
+        """Return True if a rank whose gradients are added has a param.
+
+        Args:
+            name: The param.
+        """
+        return any(name in replay.rounds[0] for replay in self._replays.values())
 
     def sum(self, name: str) -> Tensor:
         """Return the sum of a param's gradients.
@@ -121,20 +158,6 @@ class StepAgain:
                 self._sums[name] = self._summed(name)
         return self._sums[name]
 
-    def holds(self, name: str) -> bool:
-        """Return True if a rank whose gradients are added has a param.
-
-        Args:
-            name: The param.
-        """
-        return any(name in replay.rounds[0] for replay in self._replays)
-
-    @cached_property
-    def active(self) -> Sequence[str]:
-        """Names of the params that have a gradient, in order."""
-        ranks, replays, step = self.again.ranks, self.again.replays, self.again.taken.step
-        return [name for name in ranks.active(step, replays, self.rules) if self.holds(name)]
-
     def contributions(self) -> Contributions:
         """Return all that is known of the sums but the terms."""
         local = self.again.ranks.contributions(self.active, self.again.replays, self.rules)
@@ -142,37 +165,31 @@ class StepAgain:
         return replace(local, names=names, division=self.division)
 
     @property
-    def _replays(self) -> Sequence[RankReplay]:
-        replays, rank = self.again.replays, self.terms.rank
-        return replays if rank is None else [replays[rank]]
+    def _replays(self) -> Mapping[int, RankReplay]:
+        replays = dict(enumerate(self.again.replays))
+        return {self.rank: replays[self.rank]} if self.terms.is_local else replays
 
     def _summed(self, name: str) -> Tensor:
-        again, ranks = self.again, self.again.ranks
+        ranks, start = self.again.ranks, self.again.start
         if name not in self.active:
-            return torch.zeros_like(again.taken.grads[name])
-        replays = [self._accumulated(replay, name) for replay in self._replays]
-        local = replace(ranks.contributions([name], replays, self.rules), division=self.division)
-        if self.terms.rank is not None:
+            return torch.zeros_like(self.again.taken.grads[name])
+        replays = [self._accumulated(rank, name) for rank in self._replays]
+        local = ranks.contributions([name], replays, self.rules)
+        local = replace(local, division=self.division)
+        if self.terms.is_local:
             return local.reduce_param(name, Adding(order="linear"), spans=None)
-        return local.reduce_param(name, again.adding, spans=again.orders.get(name))
+        return local.reduce_param(name, start.adding, spans=start.orders.get(name))
 
-    def _accumulated(self, replay: RankReplay, name: str) -> RankReplay:
-        """What a rank brings to the sums of one param, by the rules and from the terms."""
-        sync, accumulate, reduce = self.again.ranks.how(self.rules)
-        dtype = dtype_named(accumulate if sync == "last" else reduce)
-        sums = 1 if sync == "last" else self.again.scenario.run.micro_batches
-        if name not in replay.rounds[0]:
-            # Another rank's expert, which as many sums as on other ranks leave out.
-            return replace(replay, rounds=({},) * sums)
-        rounds: list[Tensor | None] = [None] * sums
-        for micro, grads in enumerate(replay.micro_grads):
-            grad = grads.get(name)
-            if grad is not None and (self.terms.micros is None or micro in self.terms.micros):
-                term = grad if dtype is None else grad.to(dtype)
-                held = rounds[micro % sums]
-                rounds[micro % sums] = term if held is None else held + term
-        own = next((grads[name].dtype for grads in replay.micro_grads if name in grads), None)
-        like = replay.rounds[0][name]
-        zero = torch.zeros_like(like, dtype=dtype or own or like.dtype)
-        held = [zero if each is None else each for each in rounds]
-        return replace(replay, rounds=tuple({name: each} for each in held))
+    def _accumulated(self, rank: int, name: str) -> RankReplay:
+        """What a rank brings to the sums of one param."""
+        replay, micros = self.again.replays[rank], self.terms.micros
+        held = [
+            {name: grads[name]}
+            if name in grads and (micros is None or micro in micros)
+            else dict[str, Tensor]()
+            for micro, grads in enumerate(replay.micro_grads)
+        ]
+        # Another rank's expert is in none of the sums.
+        names = [name] if name in replay.rounds[0] else []
+        rounds = self.again.ranks.accumulate(rank, held, names, self.rules)
+        return replace(replay, rounds=tuple(rounds))

@@ -359,19 +359,17 @@ class Reference:
         return Again(
             scenario=self._scenario,
             taken=taken,
+            start=start,
             rules=self._rules,
             ranks=self._ranks,
             replays=local.replays,
             holdings=self._holdings(),
-            adding=start.adding,
-            orders=start.orders,
             finish=self._finish_again,
         )
 
     def _finish_again(self, by: StepAgain) -> ReferenceStep:
         """Take a step again from its sums; this reference stays where it is."""
-        taken, start = by.again.taken, by.again.taken.start
-        assert start is not None
+        taken, start = by.again.taken, by.again.start
         twin = copy(self)
         twin._stepper, twin._loss_scale = start.stepper.fork(), copy(start.loss_scale)
         twin._scales, twin._next_step = dict(start.working.scales), taken.step

@@ -23,6 +23,7 @@ from zero_sim.reference import (
     ClipFunction,
     Norm,
     Rules,
+    StepAgain,
     takes_root,
 )
 from zero_sim.reference.division import DivideBy
@@ -86,13 +87,13 @@ class SumRules:
             named["divide_each"] = rules.divide_each
         return named
 
-    def singles(self) -> dict[str, Rules]:
-        """Return the rules that differ in one thing."""
-        return self._rules_of((change,) for thing in self._things for change in thing)
+    def singles(self) -> dict[str, StepAgain]:
+        """Return the step by rules that differ in one thing."""
+        return self._by((change,) for thing in self._things for change in thing)
 
-    def pairs(self) -> dict[str, Rules]:
-        """Return those that differ in two."""
-        return self._rules_of(
+    def pairs(self) -> dict[str, StepAgain]:
+        """Return it by those that differ in two."""
+        return self._by(
             (change, other)
             for first, second in combinations(self._things, 2)
             for change in first
@@ -115,11 +116,11 @@ class SumRules:
     def _differs(self, change: Change) -> bool:
         return any(self._assumed.get(name) != value for name, value in change.items())
 
-    def _rules_of(self, changes: Iterator[tuple[Change, ...]]) -> dict[str, Rules]:
+    def _by(self, changes: Iterator[tuple[Change, ...]]) -> dict[str, StepAgain]:
         joined = [
             {name: value for each in some for name, value in each.items()} for some in changes
         ]
-        return {in_words(change): self._changed(change) for change in joined}
+        return {in_words(change): self.again.by(self._changed(change)) for change in joined}
 
     def _changed(self, change: Change) -> Rules:
         """The rules of the reference that are declared so."""
@@ -151,8 +152,8 @@ class UpdateRules:
             return _declared(self.again.rules.clip)
         return f"unused = {self.again.rules.unused!r}" if self.sums is None else self.sums.assumed
 
-    def singles(self) -> dict[str, Rules]:
-        """Return the rules that differ in one thing."""
+    def singles(self) -> dict[str, StepAgain]:
+        """Return the step by rules that differ in one thing."""
         rules = self.again.rules
         clips = self._other_clips
         found = {_declared(clip): replace(rules, clip=clip) for clip in clips}
@@ -161,10 +162,11 @@ class UpdateRules:
             other, name = replace(rules, unused=unused), f"unused = {unused!r}"
             found[name] = other
             found |= {f"{name}, {_declared(clip)}": replace(other, clip=clip) for clip in clips}
-        return found | ({} if self.sums is None else self.sums.singles())
+        steps = {name: self.again.by(each) for name, each in found.items()}
+        return steps | ({} if self.sums is None else self.sums.singles())
 
-    def pairs(self) -> dict[str, Rules]:
-        """Return those that differ in two."""
+    def pairs(self) -> dict[str, StepAgain]:
+        """Return it by those that differ in two."""
         return {} if self.sums is None else self.sums.pairs()
 
     @property
@@ -189,8 +191,8 @@ class UpdateRules:
         ]
 
 
-def norm_rules(again: Again) -> dict[str, Rules]:
-    """Return the other rules for the norm of a gradient.
+def norm_steps(again: Again) -> dict[str, StepAgain]:
+    """Return the step by the other rules for the norm of a gradient.
 
     Args:
         again: The step.
@@ -201,7 +203,7 @@ def norm_rules(again: Again) -> dict[str, Rules]:
     known: Sequence[Norm] = NORMS if is_free else ("of-elements", "of-params")
     unknown = () if any(again.holdings) else ("of-own-params", "of-shards")
     others = [norm for norm in known if norm not in (rules.norm, "told", *unknown)]
-    return {f"norm = {norm!r}": replace(rules, norm=norm) for norm in others}
+    return {f"norm = {norm!r}": again.by(replace(rules, norm=norm)) for norm in others}
 
 
 def in_words(change: Change) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -15,14 +14,13 @@ from zero_sim.judge.explaining import Seen
 from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.rules_tried import RulesTried
-from zero_sim.judge.told import reported_sum
-from zero_sim.reference import Again, Reference, ReferenceStep, Rules, StepAgain
-from zero_sim.rules.alternatives import SumRules, UpdateRules, norm_rules
+from zero_sim.judge.told import sum_as_reported
+from zero_sim.reference import Reference, ReferenceStep, StepAgain
+from zero_sim.rules.alternatives import SumRules, UpdateRules, norm_steps
 from zero_sim.rules.mistakes import Mistakes
-from zero_sim.rules.partial_sums import PartialSum, partial_sums
-from zero_sim.rules.trial import Candidate, Trial
+from zero_sim.rules.partial_sums import LOCAL, partial_sums
+from zero_sim.rules.trial import Trial
 from zero_sim.scenario.spec import OptimizerName, Scenario
-from zero_sim.targets import Numerics
 
 SEES_FACTORS: tuple[OptimizerName, ...] = ("sgd", "asgd")
 """Optimizers whose steps are as long as the gradient."""
@@ -50,16 +48,14 @@ class Explainer:
         assert again is not None, "only a step whose start was kept is explained"
         self._again, self._group = again, group
         self._sums = sums = SumRules.of(again)
-        views = _Views(again, group.numerics)
-        as_taken = views.candidate(again.rules)
         self._gradients = self._mistakes = None
         if sums is not None:
-            self._gradients = Trial("gradient", _Alternatives(sums, views), expected=as_taken)
+            self._gradients = Trial("gradient", sums, expected=again.by())
         updates = UpdateRules(again=again, sums=sums)
-        self._updates = Trial("update", _Alternatives(updates, views), expected=as_taken)
-        if again.taken.start is not None and again.taken.start.history is not None:
-            mistakes = Mistakes(again=again, sums=() if sums is None else partial_sums(again))
-            self._mistakes = Trial("mistake", mistakes, expected=as_taken)
+        self._updates = Trial("update", updates, expected=again.by())
+        if again.start.history is not None:
+            mistakes = Mistakes(again=again, sums={} if sums is None else partial_sums(again))
+            self._mistakes = Trial("mistake", mistakes, expected=again.by())
         for seen in agreed:
             self._agree(seen)
 
@@ -86,20 +82,19 @@ class Explainer:
 
     def known_grads(self, name: str, *, rank: int, start: int) -> Iterator[Known]:
         """Yield gradients that lack terms; of those with the same bits, the likeliest alone."""
-        again, numerics = self._again, self._group.numerics
+        again = self._again
         if self._sums is None or name not in again.by().active:
             return
-        partials = [(rank, each, each.name) for each in partial_sums(again)]
+        partials = [(rank, what, terms) for what, terms in partial_sums(again).items()]
         for other, world_rank in enumerate(self._group.world_ranks):
             if other != rank:
-                local = PartialSum(name=f"rank {world_rank} alone, not reduced", is_local=True)
-                partials.append((other, local, local.name))
+                partials.append((other, f"rank {world_rank} alone, not reduced", LOCAL))
         seen: list[Tensor] = []
-        for observer, partial_sum, what in partials:
-            by = again.by(terms=partial_sum.terms(observer))
+        for observer, what, terms in partials:
+            by = again.by(terms=terms, rank=observer)
             if not by.holds(name):
                 continue
-            values = RuleView(by=by, numerics=numerics).reported(name)
+            values = sum_as_reported(by, name, numerics=self._group.numerics)
             if not any(same_bits(values, each) for each in seen):
                 seen.append(values)
                 yield Known(what=f"the gradient of {what}", values=values, start=start)
@@ -107,12 +102,10 @@ class Explainer:
     def explain_norm(self, norm: Tensor) -> str:
         """Return the rules that give a norm, and how to declare the first; empty if none does."""
         again = self._again
-        rules = norm_rules(again) | ({} if self._sums is None else self._sums.singles())
         if again.taken.skipped:
             return ""
-        fitting = [
-            name for name, each in rules.items() if same_bits(again.by(each).step.norm, norm)
-        ]
+        steps = norm_steps(again) | ({} if self._sums is None else self._sums.singles())
+        fitting = [rule for rule, by in steps.items() if same_bits(by.step.norm, norm)]
         if not fitting:
             return ""
         advice = why_blind(self._group.scenario, shows_factor=True) or (
@@ -137,21 +130,17 @@ class Explainer:
         # Forms of the clip differ by a few units in the last place, no factor.
         is_factor = tried.what == "update" and not tried.assumed.startswith("clip")
         shows_factor = trial.shows_state or not is_factor
-        factors = {self._factor(rule) for rule in tried.fitting}
+        factors = {self._factor(by) for by in (trial.fitting or {}).values()}
         return replace(
             tried,
             blind=why_blind(self._group.scenario, shows_factor),
             factor=factors.pop() if len(factors) == 1 else "",
         )
 
-    def _factor(self, rule: str) -> str:
+    def _factor(self, by: StepAgain) -> str:
         """Return the factor of the gradient by a rule, and its cause; empty if it has none."""
         again = self._again
-        by_name = {} if self._sums is None else self._sums.singles() | self._sums.pairs()
-        if rule not in by_name:
-            return ""
-        divisor = _divisor(again.by(by_name[rule]))
-        expected = _divisor(again.by())
+        divisor, expected = _divisor(by), _divisor(again.by())
         causes = FactorCauses.of(
             again.taken.losses,
             divisor=expected,
@@ -164,69 +153,6 @@ class Explainer:
         number = int(larger // smaller)
         is_multiple = divisor < expected
         return causes.explain(Ratio(number=number, is_multiple=is_multiple, is_rounded=False))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RuleView:
-    """A step taken again, as far as ranks show it."""
-
-    by: StepAgain
-    numerics: Numerics
-
-    def reported(self, name: str) -> Tensor:
-        """Return a param's reduced gradient, as the target reports it."""
-        like = self.by.again.taken.params[name].dtype
-        return reported_sum(self.by.sum(name), self.by.division, numerics=self.numerics, like=like)
-
-    @property
-    def step(self) -> ReferenceStep:
-        """The outcome."""
-        return self.by.step
-
-
-class _Views:
-    """Views of a step by rules, each taken once."""
-
-    def __init__(self, again: Again, numerics: Numerics) -> None:
-        self._again, self._numerics = again, numerics
-        self._views: dict[Rules, RuleView] = {}
-
-    def candidate(self, rules: Rules) -> Candidate:
-        """Return what gives the view of any rank."""
-        if rules not in self._views:
-            self._views[rules] = RuleView(by=self._again.by(rules), numerics=self._numerics)
-        view = self._views[rules]
-        return lambda rank: view
-
-
-class _Table(Protocol):
-    @property
-    def assumed(self) -> str: ...
-    def singles(self) -> Mapping[str, Rules]: ...
-    def pairs(self) -> Mapping[str, Rules]: ...
-
-
-class _Alternatives:
-    """Rules of a table as alternatives."""
-
-    def __init__(self, table: _Table, views: _Views) -> None:
-        self._table, self._views = table, views
-
-    @property
-    def assumed(self) -> str:
-        """The rule that the reference followed."""
-        return self._table.assumed
-
-    def singles(self) -> Mapping[str, Candidate]:
-        """Return the rules that differ in one thing."""
-        return self._candidates(self._table.singles())
-
-    def pairs(self) -> Mapping[str, Candidate]:
-        """Return those that differ in two."""
-        return self._candidates(self._table.pairs())
-
-    def _candidates(self, by_name: Mapping[str, Rules]) -> Mapping[str, Candidate]:
-        return {name: self._views.candidate(rules) for name, rules in by_name.items()}
 
 
 def _divisor(by: StepAgain) -> float:

@@ -16,13 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_sim.judge.explaining import Update
-from zero_sim.reference import Again, Terms
+from zero_sim.reference import Again, StepAgain, Terms
 from zero_sim.reference.replay import isolated
 from zero_sim.reference.stepping import Stepper, lr_factor, torch_defaults
 from zero_sim.reference.steps import OptimizerHistory, OptimizerStep
-from zero_sim.rules.partial_sums import PartialSum
-from zero_sim.rules.trial import Candidate
 from zero_sim.scenario.spec import OptimizerSpec
 
 _WHOLE_PARAM_OPTIMIZERS = {
@@ -42,27 +39,28 @@ class Mistakes:
 
     again: Again
     """The last of the steps; earlier ones are in its history."""
-    sums: Sequence[PartialSum]
-    """Gradients that lack terms."""
+    sums: Mapping[str, Terms]
+    """Terms of gradients that lack others, by name."""
 
     assumed = "as the reference"
 
-    def singles(self) -> dict[str, Candidate]:
-        """Return mistakes in one thing."""
+    def singles(self) -> dict[str, StepAgain]:
+        """Return the step with a mistake in one thing."""
         settings = {name: each for name, each in self._settings.items() if len(each) == 1}
-        cuts = {
-            name: _everywhere(self._update(self._spec, cut)) for name, cut in self._cuts.items()
+        cuts = {name: self._stepped(self._spec, cut) for name, cut in self._cuts.items()}
+        sums = {
+            f"by the gradient of {name}": self.again.by(terms=terms)
+            for name, terms in self.sums.items()
         }
-        sums = {f"by the gradient of {each.name}": _by_rank(self.again, each) for each in self.sums}
-        return self._by_settings(settings) | cuts | sums
+        return self._by(settings) | cuts | sums
 
-    def pairs(self) -> dict[str, Candidate]:
-        """Return mistakes in several settings, the fewest first."""
-        return self._by_settings({n: each for n, each in self._settings.items() if len(each) > 1})
+    def pairs(self) -> dict[str, StepAgain]:
+        """Return it with mistakes in several settings, the fewest first."""
+        return self._by({name: each for name, each in self._settings.items() if len(each) > 1})
 
-    def _by_settings(self, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Candidate]:
+    def _by(self, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, StepAgain]:
         return {
-            name: _everywhere(self._update(replace(self._spec, **changes), _uncut))
+            name: self._stepped(replace(self._spec, **changes), _uncut)
             for name, changes in settings.items()
         }
 
@@ -72,10 +70,9 @@ class Mistakes:
 
     @property
     def _history(self) -> OptimizerHistory:
-        start = self.again.taken.start
-        assert start is not None
-        assert start.history is not None
-        return start.history
+        history = self.again.start.history
+        assert history is not None
+        return history
 
     @cached_property
     def _steps(self) -> Sequence[OptimizerStep]:
@@ -139,17 +136,21 @@ class Mistakes:
                 spans.setdefault(part.param, []).append((part.start, part.stop))
         return {name: sorted(found) for name, found in spans.items()}
 
-    def _update(self, spec: OptimizerSpec, cut: Cut) -> _Update:
-        start, stepped = self.again.taken.start, self._steps[-1].grads
-        assert start is not None
+    def _stepped(self, spec: OptimizerSpec, cut: Cut) -> StepAgain:
+        """The step by the same gradients; each param is stepped when it is compared."""
+        taken, working = self.again.taken, self.again.start.working
         moved = _PerParam(lambda name: self._moved(name, spec, cut))
-        return _Update(
+
+        def cast(name: str) -> Tensor:
+            return working.cast(name, moved[name][0], is_stepped=name in taken.stepped)
+
+        step = replace(
+            taken,
             masters=_PerParam(lambda name: moved[name][0]),
             state=_PerParam(lambda name: moved[name][1]),
-            params=_PerParam(
-                lambda name: start.working.cast(name, moved[name][0], is_stepped=name in stepped)
-            ),
+            params=_PerParam(cast),
         )
+        return replace(self.again.by(), finish=lambda by: step)
 
     def _moved(
         self, name: str, spec: OptimizerSpec, cut: Cut
@@ -171,44 +172,6 @@ class Mistakes:
             for key, value in states[0].items()
         }
         return _joined(list(stepper.masters.values()), like=start), state
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Update:
-    """The outcome of a step with a mistake."""
-
-    masters: Mapping[str, Tensor]  # each ND, fp32
-    state: Mapping[str, Mapping[str, Tensor]]
-    params: Mapping[str, Tensor]  # each ND, working dtype
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _MistakeView:
-    """A step with a mistake in the update, which no gradient shows."""
-
-    step: Update
-
-    def reported(self, name: str) -> Tensor:
-        """Raise: mistakes are compared by their updates alone."""
-        raise NotImplementedError
-
-
-def _everywhere(update: Update) -> Candidate:
-    view = _MistakeView(step=update)
-    return lambda rank: view
-
-
-def _by_rank(again: Again, partial: PartialSum) -> Candidate:
-    """The step by a partial sum, which may be another one on every rank."""
-    views: dict[Terms, _MistakeView] = {}
-
-    def view(rank: int) -> _MistakeView:
-        terms = partial.terms(rank)
-        if terms not in views:
-            views[terms] = _MistakeView(step=again.by(terms=terms).step)
-        return views[terms]
-
-    return view
 
 
 class _PerParam(dict[str, Any]):

@@ -3,48 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from zero_sim.reference import Again, Terms
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartialSum:
-    """A sum that lacks terms."""
-
-    name: str
-    """Terms that it has, as in `the last micro-batch alone`."""
-    micros: frozenset[int] | None = None
-    """Micro-batches that it has; None for all."""
-    is_local: bool = False
-    """True if it is of one rank, that of the observer."""
-    is_divided: bool = True
-    """True if it is divided as the whole sum would be."""
-
-    def terms(self, rank: int) -> Terms:
-        """Return its terms as a rank has them.
-
-        Args:
-            rank: The observer.
-        """
-        own = rank if self.is_local else None
-        return Terms(micros=self.micros, rank=own, is_divided=self.is_divided)
+LOCAL = Terms(is_local=True)
 
 
-def partial_sums(again: Again) -> list[PartialSum]:
-    """Return the partial sums that a faulty system may have, the likeliest first.
+def partial_sums(again: Again) -> dict[str, Terms]:
+    """Return the terms that a faulty system may add, the likeliest first.
 
     Args:
         again: The step.
+
+    Returns:
+        Terms by name, as in `the last micro-batch alone`.
     """
     replays = again.replays
     micros = max((len(replay.micro_grads) for replay in replays), default=0)
-    found = [PartialSum(name=name, micros=some) for name, some in _some_of(micros)]
-    if len(replays) > 1:
-        local = PartialSum(name="this rank alone, not reduced", is_local=True)
-        found = [local, *found, *(_local(each) for each in found)]
-        if again.by().division.how != "none":
-            found += [_not_divided(each) for each in found if each.is_local]
+    some = {name: Terms(micros=each) for name, each in _some_of(micros)}
+    if len(replays) == 1:
+        return some
+    found = {"this rank alone, not reduced": LOCAL, **some}
+    for name, terms in some.items():
+        found[f"{name}, of this rank, not reduced"] = replace(terms, is_local=True)
+    if again.by().division.how != "none":
+        local = {name: terms for name, terms in found.items() if terms.is_local}
+        for name, terms in local.items():
+            found[f"{name} and not divided"] = replace(terms, is_divided=False)
     return found
 
 
@@ -58,11 +44,3 @@ def _some_of(micros: int) -> Iterator[tuple[str, frozenset[int]]]:
     for micro in range(micros) if micros > 2 else ():
         others = frozenset(range(micros)) - {micro}
         yield f"all micro-batches but {words.get(micro, str(micro))}", others
-
-
-def _local(partial: PartialSum) -> PartialSum:
-    return replace(partial, name=f"{partial.name}, of this rank, not reduced", is_local=True)
-
-
-def _not_divided(partial: PartialSum) -> PartialSum:
-    return replace(partial, name=f"{partial.name} and not divided", is_divided=False)

@@ -6,17 +6,15 @@ step is taken again: first by rules that differ in one thing, then, if none of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
 
 from zero_sim.findings.compare import same_bits
-from zero_sim.judge.explaining import Seen, View
+from zero_sim.judge.explaining import Seen
 from zero_sim.judge.rules_tried import RulesTried, What
-
-Candidate = Callable[[int], View]
-"""Returns the step by a rule, as a rank has it."""
+from zero_sim.reference import StepAgain
 
 
 class Alternatives(Protocol):
@@ -27,11 +25,11 @@ class Alternatives(Protocol):
         """The rule that the reference followed, as a target declares it."""
         ...
 
-    def singles(self) -> Mapping[str, Candidate]:
-        """Return those that differ in one thing, by rule."""
+    def singles(self) -> Mapping[str, StepAgain]:
+        """Return the step by those that differ in one thing, by rule."""
         ...
 
-    def pairs(self) -> Mapping[str, Candidate]:
+    def pairs(self) -> Mapping[str, StepAgain]:
         """Return those that differ in two."""
         ...
 
@@ -45,14 +43,14 @@ class Trial:
         expected: The step as it was expected.
     """
 
-    def __init__(self, what: What, alternatives: Alternatives, *, expected: Candidate) -> None:
+    def __init__(self, what: What, alternatives: Alternatives, *, expected: StepAgain) -> None:
         self._what: What = what
         self._alternatives = alternatives
         self._expected = expected
         self._agreed: list[Seen] = []
         """Places that agree, as long as all do."""
         self._tried = 0
-        self.fitting: dict[str, Candidate] | None = None
+        self.fitting: dict[str, StepAgain] | None = None
         """Alternatives that fit, by rule; None as long as nothing differs."""
         self.shows_state = False
         """True if optimizer state was observed, which shows a gradient's factor."""
@@ -71,7 +69,6 @@ class Trial:
             seen: The place.
             got: Tensors of the rank there.
         """
-        self.shows_state |= len(got) > 1
         if self.fitting is not None:
             self._keep(seen, got)
             return
@@ -79,23 +76,21 @@ class Trial:
             self.fitting = {**some()}
             self._tried += len(self.fitting)
             self._keep(seen, got)
+            for earlier in self._agreed:
+                self._keep(earlier, self._wanted(earlier))
             if self.fitting:
                 break
-        for earlier in self._agreed:
-            self._keep(earlier, self._wanted(earlier))
         self._agreed.clear()
 
     def _wanted(self, seen: Seen) -> Mapping[str, Tensor]:
-        return seen.pick(self._expected(seen.rank))
+        return seen.pick(self._expected)
 
     def _keep(self, seen: Seen, got: Mapping[str, Tensor]) -> None:
         """Keep the alternatives that give what a rank has in a place."""
         assert self.fitting is not None
         self.shows_state |= len(got) > 1
         self.fitting = {
-            rule: candidate
-            for rule, candidate in self.fitting.items()
-            if _same(seen.pick(candidate(seen.rank)), got)
+            rule: by for rule, by in self.fitting.items() if _same(seen.pick(by.at(seen.rank)), got)
         }
 
     def outcome(self) -> RulesTried | None:
