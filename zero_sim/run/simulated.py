@@ -68,12 +68,7 @@ class Simulated:
     def run(self, scenario: Scenario) -> CaseRun:
         """Run a case."""
         trial = Trial(device=self.device)
-        ranks = _AllRanks(
-            self.worlds,
-            turns=self.turns,
-            trajectories=self.trajectories,
-            explainer=self.explainer,
-        )
+        ranks = _AllRanks(self)
         kept = ExitStack()
 
         def find() -> Target:
@@ -105,27 +100,24 @@ class Simulated:
 class _AllRanks:
     """All ranks of one simulated world after the other."""
 
-    worlds: WorldPool
-    turns: Sequence[Sequence[int]]
+    backend: Simulated
     logs: list[EventLog] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     own: RankLocalState | None = None
     """What is done for ranks of a target that declares rank-local state."""
-    trajectories: Trajectories | None = None
-    explainer: str = ""
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says; a world that ends otherwise than by a rank that raised is found."""
-        world = self.worlds.world_for(segment.scenario)
+        world = self.backend.worlds.world_for(segment.scenario)
         view = View(
             calls_made=lambda: len(world.log.collectives),
-            trajectories=self.trajectories,
-            explainer=self.explainer,
+            trajectories=self.backend.trajectories,
+            explainer=self.backend.explainer,
         )
         contexts = trial.build_contexts(segment, target=target, view=view)
         replay = None
-        if index < len(self.turns):
-            replay = Replay(self.turns[index], strict=False)
+        if index < len(self.backend.turns):
+            replay = Replay(self.backend.turns[index], strict=False)
             world.configure(schedule=replay)
         program = build_program(
             segment,
