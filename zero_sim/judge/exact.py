@@ -24,7 +24,7 @@ from zero_sim.judge.told import told_as, told_otherwise
 from zero_sim.reference import ReferenceStep, norms_of_shard, quotient
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
-from zero_sim.targets.adapt import GRADIENTS
+from zero_sim.targets.adapt import GRADIENTS, PARTS
 
 
 class ExactComparison:
@@ -78,11 +78,11 @@ class ExactComparison:
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare norm and zeros; the norm only where every order of adding gives it."""
         expected = self._steps[step]
-        norm = result.norm if expected.norm_certified else None
+        norm = result.norm if expected.measured.norm_certified else None
         if self._group.numerics.norm == "told":
             self._group.unobserved.add("norm")
             norm = None
-        if norm is not None and self._comparer.differs(expected.norm, norm):
+        if norm is not None and self._comparer.differs(expected.measured.norm, norm):
             known = list(self._known_norms(expected, rank=rank))
             found = self._group.differing(
                 findings.norm(step, rank),
@@ -96,10 +96,9 @@ class ExactComparison:
             explainer = None if is_known else self._explanations.of(expected)
             rule = "" if explainer is None else explainer.explain_norm(norm)
             yield replace(found, detail="\n".join(filter(None, [found.detail, rule])))
-        if result.zeros is not None and result.zeros != expected.zeros:
-            yield findings.misreported(
-                "zeros", step, rank, expected=expected.zeros, got=result.zeros
-            )
+        zeros = expected.measured.zeros
+        if result.zeros is not None and result.zeros != zeros:
+            yield findings.misreported("zeros", step, rank, expected=zeros, got=result.zeros)
 
     def _known_norms(self, expected: ReferenceStep, *, rank: int) -> Iterator[Known]:
         """Norms that may stand in place of that of the whole gradient: those of one shard."""
@@ -218,7 +217,8 @@ class ExactComparison:
     ) -> Iterator[Finding]:
         """Compare gradients of whole params, where the target declares that it shows them."""
         group = self._group
-        group.note_unreported(divisor=self._steps[step].divisor)
+        if PARTS in group.unobserved:
+            group.note_unreported(divisor=self._steps[step].divisor)
         if not group.shows_grads_of_params:
             return
         reported = engine.gradients()
@@ -256,7 +256,7 @@ class ExactComparison:
 
     def _factors(self, expected: ReferenceStep) -> FactorCauses:
         """Causes of a factor of reduced gradients as the target reports them."""
-        division = expected.division
+        division = expected.update.division
         is_sum = division.rest != 1 and not self._group.tells_divided and not division.each_round
         return self._factors_of(expected, is_mean=not is_sum)
 
@@ -265,7 +265,7 @@ class ExactComparison:
     ) -> FactorCauses:
         return FactorCauses.of(
             expected.losses,
-            divisor=1 if expected.division.how == "none" else expected.division.count,
+            divisor=1 if expected.update.division.how == "none" else expected.update.division.count,
             replicas=self._group.scenario.system.redundancy,
             is_mean=is_mean,
             noun=noun,

@@ -36,7 +36,7 @@ def told_as(
     """
     if point != "after-clip":
         like = expected.params[name].dtype
-        return _in_dtype(expected.grads[name], expected.division, point, dtype, like)
+        return _in_dtype(expected.grads[name], expected.update.division, point, dtype, like)
     if name in expected.stepped:
         stepped = expected.stepped[name]
         like = {"sum": expected.grads, "param": expected.params}.get(dtype)

@@ -337,7 +337,7 @@ class Ranks:
         """Return what a rank brings to each reduction; see `RankReplay.rounds`.
 
         Args:
-            rank: The rank.
+            rank: Index of the rank.
             micros: Gradients of each of its micro-batches, by param.
             names: Params of which a sum without terms is zeros.
             rules: How gradients are accumulated.

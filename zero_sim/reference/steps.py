@@ -9,7 +9,6 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from zero_sim.reference.division import Division
 from zero_sim.reference.following import Update
 from zero_sim.reference.gradient import Measure
 from zero_sim.reference.quantization import WorkingParams
@@ -106,11 +105,6 @@ class ReferenceStep:
     """What the step began with; None if there are too many elements to keep it."""
 
     @property
-    def division(self) -> Division:
-        """Division of `grads`."""
-        return self.update.division
-
-    @property
     def divisor(self) -> float:
         """Number that `grads` are yet to be divided by: 1 if nothing comes after the sum."""
         return self.update.divisor
@@ -124,16 +118,6 @@ class ReferenceStep:
     def norm(self) -> Tensor:  # 0D, fp32
         """Norm of the whole master gradient before clipping."""
         return self.measured.norm
-
-    @property
-    def norm_certified(self) -> bool:
-        """True if every order of adding gives that norm."""
-        return self.measured.norm_certified
-
-    @property
-    def zeros(self) -> int:
-        """Elements of the master gradient that are zero, before clipping."""
-        return self.measured.zeros
 
     @property
     def masters_before(self) -> Mapping[str, Tensor]:  # each ND, fp32

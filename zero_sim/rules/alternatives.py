@@ -1,6 +1,8 @@
-"""Table of other rules by which a step could have been taken, by name as a target declares them.
+"""Table of the ways in which a step could have been taken.
 
-Rules change in one thing, or in two that are about different things.
+- other rules, by name as a target declares them: changed in one thing, or in two that are about
+  different things
+- partial sums of gradients: of some micro-batches only, or of one rank
 """
 
 from __future__ import annotations
@@ -24,10 +26,14 @@ from zero_sim.reference import (
     Norm,
     Rules,
     StepAgain,
+    Terms,
     takes_root,
 )
 from zero_sim.reference.division import DivideBy
 from zero_sim.reference.oracle import KEPT_ELEMS_MAX
+
+LOCAL = Terms(is_local=True)
+"""The terms of a gradient that nobody reduced."""
 
 Change = Mapping[str, Any]
 """Fields of a target's declaration, by name, and what they would be."""
@@ -60,7 +66,7 @@ class SumRules:
         """Return those of a step; None if it has so many elements that trying them takes long.
 
         Args:
-            again: The step.
+            again: The step that differs.
         """
         ranks, micros = len(again.replays), again.scenario.run.micro_batches
         elems = sum(grad.numel() for grad in again.taken.grads.values())
@@ -195,7 +201,7 @@ def norm_steps(again: Again) -> dict[str, StepAgain]:
     """Return the step by the other rules for the norm of a gradient.
 
     Args:
-        again: The step.
+        again: The step that differs.
     """
     rules = again.rules
     # Where an order depends on positions, nothing is known of a call that adds squares.
@@ -204,6 +210,42 @@ def norm_steps(again: Again) -> dict[str, StepAgain]:
     unknown = () if any(again.holdings) else ("of-own-params", "of-shards")
     others = [norm for norm in known if norm not in (rules.norm, "told", *unknown)]
     return {f"norm = {norm!r}": again.by(replace(rules, norm=norm)) for norm in others}
+
+
+def partial_sums(again: Again) -> dict[str, Terms]:
+    """Return the terms that a faulty system may add, the likeliest first.
+
+    Args:
+        again: The step that differs.
+
+    Returns:
+        Terms by name, as in `the last micro-batch alone`.
+    """
+    replays = again.replays
+    micros = max((len(replay.micro_grads) for replay in replays), default=0)
+    some = {name: Terms(micros=each) for name, each in _some_of(micros)}
+    if len(replays) == 1:
+        return some
+    found = {"this rank alone, not reduced": LOCAL, **some}
+    for name, terms in some.items():
+        found[f"{name}, of this rank, not reduced"] = replace(terms, is_local=True)
+    if again.by().division.how != "none":
+        local = {name: terms for name, terms in found.items() if terms.is_local}
+        for name, terms in local.items():
+            found[f"{name} and not divided"] = replace(terms, is_divided=False)
+    return found
+
+
+def _some_of(micros: int) -> Iterator[tuple[str, frozenset[int]]]:
+    """Micro-batches that a system may keep of so many, the last one first."""
+    if micros < 2:
+        return
+    words = {0: "the first micro-batch", micros - 1: "the last micro-batch"}
+    for micro in reversed(range(micros)):
+        yield f"{words.get(micro, f'micro-batch {micro}')} alone", frozenset({micro})
+    for micro in range(micros) if micros > 2 else ():
+        others = frozenset(range(micros)) - {micro}
+        yield f"all micro-batches but {words.get(micro, str(micro))}", others
 
 
 def in_words(change: Change) -> str:

@@ -16,9 +16,8 @@ from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.rules_tried import RulesTried
 from zero_sim.judge.told import sum_as_reported
 from zero_sim.reference import Reference, ReferenceStep, StepAgain
-from zero_sim.rules.alternatives import SumRules, UpdateRules, norm_steps
+from zero_sim.rules.alternatives import LOCAL, SumRules, UpdateRules, norm_steps, partial_sums
 from zero_sim.rules.mistakes import Mistakes
-from zero_sim.rules.partial_sums import LOCAL, partial_sums
 from zero_sim.rules.trial import Trial
 from zero_sim.scenario.spec import OptimizerName, Scenario
 
