@@ -24,13 +24,13 @@ from zero_sim.targets import Numerics, OwnedPart
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """A place that a rank shows: part of a gradient, or of what an update made."""
+    """A place in a rank's state: part of a gradient, a master with its state, or a param."""
 
     what: What
     rank: int
     """The rank, within the group."""
     pick: Callable[[StepAgain], Mapping[str, Tensor]]
-    """Takes the tensors of that place from the step by any rules, by name."""
+    """Returns the tensors there, by name, for a step by any rules."""
 
 
 class Explainer(Protocol):
@@ -41,23 +41,23 @@ class Explainer(Protocol):
 
         Args:
             seen: The place.
-            got: Tensors of the rank there, by the names of `seen.pick`.
+            got: The rank's tensors there, named as by `seen.pick`.
             agrees: True if they are as expected.
         """
         ...
 
     def known_grads(self, name: str, *, rank: int, start: int) -> Iterator[Known]:
-        """Return gradients that lack terms, which may stand in place of a reduced one.
+        """Return gradients without some terms, which may stand in place of a reduced one.
 
         Args:
             name: The param.
-            rank: The rank that shows it, within the group.
-            start: Offset of the part that is compared.
+            rank: The observed rank, within the group.
+            start: Offset where the compared part begins.
         """
         ...
 
     def explain_norm(self, norm: Tensor) -> str:
-        """Return the rules that give a norm; empty if none does.
+        """Return the rules by which a norm is right; empty if there are none.
 
         Args:
             norm: 0-D fp32, of a rank.
@@ -81,18 +81,18 @@ class Explanations:
         self._group = group
         self._reference = reference
         self._agreed: dict[int, list[Seen]] = {}
-        """By step in which nothing differs yet: places that agree."""
+        """Agreeing places, by step, until something differs."""
         self._explainers: dict[int, Explainer] = {}
 
     def note(
         self, expected: ReferenceStep, seen: Seen, got: Mapping[str, Tensor], *, agrees: bool
     ) -> None:
-        """Note a place that was compared.
+        """Note a compared place.
 
         Args:
             expected: The step as the reference took it.
             seen: The place.
-            got: Tensors of the rank there.
+            got: The rank's tensors there.
             agrees: True if they are as expected.
         """
         if agrees and expected.step not in self._explainers:
@@ -134,10 +134,10 @@ class Explanations:
 
 
 def part_seen(part: OwnedPart, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]]:
-    """Return the place of a part's master and state, and what the rank has there.
+    """Return the place where a part's master and state are, and their values.
 
     Args:
-        part: A part of a param that the rank owns, as its engine shows it.
+        part: An owned part, as the engine shows it.
         rank: The rank, within the group.
     """
     place = part.place
@@ -167,8 +167,8 @@ def grad_seen(
 
     Args:
         name: The param.
-        got: Gradient that the rank reports.
-        cut: Cuts a whole one to that.
+        got: The reported gradient.
+        cut: Cuts a whole one to the same size.
         rank: The rank, within the group.
         numerics: Declared by the target.
     """

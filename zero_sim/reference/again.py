@@ -1,7 +1,7 @@
-"""One step of the reference, taken again: by other rules, or from some of the terms of its sums.
+"""Steps taken again: by other rules, or with fewer terms in their sums.
 
-The ranks are replayed once more. What each of them computed in each micro-batch is kept, so another
-rule costs one sum and one update.
+The ranks are replayed once more. Their gradients are kept by micro-batch, so another rule costs one
+sum and one update.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from zero_sim.scenario.spec import Scenario
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """The terms of a sum of gradients that a faulty system adds; all of them by default."""
+    """The terms a faulty system adds in the place of all; by default, all."""
 
     micros: frozenset[int] | None = None
     """Micro-batches; None for all."""
     is_local: bool = False
-    """True for the terms of one rank alone, the observer."""
+    """True if only one rank brings terms, the observer."""
     is_divided: bool = True
     """True if the sum is divided as the sum of all terms would be."""
 
@@ -47,11 +47,11 @@ class Again:
     """The rules by which it was taken."""
     ranks: Ranks
     replays: Sequence[RankReplay]
-    """By rank, with the gradients of every micro-batch."""
+    """By rank, with gradients by micro-batch."""
     holdings: Holdings
-    """By rank, the parts of params that it owns; empty if not reported."""
+    """Owned parts, by rank; empty if not reported."""
     finish: Callable[[StepAgain], ReferenceStep]
-    """Computes all that follows from the sums."""
+    """Computes the update from the sums."""
     _known: dict[object, StepAgain] = field(default_factory=dict)
 
     def by(
@@ -75,7 +75,7 @@ class Again:
         return self._known.setdefault((by.rules, by.terms, by.rank), by)
 
     def count(self, by: DivideBy) -> float:
-        """Return the number of contributions to a sum.
+        """Count the contributions to a sum.
 
         Args:
             by: Unit in which they are counted.
@@ -89,7 +89,7 @@ class Again:
 
     @cached_property
     def unused(self) -> Sequence[str]:
-        """Names of the params that no rank used, whatever rule holds for these."""
+        """Names of params without a use on any rank, whatever rule holds for these."""
         used = frozenset[str]().union(*(replay.reached for replay in self.replays))
         return [name for name in self.ranks.trained(self.taken.step) if name not in used]
 
@@ -104,7 +104,7 @@ class StepAgain:
     rank: int
     """The observer, if the terms are local."""
     finish: Callable[[StepAgain], ReferenceStep]
-    """As in `Again`; other than there for a system that fails behind the sums."""
+    """As in `Again`, except for a mistake made after the sums."""
     _sums: dict[str, Tensor] = field(default_factory=dict)
 
     def at(self, rank: int) -> StepAgain:
@@ -124,7 +124,7 @@ class StepAgain:
 
     @cached_property
     def step(self) -> ReferenceStep:
-        """All that follows from the sums; its tensors are not live."""
+        """The whole step; its tensors are not live."""
         return self.finish(self)
 
     @property
@@ -135,12 +135,12 @@ class StepAgain:
 
     @cached_property
     def active(self) -> Sequence[str]:
-        """Names of the params that have a gradient, in order."""
+        """Names of params with a gradient, in order."""
         ranks, replays, step = self.again.ranks, self.again.replays, self.again.taken.step
         return [name for name in ranks.active(step, replays, self.rules) if self.holds(name)]
 
     def holds(self, name: str) -> bool:
-        """Return True if a rank whose gradients are added has a param.
+        """Return True if any rank with terms has a param.
 
         Args:
             name: The param.
@@ -148,10 +148,10 @@ class StepAgain:
         return any(name in replay.rounds[0] for replay in self._replays.values())
 
     def sum(self, name: str) -> Tensor:
-        """Return the sum of a param's gradients.
+        """Add a param's gradients.
 
         Args:
-            name: The param, one that `holds`.
+            name: The param; `holds` must be True for it.
         """
         if name not in self._sums:
             with isolated():
@@ -159,7 +159,7 @@ class StepAgain:
         return self._sums[name]
 
     def contributions(self) -> Contributions:
-        """Return all that is known of the sums but the terms."""
+        """Return everything about the sums except their terms."""
         local = self.again.ranks.contributions(self.active, self.again.replays, self.rules)
         names = [name for name in local.names if self.holds(name)]
         return replace(local, names=names, division=self.division)

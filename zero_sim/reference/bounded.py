@@ -67,12 +67,12 @@ class BoundedStep:
 
     @property
     def order_free(self) -> Mapping[str, Tensor]:  # each ND, bool
-        """By param: True for elements of `grads` that are the same in every order of addition."""
+        """By param: True for elements of `grads` with the same bits in every order of addition."""
         return {name: bound.certified for name, bound in self.bounds.items()}
 
     @property
     def divisor(self) -> float:
-        """Number that `grads` are yet to be divided by: 1 but for `post`."""
+        """Divisor for `grads`: 1 but for `post`."""
         return self.update.divisor
 
     @property

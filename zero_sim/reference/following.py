@@ -30,11 +30,11 @@ class Update:
 
     @property
     def divisor(self) -> float:
-        """Number that sums are yet to be divided by: 1 if nothing comes after them."""
+        """Divisor for sums: 1 if nothing is done after them."""
         return 1 if self.division.each_round else self.division.rest
 
     def apply(self, total: Tensor) -> Tensor:
-        """Return the fp32 gradient that comes of a sum, a copy: divided and unscaled.
+        """Divide and unscale a sum, in fp32; returns a copy.
 
         Args:
             total: The sum over ranks, in any shape; not changed.

@@ -45,7 +45,7 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import EXACT_MODELS, Workload, build_workload
 
 KEPT_ELEMS_MAX = 1 << 20
-"""Elements that are kept so that a step can be taken again; of a larger model, none are."""
+"""Most elements to keep for taking a step again; a larger model keeps none."""
 
 
 class Reference:
@@ -246,7 +246,7 @@ class Reference:
         return None if self._loss_scale is None else self._loss_scale.scale
 
     def _start(self, adding: Adding, orders: Orders) -> StepStart | None:
-        """Keep what the next step begins with; None if that has too many elements."""
+        """Copy everything the next step begins with; None if there are too many elements."""
         if self._elems * self._scenario.world.size > KEPT_ELEMS_MAX:
             return None
         return StepStart(
@@ -265,7 +265,7 @@ class Reference:
         *,
         start: StepStart | None = None,
     ) -> BegunStep:
-        """Unscale, divide and measure what ranks were summed to."""
+        """Unscale, divide and measure the sums over ranks."""
         flat = self._flatten(grads, local)
         nonzero_fraction = int(flat.count_nonzero()) / max(1, self._elems)
         if self._scale is not None:
@@ -344,7 +344,7 @@ class Reference:
         )
 
     def again(self, taken: ReferenceStep) -> Again | None:
-        """Get ready to take an earlier step again; None if what it began with was not kept.
+        """Get ready to take an earlier step again; None if its start was not kept.
 
         Args:
             taken: A step of this reference in its present world.

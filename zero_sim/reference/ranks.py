@@ -345,7 +345,7 @@ class Ranks:
         return self._replayer_of_rank[rank].accumulate(micros, names, **self._rounds(rules))
 
     def trained(self, step: int) -> list[str]:
-        """Return the names of the params that are not frozen at a step, in order.
+        """Return the names of params not frozen at a step, in order.
 
         Args:
             step: Optimizer step, from 0.
@@ -354,12 +354,12 @@ class Ranks:
         return [name for name in self._names if name not in frozen]
 
     def active(self, step: int, replays: Sequence[RankReplay], rules: Rules) -> list[str]:
-        """Return the names of the params that have a gradient in a step, in order.
+        """Return the names of params with a gradient in a step, in order.
 
         Args:
             step: Optimizer step, from 0.
             replays: By rank.
-            rules: Whether a param that no rank used has one.
+            rules: They decide if an unused param has one.
         """
         trained = self.trained(step)
         if rules.unused != "left-alone":
@@ -443,7 +443,7 @@ class Ranks:
         )
 
     def _freeze(self, step: int) -> None:
-        """Freeze the params that are frozen at a step, and no others."""
+        """Freeze params for a step, and no others."""
         if self._scenario.model.freeze:
             for replayer in self._replayers:
                 replayer.freeze(self._frozen(step))

@@ -1,4 +1,4 @@
-"""Steps of the reference as records: what one began with, came to, and leaves to the next."""
+"""Records: where a step began, where it came to, and where the next one begins."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from zero_sim.reference.stepping import Stepper
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerStep:
-    """One step of the optimizer."""
+    """An optimizer step."""
 
     step: int
     """Its index, from 0."""
     grads: Mapping[str, Tensor]  # each ND, fp32
-    """Gradients as the optimizer was given them, by param that it stepped."""
+    """The optimizer's gradients, by stepped param."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerHistory:
-    """All earlier steps of an optimizer."""
+    """All earlier optimizer steps."""
 
     masters: Mapping[str, Tensor]  # each ND, fp32
-    """Masters before the first of them."""
+    """Masters before the first one."""
     steps: Sequence[OptimizerStep] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStart:
-    """Copies of all that a step began with, so that it can be taken again."""
+    """Copies from before a step, so it can be taken again."""
 
     stepper: Stepper
     """Masters and optimizer state; not to be stepped itself."""
     loss_scale: LossScale | None
     working: WorkingParams
-    """The form of the working params, with the scales of those in fp8."""
+    """Dtypes and fp8 scales for the working params."""
     adding: Adding
     orders: Orders
     history: OptimizerHistory | None
     """None if there are too many elements to keep them."""
 
     def params(self) -> dict[str, Tensor]:
-        """Return the working params, of all ranks."""
+        """Cast the masters into working params."""
         masters = self.stepper.masters.items()
         return {name: self.working.cast(name, each, is_stepped=False) for name, each in masters}
 
@@ -72,7 +72,7 @@ class ReferenceStep:
     """Gradients of one device that sees the data once, where the case says that all ranks together
     compute these; scaled as `grads`."""
     update: Update
-    """The division of `grads`, and the factors of losses and of learning rates in this step."""
+    """Division for `grads`; factors for losses and learning rates in this step."""
     stepped: Mapping[str, Tensor]  # each ND, fp32
     """What the optimizer was given, by param that it stepped: divided, unscaled and clipped; empty
     where the step was skipped."""
@@ -106,7 +106,7 @@ class ReferenceStep:
 
     @property
     def divisor(self) -> float:
-        """Number that `grads` are yet to be divided by: 1 if nothing comes after the sum."""
+        """Divisor for `grads`: 1 if nothing is done after the sum."""
         return self.update.divisor
 
     @property

@@ -1,8 +1,7 @@
-"""Table of the ways in which a step could have been taken.
+"""Table of alternatives to a step.
 
-- other rules, by name as a target declares them: changed in one thing, or in two that are about
-  different things
-- partial sums of gradients: of some micro-batches only, or of one rank
+- other rules, by name as a target declares them: one thing changes, or two different things
+- partial sums: gradients from some micro-batches only, or from one rank
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from zero_sim.reference.division import DivideBy
 from zero_sim.reference.oracle import KEPT_ELEMS_MAX
 
 LOCAL = Terms(is_local=True)
-"""The terms of a gradient that nobody reduced."""
+"""The terms if nobody reduces a gradient."""
 
 Change = Mapping[str, Any]
 """Fields of a target's declaration, by name, and what they would be."""
