@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from tests.older_torch import provide_names
 from tests.profiles import register_profiles
+from zero_sim import run_case
 from zero_sim.backends.worlds import WorldPool
 from zero_sim.findings.records import CaseResult
 from zero_sim.mutants import find_mutants
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import DataSpec, ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.sim import EventLog, World
 from zero_sim.sim.schedule import Recipe

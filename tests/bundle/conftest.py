@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zero_sim import run_case
 from zero_sim.bundle import read_bundle, write_bundle
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, Scenario, WorldSpec
 from zero_sim.zero.optimizer import DistributedOptimizer
 

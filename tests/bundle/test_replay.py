@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from zero_sim import run_case
 from zero_sim.bundle import read_bundle, replay_bundle, write_bundle
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.judge import verdict
 from zero_sim.report.text import render_replay
-from zero_sim.run.runner import run_case
 from zero_sim.scenario.load import load_cases
 from zero_sim.scenario.spec import ExpectSpec
 from zero_sim.targets.own import ZeroSimTarget

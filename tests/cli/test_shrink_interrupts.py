@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import zero_sim.run
 from zero_sim.host.signals import SAME_SECONDS
+from zero_sim.rules import judging
 from zero_sim.scenario.load import load_scenario
 from zero_sim.shrink import size_of
 
@@ -120,7 +120,7 @@ def test_it_leaves_a_bundle_of_it(folder):
 
 def test_it_is_told_to_programs(invoke, broken, monkeypatch):
     broken(True)
-    judge, count = zero_sim.run.run_case, 0
+    judge, count = judging.run_case, 0
 
     def interrupting(scenario, **options):
         nonlocal count
@@ -129,7 +129,7 @@ def test_it_is_told_to_programs(invoke, broken, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return judge(scenario, **options)
 
-    monkeypatch.setattr(zero_sim.run, "run_case", interrupting)
+    monkeypatch.setattr(judging, "run_case", interrupting)
     told = json.loads(invoke("shrink", "one.toml", "--json").stdout)
     assert (told["stopped"], told["complete"], told["cases"]) == ("asked", False, 3)
 

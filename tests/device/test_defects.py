@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.standin import NAME
+from zero_sim import run_case
 from zero_sim.backends.worlds import WorldPool
 from zero_sim.judge import exact as exact_judge
 from zero_sim.reference import division as reference_division
 from zero_sim.reference import oracle, quantization, replay, stepping
-from zero_sim.run import program, run_case
+from zero_sim.run import program
 from zero_sim.scenario.spec import (
     DataSpec,
     ExpectSpec,

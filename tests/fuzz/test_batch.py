@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from zero_sim import run_case
 from zero_sim.bundle import read_bundle
 from zero_sim.findings.records import Evidence, Finding, not_judged
 from zero_sim.fuzz import batch, drawing
@@ -16,7 +17,7 @@ from zero_sim.fuzz.records import BatchReport, Job, batch_seed, from_json, to_js
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.host import signals
 from zero_sim.report.text import render_case
-from zero_sim.run import CaseResult, run_case
+from zero_sim.run import CaseResult
 from zero_sim.run.sgd_twin import TWIN_EVERY
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.load import parse_cases

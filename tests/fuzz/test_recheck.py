@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from tests.fuzz.broken import Broken
+from zero_sim import run_case
 from zero_sim.fuzz.known import recheck
 from zero_sim.fuzz.records import Found
-from zero_sim.run import run_case
 from zero_sim.scenario.load import parse_cases
 from zero_sim.shrink import Key, key_of
 

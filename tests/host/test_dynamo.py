@@ -69,7 +69,7 @@ def test_a_compiler_that_is_there_stays():
 def test_a_case_of_the_projects_own_system_needs_no_compiler_sharding_of_torch_nor_algebra():
     _runs(
         "import sys\n"
-        "from zero_sim.run import run_case\n"
+        "from zero_sim import run_case\n"
         "from zero_sim.scenario.spec import ModelSpec, Scenario\n"
         "result = run_case(Scenario(schema=1, model=ModelSpec(name='mlp')))\n"
         "assert result.verdict == 'pass', result\n"

@@ -86,7 +86,7 @@ def shown(group):
     return {
         "parts": [part_of(step, name) for name in step.masters],
         "params": {name: param.clone() for name, param in step.params.items()},
-        "result": StepResult(norm=step.norm, zeros=step.zeros),
+        "result": StepResult(norm=step.norm, zeros=step.measured.zeros),
     }
 
 

@@ -6,6 +6,7 @@ from itertools import islice
 import pytest
 import torch
 
+from zero_sim import run_case
 from zero_sim.errors import LayoutError
 from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
@@ -24,7 +25,7 @@ from zero_sim.mutants.campaign import (
 )
 from zero_sim.mutants.records import mutant
 from zero_sim.mutants.score import score_of
-from zero_sim.run import CaseResult, run_case
+from zero_sim.run import CaseResult
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario

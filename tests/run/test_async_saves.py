@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from tests.run.summing import Engine
+from zero_sim import run_case
 from zero_sim.errors import ScenarioError
 from zero_sim.mutants import find_mutants
-from zero_sim.run import run_case
 from zero_sim.run.program import segments_of
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (

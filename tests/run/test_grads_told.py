@@ -6,8 +6,9 @@ import pytest
 
 from tests.judge.ruled import Target as Ruled
 from tests.run.summing import CASE, Target
+from zero_sim import run_case
 from zero_sim.findings.records import taken_notes
-from zero_sim.run import run_case, runner
+from zero_sim.run import runner
 from zero_sim.scenario.spec import OptimizerSpec, WorldSpec
 from zero_sim.targets import (
     find_target,

@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 
+from zero_sim import run_case
 from zero_sim.backends.worlds import WorldPool
 from zero_sim.calculators.measure import measure
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.zero.data_parallel import DistributedDataParallel
 

@@ -14,7 +14,7 @@ from zero_sim.judge.copies import Copy
 from zero_sim.judge.grad_stats import PartStats, ReportedStats
 from zero_sim.judge.guarantee import Width
 from zero_sim.judge.judge_report import JudgeReport, RankDigests
-from zero_sim.judge.rules import RulesTried
+from zero_sim.judge.rules_tried import RulesTried
 from zero_sim.run.reports import CaseRun, Failure, Report, result_of
 from zero_sim.scenario.spec import ModelSpec, Scenario, WorldSpec
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from zero_sim import run_case
 from zero_sim.errors import EnvironmentProblem
-from zero_sim.run import contexts, run_case
+from zero_sim.run import contexts
 from zero_sim.scenario.spec import (
     DataSpec,
     ExpectSpec,

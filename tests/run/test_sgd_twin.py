@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from tests.run.summing import CASE, Target
-from zero_sim.run import run_case
+from zero_sim import run_case
 from zero_sim.run.sgd_twin import marked, twin_of, with_twin
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from zero_sim.run import run_case
+from zero_sim import run_case
 from zero_sim.scenario.decode import decode
 from zero_sim.scenario.fields import field_paths
 

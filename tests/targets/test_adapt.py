@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.run.summing import Engine
+from zero_sim import run_case
 from zero_sim.errors import UsageError
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_sim import run_case
 from zero_sim.errors import ProtocolError
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
     FreezeSpec,
     ModelSpec,

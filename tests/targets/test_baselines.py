@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from zero_sim import run_case
 from zero_sim.calculators.footprint import single_device
 from zero_sim.calculators.measure import measure
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from zero_sim.run import run_case
+from zero_sim import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_sim.run import run_case
+from zero_sim import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 
 from tests.judge.ruled import Target as Ruled
 from tests.run.summing import CASE, Engine, Undivided
+from zero_sim import run_case
 from zero_sim.backends.worlds import WorldPool
 from zero_sim.cli.main import main
 from zero_sim.errors import Problem
@@ -26,7 +27,6 @@ from zero_sim.findings.records import CaseResult, Evidence, Finding
 from zero_sim.fuzz import drawing
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import drawn_cases
-from zero_sim.run import run_case
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import (
     DataSpec,

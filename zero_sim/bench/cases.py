@@ -30,7 +30,7 @@ from zero_sim.errors import LayoutError
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.layouts import Layout, layouts
 from zero_sim.fuzz.strategies import drawn_cases
-from zero_sim.run import run_case
+from zero_sim.rules.judging import EXPLAINER, run_case
 from zero_sim.run.real_judge import on_workers
 from zero_sim.run.setup import Setup
 from zero_sim.scenario.dump import to_toml
@@ -203,7 +203,7 @@ def gloo_figures(*, hidden: int = 8, repeats: int = 20) -> tuple[float, float, f
         repeats: How often it is done.
     """
     scenario = small_case(hidden=hidden)
-    with WorldPool() as pool, on_workers(Setup(backend="gloo")) as judge:
+    with WorldPool() as pool, on_workers(Setup(backend="gloo"), explainer=EXPLAINER) as judge:
         on_gloo = functools.partial(judge, scenario)
         simulated = functools.partial(run_case, scenario, pool=pool)
         simulated()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zero_sim.backends.worlds import WorldPool
 from zero_sim.bench.cases import simulated_seconds, small_case
-from zero_sim.run import run_case
+from zero_sim.rules.judging import run_case
 from zero_sim.sim import World
 from zero_sim.workloads import build_workload
 

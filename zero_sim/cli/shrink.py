@@ -196,7 +196,7 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float, device: str) 
     with packages_needed():
         from zero_sim.backends.stop import Stop, interrupts_ask
         from zero_sim.backends.worlds import WorldPool
-        from zero_sim.run import run_case
+        from zero_sim.rules.judging import run_case
         from zero_sim.shrink import Limits, key_of, may_shrink, right_judge, shrink_finding
         from zero_sim.targets import refusals
 

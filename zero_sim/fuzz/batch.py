@@ -37,7 +37,7 @@ from zero_sim.host.device import check_device
 from zero_sim.host.files import write_whole
 from zero_sim.host.garbage import settle_memory
 from zero_sim.judge.trajectory import Trajectories
-from zero_sim.run import run_case
+from zero_sim.rules.judging import run_case
 from zero_sim.run.sgd_twin import TWIN_EVERY, marked, with_twin
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario, SystemSpec

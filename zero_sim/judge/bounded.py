@@ -132,7 +132,7 @@ class BoundedComparison(Steps):
         """None: a case whose order is not known goes on in no other world."""
         yield from ()
 
-    def note_agreed(self, part: OwnedPart, *, step: int) -> None:
+    def note_agreed(self, part: OwnedPart, *, rank: int, step: int) -> None:
         """Do nothing: no steps come from elsewhere."""
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:

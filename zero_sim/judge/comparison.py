@@ -188,7 +188,7 @@ class Comparison(Comparing, Protocol):
         """Compare all that a rank goes on with after a load, before its first step."""
         ...
 
-    def note_agreed(self, part: OwnedPart, *, step: int) -> None:
+    def note_agreed(self, part: OwnedPart, *, rank: int, step: int) -> None:
         """Note a part that agreed with a step from elsewhere."""
         ...
 

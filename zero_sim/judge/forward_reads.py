@@ -137,17 +137,17 @@ def compare_losses(
         group: The judged group.
         rank: The rank, within the group.
     """
-    expected, params, step = taken.losses, taken.params_before, taken.step
+    expected, step = taken.losses, taken.step
     differ = [
         micro
         for micro, loss in enumerate(losses)
         if group.comparer.differs(expected[rank, micro], loss)
     ]
     if reads is not None and not differ:
-        reads.note_right(step, params)
+        reads.note_right(step, taken.params_before)
     for micro in differ:
         if reads is not None:
-            yield from reads.compare(params, group=group, at=(step, rank, micro))
+            yield from reads.compare(taken.params_before, group=group, at=(step, rank, micro))
         at = findings.loss(step, rank, micro)
         known = partial(_known_losses, expected, group)
         yield group.differing(at, expected[rank, micro], losses[micro], known=known)

@@ -301,7 +301,7 @@ class Judge:
             self.group.go_back(noted)
             steps.fall_back()
             for part in agreed:
-                self._owed.exact.note_agreed(part, step=step)
+                self._owed.exact.note_agreed(part, rank=shown.rank, step=step)
         self.bad.report(step, table.run_checks(checks, shown))
 
     def _take(self, taken: AnyStep) -> None:

@@ -15,7 +15,7 @@ from zero_sim.findings.records import Finding
 from zero_sim.judge.copies import Copy, compare_copies
 from zero_sim.judge.grad_stats import PartStats, ReportedStats, check_measures
 from zero_sim.judge.guarantee import Guarantee, Width
-from zero_sim.judge.rules import RulesTried, rules_together, with_rules
+from zero_sim.judge.rules_tried import RulesTried, rules_together, with_rules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -71,6 +71,8 @@ class JudgedGroup:
     """The first step to judge."""
     sees_all: bool
     """Whether all of its ranks are shown to its judge."""
+    explainer: str = ""
+    """`module:name` of the class that explains what differs; empty for no explanations."""
     comparer: Comparer = field(default_factory=Comparer)
     unobserved: set[str] = field(default_factory=set)
     """What the engine could tell and does not, so that nothing is known of it; grows."""

@@ -10,7 +10,7 @@ from zero_sim.findings.dataflow import of_first_step, sort_and_merge
 from zero_sim.findings.records import UNOBSERVED, BufferMap, CaseResult, Finding, Scope, Verdict
 from zero_sim.judge.guarantee import Guarantee, Width, in_words, width_in_words
 from zero_sim.judge.judge_report import JudgeReport
-from zero_sim.judge.rules import UPDATED, rules_together, with_rules
+from zero_sim.judge.rules_tried import UPDATED, rules_together, with_rules
 from zero_sim.reference import settings_in_words
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario

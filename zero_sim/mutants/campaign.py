@@ -29,7 +29,8 @@ from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.mutants.catalogue import find_mutants
 from zero_sim.mutants.records import Mutant, Trial
 from zero_sim.mutants.smallest import smallest_cases
-from zero_sim.run import CaseResult, run_case
+from zero_sim.rules.judging import run_case
+from zero_sim.run import CaseResult
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import Limits, Reduced, shrink, size_of

@@ -136,7 +136,8 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
             `processes`, how many there are; `order`, the one to add in whatever the backend does,
             or null for its own; `added_in`, the order that is in either case; `target`,
             `module:name` of the system under test, or empty for the one that the scenario names;
-            `grads_told`, a point that the target does not declare itself, or empty; `device`,
+            `grads_told`, a point that the target does not declare itself, or empty;
+            `explainer`, `module:name` of a class that explains what differs, or empty; `device`,
             where the ranks compute, `cpu` or `cuda`; `probe`, whether the case relies on
             the order that the backend adds in by itself.
         real_rank: This process.
@@ -153,6 +154,7 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
         order=payload["order"],
         probe=payload["probe"],
         wired=wired,
+        explainer=payload["explainer"],
     )
     trial = Trial(device=payload["device"], added_in=payload["added_in"])
 
@@ -197,6 +199,8 @@ class _OwnRank:
     """Whether the order that is the backend's own is relied on, and so measured."""
     wired: WiredSteps
     """Steps that one of them takes for all."""
+    explainer: str
+    """As for `JudgedGroup`."""
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says.
@@ -206,7 +210,7 @@ class _OwnRank:
             OrderDrift: The backend adds otherwise than the case relies on.
         """
         real_rank, scenario = self.real_rank, segment.scenario
-        view = View(rank=real_rank.rank, wired=self.wired)
+        view = View(rank=real_rank.rank, wired=self.wired, explainer=self.explainer)
         contexts = trial.build_contexts(segment, target=target, view=view)
 
         rank_time = RankTime(self._show_life)

@@ -61,13 +61,15 @@ class Simulated:
     """What is done for ranks, in place of what the target declares."""
     trajectories: Trajectories | None = None
     """What references of cases before it took, to which it adds."""
+    explainer: str = ""
+    """As for `JudgedGroup`."""
     read_step: int | None = None
     """The step in which the params that forwards read are recorded; None for none."""
 
     def run(self, scenario: Scenario) -> CaseRun:
         """Run a case."""
         trial = Trial(device=self.device)
-        ranks = _AllRanks(self.worlds, turns=self.turns, trajectories=self.trajectories)
+        ranks = _AllRanks(self)
         kept = ExitStack()
 
         def find() -> Target:
@@ -99,23 +101,25 @@ class Simulated:
 class _AllRanks:
     """All ranks of one simulated world after the other."""
 
-    worlds: WorldPool
-    turns: Sequence[Sequence[int]]
+    backend: Simulated
     logs: list[EventLog] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     own: RankLocalState | None = None
     """What is done for ranks of a target that declares rank-local state."""
-    trajectories: Trajectories | None = None
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says; a world that ends otherwise than by a rank that raised is found."""
-        world = self.worlds.world_for(segment.scenario)
+        world = self.backend.worlds.world_for(segment.scenario)
         log = EventLog()
-        view = View(calls_made=log.collectives.__len__, trajectories=self.trajectories)
+        view = View(
+            calls_made=log.collectives.__len__,
+            trajectories=self.backend.trajectories,
+            explainer=self.backend.explainer,
+        )
         contexts = trial.build_contexts(segment, target=target, view=view)
         replay = None
-        if index < len(self.turns):
-            replay = Replay(self.turns[index], strict=False)
+        if index < len(self.backend.turns):
+            replay = Replay(self.backend.turns[index], strict=False)
             world.configure(schedule=replay)
         program = build_program(
             segment,

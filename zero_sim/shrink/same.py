@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zero_sim.backends.worlds import WorldPool
 from zero_sim.findings.records import CaseResult
-from zero_sim.run import run_case
+from zero_sim.rules.judging import run_case
 from zero_sim.scenario.dump import to_chosen_data
 from zero_sim.scenario.fields import show
 from zero_sim.scenario.spec import Scenario

@@ -294,3 +294,12 @@ def test_a_case_that_passes_by_params_only_is_judged_with_sgd(on_gloo):
     result = on_gloo("undivided", model=shapes, system=SystemSpec(stage=0))
     assert (result.verdict, result.twin.optimizer.name) == ("fail", "sgd")
     assert "found with SGD in place of AdamW" in result.findings[0].detail
+
+
+@pytest.mark.usefixtures("targets")
+def test_what_differs_is_explained_on_the_processes(on_gloo):
+    """By each rank's process, from what that rank shows; a rule has to fit all of them."""
+    first = on_gloo("misdeclares").findings[0]
+    assert first.check == "equality.grad"
+    assert "with divide = 'premul'" in first.detail
+    assert "these are the bits of divide = " in first.detail
