@@ -5,7 +5,7 @@ import torch
 
 from tests.older_torch import provide_names
 from tests.profiles import register_profiles
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 
 register_profiles()
 provide_names()

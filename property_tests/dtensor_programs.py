@@ -23,22 +23,12 @@ from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
-from torch.distributed.tensor import (
-    ones as dtensor_ones,
-)
-from torch.distributed.tensor import (
-    randn as dtensor_randn,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import ones as dtensor_ones
+from torch.distributed.tensor import randn as dtensor_randn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from zero_sim.backends import Teams
+from zero_sim.backends.team import Teams
 from zero_sim.sim import ContractViolation, Deadlock, World
 
 MESHES = ((2,), (3,), (4,), (2, 2), (1, 3), (3, 2), (2, 3), (2, 1, 2), (2, 2, 2))
@@ -213,7 +203,7 @@ def run_batch(payload, real_rank):
     _quiet()
     with real_rank.world(math.prod(payload["mesh"])):
         return run_programs(
-            payload["programs"], payload["mesh"], real_rank.rank, on_each=real_rank.alive
+            payload["programs"], payload["mesh"], real_rank.rank, on_each=real_rank.channel.alive
         )
 
 

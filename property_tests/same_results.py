@@ -146,7 +146,7 @@ def _results(paths: list[str]) -> Iterator[str]:
     """A line of JSON a job: the result of each case, by its id."""
     import torch
 
-    from zero_sim.backends import WorldPool
+    from zero_sim.backends.worlds import WorldPool
     from zero_sim.scenario.load import load_cases
 
     torch.set_num_threads(1)

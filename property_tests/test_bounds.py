@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given, note, settings
 
 from tests.profiles import at_most
+from zero_sim import run_case
 from zero_sim.fuzz.strategies import scenarios
-from zero_sim.run import run_case
 from zero_sim.scenario.conditions import why_order_matters
 
 JUDGED_BY_BOUNDS = scenarios(reload=False).filter(lambda case: not why_order_matters(case))

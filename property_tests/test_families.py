@@ -1,18 +1,16 @@
 """Drawn families: their first reference judges all members as their own ones would."""
 
-from __future__ import annotations
-
 import os
 from itertools import islice
 
 import pytest
 
+from zero_sim import run_case
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.families import has_family, siblings
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.judge.step_source import StepSource
 from zero_sim.judge.trajectory import Trajectories
-from zero_sim.run import run_case
 from zero_sim.targets import find_target
 
 _FAMILIES = 200 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 12

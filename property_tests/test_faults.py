@@ -4,7 +4,7 @@ from hypothesis import given, note, settings
 
 from tests.faulty_cases import faulty_scenarios
 from tests.profiles import at_most
-from zero_sim.run import run_case
+from zero_sim import run_case
 
 
 @given(scenario=faulty_scenarios())

@@ -6,10 +6,10 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from tests.profiles import at_most
+from zero_sim import run_case
 from zero_sim.fuzz.shapes import divisors
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.reference import POSITION_FREE
-from zero_sim.run import run_case
 from zero_sim.scenario.applies import WITH_FOREACH
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.shrink.repair import repaired

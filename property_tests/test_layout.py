@@ -1,7 +1,5 @@
 """Whatever is drawn, a layout gives every element exactly one owner."""
 
-from __future__ import annotations
-
 from hypothesis import example, given
 
 from zero_sim.fuzz.layouts import layouts

@@ -1,7 +1,5 @@
 """What a run has in memory and calls is what closed forms say, of shipped and of drawn cases."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

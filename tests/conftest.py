@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from tests.older_torch import provide_names
 from tests.profiles import register_profiles
-from zero_sim.backends import WorldPool
+from zero_sim import run_case
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.findings.records import CaseResult
 from zero_sim.mutants import find_mutants
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import DataSpec, ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
-from zero_sim.sim import World
+from zero_sim.sim import EventLog, World
 from zero_sim.sim.schedule import Recipe
 from zero_sim.sim.world.run import Run
 
@@ -109,8 +109,8 @@ def stall_clock(monkeypatch: pytest.MonkeyPatch) -> StallClock:
     """A clock that decides in place of the real one when a rank is stalled."""
     clock, right = StallClock(), World._new_run
 
-    def new_run(world: World) -> Run:
-        run = right(world)
+    def new_run(world: World, log: EventLog) -> Run:
+        run = right(world, log)
         clock.run = _RanksEnded()
         monkeypatch.setattr(run.baton, "all_ended", clock.run)
         return run

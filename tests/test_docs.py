@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from zero_sim import targets
+from zero_sim import run_case, targets
 from zero_sim.cli.main import main
 from zero_sim.reference import CLIP_FORMS
 from zero_sim.report.explain import explain
-from zero_sim.run import run_case
 from zero_sim.scenario import spec
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, RunSpec, Scenario, WorldSpec
 from zero_sim.targets import Capabilities, Numerics, OwnedPart, Place

@@ -1,7 +1,5 @@
 """The public names, and how little it costs to import them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -13,7 +11,7 @@ import zero_sim
 SLOW = ("torch", "pydantic", "numpy", "hypothesis", "rich", "sklearn", "jinja2")
 
 
-def loaded_after(code: str) -> set[str]:
+def loaded_after(code):
     """Which of the slow packages a fresh interpreter has after running some code."""
     script = f"{code}\nimport sys\nprint([name for name in {SLOW!r} if name in sys.modules])"
     done = subprocess.run(
@@ -22,26 +20,23 @@ def loaded_after(code: str) -> set[str]:
     return set(re.findall(r"\w+", done.stdout.splitlines()[-1]))
 
 
-def test_all_is_sorted_and_short() -> None:
-    """Names that users import, in order."""
+def test_all_is_sorted_and_short():
     assert zero_sim.__all__ == sorted(zero_sim.__all__)
     assert len(zero_sim.__all__) <= 30
 
 
-def test_version() -> None:
-    """Three numbers."""
+def test_version():
     assert re.fullmatch(r"\d+\.\d+\.\d+", zero_sim.__version__)
 
 
 @pytest.mark.parametrize("name", zero_sim.__all__)
-def test_every_name_resolves_and_is_documented(name: str) -> None:
+def test_every_name_resolves_and_is_documented(name):
     """Lazy, yet there."""
     assert getattr(zero_sim, name).__doc__
     assert name in dir(zero_sim)
 
 
-def test_unknown_names_are_attribute_errors() -> None:
-    """As for any module."""
+def test_unknown_names_are_attribute_errors():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = zero_sim.nothing
 
@@ -66,6 +61,6 @@ def test_unknown_names_are_attribute_errors() -> None:
         ),
     ],
 )
-def test_imports_stay_light(code: str, may_load: set[str]) -> None:
+def test_imports_stay_light(code, may_load):
     """`--help`, completion and collection answer at once because torch is not loaded."""
     assert loaded_after(code) <= may_load

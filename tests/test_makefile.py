@@ -1,7 +1,5 @@
 """`make run` and `make test` say what they do, and how to go on."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,14 +11,14 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 
-def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+def make(*arguments):
     """Run make in the repository."""
     command = ["make", "--no-print-directory", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
-def venv(tmp_path: Path) -> Path:
+def venv(tmp_path):
     """An environment that is set up, whose tools say that they were called and fail."""
     bins = tmp_path / "bin"
     bins.mkdir()
@@ -31,9 +29,7 @@ def venv(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("target", "tool"), [("run", "zero-sim"), ("test", "python")])
-def test_it_says_what_it_does_and_how_to_go_on_whatever_came(
-    venv: Path, target: str, tool: str
-) -> None:
+def test_it_says_what_it_does_and_how_to_go_on_whatever_came(venv, target, tool):
     done = make(target, f"VENV={venv}", "--assume-old", f"{venv}/.installed")
     first, called, _, last = done.stdout.splitlines()
     assert first.startswith("== ")
@@ -45,7 +41,7 @@ def test_it_says_what_it_does_and_how_to_go_on_whatever_came(
     assert done.returncode == 2
 
 
-def test_every_stage_of_setting_up_has_its_line_and_pip_is_not_quiet(tmp_path: Path) -> None:
+def test_every_stage_of_setting_up_has_its_line_and_pip_is_not_quiet(tmp_path):
     lines = make("--dry-run", "run", f"VENV={tmp_path}").stdout.splitlines()
     installs = [index for index, line in enumerate(lines) if " pip install " in line]
     assert len(installs) == 2

@@ -111,12 +111,6 @@ def test_there_is_no_other_step(standin, tmp_path):
     assert f"expected --step to be one of {', '.join(STEPS)}; got kernel" in done.output
 
 
-def test_its_steps_are_for_gpus():
-    done = CliRunner().invoke(cli.main, ["doctor", "--step", "folded"])
-    assert done.exit_code == 2
-    assert "expected --step with --gpu" in done.output
-
-
 def test_its_report_is_no_json_of_the_command(tmp_path):
     done = run(tmp_path / "report.json", "--json")
     assert done.exit_code == 2

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "zero_sim/fuzz": {"holders"},
     "zero_sim/checkpoint": {"holders"},
     "zero_sim/zero": {"holders"},
+    "zero_sim/mutants": {"holders"},
 }
 
 GLOSSARY = (

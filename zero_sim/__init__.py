@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zero_sim import errors
-    from zero_sim.run.runner import run_case
+    from zero_sim.rules.judging import run_case
     from zero_sim.scenario.load import load_scenario
     from zero_sim.scenario.spec import Scenario
     from zero_sim.script.points import checkpoint_here
@@ -26,7 +26,7 @@ _HOMES = {
     "World": "zero_sim.sim",
     "checkpoint_here": "zero_sim.script.points",
     "load_scenario": "zero_sim.scenario.load",
-    "run_case": "zero_sim.run.runner",
+    "run_case": "zero_sim.rules.judging",
 }
 
 

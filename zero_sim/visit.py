@@ -26,6 +26,7 @@ from zero_sim.errors import UsageError
 from zero_sim.findings.records import CaseResult
 from zero_sim.host.files import write_whole
 from zero_sim.report.commands import replay_command
+from zero_sim.rules.judging import EXPLAINER
 from zero_sim.run.judges import Chosen, open_judge
 from zero_sim.run.setup import own_setup
 from zero_sim.scenario.load import parse_cases
@@ -122,7 +123,8 @@ def _plan(most: int) -> Iterator[tuple[str, str, Literal["sim", "nccl"], list[Sc
 def _take(step: Step, ran: Ran, cases: Sequence[Scenario], *, bundles: Path) -> None:
     started = time.monotonic()
     try:
-        with open_judge(Chosen(device=ran.device), backend=ran.backend) as judge:
+        chosen = Chosen(device=ran.device, explainer=EXPLAINER)
+        with open_judge(chosen, backend=ran.backend) as judge:
             for case in cases:
                 _note(step, case, judge(case), ran=ran, bundles=bundles)
     # Whatever it is, it is reported, and the next step is taken.

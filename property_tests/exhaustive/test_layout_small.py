@@ -1,7 +1,5 @@
 """All layouts up to small bounds: no luck involved."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

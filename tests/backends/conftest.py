@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_sim.backends import Ending, Teams
+from zero_sim.backends.team import Ending, Teams
 
 JOBS = "zero_sim_test_jobs"
 
@@ -28,10 +28,7 @@ def run_job(teams: Teams) -> Callable[..., tuple[Ending, ...]]:
 
     def run(name: str, size: int, *, timeout_seconds: float = 600.0, **payload: object):
         return teams.run(
-            f"{JOBS}:{name}",
-            {"size": size, **payload},
-            size=size,
-            timeout_seconds=timeout_seconds,
+            f"{JOBS}:{name}", {"size": size, **payload}, size=size, timeout_seconds=timeout_seconds
         )
 
     return run

@@ -15,7 +15,7 @@ def add_ranks(payload, real_rank):
 
 
 def exchange(payload, real_rank):
-    return real_rank.exchange({"rank": real_rank.rank}, size=payload["size"])
+    return real_rank.channel.exchange({"rank": real_rank.rank}, size=payload["size"])
 
 
 def make_subgroup(payload, real_rank):

@@ -8,10 +8,11 @@ import torch.distributed as dist
 
 from tests.backends import standin_nccl
 from tests.backends.standin_nccl import StandIn
-from zero_sim.backends import RealRank, transports
+from zero_sim.backends import transports
 from zero_sim.backends.folding import _barrier, _Carrier, _DoneWork
 from zero_sim.backends.nccl import Nccl, check_alike
 from zero_sim.backends.nccl_settings import PINS, TORCH_PINS, contradictions, pin, shown
+from zero_sim.backends.real import RealRank
 from zero_sim.backends.transports import find_transport
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.sim.call import Call

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.backends.test_folding import _collectives_of
-from zero_sim.backends import Teams
+from zero_sim.backends.team import Teams
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.sim import World
 

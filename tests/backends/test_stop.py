@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from zero_sim.backends import Stop, interrupts_ask
+from zero_sim.backends.stop import Stop, interrupts_ask
 from zero_sim.host import signals
 
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from zero_sim.backends import Teams
+from zero_sim.backends.team import Teams
 from zero_sim.errors import EnvironmentProblem
 
 
@@ -79,15 +79,16 @@ def test_a_nursery_that_ends_says_its_status(monkeypatch):
 @pytest.mark.parametrize(
     ("death", "said"),
     [
-        ("os.kill(os.getpid(), 9)", "signal SIGKILL"),
-        ("os._exit(7)", "exit status 7"),
+        ("serve = lambda *args, **kwargs: os.kill(os.getpid(), 9)", "signal SIGKILL"),
+        ("serve = lambda *args, **kwargs: os._exit(7)", "exit status 7"),
+        ("_join = lambda message, rank: os._exit(9)", "exit status 9"),
     ],
+    ids=["SIGKILL", "exit", "exit on start"],
 )
 def test_a_worker_that_dies_before_it_serves_says_its_status(tmp_path, monkeypatch, death, said):
     """It is not waited for."""
     tmp_path.joinpath("deadly.py").write_text(
-        "import os\nimport zero_sim.backends.worker as worker\n"
-        f"worker.serve = lambda *args, **kwargs: {death}\n"
+        f"import os\nimport zero_sim.backends.worker as worker\nworker.{death}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     ended = f"rank [01] died: its process ended with {said}"
@@ -95,14 +96,3 @@ def test_a_worker_that_dies_before_it_serves_says_its_status(tmp_path, monkeypat
         with pytest.raises(EnvironmentProblem, match=ended):
             teams.run("anything:at_all", {}, size=2, timeout_seconds=60.0)
         assert teams._teams == {}
-
-
-def test_a_worker_that_dies_on_start_says_its_status(tmp_path, monkeypatch):
-    tmp_path.joinpath("deadly.py").write_text(
-        "import os\nimport zero_sim.backends.worker as worker\n"
-        "worker._join = lambda message, rank: os._exit(9)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    said = r"the one of rank 0 died: its process ended with exit status 9"
-    with Teams(preload=("deadly",)) as teams, pytest.raises(EnvironmentProblem, match=said):
-        teams.run("anything:at_all", {}, size=1, timeout_seconds=60.0)

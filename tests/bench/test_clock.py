@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from zero_sim.bench.clock import pairs, ratio, tree_seconds
+from zero_sim.bench.cases import pairs, ratio, tree_seconds
 
 _WORK = "import time; began = time.process_time()\nwhile time.process_time() - began < {}: pass"
 

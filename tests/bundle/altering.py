@@ -24,47 +24,12 @@ from zero_sim.scenario.dump import to_toml
 Files = dict[str, bytes]
 
 VALUES: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2,
-    3,
-    7,
-    4096,
-    2**31,
-    2**63 - 1,
-    2**63,
-    -(2**63),
-    10**400,
-    0.5,
-    -0.0,
-    1e308,
-    float("nan"),
-    float("inf"),
-    "",
-    "0",
-    "x",
-    "-1",
-    "\n\x1b[31mPASS\x00\u202e\ud800",
-    "../../../tmp/evil",
-    "/etc/passwd",
-    "peer 99999999",
-    "peer \u00b2",
-    "<script>alert(1)</script>",
-    "os:system",
-    "n" * 20_000,
-    [],
-    {},
-    [0],
-    [[0]],
-    [-1, -1],
-    [[5, 1]],
-    {"a": 1},
-    json.loads("[" * 60 + "]" * 60),
-]
+    None, True, False, 0, -1, 1, 2, 3, 7, 4096, 2**31, 2**63 - 1, 2**63, -(2**63), 10**400,
+    0.5, -0.0, 1e308, float("nan"), float("inf"),
+    "", "0", "x", "-1", "\n\x1b[31mPASS\x00\u202e\ud800", "../../../tmp/evil", "/etc/passwd",
+    "peer 99999999", "peer \u00b2", "<script>alert(1)</script>", "os:system", "n" * 20_000,
+    [], {}, [0], [[0]], [-1, -1], [[5, 1]], {"a": 1}, json.loads("[" * 60 + "]" * 60),
+]  # fmt: skip
 TENSORS: list[Callable[[], torch.Tensor]] = [
     lambda: torch.zeros(()),
     lambda: torch.zeros(0),
@@ -267,18 +232,9 @@ def change_bytes(files: Files, draw: random.Random) -> str:
 
 
 CHANGES = (
-    change_head,
-    change_scenario,
-    change_finding,
-    change_finding,
-    change_event,
-    change_event,
-    change_moments,
-    change_turns,
-    change_tensor,
-    change_case,
-    change_bytes,
-)
+    change_head, change_scenario, change_finding, change_finding, change_event, change_event,
+    change_moments, change_turns, change_tensor, change_case, change_bytes,
+)  # fmt: skip
 
 
 def _change_json(value: Any, draw: random.Random) -> str:

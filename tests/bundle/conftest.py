@@ -1,23 +1,19 @@
 """A system broken by hand, and a bundle of how it failed."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from zero_sim.backends import WorldPool
-from zero_sim.run import CaseResult, run_case
+from zero_sim import run_case
+from zero_sim.bundle import read_bundle, write_bundle
 from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, Scenario, WorldSpec
 from zero_sim.zero.optimizer import DistributedOptimizer
 
 
 @contextlib.contextmanager
-def broken_division() -> Iterator[None]:
+def broken_division():
     """Two ranks do not divide their sums: a case that reloads fails in its second world."""
     right = DistributedOptimizer.step
 
@@ -35,13 +31,7 @@ def broken_division() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[WorldPool]:
-    with WorldPool() as worlds:
-        yield worlds
-
-
-@pytest.fixture(scope="session")
-def scenario() -> Scenario:
+def scenario():
     """Three ranks, then two, that take their turns at random."""
     return Scenario(
         schema=1,
@@ -54,20 +44,31 @@ def scenario() -> Scenario:
 
 
 @pytest.fixture(scope="session")
-def failed(scenario: Scenario, pool: WorldPool) -> CaseResult:
+def failed(scenario, pool):
     """What comes of it in the broken system."""
     with broken_division():
         return run_case(scenario, pool=pool)
 
 
 @pytest.fixture
-def broken() -> Iterator[None]:
+def broken():
     """The broken system, for a test."""
     with broken_division():
         yield
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Where bundles go."""
     return tmp_path / "bundles"
+
+
+@pytest.fixture
+def path(scenario, failed, folder):
+    """A bundle of the failed case."""
+    return write_bundle(scenario, failed, folder=folder)
+
+
+@pytest.fixture
+def bundle(path):
+    return read_bundle(path)

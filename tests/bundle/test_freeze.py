@@ -4,14 +4,9 @@ import dataclasses
 
 import pytest
 
-from zero_sim.bundle import freeze, frozen_path, read_bundle, write_bundle
+from zero_sim.bundle import freeze, frozen_path
 from zero_sim.errors import UsageError
 from zero_sim.scenario.load import load_scenario
-
-
-@pytest.fixture
-def bundle(scenario, failed, folder):
-    return read_bundle(write_bundle(scenario, failed, folder=folder))
 
 
 def test_the_file_is_the_case_and_says_what_was_found(bundle, tmp_path):

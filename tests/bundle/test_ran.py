@@ -79,9 +79,13 @@ def test_it_is_run_on_another_one_where_that_is_asked_for(elsewhere, pool):
     assert "device: elsewhere:1 (its kind) in the bundle, none here" in replayed.differences
 
 
-def test_what_ran_on_real_processes_runs_on_as_many_of_them(scenario, failed, folder):
-    bundle = read_bundle(write_bundle(scenario, failed, folder=folder, ran=ON_GLOO))
-    replayed = replay_bundle(bundle)
+@pytest.fixture
+def on_gloo(scenario, failed, folder):
+    return read_bundle(write_bundle(scenario, failed, folder=folder, ran=ON_GLOO))
+
+
+def test_what_ran_on_real_processes_runs_on_as_many_of_them(on_gloo, failed):
+    replayed = replay_bundle(on_gloo)
     # Workers do not know of what broke it here.
     assert (replayed.outcome, replayed.same_events) == ("fixed", None)
     assert any(note.startswith("gloo moved the data") for note in replayed.result.notes)
@@ -89,10 +93,9 @@ def test_what_ran_on_real_processes_runs_on_as_many_of_them(scenario, failed, fo
     assert "the same first finding\n" in render_replay(now_failed)
 
 
-def test_real_processes_take_no_device(scenario, failed, folder):
-    bundle = read_bundle(write_bundle(scenario, failed, folder=folder, ran=ON_GLOO))
+def test_real_processes_take_no_device(on_gloo):
     with pytest.raises(UsageError, match="expected a case of backend gloo without --target"):
-        replay_bundle(bundle, device="cuda")
+        replay_bundle(on_gloo, device="cuda")
 
 
 def test_the_command_to_replay_names_the_device():

@@ -1,7 +1,5 @@
 """A bundle comes back as it was, or is refused with one clear error."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -13,11 +11,6 @@ import torch
 
 from zero_sim.bundle import find_bundle, find_bundles, read_bundle, write_bundle
 from zero_sim.errors import BundleError
-
-
-@pytest.fixture
-def path(scenario, failed, folder):
-    return write_bundle(scenario, failed, folder=folder)
 
 
 def change(path, edit):
@@ -142,6 +135,19 @@ def set_(*keys, to):
         (set_("scenario", "world", "size", to=0), "world.size: expected an integer at least 1"),
         (set_("scenario", "model", "nmae", to="mlp"), "model.nmae: unknown field"),
         (set_("scenario", "system", "target", to="os:system"), "expected a registered target"),
+        (set_("seed", to=99), "seed: expected 7, that of the scenario, got 99"),
+        (set_("worlds", 0, "digest", to="0"), "worlds[0].digest: expected that of"),
+        (set_("findings", 1, "step", to=-1), "findings[1].step: expected an integer of at least 0"),
+        (set_("findings", 1, "rank", to=3), "findings[1].rank[0]: expected 0 to 2"),
+        (set_("findings", 1, "index", to=[-1]), "findings[1].index[0]: expected an"),
+        (
+            set_("findings", 1, "differ_spans", to=[[3, 1]]),
+            "findings[1].differ_spans: expected spans",
+        ),
+        (set_("findings", 1, "ulp", to=10**30), "findings[1].ulp: expected an integer of"),
+        (set_("strip", "padding", to=[[-3, 1]]), "strip.padding[0][0]: expected an integer"),
+        (set_("evidence", 0, "start", to=-1), "evidence[0].start: expected an integer"),
+        (set_("notes", to=json.loads("[" * 50 + "]" * 50)), "more than 32 levels"),
     ],
 )
 def test_a_head_that_is_not_right(path, edit, said):

@@ -1,7 +1,5 @@
 """A replay takes the same turns and says FIXED, FAILED or ERROR."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys
@@ -9,20 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from zero_sim import run_case
 from zero_sim.bundle import read_bundle, replay_bundle, write_bundle
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.judge import verdict
 from zero_sim.report.text import render_replay
-from zero_sim.run.runner import run_case
 from zero_sim.scenario.load import load_cases
 from zero_sim.scenario.spec import ExpectSpec
 from zero_sim.targets.own import ZeroSimTarget
 from zero_sim.zero import unit as unit_module
-
-
-@pytest.fixture
-def bundle(scenario, failed, folder):
-    return read_bundle(write_bundle(scenario, failed, folder=folder))
 
 
 @pytest.mark.usefixtures("broken")
@@ -99,9 +92,8 @@ def test_another_environment_is_told(bundle, pool):
     assert "differs: torch: 2.11.0 in the bundle, " in render_replay(replayed)
 
 
-def test_in_another_process(scenario, failed, folder):
+def test_in_another_process(path):
     # The one test that starts a process, which takes seconds: a bundle must not lean on this one.
-    path = write_bundle(scenario, failed, folder=folder)
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})

@@ -1,7 +1,5 @@
 """What a bundle holds."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -14,8 +12,7 @@ from zero_sim.bundle import write as writer
 from zero_sim.scenario.load import load_cases
 
 
-def test_files(scenario, failed, folder):
-    path = write_bundle(scenario, failed, folder=folder)
+def test_files(scenario, failed, folder, path):
     assert path == folder / bundle_id(scenario, failed.findings[0])
     assert {file.name for file in path.iterdir()} == {
         "bundle.json",
@@ -27,21 +24,19 @@ def test_files(scenario, failed, folder):
     assert [file.name for file in folder.iterdir()] == [path.name]
 
 
-def test_the_case_is_a_scenario_file(scenario, failed, folder):
-    path = write_bundle(scenario, failed, folder=folder)
+def test_the_case_is_a_scenario_file(scenario, path):
     assert load_cases(path / "case.toml") == (scenario,)
 
 
-def test_the_head_has_seed_findings_and_versions(scenario, failed, folder):
-    head = json.loads((write_bundle(scenario, failed, folder=folder) / "bundle.json").read_text())
+def test_the_head_has_seed_findings_and_versions(failed, path):
+    head = json.loads((path / "bundle.json").read_text())
     assert (head["seed"], head["verdict"]) == (7, "fail")
     assert head["findings"] == json.loads(json.dumps([f.as_dict() for f in failed.findings]))
     assert head["environment"]["torch"] == str(torch.__version__)
     assert "+".join(world["digest"] for world in head["worlds"]) == failed.log_digest
 
 
-def test_tensors_hold_what_differed(scenario, failed, folder):
-    path = write_bundle(scenario, failed, folder=folder)
+def test_tensors_hold_what_differed(failed, path):
     tensors = load_file(path / "tensors.safetensors")
     index, finding = next(
         (i, found) for i, found in enumerate(failed.findings) if found.check == "equality.state"
@@ -51,8 +46,7 @@ def test_tensors_hold_what_differed(scenario, failed, folder):
     assert tensors[f"{index}.got"][first].item() == float.fromhex(finding.got)
 
 
-def test_one_line_an_event(scenario, failed, folder):
-    path = write_bundle(scenario, failed, folder=folder)
+def test_one_line_an_event(failed, path):
     events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
     calls = [event for event in events if event["event"] == "call"]
     assert len(calls) == failed.collectives
@@ -79,16 +73,14 @@ class TestId:
         assert bundle_id(other, first) != bundle_id(scenario, first)
 
 
-def test_a_bundle_of_the_same_failure_is_replaced(scenario, failed, folder):
-    path = write_bundle(scenario, failed, folder=folder)
+def test_a_bundle_of_the_same_failure_is_replaced(scenario, failed, folder, path):
     (path / "left-over").write_text("x")
     assert write_bundle(scenario, failed, folder=folder) == path
     assert not (path / "left-over").exists()
     assert [file.name for file in folder.iterdir()] == [path.name]
 
 
-def test_what_cannot_be_written_leaves_the_old_one(scenario, failed, folder, monkeypatch):
-    path = write_bundle(scenario, failed, folder=folder)
+def test_what_cannot_be_written_leaves_the_old_one(scenario, failed, folder, path, monkeypatch):
     before = (path / "bundle.json").read_bytes()
 
     def full(*args, **kwargs):
@@ -101,6 +93,6 @@ def test_what_cannot_be_written_leaves_the_old_one(scenario, failed, folder, mon
     assert [file.name for file in folder.iterdir()] == [path.name]
 
 
-def test_nothing_is_pickled(scenario, failed, folder):
-    for file in write_bundle(scenario, failed, folder=folder).iterdir():
+def test_nothing_is_pickled(path):
+    for file in path.iterdir():
         assert not file.read_bytes().startswith(b"\x80")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+from zero_sim import run_case
 from zero_sim.calculators.fingerprint import SeenCall, fingerprint, shortened
 from zero_sim.calculators.measure import measure
 from zero_sim.cli.main import main
@@ -13,7 +14,6 @@ from zero_sim.mutants import find_mutants
 from zero_sim.report.fingerprints import calls_of_log, read_calls
 from zero_sim.report.timeline import read_timeline
 from zero_sim.report.traces import chrome_trace, flight_recorder_dumps
-from zero_sim.run.runner import run_case
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 
 

@@ -14,14 +14,7 @@ from zero_sim.calculators.traffic import traffic_of
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.mutants import find_mutants
 from zero_sim.scenario.load import load_cases
-from zero_sim.scenario.spec import (
-    ModelSpec,
-    RunSpec,
-    Scenario,
-    SystemSpec,
-    TopologySpec,
-    WorldSpec,
-)
+from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, TopologySpec, WorldSpec
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 
@@ -76,8 +69,7 @@ def test_groups_of_as_many_ranks_are_on_links_of_their_own():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["features/fp8", "features/experts", "features/model-parallel", "features/unusual"],
+    "name", ["features/fp8", "features/experts", "features/model-parallel", "features/unusual"]
 )
 def test_so_they_are_of_shipped_scenarios(name):
     """Slower than a quarter of a second: the last case of each runs on all its ranks."""

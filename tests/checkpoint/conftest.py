@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.checkpoint import load, save
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, Seams, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, Seams
 from zero_sim.zero.groups import build_redundancy_groups
 from zero_sim.zero.variants.fp8 import Fp8Cast
 
@@ -90,19 +91,12 @@ class Run:
         return owned, whole
 
 
-def build(*, optimizer="adamw", module=None, wrap=None, **config):
+def build(*, optimizer="adamw", module=None, dtype=torch.float32, wrap=None, **config):
     """One rank's engine; `config` as of `ZeroConfig`, `wrap` as of `DistributedOptimizer`."""
-    module = Model() if module is None else module
-    config = ZeroConfig(divide="none", **config)
-    groups = {}
-    if config.redundancy > 1:
-        shard_group, replica_group = build_redundancy_groups(
-            dist.group.WORLD, redundancy=config.redundancy
-        )
-        groups = {"shard_group": shard_group, "replica_group": replica_group}
-    ddp = DistributedDataParallel(
-        module, config=config, group=dist.group.WORLD, seams=FP8, **groups
-    )
+    module = Model(dtype=dtype) if module is None else module
+    config = zero_config(divide="none", **config)
+    groups = build_redundancy_groups(dist.group.WORLD, redundancy=config.redundancy)
+    ddp = DistributedDataParallel(module, config=config, group=groups, seams=FP8)
     factory = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     return Run(module, ddp, DistributedOptimizer(ddp, optim_factory=factory, **(wrap or {})))
 

@@ -92,24 +92,20 @@ class TestErrors:
 
         assert refusals(program) == [f"Not done: rank {rank}: OSError: it broke"] * RANKS
 
-    def test_all_ranks_alike(self, refusals):
-        """Said once, and without ranks."""
-        assert set(refusals(lambda coordinator: coordinator.attempt(fail, what="Not done"))) == {
-            "Not done: OSError: it broke"
-        }
-
-    def test_the_rank_that_decides(self, refusals):
+    @pytest.mark.parametrize(
+        ("way", "arguments", "who"),
+        [
+            ("attempt", (fail,), ""),
+            ("gather_and_decide", (lambda: "x" * 20_000, lambda records: fail()), "rank 0: "),
+            ("share_first", (fail,), "rank 0: "),
+        ],
+        ids=["all ranks alike", "the rank that decides", "the rank that tells"],
+    )
+    def test_said_once(self, refusals, way, arguments, who):
         def program(coordinator):
-            coordinator.gather_and_decide(
-                lambda: "x" * 20_000, lambda records: fail(), what="Not done"
-            )
+            getattr(coordinator, way)(*arguments, what="Not done")
 
-        assert set(refusals(program)) == {"Not done: rank 0: OSError: it broke"}
-
-    def test_the_rank_that_tells(self, refusals):
-        assert set(
-            refusals(lambda coordinator: coordinator.share_first(fail, what="Not done"))
-        ) == {"Not done: rank 0: OSError: it broke"}
+        assert set(refusals(program)) == {f"Not done: {who}OSError: it broke"}
 
     def test_a_long_message_is_cut(self, refusals):
         messages = refusals(

@@ -11,6 +11,7 @@ import shutil
 import pytest
 
 from zero_sim.errors import CheckpointError
+from zero_sim.zero import StepSeams
 from zero_sim.zero.variants.scaler import LossScaler
 
 FORMS = ("sharded", "consolidated")
@@ -127,7 +128,7 @@ def load_altered(kit, folder, form, *, seed, count):
 
     path = folder / "altered"
     shutil.copytree(folder / form, path)
-    run = kit.build(wrap={"loss_scaler": LossScaler()})
+    run = kit.build(wrap={"seams": StepSeams(loss_scaler=LossScaler())})
     kit.load(path, run)
     right = observe(run)
     content = json.loads((path / "manifest.json").read_text())["content"]
@@ -148,7 +149,7 @@ def test_each_is_refused_or_changes_nothing(run_ranks, kit, tmp_path, form):
     """But for what a checkpoint is there to set, to a value that it may have."""
 
     def save(rank):
-        run = kit.build(wrap={"loss_scaler": LossScaler()}).train(2)
+        run = kit.build(wrap={"seams": StepSeams(loss_scaler=LossScaler())}).train(2)
         kit.save(tmp_path / form, run, form=form)
 
     def program(rank):

@@ -11,8 +11,8 @@ from zero_sim.zero import (
     DistributedDataParallel,
     DistributedOptimizer,
     ZeroConfig,
-    build_expert_groups,
 )
+from zero_sim.zero.variants.model_groups import build_expert_groups
 
 
 class Part(nn.Module):
@@ -47,21 +47,32 @@ def build(rank, ep, *, zeroed=False, module=None, lr=0.5, group_of=None):
     )
 
 
+@pytest.fixture
+def saved(run_ranks, tmp_path):
+    """Save a run of some ranks; returns where."""
+
+    def go(ranks, ep, *, form="sharded", **options):
+        def program(rank):
+            ddp, optimizer = build(rank, ep, **options)
+            save(tmp_path / "c", ddp=ddp, optimizer=optimizer, form=form)
+
+        run_ranks(ranks, program)
+        return tmp_path / "c"
+
+    return go
+
+
 @pytest.mark.parametrize("form", ["sharded", "consolidated"])
 @pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (4, 4), (2, 1), (3, 1)])
-def test_load_with_other_ranks_and_shares(run_ranks, tmp_path, form, ranks, ep):
+def test_load_with_other_ranks_and_shares(run_ranks, saved, form, ranks, ep):
     """Names are global: whoever holds an expert afterwards finds it."""
-
-    def saving(rank):
-        ddp, optimizer = build(rank, 2)
-        save(tmp_path / "c", ddp=ddp, optimizer=optimizer, form=form)
+    path = saved(4, 2, form=form)
 
     def loading(rank):
         ddp, optimizer = build(rank, ep, zeroed=True)
-        load(tmp_path / "c", ddp=ddp, optimizer=optimizer)
+        load(path, ddp=ddp, optimizer=optimizer)
         return {name: param.tolist() for name, param in ddp.params.items()}
 
-    run_ranks(4, saving)
     found = run_ranks(ranks, loading)
     for held in found:
         for name, values in held.items():
@@ -70,37 +81,31 @@ def test_load_with_other_ranks_and_shares(run_ranks, tmp_path, form, ranks, ep):
     assert {name for held in found for name in held} == {"dense", *(f"expert{i}" for i in range(4))}
 
 
-def test_a_param_group_that_only_other_ranks_hold_is_theirs(run_ranks, tmp_path):
+def test_a_param_group_that_only_other_ranks_hold_is_theirs(run_ranks, saved):
     """A rank has groups up to the last one that its own params are in."""
 
     def group_of(name):
         return int(name == "expert3")
 
-    def saving(rank):
-        ddp, optimizer = build(rank, 4, lr=0.25, group_of=group_of)
-        save(tmp_path / "c", ddp=ddp, optimizer=optimizer)
+    path = saved(4, 4, lr=0.25, group_of=group_of)
 
     def loading(rank):
         ddp, optimizer = build(rank, 4, group_of=group_of)
-        load(tmp_path / "c", ddp=ddp, optimizer=optimizer)
+        load(path, ddp=ddp, optimizer=optimizer)
         return [group["lr"] for group in optimizer.inner.param_groups]
 
-    run_ranks(4, saving)
     assert run_ranks(4, loading) == [[0.25], [0.25], [0.25], [0.25, 0.25]]
 
 
-def test_an_expert_that_nobody_holds_is_refused(run_ranks, tmp_path):
-    def saving(rank):
-        ddp, optimizer = build(rank, 2)
-        save(tmp_path / "c", ddp=ddp, optimizer=optimizer)
+def test_an_expert_that_nobody_holds_is_refused(run_ranks, saved):
+    path = saved(2, 2)
 
     def loading(rank):
         # Two ranks of four shares.
         ddp, optimizer = build(rank, 2, module=Part(rank, 4))
         with pytest.raises(CheckpointError, match="'expert2' is in the checkpoint but not"):
-            load(tmp_path / "c", ddp=ddp, optimizer=optimizer)
+            load(path, ddp=ddp, optimizer=optimizer)
 
-    run_ranks(2, saving)
     run_ranks(2, loading)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from zero_sim.checkpoint import tensorfile
 from zero_sim.errors import CheckpointError
+from zero_sim.zero import StepSeams
 from zero_sim.zero.variants.scaler import LossScaler
 
 RANKS = 3
@@ -34,6 +36,25 @@ def saved(run_ranks, kit, path):
             return run.facts()
 
         return run_ranks(RANKS, program)
+
+    return go
+
+
+@pytest.fixture
+def save_refusal(run_ranks, kit, path):
+    """Try to save a run after a step; returns the message, the same on all ranks."""
+
+    def go(*, module=None, change=lambda run, rank: None, form="sharded"):
+        def program(rank):
+            run = kit.build(module=module and module()).train(1)
+            change(run, rank)
+            with pytest.raises(CheckpointError) as caught:
+                kit.save(path, run, form=form)
+            return str(caught.value)
+
+        messages = set(run_ranks(RANKS, program))
+        assert len(messages) == 1
+        return messages.pop()
 
     return go
 
@@ -82,14 +103,6 @@ def break_sync(monkeypatch):
     return go
 
 
-def rewrite_manifest(path, change):
-    """Change the manifest without correcting its checksum."""
-    manifest = path / "manifest.json"
-    whole = json.loads(manifest.read_text())
-    change(whole)
-    manifest.write_text(json.dumps(whole))
-
-
 class TestSaving:
     """One rank's error is all ranks' error, and the old checkpoint stays."""
 
@@ -122,11 +135,9 @@ class TestSaving:
 
     @pytest.mark.parametrize("nth", range(6))
     def test_a_write_that_fails_in_the_middle_of_gathering(
-        self, run_ranks, kit, path, monkeypatch, nth
+        self, save_refusal, path, monkeypatch, nth
     ):
         """Rank 0 goes on receiving, so that no rank waits for it."""
-        from zero_sim.checkpoint import tensorfile
-
         count = [0]
 
         def write_bytes(file, data):
@@ -136,96 +147,66 @@ class TestSaving:
             file.write(data)
 
         monkeypatch.setattr(tensorfile, "write_bytes", write_bytes)
-
-        def program(rank):
-            with pytest.raises(CheckpointError, match=r"rank 0: OSError.*No space"):
-                kit.save(path, kit.build().train(1), form="consolidated")
-
-        run_ranks(RANKS, program)
+        assert re.search("rank 0: OSError.*No space", save_refusal(form="consolidated"))
         assert not list(path.parent.iterdir())
 
-    def test_a_name_that_belongs_to_something_else(self, run_ranks, kit, path):
+    def test_a_name_that_belongs_to_something_else(self, save_refusal, path):
         """A folder of the user's is never replaced."""
         path.mkdir()
         (path / "thesis.tex").write_text("years of work")
-
-        def program(rank):
-            with pytest.raises(CheckpointError, match=r"holds no manifest\.json"):
-                kit.save(path, kit.build())
-
-        run_ranks(RANKS, program)
+        assert "holds no manifest.json" in save_refusal()
         assert (path / "thesis.tex").read_text() == "years of work"
 
-    def test_an_unknown_form(self, run_ranks, kit, path):
-        """Named with the known ones."""
+    def test_an_unknown_form(self, save_refusal):
+        assert "sharded, consolidated, got 'zip'" in save_refusal(form="zip")
 
-        def program(rank):
-            with pytest.raises(CheckpointError, match="sharded, consolidated, got 'zip'"):
-                kit.save(path, kit.build(), form="zip")
-
-        run_ranks(RANKS, program)
-
-    def test_state_that_is_no_element_and_no_number(self, run_ranks, kit, path):
+    def test_state_that_is_no_element_and_no_number(self, save_refusal):
         """What cannot be cut into spans is refused, not dropped."""
 
-        def program(rank):
-            run = kit.build().train(1)
+        def change(run, rank):
             leaf = run.optimizer.inner.param_groups[0]["params"][0]
             run.optimizer.inner.state[leaf]["history"] = torch.zeros(2, 9)
-            with pytest.raises(CheckpointError, match=r"'history' of shape \(2, 9\)"):
-                kit.save(path, run)
 
-        run_ranks(RANKS, program)
+        assert "'history' of shape (2, 9)" in save_refusal(change=change)
 
-    def test_ranks_that_disagree_on_a_step_count(self, run_ranks, kit, path):
+    def test_ranks_that_disagree_on_a_step_count(self, save_refusal, kit):
         """One step count a param is saved, so there must be one."""
 
-        def program(rank):
-            run = kit.build(module=kit.Model(((64,),))).train(1)
+        def change(run, rank):
             for state in run.optimizer.inner.state.values():
                 state["step"] += rank
-            with pytest.raises(CheckpointError, match="ranks 0 and 1, which own parts of"):
-                kit.save(path, run)
 
-        run_ranks(RANKS, program)
+        said = save_refusal(module=lambda: kit.Model(((64,),)), change=change)
+        assert "ranks 0 and 1, which own parts of" in said
 
 
 class TestFiles:
     """Files are checked before anything is read."""
 
     def test_nothing_there(self, refusal, path):
-        """The message names the path."""
         assert f"expected a checkpoint at {path} but there is nothing" in refusal()
 
     def test_a_folder_without_a_manifest(self, refusal, path):
-        """It is no checkpoint."""
         path.mkdir()
         assert "expected manifest.json" in refusal()
 
-    def test_a_manifest_that_is_no_json(self, saved, refusal, path):
-        """Cut off."""
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (lambda text: text[:-40], "the manifest: expected JSON"),
+            (lambda text: text.replace('"version": 3', '"version": 99'), "expected version 3"),
+            (lambda text: text.replace("zero_sim checkpoint", "other"), "got something else"),
+            (lambda text: text.replace('"lr": 0.05', '"lr": 7.0'), "changed after it was written"),
+        ],
+        ids=["cut off", "version", "format", "edited"],
+    )
+    def test_another_manifest(self, saved, refusal, path, change, said):
         saved()
         manifest = path / "manifest.json"
-        manifest.write_bytes(manifest.read_bytes()[:-40])
-        assert "the manifest: expected JSON" in refusal()
-
-    def test_another_version(self, saved, refusal, path):
-        """Named, with the known one."""
-        saved()
-        rewrite_manifest(path, lambda whole: whole.update(version=99))
-        assert "expected version 3" in refusal()
-        rewrite_manifest(path, lambda whole: whole.update(format="other"))
-        assert "got something else" in refusal()
-
-    def test_a_manifest_that_was_edited(self, saved, refusal, path):
-        """A changed learning rate is noticed."""
-        saved()
-
-        def change(whole):
-            whole["content"]["groups"][0]["settings"]["lr"] = 7.0
-
-        rewrite_manifest(path, change)
-        assert "was changed after it was written" in refusal()
+        before = manifest.read_text()
+        manifest.write_text(change(before))
+        assert manifest.read_text() != before
+        assert said in refusal()
 
     @pytest.mark.parametrize("form", ["sharded", "consolidated"])
     @pytest.mark.parametrize("damage", ["truncated", "missing", "foreign", "one bit"])
@@ -254,7 +235,6 @@ class TestFiles:
             file.write_bytes(content)
 
     def test_all_damaged_files_are_named(self, saved, refusal, path):
-        """Not only the first."""
         saved()
         for file in path.glob("rank-*"):
             file.unlink()
@@ -266,7 +246,6 @@ class TestFit:
     """All differences are listed at once."""
 
     def test_another_module(self, saved, refusal, kit):
-        """Shapes, dtypes, names, and which params are trained."""
         saved()
 
         def build_module():
@@ -289,7 +268,6 @@ class TestFit:
         assert "6 differences" in message
 
     def test_another_optimizer(self, saved, refusal):
-        """Weights alone would fit; state would not."""
         saved()
         assert "is of AdamW, this run steps with SGD" in refusal(optimizer="sgd")
 
@@ -302,8 +280,7 @@ class TestFit:
 
         AdamW.__qualname__ = "AdamW"
         message = refusal(
-            optimizer=lambda params: AdamW(params, lr=0.1, momentum=0.9),
-            wrap={"elementwise": True},
+            optimizer=lambda params: AdamW(params, lr=0.1, momentum=0.9), wrap={"elementwise": True}
         )
         assert "'exp_avg': 'float32'" in message
         assert "keeps {'momentum_buffer': 'float32'}" in message
@@ -311,7 +288,7 @@ class TestFit:
     @pytest.mark.parametrize("was_scaled", [True, False])
     def test_a_loss_scaler_on_one_side_only(self, saved, refusal, was_scaled):
         """Neither invented nor dropped."""
-        sides = [{"wrap": {"loss_scaler": LossScaler()}}, {}]
+        sides = [{"wrap": {"seams": StepSeams(loss_scaler=LossScaler())}}, {}]
         source, target = sides if was_scaled else sides[::-1]
         saved(**source)
         assert "a loss scaler" in refusal(**target)

@@ -14,12 +14,10 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, values, scale):
-        """Return fp32."""
         return values.float() * scale
 
     @staticmethod
     def backward(ctx, grad):
-        """Pass the gradient on."""
         return grad, None
 
 
@@ -39,7 +37,6 @@ class Model(nn.Module):
         self.bias = nn.Parameter(torch.randn(7, generator=generator))
 
     def forward(self, inputs):
-        """Return the sum of squares of both products and the bias."""
         up, down = (Product.apply(p, s) for p, s in ((self.up, self.up_scale),
                                                      (self.down, self.down_scale)))  # fmt: skip
         return sum((part * inputs).square().sum() for part in (up, down, self.bias))

@@ -13,15 +13,13 @@ class TestCover:
     """Every element exactly once."""
 
     @pytest.mark.parametrize(
-        "spans",
-        [[Span(0, 5)], [Span(3, 5), Span(0, 3)], [Span(0, 2), Span(2, 2), Span(2, 5)]],
+        "spans", [[Span(0, 5)], [Span(3, 5), Span(0, 3)], [Span(0, 2), Span(2, 2), Span(2, 5)]]
     )
     def test_whole(self, spans):
         """In any order, with empty spans between."""
         assert find_cover_problems({"w": 5}, {"w": spans}) == []
 
     def test_a_param_without_elements_needs_no_span(self):
-        """Nothing of it is nothing missing."""
         assert find_cover_problems({"w": 0}, {}) == []
 
     @pytest.mark.parametrize(
@@ -37,11 +35,9 @@ class TestCover:
         ],
     )
     def test_problems(self, spans, problem):
-        """Each with the elements."""
         assert find_cover_problems({"w": 5}, {"w": spans}) == [f"'w': {problem}"]
 
     def test_an_unknown_param(self):
-        """Not silently dropped."""
         assert find_cover_problems({}, {"w": [Span(0, 1)]}) == ["'w' is not a param"]
 
 
@@ -55,7 +51,6 @@ class TestWriters:
         assert assign_writers({"w": 3}, owned) == [[0], [0], [], [], []]
 
     def test_a_hole_is_an_error(self):
-        """Before anything is written."""
         with pytest.raises(CheckpointError, match=r"nothing holds \[2, 3\)"):
             assign_writers({"w": 3}, [[("w", Span(0, 2))]])
 

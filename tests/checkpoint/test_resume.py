@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from zero_sim.zero import StepSeams
 from zero_sim.zero.variants.scaler import LossScaler
 
 FORMS = ("sharded", "consolidated")
@@ -22,9 +23,12 @@ LAYOUTS = (
 
 @pytest.fixture
 def resume(run_ranks, kit, tmp_path):
-    """Train, save and load elsewhere; returns what the ranks then hold, and what they should."""
+    """Train, save and load elsewhere; returns what the ranks then hold, and what they should.
 
-    def go(source, target, *, form="sharded", before=2, after=2, **options):
+    The run that loads has trained for `already` steps of its own.
+    """
+
+    def go(source, target, *, form="sharded", before=2, after=2, already=0, **options):
         path = tmp_path / "checkpoint"
 
         def first(rank):
@@ -32,8 +36,8 @@ def resume(run_ranks, kit, tmp_path):
             kit.save(path, run, form=form)
 
         def second(rank):
-            run = kit.load(path, kit.build(**target[1], **options), steps_done=before)
-            return run.train(after).facts()
+            run = kit.build(**target[1], **options).train(already)
+            return kit.load(path, run, steps_done=before).train(after).facts()
 
         def unbroken(rank):
             return kit.build(**options).train(before + after).facts()
@@ -60,10 +64,11 @@ class TestLayouts:
         names = sorted(path.name for path in (tmp_path / "checkpoint").glob("rank-*"))
         assert names == [f"rank-{rank:05d}-of-00012.safetensors" for rank in range(len(names))]
 
-    def test_without_a_step_before_or_after(self, resume, kit):
-        """A fresh run is a checkpoint like any other."""
-        kit.assert_same_runs(*resume((2, {}), (3, {}), before=0))
-        kit.assert_same_runs(*resume((2, {}), (3, {}), after=0))
+    @pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
+    @pytest.mark.parametrize("steps", [{"before": 0}, {"after": 0}], ids=str)
+    def test_without_a_step_before_or_after(self, resume, kit, steps, optimizer):
+        """A fresh run is a checkpoint like any other; Adagrad's sum has its initial value then."""
+        kit.assert_same_runs(*resume((2, {}), (3, {}), optimizer=optimizer, **steps))
 
     def test_overlapped_gathers_are_finished_first(self, resume, kit):
         """Saved and loaded while the gather of the last step is still pending."""
@@ -83,10 +88,6 @@ class TestOptimizers:
         case = ((3, {"bucket_elems": 9}), (4, {"redundancy": 2}))
         kit.assert_same_runs(*resume(*case, optimizer=optimizer, form=form))
 
-    def test_state_that_is_there_before_the_first_step(self, resume, kit):
-        """Adagrad's sum starts at its initial value."""
-        kit.assert_same_runs(*resume((2, {}), (3, {}), optimizer="adagrad", before=0))
-
     @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "nadam"])
     def test_state_is_of_the_same_kind(self, run_ranks, kit, tmp_path, optimizer):
         """Keys, dtypes, devices and shapes are those of a run that was never stopped."""
@@ -102,19 +103,9 @@ class TestOptimizers:
             assert all(kit.same(owned[where], loaded[where]) for where in owned)
             assert kit.same(whole, loaded_whole)
 
-    def test_into_a_run_that_was_trained_already(self, run_ranks, kit, tmp_path):
+    def test_into_a_run_that_was_trained_already(self, resume, kit):
         """State that the checkpoint does not have goes: the next step is a first one."""
-
-        def first(rank):
-            run = kit.build()
-            kit.save(tmp_path / "c", run)
-            return run.train(2).facts()
-
-        def second(rank):
-            return kit.load(tmp_path / "c", kit.build().train(3)).train(2).facts()
-
-        unbroken = run_ranks(2, first)
-        kit.assert_same_runs(run_ranks(3, second), unbroken)
+        kit.assert_same_runs(*resume((2, {}), (3, {}), before=0, already=3))
 
     def test_a_param_frozen_from_the_start_has_no_state(self, run_ranks, kit, tmp_path):
         """It gets its state when it is first stepped, here after the load."""
@@ -212,12 +203,10 @@ class TestEverythingElse:
     """What is neither master nor state."""
 
     def test_the_loss_scaler_goes_on(self, run_ranks, kit, tmp_path):
-        """Scale, steps since it changed, and interval."""
-
         def program(rank):
             scaler = LossScaler(scale=512.0, growth_interval=5, good_steps=3)
-            kit.save(tmp_path / "c", kit.build(wrap={"loss_scaler": scaler}))
-            other = kit.build(wrap={"loss_scaler": LossScaler()})
+            kit.save(tmp_path / "c", kit.build(wrap={"seams": StepSeams(loss_scaler=scaler)}))
+            other = kit.build(wrap={"seams": StepSeams(loss_scaler=LossScaler())})
             kit.load(tmp_path / "c", other)
             return other.optimizer.loss_scaler == scaler
 
@@ -244,20 +233,9 @@ class TestEverythingElse:
 
         assert run_ranks(3, program) == [True] * 3
 
-    def test_bf16_keeps_its_fp32_masters(self, run_ranks, kit, tmp_path):
+    def test_bf16_keeps_its_fp32_masters(self, resume, kit):
         """Masters are not rebuilt from what was rounded."""
-        build = lambda: kit.build(module=kit.Model(dtype=torch.bfloat16))  # noqa: E731
-
-        def first(rank):
-            run = build().train(2)
-            kit.save(tmp_path / "c", run)
-            return run.train(2).facts()
-
-        def second(rank):
-            return kit.load(tmp_path / "c", build(), steps_done=2).train(2).facts()
-
-        unbroken = run_ranks(2, first)
-        kit.assert_same_runs(run_ranks(3, second), unbroken)
+        kit.assert_same_runs(*resume((2, {}), (3, {}), dtype=torch.bfloat16))
 
     def test_buffers_that_are_not_persistent_are_left_alone(self, run_ranks, kit, tmp_path):
         """As in a state dict."""

@@ -8,11 +8,7 @@ from safetensors.torch import load_file
 
 from zero_sim.checkpoint.entries import Entry
 from zero_sim.checkpoint.manifest import Manifest, ModuleRecord, PieceRecord, WorldRecord
-from zero_sim.checkpoint.tensorfile import (
-    TensorFileReader,
-    TensorFileWriter,
-    check_file,
-)
+from zero_sim.checkpoint.tensorfile import TensorFileReader, TensorFileWriter, check_file
 from zero_sim.errors import CheckpointError
 from zero_sim.layout import Span
 
@@ -52,14 +48,12 @@ def test_the_library_reads_it(tmp_path, tensors):
 
 
 def test_the_record_is_that_of_the_file(tmp_path, tensors):
-    """Size and checksum, taken while writing."""
     record = write(tmp_path / "f", tensors)
     assert check_file(tmp_path / "f", record=record) is None
     assert record.size_bytes == (tmp_path / "f").stat().st_size
 
 
 def test_a_file_without_tensors(tmp_path):
-    """Is a file."""
     write(tmp_path / "f", {})
     assert load_file(tmp_path / "f") == {}
 
@@ -111,6 +105,9 @@ DAMAGES = {
     "another shape": lambda content: content.replace(b"[4]", b"[3]"),
     "cut off": lambda content: content[:-1],
     "negative": lambda content: content.replace(b"[0,16]", b"[-6,8]"),
+    "names twice": lambda content: content.replace(b"{", b'{"__metadata__":{},', 1),
+    "nested": lambda content: content[:8] + b"[" * (len(content) - 24) + content[-16:],
+    "spaces": lambda content: content[:-17] + b"\t" + content[-16:],
 }
 
 
@@ -123,19 +120,10 @@ def test_a_file_that_is_not_as_the_manifest_says(tmp_path, damage):
     damaged = DAMAGES[damage](path.read_bytes())
     assert damaged != path.read_bytes()
     path.write_bytes(damaged)
-    with pytest.raises(CheckpointError, match=r"expected .*/f.*, got"):
+    begins = r".*/f to begin with the header of the 1 tensors.*"
+    said = f"expected ({begins}|1 tensors in .*/f), got"
+    with pytest.raises(CheckpointError, match=said):
         read(path, record, tensors, "a", Span(0, 4))
-
-
-def test_another_number_of_elements(tmp_path):
-    """Than the manifest says, though the file agrees with itself."""
-    path = tmp_path / "f"
-    write(path, {"a": torch.arange(4.0)})
-    tensors = {"a": torch.arange(5.0)}
-    other = write(tmp_path / "g", tensors)
-    (tmp_path / "g").write_bytes(path.read_bytes())
-    with pytest.raises(CheckpointError, match=r"/g to begin with the header of the 1 tensors"):
-        read(tmp_path / "g", other, tensors, "a", Span(0, 4))
 
 
 def test_bytes_that_are_no_bools(tmp_path):

@@ -17,7 +17,6 @@ from zero_sim.errors import CheckpointError
     [None, True, False, 7, 1e-3, 0.1 + 0.2, -0.0, 5e-324, math.inf, "x", (0.9, 0.999), [1, (2,)]],
 )
 def test_python_values(value):
-    """Type included: a tuple of betas stays one."""
     decoded = decode_value(json.loads(json.dumps(encode_value(value), allow_nan=False)))
     assert repr(decoded) == repr(value)
 
@@ -41,7 +40,6 @@ def test_nan():
     ids=str,
 )
 def test_0d_tensors(tensor):
-    """Dtype and bits."""
     decoded = decode_value(json.loads(json.dumps(encode_value(tensor))))
     assert (decoded.dtype, decoded.shape) == (tensor.dtype, ())
     assert bytes(view_bytes(decoded)) == bytes(view_bytes(tensor))

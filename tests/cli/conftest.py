@@ -1,13 +1,10 @@
 """A command line in an empty folder, and a system that can be broken."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from zero_sim.cli import main as cli
 from zero_sim.zero.optimizer import DistributedOptimizer
@@ -24,11 +21,9 @@ schedule = "random"
 """
 SEVERAL = CASE + '[matrix]\n"run.seed" = [1, 2]\n'
 
-Invoke = Callable[..., Result]
-
 
 @pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
+def invoke(monkeypatch, tmp_path):
     """Run the command line in an empty folder with two scenarios."""
     monkeypatch.chdir(tmp_path)
     Path("one.toml").write_text(CASE)
@@ -37,23 +32,23 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+def broken(monkeypatch):
     """Turn on and off that sums are not divided."""
     right = DistributedOptimizer.step
 
-    def undivided(self: DistributedOptimizer) -> object:
+    def undivided(self):
         with torch.no_grad():
             self.ddp.divisor.fill_(1.0)
         return right(self)
 
-    def switch(on: bool) -> None:
+    def switch(on):
         monkeypatch.setattr(DistributedOptimizer, "step", undivided if on else right)
 
     return switch
 
 
 @pytest.fixture
-def bundle(invoke: Invoke, broken: Callable[[bool], None]) -> str:
+def bundle(invoke, broken):
     """The id of a bundle that the broken system left; the system is whole again."""
     broken(True)
     invoke("run", "one.toml")

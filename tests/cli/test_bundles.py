@@ -1,25 +1,14 @@
 """`zero-sim run` with bundles and traces, `zero-sim replay` and `zero-sim export`, end to end."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-
-Invoke = Callable[..., Result]
 
 
 class TestRun:
-    """What a run leaves behind."""
-
-    def test_a_failing_case_shows_the_line_that_replays_it(
-        self, invoke: Invoke, broken: Callable[[bool], None]
-    ) -> None:
-        """And that very line works."""
+    def test_a_failing_case_shows_the_line_that_replays_it(self, invoke, broken):
         broken(True)
         result = invoke("run", "one.toml")
         assert result.exit_code == 1
@@ -34,9 +23,7 @@ class TestRun:
         again = invoke(*command[1:])
         assert (again.exit_code, again.stdout.split()[0]) == (0, "FIXED")
 
-    def test_another_folder_is_part_of_the_line(
-        self, invoke: Invoke, broken: Callable[[bool], None]
-    ) -> None:
+    def test_another_folder_is_part_of_the_line(self, invoke, broken):
         """Or it would not be found again."""
         broken(True)
         result = invoke("run", "one.toml", "--bundles", "my bundles")
@@ -44,9 +31,7 @@ class TestRun:
         assert f"  replay: zero-sim replay {path.name} --bundles 'my bundles'" in result.stdout
         assert not Path(".zero-sim").exists()
 
-    def test_the_same_failure_is_one_bundle(
-        self, invoke: Invoke, bundle: str, broken: Callable[[bool], None]
-    ) -> None:
+    def test_the_same_failure_is_one_bundle(self, invoke, bundle, broken):
         """Found in the bundle's own scenario file, too."""
         broken(True)
         result = invoke("run", f".zero-sim/bundles/{bundle}/case.toml", "--json")
@@ -55,23 +40,18 @@ class TestRun:
         assert [path.name for path in Path(".zero-sim/bundles").iterdir()] == [bundle]
 
     @pytest.mark.parametrize("options", [(), ("--json",)])
-    def test_no_bundles(
-        self, invoke: Invoke, broken: Callable[[bool], None], options: tuple[str, ...]
-    ) -> None:
-        """Nothing is written, and nothing promised."""
+    def test_no_bundles(self, invoke, broken, options):
         broken(True)
         result = invoke("run", "one.toml", "--no-bundles", *options)
         assert result.exit_code == 1
         assert not Path(".zero-sim").exists()
         assert "replay:" not in result.stdout
 
-    def test_a_pass_leaves_none(self, invoke: Invoke) -> None:
-        """There is nothing to repeat."""
+    def test_a_pass_leaves_none(self, invoke):
         assert "replay:" not in invoke("run", "one.toml").stdout
         assert not Path(".zero-sim").exists()
 
-    def test_json_has_the_id(self, invoke: Invoke, broken: Callable[[bool], None]) -> None:
-        """Null for a case that passed."""
+    def test_json_has_the_id(self, invoke, broken):
         (case,) = json.loads(invoke("run", "one.toml", "--json").stdout)["cases"]
         assert case["bundle"] is None
         broken(True)
@@ -81,10 +61,7 @@ class TestRun:
         assert case["strip"]["buckets"][0]["start"] == 0
         assert sum(case["owed"].values()) > 0
 
-    def test_a_folder_that_cannot_be_written_costs_no_verdict(
-        self, invoke: Invoke, broken: Callable[[bool], None]
-    ) -> None:
-        """Said on stderr."""
+    def test_a_folder_that_cannot_be_written_costs_no_verdict(self, invoke, broken):
         Path("file").write_text("x")
         broken(True)
         result = invoke("run", "one.toml", "--bundles", "file/below")
@@ -94,21 +71,17 @@ class TestRun:
 
 
 class TestTrace:
-    """`run --trace`."""
-
-    def test_one_case_is_a_file(self, invoke: Invoke) -> None:
+    def test_one_case_is_a_file(self, invoke):
         """Of a case that passes, too."""
         assert invoke("run", "one.toml", "--trace", "t.json").exit_code == 0
         assert json.loads(Path("t.json").read_text())["traceName"] == "one"
 
-    def test_several_are_a_folder(self, invoke: Invoke) -> None:
-        """A file each."""
+    def test_several_are_a_folder(self, invoke):
         assert invoke("run", "several.toml", "--trace", "traces").exit_code == 0
         names = sorted(path.name for path in Path("traces").iterdir())
         assert names == ["0000-several_seed=1.json", "0001-several_seed=2.json"]
 
-    def test_a_path_that_cannot_be_written_is_a_usage_error(self, invoke: Invoke) -> None:
-        """The case runs all the same."""
+    def test_a_path_that_cannot_be_written_is_a_usage_error(self, invoke):
         Path("folder").mkdir()
         result = invoke("run", "one.toml", "--trace", "folder")
         assert result.exit_code == 2
@@ -117,26 +90,20 @@ class TestTrace:
 
 
 class TestReplay:
-    """`replay`."""
-
-    def test_json(self, invoke: Invoke, bundle: str) -> None:
-        """One object, for programs."""
+    def test_json(self, invoke, bundle):
         result = invoke("replay", bundle[:6], "--json")
         report = json.loads(result.stdout)
         assert (report["id"], report["outcome"], report["exit_status"]) == (bundle, "fixed", 0)
         assert report["then"]["check"].startswith("equality.")
         assert report["now"] is None
 
-    def test_a_path(self, invoke: Invoke, bundle: str) -> None:
+    def test_a_path(self, invoke, bundle):
         """Wherever it came from."""
         path = Path(".zero-sim/bundles", bundle).rename("elsewhere")
         assert invoke("replay", path).stdout.startswith(f"FIXED  {bundle}")
 
     @pytest.mark.parametrize("command", [("replay",), ("export", "--chrome", "t.json")])
-    def test_a_bundle_that_is_not_whole(
-        self, invoke: Invoke, bundle: str, command: tuple[str, ...]
-    ) -> None:
-        """One error, status 2, no traceback."""
+    def test_a_bundle_that_is_not_whole(self, invoke, bundle, command):
         with Path(".zero-sim/bundles", bundle, "events.jsonl").open("a") as file:
             file.write("x")
         result = invoke(command[0], bundle, *command[1:])
@@ -145,18 +112,14 @@ class TestReplay:
         assert "bytes in events.jsonl, got" in result.stderr
         assert "Traceback" not in result.output
 
-    def test_an_id_that_is_not_there(self, invoke: Invoke, bundle: str) -> None:
-        """Lists those that are."""
+    def test_an_id_that_is_not_there(self, invoke, bundle):
         result = invoke("replay", "nothing")
         assert result.exit_code == 2
         assert bundle in result.stderr
 
 
 class TestExport:
-    """`export`."""
-
-    def test_both_forms(self, invoke: Invoke, bundle: str) -> None:
-        """From one bundle."""
+    def test_both_forms(self, invoke, bundle):
         options = ("--chrome", "t.json", "--flight-recorder", "dumps")
         assert invoke("export", bundle, *options).exit_code == 0
         assert json.loads(Path("t.json").read_text())["distributedInfo"]["world_size"] == 3
@@ -166,8 +129,7 @@ class TestExport:
             "rank_2",
         ]
 
-    def test_nothing_asked(self, invoke: Invoke, bundle: str) -> None:
-        """What could be."""
+    def test_nothing_asked(self, invoke, bundle):
         result = invoke("export", bundle)
         assert result.exit_code == 2
         assert "Try --chrome FILE or --flight-recorder DIR" in result.stderr

@@ -1,26 +1,17 @@
 """The other commands, and what a slip of the finger gets."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 import zero_sim
 from zero_sim import doctor
-from zero_sim.cli import main as cli
 from zero_sim.report.records import Measurement
 
 CASE = str(Path(__file__).parents[2] / "scenarios" / "smoke" / "mlp.toml")
-
-
-def invoke(*arguments: str) -> Result:
-    """Run the command line."""
-    return CliRunner().invoke(cli.main, list(arguments))
 
 
 @pytest.mark.parametrize(
@@ -38,38 +29,36 @@ def invoke(*arguments: str) -> Result:
         (["fuzz", "--seconds", "nan"], "'--seconds': expected a number, got nan"),
         (["shrink", "--seconds", "nan", CASE], "'--seconds': expected a number, got nan"),
         (["run", "--order", "lineal", CASE], "expected --order to be one of linear,"),
+        (["replay", "abc", "--name", "x"], "expected --name with --freeze, got it alone"),
+        (["replay", "abc", "--folder", "x"], "expected --folder with --freeze, got it alone"),
+        (["replay", "abc", "--force"], "expected --force with --freeze, got it alone"),
+        (["doctor", "--gpu-report", "x"], "expected --gpu-report with --gpu, got it alone"),
+        (["doctor", "--step", "x"], "expected --step with --gpu, got it alone"),
+        (["doctor", "--package", "x"], "expected --package with --target, got it alone"),
+        (["doctor", "--target", "torch-ddp", "--json"], "expected --target without --json"),
+        (["fingerprint", "a.json", "--case", "x"], "expected --case with a scenario file"),
+        (["fingerprint", "one.toml", "--rank", "9"], "expected --rank to be below the "),
     ],
 )
-def test_usage_errors(arguments: list[str], said: str) -> None:
-    """Status 2 and a way on."""
+def test_usage_errors(invoke, arguments, said):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert said in result.stderr
 
 
-def test_version() -> None:
-    """The package's."""
+def test_version(invoke):
     assert invoke("--version").output == f"zero-sim, version {zero_sim.__version__}\n"
 
 
-def test_help_lists_the_commands() -> None:
-    """All of them, with a line each."""
+def test_help_lists_the_commands(invoke):
     out = invoke("--help").stdout
     assert all(
         f"\n  {name} " in out for name in ("run", "replay", "export", "schema", "doctor", "bench")
     )
 
 
-def test_schema_is_json() -> None:
-    """Ready to be written to a file."""
-    assert json.loads(invoke("schema").stdout)["title"] == "zero_sim scenario"
-
-
 class TestDoctor:
-    """What this machine can run."""
-
-    def test_says_what_is_here(self) -> None:
-        """Versions, threads, parts; as a table and as JSON."""
+    def test_says_what_is_here(self, invoke):
         facts = {
             fact["name"]: fact for fact in json.loads(invoke("doctor", "--json").stdout)["facts"]
         }
@@ -77,23 +66,21 @@ class TestDoctor:
         assert {"python", "cpu threads", "run: backend sim", "run: model digits"} <= set(facts)
         assert "cpu kernels" in invoke("doctor").stdout
 
-    def test_without_torch_nothing_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Status 4, and what to install."""
+    def test_without_torch_nothing_runs(self, invoke, monkeypatch):
         monkeypatch.setitem(sys.modules, "torch", None)
         result = invoke("doctor")
         assert result.exit_code == 4
         assert "install the CPU build of torch" in result.stdout
         assert "NO  run: backend sim" in result.stdout
 
-    def test_without_scikit_learn_all_else_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_scikit_learn_all_else_runs(self, monkeypatch):
         """An extra that is absent is no fault of the machine."""
         monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
         facts = {fact.name: fact for fact in doctor.examine()}
         assert 'pip install "zero-sim[digits]"' in facts["run: model digits"].note
         assert not facts["run: model digits"].required
 
-    def test_old_torch_is_named(self) -> None:
-        """Versions compare as numbers."""
+    def test_old_torch_is_named(self):
         assert doctor._version("2.9.1+cpu") < doctor.TORCH_LEAST <= doctor._version("2.11.0a0")
 
 
@@ -101,29 +88,24 @@ ROW = Measurement(name="all_reduce", value=0.5, unit="ms", goal=1.0, ok=True)
 
 
 class TestBench:
-    """Measurements beside their goals."""
-
     @pytest.fixture(autouse=True)
-    def bench(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bench(self, monkeypatch):
         """A benchmark that takes no time."""
         module = types.ModuleType("zero_sim.bench")
         monkeypatch.setattr(module, "run_benchmarks", lambda only: [ROW], raising=False)
         monkeypatch.setitem(sys.modules, "zero_sim.bench", module)
 
-    def test_table(self) -> None:
-        """For people."""
+    def test_table(self, invoke):
         assert invoke("bench").stdout == "ok  all_reduce  0.5 ms  goal at most 1 ms\n"
 
-    def test_json(self) -> None:
-        """For programs."""
+    def test_json(self, invoke):
         assert json.loads(invoke("bench", "--json").stdout)["measurements"] == [
             {"name": "all_reduce", "value": 0.5, "unit": "ms", "goal": 1.0, "ok": True}
             | {"at_least": False}
         ]
 
 
-def test_without_a_gpu_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Status 4: the machine lacks it."""
+def test_without_a_gpu_the_device_is_refused(invoke, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = invoke("run", CASE, "--device", "cuda")
     assert result.exit_code == 4
@@ -140,10 +122,7 @@ def test_without_a_gpu_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         ((2, 30, 7), 1, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, "experimental"),
     ],
 )
-def test_whether_ranks_can_share_a_gpu(
-    nccl: tuple[int, ...], gpus: int, environment: dict[str, str], said: str
-) -> None:
-    """And what is lacking where they cannot."""
+def test_whether_ranks_can_share_a_gpu(nccl, gpus, environment, said):
     fact = doctor.shared_gpu_fact(nccl=nccl, gpu_count=gpus, environment=environment)
     assert said in fact.note
     assert fact.ok == (said == "experimental")

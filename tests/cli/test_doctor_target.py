@@ -4,10 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from tests.run.keeper import LIBRARY, NAMES
-from zero_sim.cli.main import main
 
 
 @pytest.fixture
@@ -19,13 +17,9 @@ def library(tmp_path, monkeypatch):
     sys.modules.pop("keeper_lib", None)
 
 
-def doctor(*words):
-    return CliRunner().invoke(main, ["doctor", *words])
-
-
 @pytest.mark.usefixtures("library")
-def test_the_declaration_is_printed_ready_to_be_pasted():
-    ran = doctor("--target", "tests.run.keeper:Keeper", "--package", "keeper_lib")
+def test_the_declaration_is_printed_ready_to_be_pasted(invoke):
+    ran = invoke("doctor", "--target", "tests.run.keeper:Keeper", "--package", "keeper_lib")
     assert ran.exit_code == 0, ran.output
     assert "4 changed." in ran.stdout
     assert "two-ranks-at-stage-0, with these alone: pass" in ran.stdout
@@ -34,27 +28,14 @@ def test_the_declaration_is_printed_ready_to_be_pasted():
     assert pasted["rank_local"] == {"names": NAMES}
 
 
-def test_a_package_that_is_not_there_is_refused():
-    ran = doctor("--target", "torch-ddp", "--package", "keeper_libb")
+def test_a_package_that_is_not_there_is_refused(invoke):
+    ran = invoke("doctor", "--target", "torch-ddp", "--package", "keeper_libb")
     assert ran.exit_code == 2
     assert "expected a top-level package that can be imported, got 'keeper_libb'" in ran.stderr
 
 
 @pytest.mark.usefixtures("library")
-def test_a_library_that_keeps_nothing_needs_no_declaration():
+def test_a_library_that_keeps_nothing_needs_no_declaration(invoke):
     Path("quiet_lib.py").write_text("LIMIT = 3\n")
-    ran = doctor("--target", "torch-ddp", "--package", "quiet_lib")
+    ran = invoke("doctor", "--target", "torch-ddp", "--package", "quiet_lib")
     assert "no `rank_local` has to be declared" in ran.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--target", "torch-ddp", "--json"), "expected --target without --json"),
-        (("--package", "os"), "expected --package with --target"),
-    ],
-)
-def test_options_that_do_not_go_together(words, message):
-    ran = doctor(*words)
-    assert ran.exit_code == 2
-    assert message in ran.output

@@ -1,29 +1,28 @@
 """`zero-sim explain`, `zero-sim report` and `zero-sim replay --freeze`, end to end."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
-from click.testing import Result
+
+from tests.cli.ended import assert_ended
 
 
 class TestExplain:
-    def test_a_check(self, invoke) -> None:
+    def test_a_check(self, invoke):
         result = invoke("explain", "world.race")
         assert result.exit_code == 0
         assert result.stdout.startswith("world.race\n  what ")
         assert "PyTorch#144535" in result.stdout
 
-    def test_a_bundle_with_its_own_numbers(self, invoke, bundle: str) -> None:
+    def test_a_bundle_with_its_own_numbers(self, invoke, bundle):
         result = invoke("explain", bundle[:6])
         assert result.stdout.startswith(f"bundle {bundle}  one\n  equality.")
         assert "ulp apart" in result.stdout
         assert "flat buffer 0, " in result.stdout
         assert "  causes    - " in result.stdout
 
-    def test_json(self, invoke, bundle: str) -> None:
+    def test_json(self, invoke, bundle):
         plain = json.loads(invoke("explain", "guard.same-data", "--json").stdout)
         assert (plain["check"], plain["bundle"], plain["finding"]) == (
             "guard.same-data",
@@ -34,7 +33,7 @@ class TestExplain:
         assert (of["bundle"], of["finding"]["check"]) == (bundle, of["check"])
         assert of["strip"]["elems"] > 0
 
-    def test_what_is_neither_names_the_checks(self, invoke, bundle: str) -> None:
+    def test_what_is_neither_names_the_checks(self, invoke, bundle):
         result = invoke("explain", "equality.gard")
         assert result.exit_code == 2
         assert "got 'equality.gard'. Did you mean 'equality.grad'?" in result.stderr
@@ -43,27 +42,24 @@ class TestExplain:
 
 
 class TestReport:
-    def test_all_bundles_of_a_folder_are_one_page(self, invoke, bundle: str) -> None:
+    def test_all_bundles_of_a_folder_are_one_page(self, invoke, bundle):
         result = invoke("report", "--output", "out/page.html")
         assert (result.exit_code, result.stdout) == (0, "out/page.html: 1 failed case\n")
         page = Path("out/page.html").read_text()
         assert f"zero-sim replay {bundle}" in page
         assert 'class="timeline"' in page
 
-    def test_without_any(self, invoke) -> None:
-        result = invoke("report")
-        assert result.exit_code == 2
-        assert "expected bundles, got none" in result.stderr
+    def test_without_any(self, invoke):
+        assert_ended(invoke("report"), 2, "expected bundles, got none", on="stderr")
 
-    def test_a_page_that_cannot_be_written(self, invoke, bundle: str) -> None:
+    def test_a_page_that_cannot_be_written(self, invoke, bundle):
         Path("file").write_text("x")
         result = invoke("report", bundle, "--output", "file/page.html")
-        assert result.exit_code == 2
-        assert "expected to write a page" in result.stderr
+        assert_ended(result, 2, "expected to write a page", on="stderr")
 
 
 class TestFreeze:
-    def test_the_file_runs(self, invoke, bundle: str, broken) -> None:
+    def test_the_file_runs(self, invoke, bundle, broken):
         result = invoke("replay", bundle, "--freeze")
         (path,) = Path("scenarios/regressions").iterdir()
         told = [f"  frozen: {path}", f"  reproduce: zero-sim run {path}"]
@@ -73,23 +69,21 @@ class TestFreeze:
         again = json.loads(invoke("run", path, "--json").stdout)["cases"][0]
         assert (again["verdict"], again["bundle"]) == ("fail", bundle)
 
-    def test_it_is_not_written_twice(self, invoke, bundle: str) -> None:
-        def freeze(*more: str) -> Result:
+    def test_it_is_not_written_twice(self, invoke, bundle):
+        def freeze(*more):
             options = ("--freeze", "--folder", "kept", "--name", "mine", *more)
             return invoke("replay", bundle, *options)
 
         assert freeze("--json").exit_code == 0
-        refused = freeze()
-        assert refused.exit_code == 2
-        assert "kept/mine.toml: expected no such file yet" in refused.stderr
+        assert_ended(freeze(), 2, "kept/mine.toml: expected no such file yet", on="stderr")
         assert freeze("--force").exit_code == 0
 
-    def test_json_names_the_file(self, invoke, bundle: str) -> None:
+    def test_json_names_the_file(self, invoke, bundle):
         assert json.loads(invoke("replay", bundle, "--json").stdout)["frozen"] is None
         report = json.loads(invoke("replay", bundle, "--freeze", "--json").stdout)
         assert Path(report["frozen"]).exists()
 
 
 @pytest.mark.parametrize("command", ["explain", "report"])
-def test_help(invoke, command: str) -> None:
+def test_help(invoke, command):
     assert invoke(command, "--help").exit_code == 0

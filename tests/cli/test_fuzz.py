@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+from tests.cli.ended import assert_ended
 from tests.fuzz.kept_reports import report_of
 from zero_sim.cli.main import main
 from zero_sim.errors import EnvironmentProblem
@@ -57,10 +58,7 @@ def fuzz(tmp_path, *options):
 
 
 def test_nothing_found_is_0(tmp_path, pool):
-    done = fuzz(tmp_path, "--cases", "60")
-    assert done.exit_code == 0
-    assert "60 cases" in done.output
-    assert "0 distinct findings" in done.output
+    assert_ended(fuzz(tmp_path, "--cases", "60"), 0, "60 cases", "0 distinct findings")
 
 
 def test_a_finding_is_1_and_says_how_to_see_it_again(tmp_path, pool):
@@ -161,9 +159,7 @@ def test_where_no_corpus_was_given_the_command_names_the_one_that_was_begun(
 
 def test_a_lost_batch_is_3(tmp_path, pool):
     pool.outcome = {"complete": False, "lost": "gone"}
-    done = fuzz(tmp_path, "--cases", "10")
-    assert done.exit_code == 3
-    assert "was lost: gone" in done.output
+    assert_ended(fuzz(tmp_path, "--cases", "10"), 3, "was lost: gone")
 
 
 def test_json_is_one_object(tmp_path, pool):
@@ -185,8 +181,7 @@ def test_options_reach_the_batches(tmp_path, pool):
 
 def test_a_device_that_is_not_there_is_4_and_nothing_is_begun(tmp_path, pool):
     done = fuzz(tmp_path / "corpus", "--cases", "1", "--device", "cuda:7")
-    assert done.exit_code == 4
-    assert "expected a GPU that torch" in done.output
+    assert_ended(done, 4, "expected a GPU that torch")
     assert not (tmp_path / "corpus").exists()
 
 
@@ -200,8 +195,7 @@ def test_a_device_reaches_the_batches_the_corpus_and_the_command_to_replay(
     assert f"zero-sim replay {tmp_path}/bundles/0123456789ab --device cuda:1" in done.output
     assert read_corpus(tmp_path / "shard-1-of-1.sqlite").head.device == "cuda:1"
     other = fuzz(tmp_path, "--cases", "1")
-    assert other.exit_code == 2
-    assert "Try another --corpus, or the seed, target, device, options and family" in other.output
+    assert_ended(other, 2, "Try another --corpus, or the seed, target, device, options and family")
 
 
 @pytest.mark.parametrize("options", [["--shard", "0/2"], ["--shard", "x"], ["--cases", "-1"]])
@@ -241,36 +235,35 @@ class TestCoverage:
         assert one.output.split("Not yet covered")[0] == other.output.split("Not yet covered")[0]
 
 
-class TestNoCase:
-    """Nothing ran, so nothing was shown: 5."""
+NO_CASE = {
+    "none asked for": (["--cases", "0"], {}, "No case was run: --cases 0 leaves none."),
+    "none for this shard": (
+        ["--cases", "50", "--shard", "2/2"],
+        {},
+        "--cases 50 leaves none for shard 2/2.",
+    ),
+    "no time for one": (
+        ["--seconds", "1e-9"],
+        {"cases": 0, "complete": False},
+        "--seconds 1e-09 ran out before the first one. Try more.",
+    ),
+    "none fits": (
+        ["--cases", "200"],
+        {"cases": 0, "verdicts": {}, "futile": "no case fits target 'mine': why"},
+        "No case was run: no case fits target 'mine': why.",
+    ),
+}
 
-    def test_no_cases_asked_for(self, tmp_path, pool):
-        done = fuzz(tmp_path, "--cases", "0")
-        assert done.exit_code == 5
-        assert "No case was run: --cases 0 leaves none." in done.output
 
-    def test_none_for_this_shard(self, tmp_path, pool):
-        done = fuzz(tmp_path, "--cases", "50", "--shard", "2/2")
-        assert done.exit_code == 5
-        assert "--cases 50 leaves none for shard 2/2." in done.output
+@pytest.mark.parametrize(("options", "outcome", "said"), NO_CASE.values(), ids=NO_CASE)
+def test_where_no_case_ran_nothing_was_shown(tmp_path, pool, options, outcome, said):
+    pool.outcome = outcome
+    assert_ended(fuzz(tmp_path, *options), 5, said)
 
-    def test_no_time_for_one(self, tmp_path, pool):
-        pool.outcome = {"cases": 0, "complete": False}
-        done = fuzz(tmp_path, "--seconds", "1e-9")
-        assert done.exit_code == 5
-        assert "--seconds 1e-09 ran out before the first one. Try more." in done.output
 
-    def test_none_fits(self, tmp_path, pool):
-        pool.outcome = {"cases": 0, "verdicts": {}, "futile": "no case fits target 'mine': why"}
-        done = fuzz(tmp_path, "--cases", "200")
-        assert done.exit_code == 5
-        assert "No case was run: no case fits target 'mine': why." in done.output
-
-    def test_all_ran_earlier(self, tmp_path, pool):
-        fuzz(tmp_path, "--cases", "50")
-        done = fuzz(tmp_path, "--cases", "50")
-        assert done.exit_code == 5
-        assert "all 50 were run earlier. Try more --cases" in done.output
+def test_all_ran_earlier(tmp_path, pool):
+    fuzz(tmp_path, "--cases", "50")
+    assert_ended(fuzz(tmp_path, "--cases", "50"), 5, "all 50 were run earlier. Try more --cases")
 
 
 def test_a_campaign_that_is_stopped_says_why(tmp_path, pool):
@@ -294,8 +287,7 @@ def test_a_full_disk_is_4(tmp_path, pool, monkeypatch):
 
     monkeypatch.setattr(corpus.Corpus, "append", full)
     done = fuzz(tmp_path, "--cases", "100")
-    assert done.exit_code == 4
-    assert "got: No space left on device" in done.stderr
+    assert_ended(done, 4, "got: No space left on device", on="stderr")
     assert "50 cases" in done.stdout
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+from tests.cli.ended import assert_ended
 from tests.fuzz.kept_reports import HEAD, make_shard, report_of
 from zero_sim.cli.main import main
 from zero_sim.fuzz.corpus import open_corpus
@@ -18,17 +19,13 @@ def join(*places, into, options=()):
 
 def test_all_shards_without_a_finding_are_0(tmp_path):
     files = [make_shard(tmp_path / f"{n}", n, batches=[n - 1]) for n in (1, 2)]
-    done = join(*files, into=tmp_path / "all")
-    assert done.exit_code == 0, done.output
-    assert "100 cases" in done.output
-    assert "100 pass" in done.output
+    assert_ended(join(*files, into=tmp_path / "all"), 0, "100 cases", "100 pass")
 
 
 def test_shards_that_are_missing_are_3_and_named(tmp_path):
     one = make_shard(tmp_path / "a", 2, of=3, batches=[1])
     done = join(one, into=tmp_path / "all")
-    assert done.exit_code == 3
-    assert "Not there of 3 shards: 1, 3." in done.output
+    assert_ended(done, 3, "Not there of 3 shards: 1, 3.")
     many = make_shard(tmp_path / "b", 500, of=100_000, batches=[499])
     done = join(many, into=tmp_path / "many")
     assert "Not there of 100,000 shards: 1-499, 501-100000." in done.output
@@ -37,9 +34,7 @@ def test_shards_that_are_missing_are_3_and_named(tmp_path):
 
 
 def test_shards_that_ran_no_batch_are_told_of(tmp_path):
-    done = join(make_shard(tmp_path / "a", 1), into=tmp_path / "all")
-    assert done.exit_code == 3
-    assert "No case was run" in done.output
+    assert_ended(join(make_shard(tmp_path / "a", 1), into=tmp_path / "all"), 3, "No case was run")
 
 
 def test_a_campaign_goes_on_from_what_was_joined(tmp_path):
@@ -67,9 +62,7 @@ def test_a_campaign_goes_on_from_what_was_joined(tmp_path):
     ],
 )
 def test_what_is_not_said_rightly_is_2(options, words):
-    done = CliRunner().invoke(main, ["fuzz", *options])
-    assert done.exit_code == 2
-    assert words in done.stderr
+    assert_ended(CliRunner().invoke(main, ["fuzz", *options]), 2, words, on="stderr")
 
 
 def test_the_coverage_of_shards_is_that_of_all_their_cases(tmp_path):

@@ -1,17 +1,11 @@
 """Whatever lies where a command looks for a file or a folder: a message and exit status 2."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 
 from tests.odd_files import make_odd
-
-Invoke = Callable[..., Result]
 
 READING = {
     "run": ("run",),
@@ -34,7 +28,7 @@ CONTENT = {
 KINDS = ("fifo", "socket", "loop", "dangling", "device", "folder", "missing", "long", *CONTENT)
 
 
-def make(path: Path, kind: str) -> Path:
+def make(path, kind):
     """Something at a path, or a path that can be nothing's."""
     if kind in CONTENT:
         path.write_bytes(CONTENT[kind])
@@ -45,7 +39,7 @@ def make(path: Path, kind: str) -> Path:
     return path
 
 
-def said(result: Result) -> list[str]:
+def said(result):
     """The lines of a mistake that was told as one."""
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == 2
@@ -55,7 +49,7 @@ def said(result: Result) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("command", READING)
-def test_what_is_no_file_to_read(invoke: Invoke, command: str, kind: str) -> None:
+def test_what_is_no_file_to_read(invoke, command, kind):
     """Told in a few lines, at once: a pipe is not waited for."""
     path = make(Path("odd.toml"), kind)
     lines = said(invoke(*READING[command], path))
@@ -65,8 +59,7 @@ def test_what_is_no_file_to_read(invoke: Invoke, command: str, kind: str) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("command", sorted(set(READING) - {"run"}))
-def test_what_is_no_file_in_a_bundle(invoke: Invoke, command: str, kind: str) -> None:
-    """The same within the folder of one."""
+def test_what_is_no_file_in_a_bundle(invoke, command, kind):
     Path("odd").mkdir()
     make(Path("odd/bundle.json"), kind)
     assert len(said(invoke(*READING[command], "odd"))) <= 3
@@ -90,9 +83,7 @@ def test_what_is_no_file_in_a_bundle(invoke: Invoke, command: str, kind: str) ->
     ],
     ids=" ".join,
 )
-def test_a_file_for_a_folder_and_a_folder_for_a_file(
-    invoke: Invoke, arguments: tuple[str, ...]
-) -> None:
+def test_a_file_for_a_folder_and_a_folder_for_a_file(invoke, arguments):
     """Before anything is done."""
     before = sorted(Path.cwd().rglob("*"))
     assert said(invoke(*arguments))
@@ -109,9 +100,7 @@ def test_a_file_for_a_folder_and_a_folder_for_a_file(
     ],
     ids=" ".join,
 )
-def test_a_pipe_that_nobody_reads_is_not_waited_for(
-    invoke: Invoke, bundle: str, arguments: tuple[str, ...]
-) -> None:
+def test_a_pipe_that_nobody_reads_is_not_waited_for(invoke, bundle, arguments):
     """It is told, and the pipe stays."""
     os.mkfifo("pipe")
     lines = said(invoke(*(bundle if word == "BUNDLE" else word for word in arguments)))
@@ -120,21 +109,14 @@ def test_a_pipe_that_nobody_reads_is_not_waited_for(
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "loop"])
-def test_what_is_no_file_of_a_corpus(invoke: Invoke, kind: str) -> None:
-    """Told before any case is begun."""
+def test_what_is_no_file_of_a_corpus(invoke, kind):
     Path("corpus").mkdir()
     make_odd(Path("corpus/shard-1-of-1.sqlite"), kind)
     (line,) = said(invoke("fuzz", "--cases", "1", "--corpus", "corpus"))
     assert "expected to read corpus/shard-1-of-1.sqlite, a file of a corpus, got: a" in line
 
 
-def test_an_expression_that_matches_nothing(invoke: Invoke) -> None:
-    """Is no mistake, and no success."""
-    assert invoke("run", "one.toml", "-k", "nothing").exit_code == 5
-    assert invoke("run", "several.toml", "-k", "seed=3").exit_code == 5
-
-
-def test_a_name_never_leaves_the_folder(invoke: Invoke, bundle: str) -> None:
+def test_a_name_never_leaves_the_folder(invoke, bundle):
     """Nor holds what a terminal would do."""
     before = sorted(Path.cwd().rglob("*"))
     for name in ("../up", "/tmp/x", "a/b", "..", ".", ".hidden", "a\nb", "a\x1b"):
@@ -144,7 +126,7 @@ def test_a_name_never_leaves_the_folder(invoke: Invoke, bundle: str) -> None:
     assert sorted(Path.cwd().rglob("*")) == before
 
 
-def test_traces_are_called_by_what_files_may_be_called(invoke: Invoke) -> None:
+def test_traces_are_called_by_what_files_may_be_called(invoke):
     """Whatever the ids of cases are, they stay in their folder."""
     model = '[model]\nname = "mlp"\nhidden = 2\nblocks = 1\n[run]\nsteps = 1\n'
     for number, name in enumerate(("../../up", "/etc/x", "..", "a" * 900)):

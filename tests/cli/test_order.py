@@ -1,11 +1,10 @@
 """`zero-sim run --order any`: judged without a word of how sums are added."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
+from tests.cli.ended import assert_ended
 from zero_sim.bundle import read_bundle
 
 FOUR = 'schema = 1\n[model]\nname = "mlp"\ndtype = "bf16"\n[world]\nsize = 4\n'
@@ -22,16 +21,14 @@ RELOAD = "[reload]\nstep = 1\n"
 def test_sums_are_judged_by_bounds(invoke):
     Path("four.toml").write_text(FOUR)
     result = invoke("run", "four.toml", "--order", "any")
-    assert result.exit_code == 0, result.output
-    assert "note: bounds: a sum may end within 0.012 x" in result.output
+    assert_ended(result, 0, "note: bounds: a sum may end within 0.012 x")
 
 
 def test_what_needs_an_order_is_left_out(invoke):
     Path("four.toml").write_text(FOUR)
     Path("reload.toml").write_text(FOUR + RELOAD)
     result = invoke("run", "four.toml", "reload.toml", "--order", "any")
-    assert result.exit_code == 0, result.output
-    assert "1 case left out: its order must be known: it has a reload" in result.output
+    assert_ended(result, 0, "1 case left out: its order must be known: it has a reload")
 
 
 def test_a_bundle_is_of_the_case_that_ran(invoke, broken):
@@ -65,8 +62,7 @@ class TestAnOrderThatATargetDoesNotSupport:
     def test_is_no_pass_for_a_case_by_itself(self, invoke):
         Path("ddp.toml").write_text(self.PLAIN)
         result = invoke("run", "ddp.toml", "--order", "gloo")
-        assert result.exit_code == 5
-        assert "Nothing selected: no case that can be judged as asked" in result.output
+        assert_ended(result, 5, "Nothing selected: no case that can be judged as asked")
         assert self.REASON in result.output
 
     def test_is_asked_of_an_imported_target_too(self, invoke, monkeypatch):
@@ -74,15 +70,12 @@ class TestAnOrderThatATargetDoesNotSupport:
         Path("a_plain_target.py").write_text(PLAIN_TARGET)
         Path("four.toml").write_text(self.PLAIN.replace("torch-ddp", "zero_sim"))
         result = invoke("run", "four.toml", "--order", "ring", "--target", "a_plain_target:Mine")
-        assert result.exit_code == 5
-        assert "target 'mine' does not support world.order = 'ring'" in result.output
+        assert_ended(result, 5, "target 'mine' does not support world.order = 'ring'")
 
     @pytest.mark.parametrize("options", [(), ("--order", "gloo")], ids=["as written", "asked"])
     def test_is_a_mistake_where_the_file_says_it(self, invoke, options):
         Path("ddp.toml").write_text(self.WRITTEN)
-        result = invoke("run", "ddp.toml", *options)
-        assert result.exit_code == 2
-        assert "world.order: this target supports" in result.output
+        assert_ended(invoke("run", "ddp.toml", *options), 2, "world.order: this target supports")
 
     def test_leaves_out_nothing_where_no_order_is_told(self, invoke):
         Path("ddp.toml").write_text(self.PLAIN)
@@ -92,5 +85,4 @@ class TestAnOrderThatATargetDoesNotSupport:
     def test_leaves_out_what_only_a_known_order_decides(self, invoke):
         Path("ddp.toml").write_text(self.PLAIN + "[optimizer]\nclip_norm = 0.1\n")
         result = invoke("run", "ddp.toml", "--order", "any")
-        assert result.exit_code == 5
-        assert "target 'torch-ddp' must know its order: world.order_known" in result.output
+        assert_ended(result, 5, "target 'torch-ddp' must know its order: world.order_known")

@@ -1,29 +1,24 @@
 """`zero-sim run` as a whole: output and exit status."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
+from tests.cli.ended import assert_ended
 from zero_sim.cli import main as cli
 from zero_sim.errors import EnvironmentProblem, ModelError
 from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.run import judges
-from zero_sim.scenario import Scenario
 
 GOOD = 'schema = 1\n[model]\nname = "mlp"\n'
 BAD = 'schema = 1\n[model]\nname = "mpl"\n[run]\nsteps = 0\n'
 
-Judge = Callable[[Scenario], CaseResult]
 
-
-def judge_by_name(scenario: Scenario) -> CaseResult:
+def judge_by_name(scenario):
     """What the file is called is what comes of it."""
     name = scenario.name
     if name == "environment":
@@ -48,17 +43,17 @@ def judge_by_name(scenario: Scenario) -> CaseResult:
 
 
 @pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
+def invoke(monkeypatch, tmp_path):
     """Run the command in a folder with one scenario a name, judged by `judge_by_name`."""
 
     @contextlib.contextmanager
-    def open_judge(chosen: judges.Chosen) -> Iterator[Judge]:
+    def open_judge(chosen):
         yield judge_by_name
 
     monkeypatch.setattr(judges, "open_judge", open_judge)
     monkeypatch.chdir(tmp_path)
 
-    def call(*names: str, options: tuple[str, ...] = ()) -> Result:
+    def call(*names, options=()):
         for name in names:
             Path(f"{name}.toml").write_text(BAD if name.startswith("bad") else GOOD)
         arguments = ["run", *(f"{name}.toml" for name in names), *options]
@@ -85,13 +80,12 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Res
         (["inconclusive", "pass"], 3),
     ],
 )
-def test_exit_status(invoke: Callable[..., Result], names: list[str], status: int) -> None:
+def test_exit_status(invoke, names, status):
     """Of several, 1 outweighs 2, then 4, then 3."""
     assert invoke(*names).exit_code == status
 
 
-def test_every_case_runs_whatever_came_before(invoke: Callable[..., Result]) -> None:
-    """A bad file, a crash and a machine that cannot do not cost the rest."""
+def test_every_case_runs_whatever_came_before(invoke):
     result = invoke("bad", "crash", "environment", "usage", "pass")
     marks = [line.split()[0] for line in result.stdout.splitlines() if line[:1].isupper()]
     assert marks == ["ERROR", "ERROR", "ERROR", "PASS"]
@@ -101,42 +95,31 @@ def test_every_case_runs_whatever_came_before(invoke: Callable[..., Result]) -> 
 
 @pytest.mark.parametrize(
     ("names", "options", "shown"),
-    [
-        (["noted"], (), 1),
-        (["noted", "pass"], (), 0),
-        (["noted", "pass"], ("-v",), 1),
-    ],
+    [(["noted"], (), 1), (["noted", "pass"], (), 0), (["noted", "pass"], ("-v",), 1)],
 )
-def test_notes_of_passing_cases(
-    invoke: Callable[..., Result], names: list[str], options: tuple[str, ...], shown: int
-) -> None:
+def test_notes_of_passing_cases(invoke, names, options, shown):
     """Of many cases they would bury the lines."""
     assert invoke(*names, options=options).stdout.count("  note: a note") == shown
 
 
 class TestManyCases:
-    """More than a screenful."""
-
     NAMES = tuple(f"pass{number}" for number in range(50))
 
-    def test_those_that_pass_are_counted_at_each_tenth(self, invoke: Callable[..., Result]) -> None:
+    def test_those_that_pass_are_counted_at_each_tenth(self, invoke):
         result = invoke(*self.NAMES, "fail")
         assert result.stdout.count("FAIL") == 1
         assert "PASS" not in result.stdout
         assert result.stdout.splitlines()[-1].startswith("51 cases: 50 passed, 1 failed in ")
         lines = [line for line in result.stderr.splitlines() if " of 51 cases, " in line]
-        assert (lines[0], lines[-1]) == (
-            "6 of 51 cases, 6 passed",
-            "51 of 51 cases, 50 passed",
-        )
+        assert (lines[0], lines[-1]) == ("6 of 51 cases, 6 passed", "51 of 51 cases, 50 passed")
         assert len(lines) == 10
 
-    def test_each_is_shown_if_asked_for(self, invoke: Callable[..., Result]) -> None:
+    def test_each_is_shown_if_asked_for(self, invoke):
         result = invoke(*self.NAMES, options=("-v",))
         assert result.stdout.count("PASS") == 50
         assert " of 50 cases, " not in result.stderr
 
-    def test_few_of_them_cover_what_all_have(self, invoke: Callable[..., Result]) -> None:
+    def test_few_of_them_cover_what_all_have(self, invoke):
         Path("many.toml").write_text(
             GOOD + '[matrix]\n"run.seed" = [1, 2, 3]\n"system.stage" = [1, 2]\n'
         )
@@ -147,8 +130,7 @@ class TestManyCases:
         assert report["left_out"] == {why: 5}
 
 
-def test_all_problems_of_a_bad_file_are_printed(invoke: Callable[..., Result]) -> None:
-    """On stderr, beside the results of the others."""
+def test_all_problems_of_a_bad_file_are_printed(invoke):
     result = invoke("bad", "pass")
     assert "bad.toml: 2 problems" in result.stderr
     assert 'Did you mean "mlp"?' in result.stderr
@@ -156,32 +138,27 @@ def test_all_problems_of_a_bad_file_are_printed(invoke: Callable[..., Result]) -
     assert "PASS" in result.stdout
 
 
-def test_errors_of_ours_have_no_traceback(invoke: Callable[..., Result]) -> None:
-    """The message is enough."""
+def test_errors_of_ours_have_no_traceback(invoke):
     assert "Traceback" not in invoke("environment", "usage", "bad").output
 
 
-def test_unexpected_errors_have_one(invoke: Callable[..., Result]) -> None:
-    """In the finding of the case that they ended."""
+def test_unexpected_errors_have_one(invoke):
     out = invoke("crash").stdout
     assert "RuntimeError: boom" in out.splitlines()[0]
     assert "internal.error: zero_sim raised an error that it did not foresee" in out
     assert "Traceback" in out
 
 
-def test_failure_says_how_to_run_it_again(invoke: Callable[..., Result]) -> None:
-    """The command selects this very case."""
+def test_failure_says_how_to_run_it_again(invoke):
     assert "  reproduce: zero-sim run fail.toml -k fail" in invoke("fail").stdout
 
 
-def test_the_stall_limit_goes_into_every_case(
-    invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_stall_limit_goes_into_every_case(invoke, monkeypatch):
     """And into the command that runs one again."""
     seen = []
 
     @contextlib.contextmanager
-    def open_judge(chosen: judges.Chosen) -> Iterator[Judge]:
+    def open_judge(chosen):
         yield lambda scenario: seen.append(scenario.run.stall_seconds) or judge_by_name(scenario)
 
     monkeypatch.setattr(judges, "open_judge", open_judge)
@@ -193,43 +170,34 @@ def test_the_stall_limit_goes_into_every_case(
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "soon"])
-def test_a_stall_limit_that_is_none(invoke: Callable[..., Result], seconds: str) -> None:
-    """A usage error, before anything is run."""
+def test_a_stall_limit_that_is_none(invoke, seconds):
     assert invoke("pass", options=("--stall-seconds", seconds)).exit_code == 2
 
 
-def test_expression_selects(invoke: Callable[..., Result]) -> None:
-    """Only what it names is run."""
+def test_expression_selects(invoke):
     result = invoke("pass", "fail", options=("-k", "not fail"))
     assert result.exit_code == 0
     assert result.stdout.splitlines()[-1].startswith("1 case: 1 passed")
 
 
-def test_nothing_selected(invoke: Callable[..., Result]) -> None:
-    """Status 5, and what there would have been."""
+def test_nothing_selected(invoke):
     result = invoke("pass", "fail", options=("-k", "nothing"))
-    assert result.exit_code == 5
-    assert "2 cases, none matches -k 'nothing'" in result.stderr
+    assert_ended(result, 5, "2 cases, none matches -k 'nothing'", on="stderr")
 
 
-def test_malformed_expression(invoke: Callable[..., Result]) -> None:
-    """A usage error, before anything is run."""
+def test_malformed_expression(invoke):
     result = invoke("pass", options=("-k", "a and"))
-    assert result.exit_code == 2
-    assert "Error: -k 'a and': expected a word" in result.stderr
+    assert_ended(result, 2, "Error: -k 'a and': expected a word", on="stderr")
     assert result.stdout == ""
 
 
-def test_path_that_is_not_there(invoke: Callable[..., Result]) -> None:
-    """Named; the others run."""
+def test_path_that_is_not_there(invoke):
     result = invoke("pass", options=("gone.toml",))
-    assert result.exit_code == 2
-    assert "gone.toml: 1 problem" in result.stderr
+    assert_ended(result, 2, "gone.toml: 1 problem", on="stderr")
     assert "1 passed" in result.stdout
 
 
-def test_interrupt_says_what_was_done(invoke: Callable[..., Result]) -> None:
-    """What passed is kept, what did not run is counted."""
+def test_interrupt_says_what_was_done(invoke):
     result = invoke("pass", "interrupt", "fail")
     assert result.exit_code == 130
     assert "Interrupted during interrupt." in result.stderr
@@ -237,10 +205,7 @@ def test_interrupt_says_what_was_done(invoke: Callable[..., Result]) -> None:
 
 
 class TestJUnit:
-    """`--junit`."""
-
-    def test_every_case_is_in_it(self, invoke: Callable[..., Result]) -> None:
-        """A file that is none and a case that did not run, too."""
+    def test_every_case_is_in_it(self, invoke):
         names = ("bad", "pass", "fail", "interrupt", "noted")
         result = invoke(*names, options=("--junit", "j.xml"))
         assert result.exit_code == 130
@@ -256,18 +221,13 @@ class TestJUnit:
             "noted": ["skipped"],
         }
 
-    def test_a_place_that_cannot_be_written_costs_no_verdict(
-        self, invoke: Callable[..., Result]
-    ) -> None:
-        """It is a mistake all the same."""
+    def test_a_place_that_cannot_be_written_costs_no_verdict(self, invoke):
         result = invoke("pass", options=("--junit", "pass.toml/j.xml"))
-        assert result.exit_code == 2
-        assert "1 passed" in result.stdout
+        assert_ended(result, 2, "1 passed", on="stdout")
         assert "expected to write JUnit XML" in result.stderr
 
 
-def test_what_was_not_observed_is_told_once(invoke: Callable[..., Result]) -> None:
-    """Of several cases; of one alone its note says so."""
+def test_what_was_not_observed_is_told_once(invoke):
     lines = invoke("pass", "silent").stdout.splitlines()
     title = "What a target does not tell is not observed:"
     assert lines[lines.index(title) : -1] == [
@@ -287,16 +247,13 @@ def test_what_was_not_observed_is_told_once(invoke: Callable[..., Result]) -> No
 
 
 class TestJson:
-    """`--json`."""
-
-    def test_stdout_is_one_object(self, invoke: Callable[..., Result]) -> None:
-        """And nothing else, whatever a model prints."""
+    def test_stdout_is_one_object(self, invoke):
         result = invoke("pass", "fail", "bad", options=("--json",))
         report = json.loads(result.stdout)
         assert [case["id"] for case in report["cases"]] == ["pass", "fail"]
         assert "a model that prints" in result.stderr
 
-    def test_shape_of_a_case(self, invoke: Callable[..., Result]) -> None:
+    def test_shape_of_a_case(self, invoke):
         """The keys that other programs read."""
         report = json.loads(invoke("fail", options=("--json",)).stdout)
         (case,) = report["cases"]
@@ -306,8 +263,7 @@ class TestJson:
         assert (finding["check"], finding["step"], finding["rank"]) == ("equality.params", 1, None)
         assert report["exit_status"] == 1
 
-    def test_shape_of_a_problem(self, invoke: Callable[..., Result]) -> None:
-        """One object a problem, with its file."""
+    def test_shape_of_a_problem(self, invoke):
         report = json.loads(invoke("bad", options=("--json",)).stdout)
         assert report["cases"] == []
         assert [problem["path"] for problem in report["problems"]] == ["model.name", "run.steps"]
@@ -316,13 +272,7 @@ class TestJson:
     @pytest.mark.parametrize(
         ("names", "options", "status"), [(["pass"], ("-k", "no"), 5), (["interrupt"], (), 130)]
     )
-    def test_is_printed_whatever_happens(
-        self,
-        invoke: Callable[..., Result],
-        names: list[str],
-        options: tuple[str, ...],
-        status: int,
-    ) -> None:
+    def test_is_printed_whatever_happens(self, invoke, names, options, status):
         """A reader of stdout always finds an object."""
         result = invoke(*names, options=("--json", *options))
         assert result.exit_code == json.loads(result.stdout)["exit_status"] == status

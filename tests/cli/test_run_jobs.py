@@ -1,7 +1,5 @@
 """`zero-sim run --jobs`: the same lines, bundles and exit status as without."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.cli.ended import assert_ended
 from zero_sim.cli.main import main
 
 SCENARIO = """schema = 1
@@ -53,9 +54,7 @@ def invoke(tmp_path, monkeypatch):
 
 
 def test_a_users_own_is_judged(invoke):
-    result = invoke("a_wrong_target:Mine")
-    assert result.exit_code == 1, result.output
-    assert "--target a_wrong_target:Mine" in result.output
+    assert_ended(invoke("a_wrong_target:Mine"), 1, "--target a_wrong_target:Mine")
 
 
 class TestCommandsThatRepeatIt:
@@ -69,9 +68,7 @@ class TestCommandsThatRepeatIt:
 
     @pytest.mark.parametrize("label", ["reproduce", "replay"])
     def test_of_a_run(self, invoke, label):
-        done = self.again(invoke(self.TARGET), label)
-        assert done.exit_code == 1, done.output
-        assert "invariant.ownership" in done.output
+        assert_ended(self.again(invoke(self.TARGET), label), 1, "invariant.ownership")
 
     def test_of_a_replay(self, invoke):
         replayed = self.again(invoke(self.TARGET), "replay")
@@ -89,29 +86,21 @@ class TestCommandsThatRepeatIt:
         invoke(self.TARGET)
         (bundle,) = Path(".zero-sim/bundles").iterdir()
         done = CliRunner().invoke(main, ["replay", bundle.name])
-        assert done.exit_code == 2
-        assert f"Try `zero-sim replay {bundle.name} --target {self.TARGET}`" in done.output
+        assert_ended(done, 2, f"Try `zero-sim replay {bundle.name} --target {self.TARGET}`")
 
 
 def test_a_case_outside_the_capabilities_is_refused(invoke):
-    result = invoke("torch-ddp")
-    assert result.exit_code == 2, result.output
-    assert "system.stage: this target supports 0, got 1. Try 0." in result.output
+    assert_ended(invoke("torch-ddp"), 2, "system.stage: this target supports 0, got 1. Try 0.")
 
 
 def test_what_it_cannot_be_asked_for_can_be_left_out(invoke):
     done = invoke("torch-ddp", "--able")
-    assert done.exit_code == 5
-    assert "1 case left out: target 'torch-ddp' cannot be asked for system.stage" in done.output
+    assert_ended(done, 5, "1 case left out: target 'torch-ddp' cannot be asked for system.stage")
 
 
 def test_a_registered_one_is_judged_on_the_case(invoke):
     result = invoke("torch-zero-redundancy")
     assert result.exit_code == 0, result.output
-
-
-def test_a_module_that_is_not_there_is_a_usage_error(invoke):
-    assert invoke("no_such_module:Mine").exit_code == 2
 
 
 def run_in_process(target):
@@ -134,10 +123,7 @@ def test_one_that_ends_the_process_in_a_step_is_a_finding(invoke, tmp_path):
     (tmp_path / "a_leaving_target.py").write_text(
         MODULE.replace("next(module.parameters()).data[0] += 1", "os._exit(0)")
     )
-    result = invoke("a_leaving_target:Mine")
-    assert result.exit_code == 1
-    assert "world.rank-failed" in result.output
-    assert "os._exit(0)" in result.output
+    assert_ended(invoke("a_leaving_target:Mine"), 1, "world.rank-failed", "os._exit(0)")
 
 
 def test_one_that_ends_it_where_it_is_asked_for_something_is_refused(invoke, tmp_path):
@@ -145,9 +131,7 @@ def test_one_that_ends_it_where_it_is_asked_for_something_is_refused(invoke, tmp
         MODULE + "\n    def refuses(self, scenario):\n        sys.exit(0)\n"
     )
     result = invoke("a_refusing_target:Mine")
-    assert result.exit_code == 2
-    assert "ended the process with 0" in result.output
-    assert "in refuses" in result.output
+    assert_ended(result, 2, "ended the process with 0", "in refuses")
     assert "click" not in result.output
 
 
@@ -184,9 +168,7 @@ def test_a_case_whose_library_is_not_installed_is_left_out_with_the_reason(tmp_p
     Path("theirs.toml").write_text(LIBRARY_CASE)
     Path("ours.toml").write_text(SCENARIO)
     ran = CliRunner().invoke(main, ["run", ".", "--no-bundles"])
-    assert ran.exit_code == 0, ran.output
-    assert "1 passed" in ran.stdout
-    assert 'Try `pip install "zero-sim[deepspeed]"`' in ran.stdout
+    assert_ended(ran, 0, "1 passed", 'Try `pip install "zero-sim[deepspeed]"`', on="stdout")
 
 
 @pytest.mark.usefixtures("without_libraries")
@@ -194,8 +176,7 @@ def test_a_library_that_was_asked_for_and_is_not_installed_is_an_error(tmp_path,
     monkeypatch.chdir(tmp_path)
     Path("ours.toml").write_text(SCENARIO)
     ran = CliRunner().invoke(main, ["run", ".", "--no-bundles", "--target", "deepspeed-zero-1"])
-    assert ran.exit_code == 4
-    assert "needs the package 'deepspeed', which is not installed" in ran.output
+    assert_ended(ran, 4, "needs the package 'deepspeed', which is not installed")
 
 
 class TestByParamsOnly:

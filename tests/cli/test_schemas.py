@@ -1,32 +1,25 @@
 """What every command prints with `--json` is what its schema says."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import jsonschema
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from zero_sim import bench
 from zero_sim.cli import main as cli
 from zero_sim.report.records import Measurement
 from zero_sim.report.schemas import COMMANDS, VERSION
 
-Invoke = Callable[..., Result]
 
-
-def schema_of(what: str) -> dict[str, object]:
+def schema_of(what):
     """As the command line prints it."""
     return json.loads(CliRunner().invoke(cli.main, ["schema", what]).stdout)
 
 
 @pytest.fixture
-def outputs(
-    invoke: Invoke, broken: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
-) -> dict[str, list[str]]:
+def outputs(invoke, broken, monkeypatch):
     """Outputs of each command, of a system that is broken."""
     row = Measurement(name="a", value=1.0, unit="s", goal=None, ok=None)
     monkeypatch.setattr(bench, "run_benchmarks", lambda only: [row])
@@ -61,7 +54,7 @@ def outputs(
     return told
 
 
-def test_of_every_command(outputs: dict[str, list[str]]) -> None:
+def test_of_every_command(outputs):
     """One test for all: a broken system is run once."""
     assert outputs.keys() == set(COMMANDS)
     for command, texts in outputs.items():
@@ -73,7 +66,7 @@ def test_of_every_command(outputs: dict[str, list[str]]) -> None:
             jsonschema.validate(told, schema)
 
 
-def test_a_field_that_is_missing_or_strange_is_none_of_the_schema() -> None:
+def test_a_field_that_is_missing_or_strange_is_none_of_the_schema():
     """So that the test above cannot pass for being lax."""
     schema = schema_of("doctor")
     fact = {"name": "a", "value": "b", "ok": True, "note": "", "required": False}
@@ -83,23 +76,20 @@ def test_a_field_that_is_missing_or_strange_is_none_of_the_schema() -> None:
             jsonschema.validate({"schema": VERSION, "facts": [wrong]}, schema)
 
 
-def test_fields_are_described() -> None:
-    """By the strings under them in the records."""
+def test_fields_are_described():
     case = schema_of("run")["properties"]["cases"]["items"]
     assert case["properties"]["notes"]["description"].startswith("What a reader should know")
     finding = case["properties"]["findings"]["items"]["properties"]
     assert finding["step"]["description"] == "Optimizer step, counted from 0."
 
 
-def test_a_scenario_is_what_is_meant_where_nothing_is_said() -> None:
-    """As it always was."""
+def test_a_scenario_is_what_is_meant_where_nothing_is_said():
     told = json.loads(CliRunner().invoke(cli.main, ["schema"]).stdout)
     assert told == schema_of("scenario")
     assert told["title"] == "zero_sim scenario"
 
 
-def test_what_has_no_schema_is_named() -> None:
-    """Status 2."""
+def test_what_has_no_schema_is_named():
     done = CliRunner().invoke(cli.main, ["schema", "export"])
     assert done.exit_code == 2
     assert "expected one of scenario, run, replay" in done.output

@@ -1,7 +1,5 @@
 """Ctrl-C while `zero-sim shrink` searches: what was found so far is kept."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,21 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 
-import zero_sim.run
-from zero_sim.findings.records import CaseResult
 from zero_sim.host.signals import SAME_SECONDS
+from zero_sim.rules import judging
 from zero_sim.scenario.load import load_scenario
-from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import size_of
-
-Invoke = Callable[..., Result]
 
 WAITING = """
 import time
@@ -65,7 +57,7 @@ main()
 """The command line over a system that does not divide, and that waits in the midst of a search."""
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+def wait_for(path, process):
     """Wait until a process that is still there has made a file."""
     while not path.exists():
         assert process.poll() is None, process.communicate()
@@ -73,7 +65,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 
 
 @contextmanager
-def at_work(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def at_work(folder):
     """A process that is in the midst of a search, with what it says."""
     (folder / "one.toml").write_text(
         'schema = 1\n[model]\nname = "mlp"\n[run]\nsteps = 1\nstall_seconds = 600.0\n'
@@ -92,7 +84,7 @@ def at_work(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """What a process left that was interrupted once, in a case, and what it said."""
     folder = tmp_path_factory.mktemp("interrupted")
     with at_work(folder) as process:
@@ -104,55 +96,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_ends_with_the_status_of_a_case_that_fails(folder: Path) -> None:
-    """And with its text."""
+def test_it_ends_with_the_status_of_a_case_that_fails(folder):
     said = (folder / "said").read_text()
     assert said.startswith("FAIL  "), said
     assert said.endswith("\n1\n")
 
 
-def test_it_is_said(folder: Path) -> None:
-    """In the line of the smallest case."""
+def test_it_is_said(folder):
     said = (folder / "said").read_text()
     assert re.search("  smallest .* s; stopped by hand, more may be possible\n", said)
 
 
-def test_it_costs_nothing_of_what_was_found(folder: Path) -> None:
-    """The smallest case so far is written, and smaller than the first one."""
+def test_it_costs_nothing_of_what_was_found(folder):
     small = load_scenario(folder / "small.toml")
     assert size_of(small) < size_of(load_scenario(folder / "one.toml"))
 
 
-def test_it_leaves_a_bundle_of_it(folder: Path) -> None:
-    """Its case is the one that is written."""
+def test_it_leaves_a_bundle_of_it(folder):
     (bundle,) = (folder / ".zero-sim/bundles").iterdir()
     small = load_scenario(folder / "small.toml")
     assert load_scenario(bundle / "case.toml").model == small.model
 
 
-def test_it_is_told_to_programs(
-    invoke: Invoke,
-    broken: Callable[[bool], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """In the JSON, with what was found so far."""
+def test_it_is_told_to_programs(invoke, broken, monkeypatch):
     broken(True)
-    judge, count = zero_sim.run.run_case, 0
+    judge, count = judging.run_case, 0
 
-    def interrupting(scenario: Scenario, **options: object) -> CaseResult:
+    def interrupting(scenario, **options):
         nonlocal count
         count += 1
         if count == 4:
             os.kill(os.getpid(), signal.SIGINT)
         return judge(scenario, **options)
 
-    monkeypatch.setattr(zero_sim.run, "run_case", interrupting)
+    monkeypatch.setattr(judging, "run_case", interrupting)
     told = json.loads(invoke("shrink", "one.toml", "--json").stdout)
     assert (told["stopped"], told["complete"], told["cases"]) == ("asked", False, 3)
 
 
-def test_a_second_one_ends_it_at_once(tmp_path: Path) -> None:
-    """In the midst of a case, with the status of an interrupt."""
+def test_a_second_one_ends_it_at_once(tmp_path):
     with at_work(tmp_path) as process:
         process.send_signal(signal.SIGINT)
         wait_for(tmp_path / "asked", process)

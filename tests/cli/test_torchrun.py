@@ -1,14 +1,13 @@
 """`zero-sim torchrun`: what is said of a script, and of runs that differ."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
+from tests.cli.ended import assert_ended
 from zero_sim.cli import main as cli
 from zero_sim.host import supervisor
 
@@ -26,7 +25,7 @@ def torchrun(tmp_path, monkeypatch):
     """Run a script of two ranks."""
     monkeypatch.chdir(tmp_path)
 
-    def run(source: str, *options: str) -> Result:
+    def run(source, *options):
         Path("train.py").write_text(BEGIN + source)
         words = ["torchrun", "--nproc-per-node", "2", *options, "train.py", "--lr", "0.1"]
         return CliRunner().invoke(cli.main, words)
@@ -143,9 +142,7 @@ total = grad.sum().item()
 work.wait()
 """
     done = torchrun(source, "--runs", "2")
-    assert done.exit_code == 1
-    assert "data race on rank" in done.stderr
-    assert "at train.py:10 reads elements [0, 4)" in done.stderr
+    assert_ended(done, 1, "data race on rank", "at train.py:10 reads elements [0, 4)", on="stderr")
     assert torchrun(source, "--runs", "2", "--no-races").exit_code == 0
 
 
@@ -157,9 +154,7 @@ if rank == 0 and random.random() < 0.5:
 dist.barrier()
 """
     done = torchrun(source, "--seeds", "0,1")
-    assert done.exit_code == 1
-    assert "it ended otherwise" in done.stderr
-    assert "raised RuntimeError: drawn" in done.stderr
+    assert_ended(done, 1, "it ended otherwise", "raised RuntimeError: drawn", on="stderr")
 
 
 @pytest.mark.parametrize(
@@ -185,8 +180,7 @@ def test_usage_errors(words, said, tmp_path, monkeypatch):
     Path("fine.py").write_text("print('ran')")
     Path("broken.py").write_text("def f(:")
     done = CliRunner().invoke(cli.main, ["torchrun", *words])
-    assert done.exit_code == 2
-    assert said in done.stderr
+    assert_ended(done, 2, said, on="stderr")
     assert "ran" not in done.stdout
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_sim.backends import WorldPool
+from zero_sim import run_case
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.mutants import find_mutants
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,

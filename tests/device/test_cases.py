@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.standin import NAME
-from zero_sim.backends import WorldPool
+from zero_sim import run_case
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.host.device import computing_on
 from zero_sim.reference.placement import MemoryLayout, memory_layout_of, move_params
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import DataSpec, ModelSpec, RunSpec, Scenario, WorldSpec
 from zero_sim.sim import World
 from zero_sim.targets import find_target

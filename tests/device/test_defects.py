@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.standin import NAME
-from zero_sim.backends import WorldPool
+from zero_sim import run_case
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.judge import exact as exact_judge
 from zero_sim.reference import division as reference_division
 from zero_sim.reference import oracle, quantization, replay, stepping
-from zero_sim.run import program, run_case
+from zero_sim.run import program
 from zero_sim.scenario.spec import (
     DataSpec,
     ExpectSpec,
@@ -62,12 +63,13 @@ def judged(worlds):
 
 @pytest.fixture
 def mistaken(monkeypatch, judged):
-    """A case passes, and does not with the mistake: what is found then."""
+    """A case passes, and does not with a name put otherwise: what is found then."""
 
-    def run(mistake, **parts):
+    def run(owner, name, mistake, **parts):
         right = judged(**parts)
         assert (right.verdict, right.findings, right.error) == ("pass", (), "")
-        mistake(monkeypatch)
+        for each in owner if isinstance(owner, tuple) else (owner,):
+            monkeypatch.setattr(each, name, mistake)
         wrong = judged(**parts)
         assert wrong.verdict in ("fail", "error")
         return " ".join(
@@ -96,39 +98,33 @@ class TestCertainDefects:
     def test_1_a_norm_on_the_cpu(self, mistaken):
         right = oracle.measure
 
-        def mistake(patch):
-            def on_cpu(flat):
-                told = right(flat)
-                return replace(told, norm=told.norm.cpu())
+        def on_cpu(flat):
+            told = right(flat)
+            return replace(told, norm=told.norm.cpu())
 
-            patch.setattr(oracle, "measure", on_cpu)
-
-        assert MIXED in mistaken(mistake)
+        assert MIXED in mistaken(oracle, "measure", on_cpu)
 
     def test_1_a_scale_on_the_cpu(self, mistaken):
         right = quantization.scale_for
 
-        def mistake(patch):
-            patch.setattr(oracle, "scale_for", lambda *a, **k: right(*a, **k).cpu())
+        def on_cpu(*args, **named):
+            return right(*args, **named).cpu()
 
         model, reload = ModelSpec(name="fp8", dtype="bf16", hidden=6), ReloadSpec(step=1)
-        assert MIXED in mistaken(mistake, model=model, reload=reload)
+        assert MIXED in mistaken(oracle, "scale_for", on_cpu, model=model, reload=reload)
 
     @pytest.mark.parametrize("divide", ["pre", "post"])
     def test_2_the_reference_divides_by_a_number(self, mistaken, divide):
-        def mistake(patch):
-            patch.setattr(reference_division, "quotient", torch.div)
-
-        assert "equality." in mistaken(mistake, system=SystemSpec(divide=divide))
+        system = SystemSpec(divide=divide)
+        assert "equality." in mistaken(reference_division, "quotient", torch.div, system=system)
 
     def test_2_the_judge_divides_by_a_number(self, mistaken):
-        def mistake(patch):
-            patch.setattr(exact_judge, "quotient", torch.div)
-
         # In fp32 seven times a number of bf16 is exact, and a seventh of it; its product with 1 / 7
         # is not.
         found = mistaken(
-            mistake,
+            exact_judge,
+            "quotient",
+            torch.div,
             model=ModelSpec(name="mlp", hidden=6, dtype="bf16"),
             world=WorldSpec(size=7),
             data=DataSpec(ranks="same"),
@@ -139,58 +135,48 @@ class TestCertainDefects:
         assert "invariant.one-device" in found
 
     def test_2_the_simulated_world_averages_by_a_number(self, mistaken):
-        def mistake(patch):
-            patch.setattr(collectives, "_quotient", torch.div)
-
-        assert "equality.grad" in mistaken(mistake, system=FSDP2)
+        assert "equality.grad" in mistaken(collectives, "_quotient", torch.div, system=FSDP2)
 
     @pytest.mark.parametrize(("name", "module"), [("bit-hash", exact), ("ternary", ternary)])
     def test_3_a_workload_counts_on_the_cpu(self, mistaken, name, module):
-        def mistake(patch):
-            patch.setattr(module, "torch", ForgetsDevices())
-
         shapes = ((5, 3), (4,)) if name == "bit-hash" else None
-        assert MIXED in mistaken(mistake, model=ModelSpec(name=name, hidden=6, shapes=shapes))
+        model = ModelSpec(name=name, hidden=6, shapes=shapes)
+        assert MIXED in mistaken(module, "torch", ForgetsDevices(), model=model)
 
     def test_4_an_order_counts_on_the_cpu(self, mistaken):
-        def mistake(patch):
-            patch.setattr(order_backends, "torch", ForgetsDevices())
-
-        assert MIXED in mistaken(mistake, world=WorldSpec(size=3, order="nccl-sym"))
+        world = WorldSpec(size=3, order="nccl-sym")
+        assert MIXED in mistaken(order_backends, "torch", ForgetsDevices(), world=world)
 
     def test_5_the_module_is_copied_after_a_case(self, mistaken):
-        def mistake(patch):
-            def accuracy(self, module):
-                return self._inner.accuracy(copy.deepcopy(module).cpu())
-
-            patch.setattr(placed._Placed, "accuracy", accuracy)
+        def accuracy(self, module):
+            return self._inner.accuracy(copy.deepcopy(module).cpu())
 
         system = SystemSpec(bucket_elems=20, overlap_params=True, overlap_grads=True)
-        assert "cannot pickle" in mistaken(mistake, system=system)
+        found = mistaken(placed._Placed, "accuracy", accuracy, system=system)
+        assert "cannot pickle" in found
 
     def test_6_the_mesh_is_of_cpu_ranks(self, mistaken):
         right = DeviceMesh.from_group
 
-        def mistake(patch):
-            patch.setattr(DeviceMesh, "from_group", lambda group, device: right(group, "cpu"))
+        def of_cpu(group, device):
+            return right(group, "cpu")
 
-        mistaken(mistake, system=FSDP2)
+        mistaken(DeviceMesh, "from_group", of_cpu, system=FSDP2)
 
 
 class TestFoundSince:
     def test_the_reference_steps_by_the_loop_where_the_system_does_by_lists(self, mistaken):
         right = stepping.build_optimizer
 
-        def mistake(patch):
-            def by_the_loop(spec, *, masters):
-                chosen = OptimizerSpec(name=spec.name, lr=spec.lr, foreach=False)
-                return right(chosen, masters=masters)
-
-            patch.setattr(stepping, "build_optimizer", by_the_loop)
+        def by_the_loop(spec, *, masters):
+            chosen = OptimizerSpec(name=spec.name, lr=spec.lr, foreach=False)
+            return right(chosen, masters=masters)
 
         optimizer = OptimizerSpec(name="adam", lr=0.01, foreach=True)
         assert "equality." in mistaken(
-            mistake,
+            stepping,
+            "build_optimizer",
+            by_the_loop,
             optimizer=optimizer,
             run=RunSpec(steps=8),
             model=ModelSpec(name="mlp", hidden=24),
@@ -199,22 +185,16 @@ class TestFoundSince:
     def test_step_counts_must_be_on_the_device(self, mistaken):
         right = answers._check_plain
 
-        def mistake(patch):
-            def strict(value, **named):
-                if value.device.type == "cpu":
-                    raise answers.ProtocolError("on the CPU")
-                right(value, **named)
+        def strict(value, **named):
+            if value.device.type == "cpu":
+                raise answers.ProtocolError("on the CPU")
+            right(value, **named)
 
-            patch.setattr(answers, "_check_plain", strict)
-
-        assert "on the CPU" in mistaken(mistake, optimizer=ADAM)
+        assert "on the CPU" in mistaken(answers, "_check_plain", strict, optimizer=ADAM)
 
     def test_no_rank_waits_for_the_stream_of_another(self, mistaken):
-        def mistake(patch):
-            for module in (late, timing, work, cluster):
-                patch.setattr(module, "finish_streams", lambda tensors: None)
-
-        mistaken(mistake, system=FSDP2)
+        modules = late, timing, work, cluster
+        mistaken(modules, "finish_streams", lambda tensors: None, system=FSDP2)
 
     @pytest.mark.parametrize("module", [program, replay])
     def test_seeds_do_not_reach_the_device(self, mistaken, monkeypatch, module):
@@ -222,8 +202,4 @@ class TestFoundSince:
         monkeypatch.setattr(
             MlpWorkload, "build", lambda self: nn.Sequential(build(self), nn.Dropout(0.5))
         )
-
-        def mistake(patch):
-            patch.setattr(module, "seed_device", lambda device, seed: None)
-
-        assert "equality.loss" in mistaken(mistake)
+        assert "equality.loss" in mistaken(module, "seed_device", lambda device, seed: None)

@@ -35,10 +35,7 @@ def place(param, start, stop, flat, *, shard, span, bucket=(0, 0, 16), padding=1
 
 PLACES = {
     0: [place("w", 0, 8, 0, shard=0, span=(0, 8))],
-    1: [
-        place("w", 8, 10, 8, shard=1, span=(8, 16)),
-        place("b", 0, 4, 10, shard=1, span=(8, 16)),
-    ],
+    1: [place("w", 8, 10, 8, shard=1, span=(8, 16)), place("b", 0, 4, 10, shard=1, span=(8, 16))],
 }
 
 
@@ -168,10 +165,7 @@ class TestOfACase:
         assert (
             (strip.check, strip.differ_ranks)
             == (first.check, (first.rank,))
-            == (
-                "equality.grad",
-                (1,),
-            )
+            == ("equality.grad", (1,))
         )
         assert strip.differ == ((first.flat_offset, first.flat_offset + 1),)
         shard = next(s for s in strip.shards if s.start <= first.flat_offset < s.stop)

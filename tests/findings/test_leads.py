@@ -7,7 +7,8 @@ from zero_sim.run import program
 from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, SystemSpec, WorldSpec
 from zero_sim.targets.own import ZeroSimEngine
 from zero_sim.zero import unit as unit_module
-from zero_sim.zero.unit import ParamState, Unit
+from zero_sim.zero.states import ParamState
+from zero_sim.zero.unit import Unit
 
 
 def first_of(result, check):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from zero_sim.findings.manner import manner_of
+from zero_sim.findings.describe import manner_of
 
 EXPECTED = [1.0, 3.0, -5.0, 0.0, 7.25]
 

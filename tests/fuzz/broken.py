@@ -32,6 +32,3 @@ class Excluded(Broken):
     """It asks for cases of a kind that is never drawn."""
 
     capabilities = Capabilities(only=(("world.strict", (False,)),))
-
-
-not_a_target = 3

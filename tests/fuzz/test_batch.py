@@ -1,12 +1,12 @@
 """A batch: the same cases for the same seed, every finding once, and shrunk."""
 
-import os
 import signal
 from dataclasses import replace
 
 import pytest
 import torch
 
+from zero_sim import run_case
 from zero_sim.bundle import read_bundle
 from zero_sim.findings.records import Evidence, Finding, not_judged
 from zero_sim.fuzz import batch, drawing
@@ -17,7 +17,7 @@ from zero_sim.fuzz.records import BatchReport, Job, batch_seed, from_json, to_js
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.host import signals
 from zero_sim.report.text import render_case
-from zero_sim.run import CaseResult, run_case
+from zero_sim.run import CaseResult
 from zero_sim.run.sgd_twin import TWIN_EVERY
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.load import parse_cases
@@ -28,6 +28,7 @@ from zero_sim.targets import import_target
 SMALL = drawn_cases(ranks_max=3, steps_max=1, models_from=["params"], reload=False)
 CUT = ("equality.master", "optimizer", "dense", "values")
 """Of its key all but in which part of the buffer it was seen first."""
+BROKEN, RAISING = "tests.fuzz.broken:Broken", "tests.fuzz.broken:Raising"
 
 
 def job(tmp_path, **changes):
@@ -37,25 +38,19 @@ def job(tmp_path, **changes):
     return Job(**(usual | changes))
 
 
-@pytest.fixture(autouse=True)
-def _broken_targets(monkeypatch):
-    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+def run(tmp_path, *, cases_from=SMALL, **changes):
+    return run_batch(job(tmp_path, **changes), render_case, cases_from=cases_from)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What a batch finds in a system with an off-by-one."""
     folder = tmp_path_factory.mktemp("bundles")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(os.path.dirname(__file__))
-        report = run_batch(
-            job(folder, cases=40, target="broken:Broken"), render_case, cases_from=SMALL
-        )
-    return report, folder
+    return run(folder, cases=40, target=BROKEN), folder
 
 
 def test_a_right_system_passes(tmp_path):
-    report = run_batch(job(tmp_path), render_case, cases_from=SMALL)
+    report = run(tmp_path)
     assert report.complete
     assert report.found == ()
     assert report.counts.cases == 12
@@ -81,9 +76,9 @@ def test_cases_that_cannot_have_an_option_that_all_get_are_left_out(tmp_path):
 
 
 def test_a_seed_decides_all(tmp_path):
-    reports = [run_batch(job(tmp_path), render_case, cases_from=SMALL) for _ in range(2)]
+    reports = [run(tmp_path) for _ in range(2)]
     assert reports[0].cases_with == reports[1].cases_with
-    other = run_batch(job(tmp_path, seed=8), render_case, cases_from=SMALL)
+    other = run(tmp_path, seed=8)
     assert other.cases_with != reports[0].cases_with
 
 
@@ -113,7 +108,7 @@ def test_of_one_finding_the_case_with_the_largest_difference_is_made_smaller(tmp
 
     monkeypatch.setattr(batch, "run_case", judge)
     monkeypatch.setattr(batch, "shrink_finding", interrupted)
-    run_batch(job(tmp_path), render_case, cases_from=SMALL)
+    run(tmp_path)
     assert begun == [0.5]
 
 
@@ -132,27 +127,22 @@ def test_a_finding_is_a_bundle(found):
 def test_a_bundle_of_an_imported_target_can_be_read_whatever_that_is_called(tmp_path):
     """Cases that are drawn for a target name it; a file can name a registered one only."""
     drawn = drawn_cases(
-        import_target("broken:Broken"),
+        import_target(BROKEN),
         ranks_max=3,
         steps_max=1,
         models_from=["params"],
         reload=False,
     )
-    asked = job(tmp_path, cases=40, target="broken:Broken")
-    report = run_batch(asked, render_case, cases_from=drawn)
+    report = run(tmp_path, cases=40, target=BROKEN, cases_from=drawn)
     assert report.found
     for one in report.found:
         bundle = read_bundle(tmp_path / one.bundle)
-        assert bundle.ran.target == "broken:Broken"
+        assert bundle.ran.target == BROKEN
 
 
 def test_what_is_known_is_not_shrunk_again(found, tmp_path):
     known = found[0].found
-    again = run_batch(
-        job(tmp_path, cases=40, target="broken:Broken", known=known),
-        render_case,
-        cases_from=SMALL,
-    )
+    again = run(tmp_path, cases=40, target=BROKEN, known=known)
     assert again.found == ()
     assert again.counts.keys == found[0].counts.keys
     assert not list(tmp_path.iterdir())
@@ -160,9 +150,9 @@ def test_what_is_known_is_not_shrunk_again(found, tmp_path):
 
 def test_a_batch_goes_on_with_the_case_behind_those_that_ran(tmp_path):
     """Bit by bit the features of both parts are those of the whole."""
-    whole = run_batch(job(tmp_path), render_case, cases_from=SMALL)
-    first = run_batch(job(tmp_path, cases=5), render_case, cases_from=SMALL)
-    rest = run_batch(job(tmp_path, start=5), render_case, cases_from=SMALL)
+    whole = run(tmp_path)
+    first = run(tmp_path, cases=5)
+    rest = run(tmp_path, start=5)
     assert (rest.start, rest.counts.cases, rest.complete) == (5, 7, True)
     names = whole.cases_with.keys()
     assert first.cases_with.keys() | rest.cases_with.keys() == names
@@ -173,12 +163,11 @@ def test_a_batch_goes_on_with_the_case_behind_those_that_ran(tmp_path):
 
 def test_what_an_earlier_part_left_as_it_was_is_made_smaller(found, tmp_path):
     (one,) = found[0].found
-    target = import_target("broken:Broken")
+    target = import_target(BROKEN)
     drawn = draws(SMALL.filter(lambda case: case.world.size == 3), seed="drawn")
     failing = next(case for case in drawn if key_of(run_case(case, target=target)) == one.key)
     left = replace(one, scenario=to_toml(failing), as_met=True, bundle="")
-    asked = job(tmp_path, cases=12, start=12, target="broken:Broken", unshrunk=(left,))
-    report = run_batch(asked, render_case, cases_from=SMALL)
+    report = run(tmp_path, start=12, target=BROKEN, unshrunk=(left,))
     assert (report.counts.cases, report.counts.keys) == (0, {})
     assert [(each.case, each.size, each.as_met) for each in report.found] == [
         (one.case, one.size, False)
@@ -187,13 +176,12 @@ def test_what_an_earlier_part_left_as_it_was_is_made_smaller(found, tmp_path):
 
 def test_what_was_left_by_another_version_stays_as_it_is(found, tmp_path):
     left = replace(found[0].found[0], scenario="schema = 0", as_met=True)
-    asked = job(tmp_path, start=12, unshrunk=(left,))
-    report = run_batch(asked, render_case, cases_from=SMALL)
+    report = run(tmp_path, start=12, unshrunk=(left,))
     assert (report.found, report.complete) == ((), True)
 
 
 def test_no_case_is_begun_after_its_time(tmp_path):
-    report = run_batch(job(tmp_path, seconds=0.0), render_case, cases_from=SMALL)
+    report = run(tmp_path, seconds=0.0)
     assert report.counts.cases == 0
     assert not report.complete
 
@@ -212,7 +200,7 @@ def test_an_interrupt_ends_it_after_the_case_and_keeps_what_there_is(tmp_path, m
         return run_case(*args, **options)
 
     monkeypatch.setattr(batch, "run_case", interrupting)
-    report = run_batch(job(tmp_path), render_case, cases_from=SMALL)
+    report = run(tmp_path)
     assert not report.complete
     assert report.counts.cases == count == 3
     assert signal.getsignal(number) is before
@@ -225,9 +213,7 @@ def test_a_second_interrupt_keeps_what_was_met(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(batch, "shrink_finding", interrupted)
-    report = run_batch(
-        job(tmp_path, cases=40, target="broken:Broken"), render_case, cases_from=SMALL
-    )
+    report = run(tmp_path, cases=40, target=BROKEN)
     assert not report.complete
     assert {(one.key[:4], one.bundle, one.as_met) for one in report.found} == {(CUT, "", True)}
     assert "shapes" in report.found[0].scenario
@@ -243,32 +229,26 @@ def test_what_is_met_is_kept_at_once(tmp_path, monkeypatch):
 
     kept = []
     monkeypatch.setattr(batch, "shrink_finding", killed)
-    request = job(tmp_path, cases=40, target="broken:Broken", unfinished=str(path))
-    run_batch(request, render_case, cases_from=SMALL)
+    run(tmp_path, cases=40, target=BROKEN, unfinished=str(path))
     assert {one.key[:4] for one in kept[0].found} == {CUT}
     assert not kept[0].complete
 
 
 def test_without_room_for_a_bundle_the_case_is_told(tmp_path):
     (tmp_path / "taken").touch()
-    request = job(tmp_path / "taken" / "below", cases=3, target="broken:Raising")
-    found = run_batch(request, render_case, cases_from=SMALL).found[0]
+    found = run(tmp_path / "taken" / "below", cases=3, target=RAISING).found[0]
     assert (found.bundle, found.unkept) == ("", "Not a directory")
     assert found.scenario
 
 
 def test_a_system_that_raises_is_a_finding(tmp_path):
-    report = run_batch(
-        job(tmp_path, cases=3, target="broken:Raising", shrink_seconds=5),
-        render_case,
-        cases_from=SMALL,
-    )
+    report = run(tmp_path, cases=3, target=RAISING, shrink_seconds=5)
     assert [one.key[0] for one in report.found] == ["world.rank-failed"]
 
 
 def test_a_batch_of_which_no_case_fits_says_what_excludes_them(tmp_path, monkeypatch):
     monkeypatch.setattr(drawing, "_FRUITLESS_DRAWS_MAX", 100)
-    report = run_batch(job(tmp_path, target="broken:Excluded"), render_case)
+    report = run_batch(job(tmp_path, target="tests.fuzz.broken:Excluded"), render_case)
     assert (report.counts.cases, report.complete) == (0, True)
     assert "Capabilities.only = (('world.strict', (False,)),) excludes all" in report.futile
 
@@ -283,7 +263,7 @@ def test_fifty_cases_that_end_in_one_error_end_the_batch(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(batch, "run_case", judge)
     monkeypatch.setattr(batch, "may_shrink", lambda key: False)
-    report = run_batch(job(tmp_path, cases=60), render_case, cases_from=SMALL)
+    report = run(tmp_path, cases=60)
     assert report.counts.cases == cases
     said = "all of its first 50 cases end in the same error: no module 0"
     assert report.futile == (said if errors == 1 else "")
@@ -293,35 +273,19 @@ def test_seeds_of_batches_differ():
     assert len({batch_seed(seed, index) for seed in range(5) for index in range(5)}) == 25
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """What a batch finds in a system with two mistakes that have one key."""
+def test_two_causes_with_one_key_are_two_findings_each_shrunk_by_itself(tmp_path, monkeypatch):
+    """To one rank, where the other mistake cannot show."""
 
     def judge(scenario, **_):
         is_wrong = scenario.optimizer.clip_norm is not None or scenario.run.micro_batches > 1
-        finding = Finding(check="equality.master", message="m", manner="values")
-        return CaseResult(
-            id=scenario.name,
-            verdict="fail" if is_wrong else "pass",
-            seconds=0.0,
-            findings=(finding,) if is_wrong else (),
-        )
+        found = (Finding(check="equality.master", message="m", manner="values"),)
+        verdict, found = ("fail", found) if is_wrong else ("pass", ())
+        return CaseResult(id=scenario.name, verdict=verdict, seconds=0.0, findings=found)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "run_case", judge)
-        patch.setattr(batch, "write_bundle", lambda *_, folder, **__: folder)
-        return run_batch(
-            job(tmp_path_factory.mktemp("two"), cases=40), render_case, cases_from=SMALL
-        ).found
-
-
-def test_two_causes_are_two_findings_though_they_have_one_key(two):
-    assert len(two) == 2
-    assert len({one.key for one in two}) == 1
-
-
-def test_each_of_two_causes_shrinks_to_a_case_of_its_own(two):
-    """Of one rank, in which the other mistake cannot show."""
+    monkeypatch.setattr(batch, "run_case", judge)
+    monkeypatch.setattr(batch, "write_bundle", lambda *_, folder, **__: folder)
+    two = run(tmp_path, cases=40).found
+    assert (len(two), len({one.key for one in two})) == (2, 1)
     cases = [parse_cases(one.scenario, source="x", stem="x")[0] for one in two]
     causes = {(case.optimizer.clip_norm is not None, case.run.micro_batches > 1) for case in cases}
     assert causes == {(True, False), (False, True)}
@@ -330,17 +294,15 @@ def test_each_of_two_causes_shrinks_to_a_case_of_its_own(two):
 
 def test_a_batch_of_families_is_as_large_as_another_and_always_the_same(tmp_path):
     """Members count as cases; the last family may be cut short."""
-    one, two = (run_batch(job(tmp_path, family=5), render_case, cases_from=SMALL) for _ in "ab")
+    one, two = (run(tmp_path, family=5) for _ in "ab")
     assert one.counts.cases == 12
     assert (one.counts.verdicts, one.cases_with) == (two.counts.verdicts, two.cases_with)
-    assert one.cases_with != run_batch(job(tmp_path), render_case, cases_from=SMALL).cases_with
+    assert one.cases_with != run(tmp_path).cases_with
 
 
 def test_a_member_that_fails_is_found_shrunk_and_told_as_any_other(tmp_path):
     """Behind a first one that passes, too."""
-    report = run_batch(
-        job(tmp_path, cases=60, target="broken:Broken", family=6), render_case, cases_from=SMALL
-    )
+    report = run(tmp_path, cases=60, target=BROKEN, family=6)
     found = {tuple(each.key)[:4] for each in report.found}
     assert CUT in {(key[0], key[1], key[2], key[3]) for key in found}
     assert all(each.bundle for each in report.found)
@@ -366,6 +328,7 @@ def test_members_have_the_options_that_all_cases_get(tmp_path, monkeypatch):
     assert len(set(models)) < len(models)
 
 
+UNDIVIDED = "tests.run.summing:Undivided"
 OF_PARAMS = Drawable(lambda choices: choices.integer(0, 2**20)).map(
     lambda seed: Scenario(
         schema=1,
@@ -379,26 +342,23 @@ OF_PARAMS = Drawable(lambda choices: choices.integer(0, 2**20)).map(
 
 
 def test_some_cases_that_pass_by_params_only_are_judged_with_sgd(tmp_path):
-    asked = job(tmp_path, cases=2 * TWIN_EVERY, target="tests.run.summing:Undivided")
-    report = run_batch(asked, render_case, cases_from=OF_PARAMS)
+    report = run(tmp_path, cases=2 * TWIN_EVERY, target=UNDIVIDED, cases_from=OF_PARAMS)
     assert report.counts.verdicts == {"fail": 2, "pass": 2 * TWIN_EVERY - 2}
     assert report.counts.params_only == 2 * TWIN_EVERY - 2
     (one,) = report.found
     assert "found with SGD in place of AdamW" in one.text
     bundle = read_bundle(tmp_path / one.bundle)
     assert bundle.scenario.optimizer.name == one.case_again().optimizer.name == "sgd"
-    assert run_case(bundle.scenario, target=import_target(asked.target)).verdict == "fail"
+    assert run_case(bundle.scenario, target=import_target(UNDIVIDED)).verdict == "fail"
 
 
 def test_the_rest_of_a_batch_has_the_same_variants(tmp_path):
-    asked = job(tmp_path, cases=TWIN_EVERY, start=1, target="tests.run.summing:Undivided")
-    report = run_batch(asked, render_case, cases_from=OF_PARAMS)
+    report = run(tmp_path, cases=TWIN_EVERY, start=1, target=UNDIVIDED, cases_from=OF_PARAMS)
     assert report.counts.verdicts == {"pass": TWIN_EVERY - 1}
 
 
 def test_a_rule_that_was_worked_out_is_reported(tmp_path):
-    asked = job(tmp_path, cases=3, target="tests.run.summing:ShowsMeans")
-    report = run_batch(asked, render_case, cases_from=OF_PARAMS)
+    report = run(tmp_path, cases=3, target="tests.run.summing:ShowsMeans", cases_from=OF_PARAMS)
     assert report.counts.verdicts == {"pass": 3}
     assert "grads_told = 'after-division'" in next(iter(report.counts.taken))
     assert from_json(BatchReport, to_json(report)) == report

@@ -1,7 +1,5 @@
 """A campaign on a Dask cluster of real processes, of which one is killed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

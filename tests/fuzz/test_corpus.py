@@ -1,13 +1,10 @@
 """What a corpus keeps, and what of somebody else's is refused: never followed, never run."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -23,26 +20,26 @@ ODD = ("fifo", "folder", "loop", "dangling", "device", "socket")
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     """The file of a corpus with one batch and one finding."""
     with open_corpus(tmp_path / "corpus", head=HEAD) as corpus:
         corpus.append(report_of(0, found=(found("a"),)))
     return corpus.path
 
 
-def reopen(path: Path) -> None:
+def reopen(path):
     with open_corpus(path.parent, head=HEAD):
         pass
 
 
-def change(path: Path, *statements: str, values: tuple[object, ...] = ()) -> None:
+def change(path, *statements, values=()):
     """Change a file as somebody else could."""
     with closing(sqlite3.connect(path)) as database, database:
         for statement in statements:
             database.execute(statement, values)
 
 
-def refused(path: Path, words: str) -> None:
+def refused(path, words):
     """By both ways in."""
     for way in (reopen, read_corpus):
         with pytest.raises(UsageError, match=words) as caught:
@@ -50,14 +47,14 @@ def refused(path: Path, words: str) -> None:
         assert str(caught.value).isprintable()
 
 
-def test_what_was_kept_comes_back(path: Path) -> None:
+def test_what_was_kept_comes_back(path):
     kept = read_corpus(path)
     assert kept.head == HEAD
     assert [*kept.reports] == [report_of(0)]
     assert [*kept.found.values()] == [found("a")]
 
 
-def test_of_two_reports_from_one_case_on_the_longer_one_is_kept(path: Path) -> None:
+def test_of_two_reports_from_one_case_on_the_longer_one_is_kept(path):
     """Whichever came first, and however often."""
     with open_corpus(path.parent, head=HEAD) as corpus:
         for cases in (10, 0, 10):
@@ -67,7 +64,7 @@ def test_of_two_reports_from_one_case_on_the_longer_one_is_kept(path: Path) -> N
     assert [each.counts.cases for each in read_corpus(path).reports] == [50, 10]
 
 
-def test_another_seed_is_another_campaign(path: Path) -> None:
+def test_another_seed_is_another_campaign(path):
     other = replace(HEAD, seed=1)
     with (
         pytest.raises(UsageError, match="Try another --corpus, or the seed"),
@@ -76,14 +73,12 @@ def test_another_seed_is_another_campaign(path: Path) -> None:
         pass
 
 
-def test_nobody_else_reads_or_writes_while_it_is_open(path: Path) -> None:
+def test_nobody_else_reads_or_writes_while_it_is_open(path):
     with open_corpus(path.parent, head=HEAD):
         refused(path, "that no other campaign adds to")
 
 
-def test_a_write_that_was_cut_short_is_taken_back_by_its_own_campaign_alone(
-    path: Path, tmp_path: Path
-) -> None:
+def test_a_write_that_was_cut_short_is_taken_back_by_its_own_campaign_alone(path, tmp_path):
     killed = tmp_path / "killed" / path.name
     killed.parent.mkdir()
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
@@ -103,16 +98,16 @@ def test_a_write_that_was_cut_short_is_taken_back_by_its_own_campaign_alone(
     assert read_corpus(killed) == read_corpus(path)
 
 
-def test_a_file_system_without_locks_will_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_will_do(path, monkeypatch):
     class Unlocked(sqlite3.Connection):
-        def execute(self, sql: str, *values: object) -> sqlite3.Cursor:
+        def execute(self, sql, *values):
             if "sqlite_master" in sql and not is_without_locks:
                 error = sqlite3.OperationalError("disk I/O error")
                 error.sqlite_errorcode = sqlite3.SQLITE_IOERR_RDLOCK
                 raise error
             return super().execute(sql, *values)
 
-    def connect(url: str, **options: object) -> sqlite3.Connection:
+    def connect(url, **options):
         nonlocal is_without_locks
         is_without_locks = url.endswith("nolock=1") or url == ":memory:"
         return right(url, factory=Unlocked, **options)
@@ -125,7 +120,7 @@ def test_a_file_system_without_locks_will_do(path: Path, monkeypatch: pytest.Mon
 
 
 class TestNoRoom:
-    def test_what_does_not_fit_is_taken_back(self, path: Path) -> None:
+    def test_what_does_not_fit_is_taken_back(self, path):
         before = read_corpus(path)
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         with open_corpus(path.parent, head=HEAD) as corpus:
@@ -137,7 +132,7 @@ class TestNoRoom:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         assert read_corpus(path) == before
 
-    def test_a_folder_that_cannot_be_made_is_a_usage_error(self, tmp_path: Path) -> None:
+    def test_a_folder_that_cannot_be_made_is_a_usage_error(self, tmp_path):
         (tmp_path / "file").touch()
         with (
             pytest.raises(UsageError, match="expected to write a corpus to"),
@@ -149,20 +144,20 @@ class TestNoRoom:
 class TestFilesOfOthers:
     @pytest.mark.parametrize("kind", ODD)
     @pytest.mark.parametrize("name", ["shard-1-of-1.sqlite", "shard-1-of-1.sqlite-journal"])
-    def test_what_is_no_regular_file_is_refused(self, path: Path, kind: str, name: str) -> None:
+    def test_what_is_no_regular_file_is_refused(self, path, kind, name):
         odd = path.with_name(name)
         odd.unlink(missing_ok=True)
         make_odd(odd, kind)
         refused(path, f"expected to read .*{name}, .* Try another --corpus")
 
     @pytest.mark.parametrize("kind", ODD)
-    def test_nor_is_such_a_file_of_a_batch_that_ran(self, path: Path, kind: str) -> None:
+    def test_nor_is_such_a_file_of_a_batch_that_ran(self, path, kind):
         make_odd(path.with_name("unfinished-3.json"), kind)
         with pytest.raises(UsageError, match=r"expected to read .*unfinished-3\.json"):
             reopen(path)
 
     @pytest.mark.parametrize("name", ["shard-1-of-1.sqlite", "unfinished-3.json"])
-    def test_a_link_out_of_the_folder_is_refused(self, path: Path, name: str) -> None:
+    def test_a_link_out_of_the_folder_is_refused(self, path, name):
         link, elsewhere = path.with_name(name), path.parent.parent / "elsewhere"
         shutil.copy(path, elsewhere)
         link.unlink(missing_ok=True)
@@ -175,11 +170,11 @@ class TestFilesOfOthers:
     @pytest.mark.parametrize(
         "data", [b"\x1b[31m\xff\n", b"x" * 5000, b"SQLite format 3\0" + b"\1" * 4080]
     )
-    def test_another_file(self, path: Path, data: bytes) -> None:
+    def test_another_file(self, path, data):
         path.write_bytes(data)
         refused(path, "expected a corpus in .*, got another file")
 
-    def test_a_file_that_was_cut_or_changed(self, path: Path) -> None:
+    def test_a_file_that_was_cut_or_changed(self, path):
         data = bytearray(path.read_bytes())
         data[4096:] = b"\xff" * (len(data) - 4096)
         path.write_bytes(data)
@@ -187,20 +182,18 @@ class TestFilesOfOthers:
         path.write_bytes(data[:4096])
         refused(path, "expected a corpus (in|of)")
 
-    def test_one_that_is_larger_than_any_of_ours(
-        self, path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_one_that_is_larger_than_any_of_ours(self, path, monkeypatch):
         monkeypatch.setattr(old_corpus, "_FILE_BYTES_MAX", 1000)
         refused(path, "more than 1,000 bytes")
 
-    def test_a_write_ahead_log_that_sqlite_would_read(self, path: Path) -> None:
+    def test_a_write_ahead_log_that_sqlite_would_read(self, path):
         path.with_name(f"{path.name}-wal").write_bytes(b"x" * 100)
         refused(path, "-wal beside it")
         path.with_name(f"{path.name}-wal").unlink()
         change(path, "PRAGMA journal_mode = WAL")
         refused(path, "got another file")
 
-    def test_a_journal_for_which_sqlite_would_delete_a_file(self, path: Path) -> None:
+    def test_a_journal_for_which_sqlite_would_delete_a_file(self, path):
         precious = path.parent.parent / "precious"
         precious.write_bytes(b"kept")
         name = str(precious).encode()
@@ -222,7 +215,7 @@ class TestFilesOfOthers:
             "DROP TABLE findings",
         ],
     )
-    def test_other_tables_and_what_would_run_by_itself(self, path: Path, statement: str) -> None:
+    def test_other_tables_and_what_would_run_by_itself(self, path, statement):
         change(path, statement)
         refused(path, "got other tables")
 
@@ -260,13 +253,11 @@ class TestFilesOfOthers:
             ("UPDATE findings SET finding = ?", (to_json(found("a", bundle="..")),), "finding 1"),
         ],
     )  # fmt: skip
-    def test_every_value_is_checked(
-        self, path: Path, statement: str, values: tuple[object, ...], words: str
-    ) -> None:
+    def test_every_value_is_checked(self, path, statement, values, words):
         change(path, statement, values=values)
         refused(path, words)
 
-    def test_pages_that_refer_to_each_other_are_not_read_without_end(self, path: Path) -> None:
+    def test_pages_that_refer_to_each_other_are_not_read_without_end(self, path):
         """Each of many levels has the one below it many times."""
         with closing(sqlite3.connect(path)) as database, database:
             rows = [(index, 0, 50, to_json(report_of(index))) for index in range(1, 400)]
@@ -285,7 +276,7 @@ class TestFilesOfOthers:
         refused(path, "expected a corpus")
 
 
-def test_an_unfinished_batch_that_nests_too_deep_is_run_again(path: Path) -> None:
+def test_an_unfinished_batch_that_nests_too_deep_is_run_again(path):
     path.with_name("unfinished-1.json").write_bytes(b"[" * 100_000)
     reopen(path)
     assert len(read_corpus(path).reports) == 1

@@ -9,9 +9,7 @@ from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, Scenario, Sys
 
 SIZES = [4, 4, 4]
 CASE = Scenario(
-    schema=1,
-    model=ModelSpec(name="params", shapes=((4,), (4,), (4,))),
-    run=RunSpec(steps=2),
+    schema=1, model=ModelSpec(name="params", shapes=((4,), (4,), (4,))), run=RunSpec(steps=2)
 )
 
 
@@ -54,9 +52,7 @@ def test_however_large_two_steps_remain():
 
 
 CHUNKED = replace(
-    CASE,
-    world=WorldSpec(size=4),
-    system=SystemSpec(stage=1, align_elems=50, gather_chunk_elems=4),
+    CASE, world=WorldSpec(size=4), system=SystemSpec(stage=1, align_elems=50, gather_chunk_elems=4)
 )
 """Shards of 50 elements, which two of the four ranks have no params in, gathered one by one."""
 

@@ -1,7 +1,5 @@
 """Families: other systems for the same model, data and optimizer, of which all owe the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import islice
 

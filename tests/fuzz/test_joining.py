@@ -1,10 +1,7 @@
 """Corpora of shards become one corpus of the campaign; what does not belong together is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ from zero_sim.fuzz.corpus import open_corpus, read_corpus
 from zero_sim.fuzz.joining import join_corpora
 
 
-def test_two_shards_are_one_campaign(tmp_path: Path) -> None:
+def test_two_shards_are_one_campaign(tmp_path):
     one = make_shard(tmp_path / "a", 1, batches=[0, 2])
     two = make_shard(tmp_path / "b", 2, batches=[1])
     joined = join_corpora([two, one], into=tmp_path / "all")
@@ -25,14 +22,14 @@ def test_two_shards_are_one_campaign(tmp_path: Path) -> None:
     assert again == joined.kept
 
 
-def test_shards_may_share_a_folder(tmp_path: Path) -> None:
+def test_shards_may_share_a_folder(tmp_path):
     make_shard(tmp_path / "a", 1, batches=[0])
     make_shard(tmp_path / "a", 2, batches=[1])
     joined = join_corpora([tmp_path / "a"], into=tmp_path / "all")
     assert [report.index for report in joined.kept.reports] == [0, 1]
 
 
-def test_findings_and_bundles_come_along(tmp_path: Path) -> None:
+def test_findings_and_bundles_come_along(tmp_path):
     for number, name in ((1, "a"), (2, "b")):
         with open_corpus(tmp_path / name, head=replace(HEAD, shard=(number, 2))) as corpus:
             corpus.append(report_of(number - 1, found=(found(name), found("same"))))
@@ -45,7 +42,7 @@ def test_findings_and_bundles_come_along(tmp_path: Path) -> None:
     assert kept == {"bundle-a": "a", "bundle-b": "b"}
 
 
-def test_shards_of_an_earlier_version_may_be_among_them(tmp_path: Path) -> None:
+def test_shards_of_an_earlier_version_may_be_among_them(tmp_path):
     """Beside what one was converted to it is not read."""
     make_shard(tmp_path / "a", 1, batches=[0])
     for number in (1, 2):
@@ -56,7 +53,7 @@ def test_shards_of_an_earlier_version_may_be_among_them(tmp_path: Path) -> None:
     assert (len(joined.kept.reports), joined.shards_missing) == (1, ())
 
 
-def test_what_a_campaign_left_that_was_killed_at_once_is_no_corpus(tmp_path: Path) -> None:
+def test_what_a_campaign_left_that_was_killed_at_once_is_no_corpus(tmp_path):
     one = make_shard(tmp_path / "a", 1, batches=[0])
     (tmp_path / "a" / "shard-2-of-2.sqlite").touch()
     (tmp_path / "all").mkdir()
@@ -77,7 +74,7 @@ def test_what_a_campaign_left_that_was_killed_at_once_is_no_corpus(tmp_path: Pat
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_shards_of_two_campaigns_are_refused(tmp_path: Path, other: dict[str, object]) -> None:
+def test_shards_of_two_campaigns_are_refused(tmp_path, other):
     one = make_shard(tmp_path / "a", 1)
     two = make_shard(tmp_path / "b", 2, head=replace(HEAD, **other))
     with pytest.raises(UsageError, match="expected shards of one campaign"):
@@ -85,19 +82,19 @@ def test_shards_of_two_campaigns_are_refused(tmp_path: Path, other: dict[str, ob
     assert not (tmp_path / "all").exists()
 
 
-def test_so_are_those_of_a_campaign_that_was_shared_out_twice(tmp_path: Path) -> None:
+def test_so_are_those_of_a_campaign_that_was_shared_out_twice(tmp_path):
     one, two = make_shard(tmp_path / "a", 1), make_shard(tmp_path / "b", 2, of=3)
     with pytest.raises(UsageError, match="expected shards of one campaign"):
         join_corpora([one, two], into=tmp_path / "all")
 
 
-def test_a_shard_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_shard_that_is_there_twice_is_refused(tmp_path):
     one, two = make_shard(tmp_path / "a", 1), make_shard(tmp_path / "b", 1)
     with pytest.raises(UsageError, match="expected each shard once, got 1/2"):
         join_corpora([one, two], into=tmp_path / "all")
 
 
-def test_a_folder_with_a_corpus_is_not_written_over(tmp_path: Path) -> None:
+def test_a_folder_with_a_corpus_is_not_written_over(tmp_path):
     one = make_shard(tmp_path / "a", 1)
     before = one.read_bytes()
     with pytest.raises(UsageError, match="expected a folder without a corpus"):
@@ -106,12 +103,12 @@ def test_a_folder_with_a_corpus_is_not_written_over(tmp_path: Path) -> None:
     assert one.read_bytes() == before
 
 
-def test_a_folder_without_a_corpus_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_corpus_is_refused(tmp_path):
     with pytest.raises(UsageError, match="expected a corpus in"):
         join_corpora([tmp_path], into=tmp_path / "all")
 
 
-def test_nothing_is_written_to_the_folder_of_a_shard(tmp_path: Path) -> None:
+def test_nothing_is_written_to_the_folder_of_a_shard(tmp_path):
     """A stranger's may be read-only."""
     one = make_shard(tmp_path / "a", 1, batches=[0])
     one.chmod(0o444)

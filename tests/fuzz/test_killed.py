@@ -1,7 +1,5 @@
 """Campaigns that are killed at any moment go on without a case lost or counted twice."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -60,24 +60,6 @@ def found(toml=SMALL, *, key=KEY, complete=True, places=()):
     )  # fmt: skip
 
 
-def test_a_case_with_all_that_the_smallest_has_shows_it():
-    assert Known.of(found()).explains(KEY, case())
-
-
-@pytest.mark.parametrize(
-    ("what", "instead"),
-    [
-        ("clip_norm = 0.5", "lr = 0.1"),
-        ("steps = 3", "steps = 1"),
-        ("size = 4", "size = 1"),
-    ],
-)
-def test_a_case_that_lacks_any_of_it_fails_for_another_reason(what, instead):
-    one_copy = LARGE.replace("redundancy = 2", "redundancy = 1")
-    assert Known.of(found()).explains(KEY, case(one_copy))
-    assert not Known.of(found()).explains(KEY, case(one_copy.replace(what, instead)))
-
-
 def test_what_differs_in_another_manner_is_another_finding():
     assert not Known.of(found()).explains(KEY._replace(manner="zeros"), case())
 

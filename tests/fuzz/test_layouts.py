@@ -3,17 +3,12 @@
 import random
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, seed, settings
+from hypothesis import Phase, find, given, seed, settings
 
+from tests.fuzz.test_strategies import QUIET
 from zero_sim.fuzz.layouts import layouts
 
-QUIET = settings(
-    phases=(Phase.generate, Phase.shrink),
-    database=None,
-    deadline=None,
-    max_examples=5000,
-    suppress_health_check=list(HealthCheck),
-)
+MANY = settings(QUIET, max_examples=5000)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +63,6 @@ def test_a_cut_param_shrinks_to_two_shards_and_one_param_of_two_elements(start):
         ]
         return len(set(names)) < len(names)
 
-    specs, policy, _ = find(layouts(), has_cut_param, settings=QUIET, random=random.Random(start))
+    specs, policy, _ = find(layouts(), has_cut_param, settings=MANY, random=random.Random(start))
     assert [(spec.shape, spec.dtype, spec.kind) for spec in specs] == [((2,), "fp32", "dense")]
     assert (policy.shard_count, policy.bucket_elems, policy.partition) == (2, None, "padded")

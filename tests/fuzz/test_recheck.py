@@ -1,13 +1,11 @@
 """Findings of an earlier run, judged again by the code as it is now."""
 
-import os
 from dataclasses import replace
 
-import pytest
-
+from tests.fuzz.broken import Broken
+from zero_sim import run_case
 from zero_sim.fuzz.known import recheck
 from zero_sim.fuzz.records import Found
-from zero_sim.run import run_case
 from zero_sim.scenario.load import parse_cases
 from zero_sim.shrink import Key, key_of
 
@@ -24,11 +22,6 @@ FOUND = Found(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _broken_targets(monkeypatch):
-    monkeypatch.syspath_prepend(os.path.dirname(__file__))
-
-
 def outcome(found, target):
     (one,) = recheck([found], target=target)
     return one.outcome, one.said
@@ -39,16 +32,14 @@ def test_a_case_that_passes_is_fixed():
 
 
 def test_one_with_the_same_finding_fails():
-    from broken import Broken
-
     (scenario,) = parse_cases(CASE, source="", stem="")
     key = key_of(run_case(scenario, target=Broken()))
     assert key is not None
-    assert outcome(replace(FOUND, key=key), "broken:Broken") == ("fails", "")
+    assert outcome(replace(FOUND, key=key), "tests.fuzz.broken:Broken") == ("fails", "")
 
 
 def test_one_with_another_finding_says_which():
-    what, said = outcome(FOUND, "broken:Raising")
+    what, said = outcome(FOUND, "tests.fuzz.broken:Raising")
     assert what == "fails-otherwise"
     assert said.startswith("world.rank-failed: rank 0 raised RuntimeError: not today")
 

@@ -1,7 +1,5 @@
 """What a corpus holds of a batch: come back as it was, or not at all."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -21,7 +19,7 @@ REPORT = report_of(
 )
 
 
-def changed(path: str, value: object) -> str:
+def changed(path, value):
     """The JSON of the report with another value at a dotted path."""
     data = inner = json.loads(to_json(REPORT))
     *tables, last = path.split(".")
@@ -31,13 +29,13 @@ def changed(path: str, value: object) -> str:
     return json.dumps(data)
 
 
-def test_a_report_comes_back() -> None:
+def test_a_report_comes_back():
     assert from_json(BatchReport, to_json(REPORT)) == REPORT
     assert from_json(BatchReport, to_json(REPORT)).found[0].key == Key("equality.grad")
 
 
 @pytest.mark.parametrize("bundle", ["../../etc", "/etc", "..", "0123456789ab/..", "\n", None])
-def test_a_bundle_is_called_by_its_id(bundle: object) -> None:
+def test_a_bundle_is_called_by_its_id(bundle):
     """It becomes part of a path, which is moved and removed."""
     with pytest.raises(ValueError, match="found: 0: bundle: "):
         from_json(BatchReport, changed("found.0.bundle", bundle))
@@ -66,7 +64,7 @@ def test_a_bundle_is_called_by_its_id(bundle: object) -> None:
         ("found.0.apart", float("inf")),
     ],
 )
-def test_every_field_is_of_its_type(path: str, value: object) -> None:
+def test_every_field_is_of_its_type(path, value):
     with pytest.raises(ValueError, match=path.replace(".", ": ")):
         from_json(BatchReport, changed(path, value))
 
@@ -88,6 +86,6 @@ MANY = {f"system.options.o{number}=1": 1 for number in range(1_001)}
         ("cases_with", MANY, "expected features of 2 cases"),
     ],
 )
-def test_counts_are_of_the_cases_that_ran(path: str, value: object, words: str) -> None:
+def test_counts_are_of_the_cases_that_ran(path, value, words):
     with pytest.raises(ValueError, match=words):
         from_json(BatchReport, changed(path, value))

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 WORDS = {1: torch.uint8, 2: torch.int16}
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def bits(values):
@@ -23,26 +25,19 @@ def around_the_middles():
     return (upper.unsqueeze(1) | lower).reshape(-1).view(torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fp32_to_16_bits(device, dtype):
-    values = around_the_middles()
+@pytest.mark.parametrize(
+    ("source", "dtype"),
+    [
+        *((torch.float32, dtype) for dtype in SIXTEEN_BITS),
+        *((source, dtype) for source in (torch.float32, *SIXTEEN_BITS) for dtype in FP8),
+    ],
+)
+def test_to_fewer_bits(device, source, dtype):
+    values = around_the_middles() if source == torch.float32 else every_value(source)
     assert torch.equal(bits(values.to(device).to(dtype).cpu()), bits(values.to(dtype)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16])
-def test_16_bits_to_fp8(device, source, dtype):
-    values = every_value(source)
-    assert torch.equal(bits(values.to(device).to(dtype).cpu()), bits(values.to(dtype)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_fp32_to_fp8(device, dtype):
-    values = around_the_middles()
-    assert torch.equal(bits(values.to(device).to(dtype).cpu()), bits(values.to(dtype)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", FP8)
 def test_fp8_to_fp32(device, dtype):
     values = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
     assert torch.equal(

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from zero_sim.run import run_case
+from zero_sim import run_case
 from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 
 

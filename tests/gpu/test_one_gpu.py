@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from zero_sim import run_case
 from zero_sim.doctor import NCCL_SHARING, NCCL_SHARING_LEAST
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, Scenario, SystemSpec, WorldSpec
 
 ROOT = Path(__file__).parents[2]

@@ -38,6 +38,6 @@ def test_what_is_alive_later_is_spared_by_settling_and_garbage_is_not():
 
 def test_a_pool_of_worlds_leaves_the_collector_of_a_foreign_process_alone():
     assert _says(
-        "import gc; from zero_sim.backends import WorldPool\n"
+        "import gc; from zero_sim.backends.worlds import WorldPool\n"
         "with WorldPool(): print(gc.get_freeze_count(), *gc.get_threshold())"
     ) == ["0", *_says("import gc; print(*gc.get_threshold())")]

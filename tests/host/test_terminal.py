@@ -50,11 +50,7 @@ def test_a_terminal_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "stream"),
-    [
-        ("NO_COLOR", "1", Terminal),
-        ("TERM", "dumb", Terminal),
-        ("TERM", "xterm", io.StringIO),
-    ],
+    [("NO_COLOR", "1", Terminal), ("TERM", "dumb", Terminal), ("TERM", "xterm", io.StringIO)],
     ids=["NO_COLOR", "dumb", "not a terminal"],
 )
 def test_elsewhere_nobody_does(

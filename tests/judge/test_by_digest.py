@@ -11,7 +11,7 @@ import torch
 from tests.judge.test_step_digests import CASE, taken
 from zero_sim.judge.comparison import owed_of
 from zero_sim.reference import Reference
-from zero_sim.run.step_wire import WiredSteps
+from zero_sim.run.real import WiredSteps
 from zero_sim.targets import OwnedPart, Place, StepResult
 from zero_sim.workloads import build_workload
 
@@ -86,7 +86,7 @@ def shown(group):
     return {
         "parts": [part_of(step, name) for name in step.masters],
         "params": {name: param.clone() for name, param in step.params.items()},
-        "result": StepResult(norm=step.norm, zeros=step.zeros),
+        "result": StepResult(norm=step.norm, zeros=step.measured.zeros),
     }
 
 

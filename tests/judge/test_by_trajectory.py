@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from zero_sim import run_case
 from zero_sim.judge.trajectory import Trajectories, Trajectory
 from zero_sim.reference import Reference
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
     DataSpec,
     ModelSpec,

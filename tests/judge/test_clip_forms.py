@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_sim.judge.rules import RulesTried, rules_together
+from zero_sim import run_case
+from zero_sim.judge.rules_tried import RulesTried, rules_together
 from zero_sim.reference import CLIP_FORMS
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,

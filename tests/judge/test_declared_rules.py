@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from tests.judge.ruled import Target, fp32
-from zero_sim.backends import WorldPool
-from zero_sim.run import run_case
+from zero_sim import run_case
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.scenario.spec import (
     DataSpec,
     ModelSpec,

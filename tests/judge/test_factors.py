@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from tests.judge.newcomer import Newcomer, mean_over_ranks, sgd_of_spec
 from tests.judge.ruled import Target as Ruled
+from zero_sim import run_case
 from zero_sim.findings.ratio import Ratio
 from zero_sim.judge.factors import FactorCauses
 from zero_sim.reference.bounding import known_sum
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,

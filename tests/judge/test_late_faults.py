@@ -11,7 +11,8 @@ import torch.distributed as dist
 from zero_sim.scenario.spec import RunSpec, SystemSpec, WorldSpec
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.schedule import UnderBackward
-from zero_sim.zero.unit import GradState, ParamState, Unit
+from zero_sim.zero.states import GradState, ParamState
+from zero_sim.zero.unit import Unit
 
 SYSTEM = SystemSpec(bucket_elems=40, overlap_grads=True, overlap_params=True)
 

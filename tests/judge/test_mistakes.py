@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from tests.judge.newcomer import Newcomer, sgd_of_spec
-from zero_sim.backends import WorldPool
+from zero_sim import run_case
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.reference.stepping import torch_defaults
 from zero_sim.reference.whole_params import TextbookOptimizer
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zero_sim.run import run_case
+from zero_sim import run_case
 from zero_sim.scenario.spec import (
     LossScaleSpec,
     ModelSpec,

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.judge.ruled import Target
-from zero_sim.backends import WorldPool
-from zero_sim.run import run_case
+from zero_sim import run_case
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.scenario.spec import ModelSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.targets import Numerics
 

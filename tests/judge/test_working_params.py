@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.judge.pointing import WrongAnswers, first_finding
-from zero_sim.judge.checks.working_params import check_scales_and_casts
+from zero_sim.judge.checks.table import check_scales_and_casts
 from zero_sim.judge.judged_group import Comparer
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, RunSpec, SystemSpec, WorldSpec
 from zero_sim.targets import OwnedPart, Place

@@ -15,12 +15,13 @@ def test_neighbours_do_not_overlap():
         assert first.intersect(second).empty
 
 
-def test_it_is_as_long_as_the_longest_two_in_a_row():
-    assert plan_arena(SIZES, at_a_time=2).size == 10 * 512
-
-
-def test_alone_they_need_what_the_longest_needs():
-    assert plan_arena(SIZES, at_a_time=1).size == 9 * 512
+@pytest.mark.parametrize(
+    ("sizes", "at_a_time", "size"),
+    [(SIZES, 2, 10 * 512), (SIZES, 1, 9 * 512), ([], 2, 0)],
+    ids=["longest two in a row", "longest alone", "nothing"],
+)
+def test_it_is_as_long_as_what_is_there_at_a_time(sizes, at_a_time, size):
+    assert plan_arena(sizes, at_a_time=at_a_time).size == size
 
 
 def test_what_stays_has_a_stretch_each():
@@ -36,7 +37,3 @@ def test_every_place_lies_inside_and_begins_where_any_dtype_may(at_a_time):
         assert place.numel == size
         assert place.start % 512 == 0
         assert Span(0, plan.size).contains(place)
-
-
-def test_of_nothing_it_is_nothing():
-    assert plan_arena([], at_a_time=2).size == 0

@@ -15,16 +15,13 @@ class TestCeilDiv:
         ("value", "divisor", "expected"), [(0, 3, 0), (1, 3, 1), (3, 3, 1), (4, 3, 2)]
     )
     def test_rounds_up(self, value, divisor, expected):
-        """The quotient is the least integer that is not below the ratio."""
         assert ceil_div(value, divisor) == expected
 
     def test_is_exact_beyond_a_float(self):
-        """Sizes beyond 2^53 elements are not rounded through a float."""
         assert ceil_div(2**53 + 1, 1) == 2**53 + 1
 
     @pytest.mark.parametrize(("value", "divisor"), [(-1, 2), (1, 0), (1, -2)])
     def test_refuses_what_is_no_size(self, value, divisor):
-        """Negative sizes and divisors below 1 are layout errors."""
         with pytest.raises(LayoutError, match="at least"):
             ceil_div(value, divisor)
 
@@ -34,5 +31,4 @@ class TestRoundUp:
 
     @pytest.mark.parametrize(("value", "expected"), [(0, 0), (1, 4), (4, 4), (5, 8)])
     def test_goes_to_the_next_multiple(self, value, expected):
-        """A multiple stays; anything else goes up."""
         assert round_up(value, 4) == expected

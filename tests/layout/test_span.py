@@ -12,27 +12,18 @@ class TestSpan:
     """Span holds a half-open range of elements."""
 
     def test_counts_its_elements(self):
-        """numel is stop - start."""
         assert Span(3, 7).numel == 4
 
     def test_knows_that_it_is_empty(self):
-        """Only equal ends make a span empty."""
         assert (Span(3, 3).empty, Span(3, 4).empty) == (True, False)
 
     @pytest.mark.parametrize(("start", "stop"), [(4, 3), (-1, 2)])
     def test_refuses_backward_and_negative_ranges(self, start, stop):
-        """A span never runs backward nor begins before element 0."""
         with pytest.raises(LayoutError, match="0 <= start <= stop"):
             Span(start, stop)
 
     def test_contains_elements_half_open(self):
-        """The start belongs to the span, the stop does not."""
-        assert [Span(2, 4).contains(element) for element in (1, 2, 3, 4)] == [
-            False,
-            True,
-            True,
-            False,
-        ]
+        assert [element for element in range(6) if Span(2, 4).contains(element)] == [2, 3]
 
     def test_contains_spans(self):
         """A span contains itself and an empty span at either end, but none that sticks out."""
@@ -46,18 +37,14 @@ class TestSpan:
         [(Span(0, 9), Span(2, 6)), (Span(4, 9), Span(4, 6)), (Span(0, 3), Span(2, 3))],
     )
     def test_intersects(self, other, expected):
-        """The intersection is what both hold."""
         assert Span(2, 6).intersect(other) == expected
 
     @pytest.mark.parametrize("other", [Span(0, 1), Span(6, 8), Span(7, 9), Span(3, 3)])
     def test_intersection_with_a_disjoint_span_is_empty(self, other):
-        """Disjoint spans meet in an empty span, never in a negative one."""
         assert Span(2, 6).intersect(other).empty
 
     def test_shifts_both_ways(self):
-        """shift moves both ends, also backward."""
         assert Span(2, 6).shift(3).shift(-5) == Span(0, 4)
 
     def test_prints_half_open(self):
-        """Messages show the span as mathematicians write it."""
         assert str(Span(2, 6)) == "[2, 6)"

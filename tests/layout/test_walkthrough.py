@@ -41,7 +41,6 @@ FIRST_AND_LAST = {
 
 @pytest.fixture
 def buffer():
-    """Plan the walkthrough's one bf16 buffer for 2 ranks."""
     params = [ParamSpec(name=name, shape=shape, dtype="bf16") for name, shape in SHAPES.items()]
     (plan,) = plan_buffers(params, policy=LayoutPolicy(shard_count=2))
     return plan
@@ -51,16 +50,13 @@ class TestWalkthrough:
     """The layout of the tiny transformer comes out as computed by hand."""
 
     def test_has_260_elements_and_no_padding(self, buffer):
-        """Two ranks divide 260."""
         assert (buffer.numel, buffer.padding_elems) == (260, 0)
 
     def test_places_every_param(self, buffer):
-        """First and last element of each param."""
         places = {param.name: (param.span.start, param.span.stop - 1) for param in buffer.params}
         assert places == FIRST_AND_LAST
 
     def test_cuts_at_130(self, buffer):
-        """Each rank owns 130 elements."""
         spans = [buffer.shard_span(bucket=0, shard=rank) for rank in range(2)]
         assert spans == [Span(0, 130), Span(130, 260)]
 

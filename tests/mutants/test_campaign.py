@@ -6,9 +6,9 @@ from itertools import islice
 import pytest
 import torch
 
-from zero_sim.backends import WorldPool
+from zero_sim import run_case
 from zero_sim.errors import LayoutError
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.drawing import draws
@@ -25,7 +25,7 @@ from zero_sim.mutants.campaign import (
 )
 from zero_sim.mutants.records import mutant
 from zero_sim.mutants.score import score_of
-from zero_sim.run import CaseResult, run_case
+from zero_sim.run import CaseResult
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario
@@ -33,12 +33,6 @@ from zero_sim.shrink import Size, size_of
 from zero_sim.zero.unit import Unit
 
 PLAIN = Scenario(schema=1, model=ModelSpec(name="params", shapes=((1,),)))
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool() as worlds:
-        yield worlds
 
 
 def test_a_mutant_is_found_and_the_system_mended(pool):

@@ -5,28 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from zero_sim.backends import WorldPool
+from zero_sim import run_case
 from zero_sim.errors import UsageError
 from zero_sim.mutants import find_mutants
 from zero_sim.mutants.campaign import found_by
 from zero_sim.mutants.records import Trial
-from zero_sim.mutants.smallest import (
-    SHIPPED,
-    features_that_found,
-    record_smallest,
-    smallest_cases,
-)
-from zero_sim.run import run_case
+from zero_sim.mutants.smallest import SHIPPED, features_that_found, record_smallest, smallest_cases
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.shrink import Size, size_of
 
 IDS = sorted(smallest_cases())
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool() as worlds:
-        yield worlds
 
 
 def test_every_mutant_has_one_and_nothing_else():

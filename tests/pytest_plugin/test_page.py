@@ -1,7 +1,5 @@
 """The page on tests of ranks shows tests that pass, and every setting of the mark."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

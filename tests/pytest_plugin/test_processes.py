@@ -2,35 +2,12 @@
 
 import pytest
 
+from tests.pytest_plugin.programs import ENDS, SUMS
+
 pytest_plugins = ["pytester"]
 
-PROGRAM = """
-    import os
-    import sys
-    import unittest
-    import pytest
-    import torch
-    import torch.distributed as dist
+OWN = """
     from zero_sim.sim import Fault
-
-    marked = pytest.mark.world_size(2)
-
-    @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("factor", [1, 2])
-    def test_sum(rank, world_size, factor):
-        x = torch.tensor([float(rank * factor)])
-        dist.all_reduce(x)
-        assert x.item() == 6 * factor
-        assert world_size == dist.get_world_size() == 4
-
-    @pytest.mark.world_size(3)
-    def test_one_rank_is_wrong(rank):
-        dist.barrier()
-        assert rank != 2
-
-    @marked
-    def test_every_rank_skips(rank):
-        raise unittest.SkipTest("not today")
 
     @pytest.mark.world_size(4, order="linear", seed=5)
     def test_random_numbers_and_order_are_those_of_the_simulated_world(rank):
@@ -44,35 +21,9 @@ PROGRAM = """
         assert torch.equal(x, first)
 
     @marked
-    def test_one_rank_skips(rank):
-        if rank == 0:
-            pytest.skip("not me")
-
-    @marked
-    def test_a_subtest_of_one_rank_fails(rank, subtests):
-        with subtests.test():
-            assert rank == 0
-
-    @marked
-    def test_one_rank_ends_python(rank):
-        if rank == 1:
-            sys.exit(0)
-
-    @marked
-    @pytest.mark.xfail(strict=True)
-    def test_right_where_failure_is_expected(rank):
-        pass
-
-    @marked
     @pytest.mark.xfail(raises=KeyError)
     def test_failure_of_one_rank_is_another(rank):
         raise KeyError if rank == 0 else ValueError
-
-    @marked
-    @pytest.mark.xfail(raises=KeyError, reason="known")
-    def test_failure_is_the_expected_one(rank):
-        if rank == 1:
-            raise KeyError
 
     @marked
     def test_returns(rank):
@@ -116,7 +67,7 @@ OUTCOMES = {"passed": 3, "skipped": 2, "xfailed": 1, "failed": 14}
 
 
 def test_every_rank_is_a_process_and_every_process_counts(pytester, run):
-    pytester.makepyfile(PROGRAM)
+    pytester.makepyfile(SUMS + ENDS + OWN)
     # Neither may reach a worker: the folder is not on the path here, nor are there processes.
     pytester.makepyfile(secrets="raise SystemExit('the current folder is on the path')")
     pytester.makeini("[pytest]\naddopts = -n 2 --strict-markers")

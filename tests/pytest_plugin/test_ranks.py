@@ -2,55 +2,36 @@
 
 import os
 
+from tests.pytest_plugin.programs import ENDS, SUMS
+
 pytest_plugins = ["pytester"]
 
-PROGRAM = """
-    import pytest
-    import torch
-    import torch.distributed as dist
-
-    @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("factor", [1, 2])
-    def test_sum(rank, world_size, factor):
-        x = torch.tensor([float(rank * factor)])
-        dist.all_reduce(x)
-        assert x.item() == 6 * factor
-        assert world_size == dist.get_world_size() == 4
-
-    @pytest.mark.world_size(3)
-    def test_one_rank_is_wrong(rank):
-        dist.barrier()
-        assert rank != 2
-
-    @pytest.mark.world_size(2)
-    def test_skipped(rank):
-        pytest.skip("not today")
-
-    @pytest.mark.world_size(2)
+MISMATCH = """
+    @marked
     def test_mismatch(rank):
         dist.all_reduce(torch.zeros(2 + rank))
 """
 
 
 def test_a_marked_test_runs_on_every_rank(pytester, run):
-    pytester.makepyfile(PROGRAM)
+    pytester.makepyfile(SUMS)
     run("-k", "sum").assert_outcomes(passed=2)
 
 
 def test_the_failing_rank_and_its_assertion_are_shown(pytester, run):
-    pytester.makepyfile(PROGRAM)
+    pytester.makepyfile(SUMS)
     result = run("-k", "one_rank")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*assert rank != 2", "*on rank 2 of 3 ranks*"])
 
 
 def test_a_rank_may_skip(pytester, run):
-    pytester.makepyfile(PROGRAM)
-    run("-k", "skipped").assert_outcomes(skipped=1)
+    pytester.makepyfile(SUMS)
+    run("-k", "skips").assert_outcomes(skipped=1)
 
 
 def test_a_mismatch_shows_both_ranks(pytester, run):
-    pytester.makepyfile(PROGRAM)
+    pytester.makepyfile(SUMS + MISMATCH)
     result = run("-k", "mismatch")
     result.stdout.fnmatch_lines(["*element count mismatch*", "*rank 0:*", "*rank 1:*"])
 
@@ -120,20 +101,7 @@ def test_an_autouse_fixture_is_not_handed_to_the_function(pytester, run):
     run().assert_outcomes(passed=1)
 
 
-ENDS = """
-    import os
-    import sys
-    import unittest
-    import pytest
-    import torch.distributed as dist
-
-    marked = pytest.mark.world_size(2)
-
-    @marked
-    def test_one_rank_skips(rank):
-        if rank == 0:
-            pytest.skip("not me")
-
+OWN_ENDS = """
     @marked
     def test_one_rank_skips_and_one_waits(rank):
         if rank == 0:
@@ -147,34 +115,9 @@ ENDS = """
         assert False, "mine"
 
     @marked
-    def test_one_rank_ends_python(rank):
-        if rank == 1:
-            sys.exit(0)
-
-    @marked
-    def test_a_subtest_of_one_rank_fails(rank, subtests):
-        with subtests.test():
-            assert rank == 0
-
-    @marked
-    @pytest.mark.xfail(strict=True)
-    def test_right_where_failure_is_expected(rank):
-        pass
-
-    @marked
     @pytest.mark.xfail(raises=KeyError)
     def test_failure_is_another(rank):
         raise ValueError
-
-    @marked
-    def test_every_rank_skips(rank):
-        raise unittest.SkipTest("all of us")
-
-    @marked
-    @pytest.mark.xfail(raises=KeyError, reason="known")
-    def test_failure_is_the_expected_one(rank):
-        if rank == 1:
-            raise KeyError
 
     @marked
     def test_failure_is_expected_by_the_rank(rank):
@@ -186,8 +129,8 @@ ENDS_FAILED = 8
 
 
 def test_a_rank_that_leaves_the_test_makes_it_green_in_no_way(pytester, run):
-    pytester.makepyfile(ENDS)
-    result = run()
+    pytester.makepyfile(SUMS + ENDS + OWN_ENDS)
+    result = run("-k", "not sum and not wrong")
     result.assert_outcomes(failed=ENDS_FAILED, skipped=1, xfailed=2)
     result.stdout.fnmatch_lines_random(
         [

@@ -106,7 +106,8 @@ def test_the_scope_of_a_pass_is_a_property(pytester, run, monkeypatch):
     """The printed system reports params only, and steps with AdamW alone."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
     target = import_target("printed_zero:STAGE_1_MENDED")
-    monkeypatch.setitem(registry._TARGETS, target.name, target)
+    monkeypatch.setitem(registry._TARGETS, target.name, "printed_zero")
+    monkeypatch.setattr("printed_zero.TARGETS", (target,), raising=False)
     text = SCENARIO.replace('name = "sgd"', 'name = "adamw"')
     path = pytester.makefile(".toml", printed=f'{text}\n[system]\ntarget = "{target.name}"\n')
     result = run(str(path), "--junitxml=out.xml")

@@ -56,7 +56,7 @@ def test_what_every_order_gives_lies_within(system, order):
     for name, grad in step.grads.items():
         assert taken.bounds[name].holds(grad).all()
     assert taken.norm_min <= step.norm <= taken.norm
-    assert taken.zeros_min <= step.zeros <= taken.zeros
+    assert taken.zeros_min <= step.measured.zeros <= taken.zeros
     assert taken.losses.keys() == step.losses.keys()
 
 

@@ -162,8 +162,12 @@ class TestNorm:
         """(6, 8) / 2 has norm 5; `unused` has two zeros."""
         scenario = make_scenario(system=SystemSpec(divide="post"))
         result = Reference(scenario, workload=inject([[[6.0, 0.0]], [[0.0, 8.0]]])).step()
-        assert (result.norm.item(), result.zeros, result.norm_certified) == (5.0, 2, True)
-        assert (result.skipped, result.loss_scale, result.lr_factor) == (False, None, 1.0)
+        assert (result.norm.item(), result.measured.zeros, result.measured.norm_certified) == (
+            5.0,
+            2,
+            True,
+        )
+        assert (result.skipped, result.loss_scale, result.update.lr_factor) == (False, None, 1.0)
 
     def test_clip_by_norm(self, make_scenario, inject):
         """(3e4, 4e4) to half its length; norm and reduced gradient are those before it."""
@@ -178,7 +182,7 @@ class TestNorm:
         scenario = make_scenario(optim=sgd(clip_value=0.5))
         result = Reference(scenario, workload=inject([[[3.0, -3.0, 0.25]]] * 2)).step()
         assert result.masters["w"].tolist() == [0.5, 1.5, 0.5]
-        assert result.zeros == 2
+        assert result.measured.zeros == 2
 
 
 class TestLossScale:
@@ -200,13 +204,13 @@ class TestLossScale:
             make_scenario(size=1, optim=spec), workload=inject([[[1e38]]], dtype=torch.float32)
         )
         result = reference.step()
-        assert (result.skipped, result.loss_scale, result.lr_factor) == (True, 4.0, 0.25)
+        assert (result.skipped, result.loss_scale, result.update.lr_factor) == (True, 4.0, 0.25)
         assert result.masters["w"].item() == result.params["w"].item() == 1.0
         assert result.state["w"] == {}
         assert result.nonfinite is not None
         assert result.nonfinite.value == math.inf
         result = reference.step()
-        assert (result.skipped, result.loss_scale, result.lr_factor) == (False, 2.0, 0.5)
+        assert (result.skipped, result.loss_scale, result.update.lr_factor) == (False, 2.0, 0.5)
         assert result.masters["w"].item() == torch.tensor(1e38).item() * -0.5
 
     def test_skip_in_the_middle_keeps_every_bit(self, make_scenario):
@@ -253,7 +257,9 @@ class TestFreeze:
         for _ in range(3):
             result = reference.step()
             buffer = result.state["w"]["momentum_buffer"].item()
-            seen.append((result.masters["w"].item(), buffer, result.norm.item(), result.zeros))
+            seen.append(
+                (result.masters["w"].item(), buffer, result.norm.item(), result.measured.zeros)
+            )
             assert result.grads["w"].item() == (0.0 if result.step == 1 else 1.0)
         assert seen == [(0.0, 1.0, 1.0, 2), (0.0, 1.0, 0.0, 2), (-1.5, 1.5, 1.0, 2)]
 
@@ -270,7 +276,11 @@ class TestFreeze:
         """Then the step does nothing; a loss without any gradient is no error."""
         freeze = tuple(FreezeSpec(param=name, start=0, stop=1) for name in ("w", "unused"))
         result = Reference(make_scenario(freeze=freeze), workload=inject([[[1.0]]] * 2)).step()
-        assert (result.masters["w"].item(), result.norm.item(), result.zeros) == (1.0, 0.0, 0)
+        assert (result.masters["w"].item(), result.norm.item(), result.measured.zeros) == (
+            1.0,
+            0.0,
+            0,
+        )
 
     def test_others_are_as_if_it_were_not_there(self, make_scenario):
         """A frozen layer of an mlp passes the same gradients down."""
@@ -322,7 +332,7 @@ class TestGroups:
         seen = []
         for _ in range(3):
             result = reference.step()
-            seen.append((result.lr_factor, result.masters["w"].item()))
+            seen.append((result.update.lr_factor, result.masters["w"].item()))
         assert seen == [(0.5, 0.875), (1.0, 0.65625), (1.0, 0.4921875)]
         assert result.masters["unused"].tolist() == [0.0, 0.0]
 

@@ -71,7 +71,7 @@ def test_all_are_clipped_by_it():
 
 
 def test_zeros_of_all_parts():
-    assert [taken.zeros for taken in step_together(parts(0.0, 0.0), [None] * 2)] == [3, 3]
+    assert [taken.measured.zeros for taken in step_together(parts(0.0, 0.0), [None] * 2)] == [3, 3]
 
 
 @pytest.mark.parametrize("bad", [0, 1])

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.report.calls import call
 from zero_sim.findings.records import UNOBSERVED, Finding, MappedBucket
 from zero_sim.report.calls import calls_near, observed_grads, render_calls
-from zero_sim.sim import CollectiveRecord, EventLog
+from zero_sim.sim import EventLog
 
 
 def logged(*kinds, refused=None):
@@ -16,20 +17,7 @@ def logged(*kinds, refused=None):
         kind, elems = named if isinstance(named, tuple) else (named, 4)
         for rank in (0, 1):
             log.add(
-                CollectiveRecord(
-                    rank=rank,
-                    kind=kind,
-                    group="world",
-                    group_ranks=(0, 1),
-                    sequence=number,
-                    dtype="float32",
-                    elems=elems,
-                    elem_bytes=4,
-                    detail="",
-                    asynchronous=kind == "all_gather",
-                    file="/somewhere/deep/train.py",
-                    line=number,
-                )
+                call(kind, rank=rank, number=number, elems=elems, asynchronous=kind == "all_gather")
             )
     log.refused = refused
     return log

@@ -1,14 +1,12 @@
 """Names and texts that forge lines, recolour terminals or hide do nothing in any report."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle
-from collections.abc import Iterator
 
 import pytest
 
+from tests.report.calls import call
 from zero_sim.bundle import Bundle, Replayed
 from zero_sim.bundle.records import current_environment
 from zero_sim.findings.records import CaseResult, Finding
@@ -21,42 +19,34 @@ from zero_sim.report.timeline import read_timeline
 from zero_sim.report.traces import chrome_trace, flight_recorder_dumps
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import ModelSpec, Scenario
-from zero_sim.sim import CollectiveRecord, EventLog
+from zero_sim.sim import EventLog
 
 FORGED = "PASS  everything  0.001 s"
 NASTY = f"a\n{FORGED}\r{FORGED}\x1b[2J\x1b]0;title\x07\0\x9b31m\u202e\u200b\u2028{FORGED}\x0b\x85z"
 
 
-def nasty_log() -> EventLog:
+def nasty_log():
     """Two ranks that call a collective, everything called by nasty names, and one refused."""
     log = EventLog()
     for number in range(2):
         for rank in (0, 1):
             log.turns.append(rank)
             log.note(rank, "issue", len(log.collectives))
-            log.add(
-                CollectiveRecord(
-                    rank=rank,
-                    kind=f"all_reduce{NASTY}",
-                    group=NASTY,
-                    group_ranks=(0, 1),
-                    sequence=number,
-                    dtype=NASTY,
-                    elems=4,
-                    elem_bytes=4,
-                    detail=NASTY,
-                    asynchronous=False,
-                    file=f"/x/{NASTY}",
-                    line=1,
-                )
-            )
+            named = {
+                "group": NASTY,
+                "dtype": NASTY,
+                "detail": NASTY,
+                "file": f"/x/{NASTY}",
+                "line": 1,
+            }
+            log.add(call(f"all_reduce{NASTY}", rank=rank, number=number, **named))
             log.tick += 1
     log.refused = 3
     return log
 
 
 @pytest.fixture
-def bundle(even_strip) -> Bundle:
+def bundle(even_strip):
     """One of which every text is nasty."""
     finding = Finding(
         check=f"equality{NASTY}",
@@ -84,7 +74,7 @@ def bundle(even_strip) -> Bundle:
     )
 
 
-def result_of(bundle: Bundle) -> CaseResult:
+def result_of(bundle):
     """What came of it, with an error besides."""
     return CaseResult(
         id=NASTY,
@@ -98,7 +88,7 @@ def result_of(bundle: Bundle) -> CaseResult:
     )
 
 
-def texts(bundle: Bundle) -> Iterator[str]:
+def texts(bundle):
     """All that a terminal shows of it."""
     result = result_of(bundle)
     yield render_case(result, case=to_toml(bundle.scenario), reproduce=NASTY, replay=NASTY)
@@ -118,7 +108,7 @@ def texts(bundle: Bundle) -> Iterator[str]:
     yield render_trial(trial, find_mutants(["M05"])[0])
 
 
-def test_no_line_of_a_text_is_forged(bundle: Bundle) -> None:
+def test_no_line_of_a_text_is_forged(bundle):
     shown = list(texts(bundle))
     for text in shown:
         assert FORGED in text
@@ -126,20 +116,20 @@ def test_no_line_of_a_text_is_forged(bundle: Bundle) -> None:
         assert text.replace("\n", "").isprintable()
 
 
-def test_a_page_holds_nothing_unseen(bundle: Bundle) -> None:
+def test_a_page_holds_nothing_unseen(bundle):
     page = render_page([bundle, bundle])
     assert FORGED in page
     assert page.replace("\n", "").replace("\t", "").isprintable()
 
 
-def test_traces_hold_nothing_unseen(bundle: Bundle) -> None:
+def test_traces_hold_nothing_unseen(bundle):
     trace = json.loads(json.dumps(chrome_trace(bundle.logs, name="case")))
     dumps = flight_recorder_dumps(read_timeline(bundle.logs[0]))
     for text in strings([trace, pickle.loads(pickle.dumps(dumps))]):
         assert text.isprintable()
 
 
-def strings(value: object) -> Iterator[str]:
+def strings(value):
     """All strings in some data, keys too."""
     if isinstance(value, str):
         yield value
@@ -150,7 +140,7 @@ def strings(value: object) -> Iterator[str]:
             yield from strings(item)
 
 
-def test_a_name_of_any_length_is_shown(bundle: Bundle) -> None:
+def test_a_name_of_any_length_is_shown(bundle):
     long = "n" * 50_000
     finding = dataclasses.replace(bundle.findings[0], param=f"<b>{long}")
     page = render_page([dataclasses.replace(bundle, findings=(finding,))])

@@ -9,6 +9,7 @@ import jinja2
 import pytest
 import torch
 
+from tests.report.calls import call
 from zero_sim.bundle import Bundle
 from zero_sim.bundle.records import current_environment
 from zero_sim.findings.records import Evidence, Finding
@@ -16,7 +17,7 @@ from zero_sim.report import pages
 from zero_sim.report.html import render_page, values_table, write_page
 from zero_sim.report.svg_buffer_map import buffer_map_pictures
 from zero_sim.scenario.spec import ModelSpec, Scenario
-from zero_sim.sim import CollectiveRecord, EventLog
+from zero_sim.sim import EventLog
 
 HOSTILE = "<script>alert('x')</script>\"&\x1b[31m https://evil.example/a.js"
 VOID = {"meta", "br", "wbr", "hr"}
@@ -56,17 +57,12 @@ def logged(name="world", calls=3):
             log.turns.append(rank)
             log.note(rank, "issue", len(log.collectives))
             log.add(
-                CollectiveRecord(
+                call(
+                    "all_reduce",
                     rank=rank,
-                    kind="all_reduce",
+                    number=number,
                     group=name,
-                    group_ranks=(0, 1),
-                    sequence=number,
-                    dtype="float32",
-                    elems=4,
-                    elem_bytes=4,
                     detail=name,
-                    asynchronous=False,
                     file=f"/{name}.py",
                     line=1,
                 )

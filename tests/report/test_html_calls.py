@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.report.calls import call
 from zero_sim.findings.records import Finding
 from zero_sim.report.html_calls import RANKS_MAX, SUSPECTS_MAX, class_of, legend, near_calls
-from zero_sim.sim import CollectiveRecord, EventLog
+from zero_sim.sim import EventLog
 
 
 def logged(*kinds, ranks=(0, 1), absent=()):
@@ -17,22 +18,7 @@ def logged(*kinds, ranks=(0, 1), absent=()):
         for rank in ranks:
             if rank in absent and number == len(kinds) - 1:
                 continue
-            log.add(
-                CollectiveRecord(
-                    rank=rank,
-                    kind=kind,
-                    group="world",
-                    group_ranks=tuple(ranks),
-                    sequence=number,
-                    dtype="float32",
-                    elems=4,
-                    elem_bytes=4,
-                    detail="SUM",
-                    asynchronous=False,
-                    file="/a/long/way/train.py",
-                    line=number,
-                )
-            )
+            log.add(call(kind, rank=rank, number=number, group_ranks=tuple(ranks)))
     return log
 
 

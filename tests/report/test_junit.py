@@ -36,8 +36,7 @@ def test_the_counts_are_those_of_the_cases():
 
 
 @pytest.mark.parametrize(
-    ("verdict", "outcome"),
-    [("fail", "failure"), ("inconclusive", "failure"), ("error", "error")],
+    ("verdict", "outcome"), [("fail", "failure"), ("inconclusive", "failure"), ("error", "error")]
 )
 def test_what_is_not_a_pass_says_so(verdict, outcome):
     (case,) = parsed(judged(verdict))

@@ -1,7 +1,5 @@
 """Results as text, word for word."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -53,22 +51,19 @@ PASSED = CaseResult(
 FAILED = CaseResult(id="toy", verdict="fail", seconds=1.0, findings=(FINDING,), compared_elems=1)
 
 
-def test_line_of_a_case() -> None:
-    """Mark, id, time, what was looked at."""
+def test_line_of_a_case():
     assert render_case_line(PASSED, width=16) == (
         "PASS  toy/size=4           0.213 s  1,234,567 elements compared, 12 collectives"
     )
 
 
-def test_line_of_an_error_says_why() -> None:
-    """The first line of the reason."""
+def test_line_of_an_error_says_why():
     result = CaseResult(id="toy", verdict="error", seconds=0.0, error="no params\nmore")
     assert render_case_line(result) == "ERROR toy     0.000 s  no params"
     assert render_case(result).splitlines()[1:] == ["      more"]
 
 
-def test_block_of_a_finding() -> None:
-    """Everything that a finding has, one kind of thing a line."""
+def test_block_of_a_finding():
     assert render_finding(FINDING).splitlines() == [
         "equality.master: the fp32 master differs from the reference",
         "  at        step 4, phase update, rank 2, param 'blocks.1.down.weight'[1, 17], "
@@ -89,7 +84,7 @@ def test_block_of_a_finding() -> None:
         (9, "3 of 9 elements differ, by up to 0.25 of the largest value of the 3 around the first"),
     ],
 )
-def test_extent_has_the_largest_difference(compared, said) -> None:
+def test_extent_has_the_largest_difference(compared, said):
     """The first element that differs may do so by rounding alone."""
     expected, got = torch.tensor([1.0, 4.0, 1e-9]), torch.tensor([1.0000001, 3.0, 3e-9])
     evidence = Evidence(start=0, expected=expected, got=got)
@@ -99,31 +94,28 @@ def test_extent_has_the_largest_difference(compared, said) -> None:
     assert render_finding(finding).splitlines()[1] == f"  extent    {said}"
 
 
-def test_block_of_a_bare_finding_is_its_sentence() -> None:
-    """What is not known is not shown."""
+def test_block_of_a_bare_finding_is_its_sentence():
     assert render_finding(Finding(check="a.b", message="c")) == "a.b: c"
 
 
-def test_rank_and_step_zero_are_shown() -> None:
+def test_rank_and_step_zero_are_shown():
     """Zero is a place."""
     assert "step 0, rank 0" in render_finding(Finding(check="a", message="b", step=0, rank=0))
 
 
-def test_offset_serves_where_the_index_is_not_known() -> None:
-    """A flattened place is a place."""
+def test_offset_serves_where_the_index_is_not_known():
     finding = Finding(check="a", message="b", param="w", offset_in_param=5)
     assert "param 'w'[5]" in render_finding(finding)
 
 
-def test_long_detail_is_cut() -> None:
+def test_long_detail_is_cut():
     """A thousand lines of table are for the JSON."""
     text = render_finding(Finding(check="a", message="b", detail="x\n" * 1000))
     assert len(text.splitlines()) < 70
     assert text.endswith("... 940 more lines; --json has them all")
 
 
-def test_failed_case_shows_how_to_run_it_again() -> None:
-    """The finding, then the command."""
+def test_failed_case_shows_how_to_run_it_again():
     lines = render_case(FAILED, reproduce="zero-sim run a.toml -k toy").splitlines()
     assert lines[0].startswith("FAIL  toy")
     assert lines[1] == "  equality.master: the fp32 master differs from the reference"
@@ -133,8 +125,7 @@ def test_failed_case_shows_how_to_run_it_again() -> None:
     ]
 
 
-def test_a_failed_case_is_told_in_order(even_strip) -> None:
-    """What differs, where, the calls around it, how to repeat it, how to learn more."""
+def test_a_failed_case_is_told_in_order(even_strip):
     log = EventLog()
     log.add(CollectiveRecord(2, "barrier", "world", (2,), 0, "", 0, 0, "", False, "a.py", 1))
     result = dataclasses.replace(
@@ -162,14 +153,12 @@ def test_a_failed_case_is_told_in_order(even_strip) -> None:
     assert max(map(len, lines)) <= 100 or "at " in max(lines, key=len)
 
 
-def test_the_strip_stands_below_its_own_finding(even_strip) -> None:
-    """Not below another one."""
+def test_the_strip_stands_below_its_own_finding(even_strip):
     result = dataclasses.replace(FAILED, strip=even_strip())
     assert "flat buffer" not in render_case(result)
 
 
-def test_an_explanation_is_wrapped() -> None:
-    """Every line fits, with its label."""
+def test_an_explanation_is_wrapped():
     lines = render_explanation(explain("equality.grad")).splitlines()
     assert lines[0] == "equality.grad"
     assert [line[2:9].strip() for line in lines[1:] if line[2:3].strip()] == [
@@ -181,18 +170,16 @@ def test_an_explanation_is_wrapped() -> None:
     assert max(map(len, lines)) <= 100
 
 
-def test_passed_case_is_one_line() -> None:
-    """Nothing to reproduce."""
+def test_passed_case_is_one_line():
     assert len(render_case(PASSED, reproduce="x").splitlines()) == 1
 
 
-def test_notes_follow_the_line() -> None:
-    """A pass may have something to say."""
+def test_notes_follow_the_line():
     result = dataclasses.replace(PASSED, notes=("held-out accuracy 0.9611",))
     assert render_case(result).splitlines()[1] == "  note: held-out accuracy 0.9611"
 
 
-def test_many_findings_are_counted() -> None:
+def test_many_findings_are_counted():
     """The first is nearly always the cause."""
     result = dataclasses.replace(FAILED, findings=(Finding(check="a", message="b"),) * 8)
     text = render_case(result)
@@ -200,20 +187,16 @@ def test_many_findings_are_counted() -> None:
     assert "and 3 more findings" in text
 
 
-def test_id_column_has_a_limit() -> None:
+def test_id_column_has_a_limit():
     """One long id does not push all the others away."""
     assert (id_width([]), id_width(["a", "bcd"]), id_width(["x" * 500])) == (0, 3, 72)
 
 
 class TestSummary:
-    """The last line."""
-
-    def test_all_passed(self) -> None:
-        """Only what there is."""
+    def test_all_passed(self):
         assert render_summary([PASSED], seconds=1.26) == "1 case: 1 passed in 1.3 s"
 
-    def test_everything_at_once(self) -> None:
-        """Each verdict counted, what never ran too."""
+    def test_everything_at_once(self):
         doubtful = dataclasses.replace(PASSED, verdict="inconclusive")
         broken = dataclasses.replace(PASSED, verdict="error")
         results = [PASSED, PASSED, FAILED, doubtful, broken, broken]
@@ -223,8 +206,7 @@ class TestSummary:
         )
 
 
-def test_facts_are_a_table() -> None:
-    """Columns line up; what does not work stands out."""
+def test_facts_are_a_table():
     facts = [
         Fact(name="torch", value="2.13.0", ok=True),
         Fact(name="sim backend", value="broken", ok=False, note="why"),
@@ -235,8 +217,7 @@ def test_facts_are_a_table() -> None:
     ]
 
 
-def test_measurements_are_a_table() -> None:
-    """A value beside its goal; one without a goal has no mark."""
+def test_measurements_are_a_table():
     rows = [
         Measurement(name="all_reduce", value=1.5, unit="ms", goal=1.0, ok=False),
         Measurement(name="memory", value=1.05, unit="x", goal=1.1, ok=True),
@@ -251,13 +232,12 @@ def test_measurements_are_a_table() -> None:
     ]
 
 
-def test_reports_are_plain_ascii() -> None:
+def test_reports_are_plain_ascii():
     """No locale can break one."""
     assert render_case(FAILED, reproduce="x").isascii()
 
 
-def test_records_turn_into_plain_objects() -> None:
-    """Lists for tuples, nothing else than JSON knows."""
+def test_records_turn_into_plain_objects():
     plain = FAILED.as_dict()
     assert plain["verdict"] == "fail"
     assert plain["notes"] == []
@@ -265,8 +245,7 @@ def test_records_turn_into_plain_objects() -> None:
     assert plain["findings"][0]["shard_stop"] == 1536
 
 
-def test_what_a_search_came_to() -> None:
-    """Both sizes, what it took, and why it ended before its end."""
+def test_what_a_search_came_to():
     scenario = Scenario(schema=1, model=ModelSpec(name="mlp"), run=RunSpec(steps=1))
     reduced = Reduced(
         scenario=scenario,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from zero_sim.findings.records import CaseResult, Finding
-from zero_sim.judge.rules import RulesTried, with_rules
+from zero_sim.judge.rules_tried import RulesTried, with_rules
 from zero_sim.rules.declared import declared_by, without_advice
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.judge.ruled import Engine, Target
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import Problem, UsageError
 from zero_sim.rules import found as found_rules
 from zero_sim.rules import norms as norm_rules

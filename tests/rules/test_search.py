@@ -3,7 +3,7 @@
 import pytest
 
 from tests.rules.test_found import ParamsAlone
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.rules.search import RuleSearch
 from zero_sim.run.small_cases import BASE, changed
 

@@ -59,10 +59,3 @@ class Keeper:
 
     def build(self, module, *, scenario, group):
         return KeeperEngine(module, scenario=scenario, group=group)
-
-
-class DeclaredKeeper(Keeper):
-    """With its declaration."""
-
-    def __init__(self) -> None:
-        super().__init__(RankLocal(names=NAMES))

@@ -3,7 +3,17 @@
 import torch
 import torch.distributed as dist
 
+from zero_sim.scenario.spec import ModelSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.targets import Capabilities, Numerics, class_of, settings_of
+
+CASE = Scenario(
+    schema=1,
+    name="case",
+    model=ModelSpec(name="params", shapes=((3,), (5,))),
+    world=WorldSpec(size=3),
+    system=SystemSpec(stage=0),
+)
+"""A case that these targets can be asked for."""
 
 
 class Engine:
@@ -63,13 +73,7 @@ class Target:
     name = "summing"
 
     def __init__(
-        self,
-        *optimizers,
-        shows=False,
-        averages=True,
-        keeps=False,
-        follows=(),
-        **numerics,
+        self, *optimizers, shows=False, averages=True, keeps=False, follows=(), **numerics
     ):
         models = ("mlp", "params")
         self.capabilities = Capabilities(

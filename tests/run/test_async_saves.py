@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_sim.backends import WorldPool
+from tests.run.summing import Engine
+from zero_sim import run_case
 from zero_sim.errors import ScenarioError
 from zero_sim.mutants import find_mutants
-from zero_sim.run import run_case
 from zero_sim.run.program import segments_of
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
@@ -34,12 +34,6 @@ CASE = Scenario(
     optimizer=OptimizerSpec(lr=0.1), run=RunSpec(steps=4), reload=LATER,
 )  # fmt: skip
 SCALED = OptimizerSpec(lr=0.1, loss_scale=LossScaleSpec(initial=8.0, growth_interval=1))
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool() as worlds:
-        yield worlds
 
 
 def judged(pool, target=None, mutant=None, **parts):
@@ -121,29 +115,13 @@ def test_a_step_that_is_wrong_meanwhile_is_found_in_its_own_world(pool):
     assert "checkpoint was loaded" not in result.findings[0].message
 
 
-class Saving:
+class Saving(Engine):
     """DDP by hand with a checkpoint in memory, copied when it is begun."""
 
     files: ClassVar[dict[object, object]] = {}
 
     def __init__(self, module, scenario, group):
-        self.module, self.group = module, group
-        self.optimizer = torch.optim.SGD(module.parameters(), lr=scenario.optimizer.lr)
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
-
-    def backward(self, loss, *, last_micro, rows):
-        loss.backward()
-
-    def step(self, *, lr_factor):
-        for param in self.module.parameters():
-            dist.all_reduce(param.grad, group=self.group)
-            param.grad /= self.group.size()
-        self.optimizer.step()
-
-    def params(self):
-        return dict(self.module.named_parameters())
+        super().__init__(module, scenario, group, averages=True, keeps=False)
 
     def save(self, path, *, form):
         raise AssertionError("asked to wait for a save")

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tests.judge.ruled import Target as Ruled
-from tests.run.summing import Target
-from zero_sim.backends import WorldPool
+from tests.run.summing import CASE, Target
+from zero_sim import run_case
 from zero_sim.findings.records import taken_notes
-from zero_sim.run import run_case, runner
-from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, Scenario, SystemSpec, WorldSpec
+from zero_sim.run import runner
+from zero_sim.scenario.spec import OptimizerSpec, WorldSpec
 from zero_sim.targets import (
     find_target,
     library_target_names,
@@ -18,13 +18,6 @@ from zero_sim.targets import (
     why_missing,
 )
 
-CASE = Scenario(
-    schema=1,
-    name="case",
-    model=ModelSpec(name="params", shapes=((3,), (5,))),
-    world=WorldSpec(size=3),
-    system=SystemSpec(stage=0),
-)
 SGD = replace(CASE, optimizer=OptimizerSpec(name="sgd"))
 CLIPPED = replace(CASE, optimizer=OptimizerSpec(clip_norm=0.01))
 CLIPS = {
@@ -33,12 +26,6 @@ CLIPS = {
     "clip": "fp32-reciprocal",
     "shows": True,
 }
-
-
-@pytest.fixture
-def pool():
-    with WorldPool() as worlds:
-        yield worlds
 
 
 def taken(result):

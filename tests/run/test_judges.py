@@ -1,7 +1,5 @@
 """Cases on several processes at once: as on one, and told in the same order."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 
 from zero_sim.errors import UsageError, ZeroSimError
+from zero_sim.rules.judging import EXPLAINER
 from zero_sim.run.judges import Chosen, JobsJudge, open_judge
 from zero_sim.scenario.spec import FaultSpec, ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 
@@ -61,9 +60,9 @@ def on_processes(cases, chosen):
 @pytest.fixture(scope="module")
 def results():
     """Of every case, on one process and on two."""
-    with open_judge(Chosen()) as judge:
+    with open_judge(Chosen(explainer=EXPLAINER)) as judge:
         alone = [judge(case) for case in CASES]
-    with on_processes(CASES, Chosen()) as judge:
+    with on_processes(CASES, Chosen(explainer=EXPLAINER)) as judge:
         return alone, [judge(case) for case in CASES]
 
 
@@ -91,7 +90,7 @@ def test_a_failing_case_comes_with_its_log_and_the_tensors_of_its_findings(resul
 
 
 def test_logs_of_passing_cases_come_where_they_are_kept():
-    with on_processes([CASE] * 2, Chosen(keep_logs=True)) as judge:
+    with on_processes([CASE] * 2, Chosen(keep_logs=True, explainer=EXPLAINER)) as judge:
         assert all(judge(CASE).logs for _ in range(2))
 
 
@@ -100,7 +99,7 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "a_target_of_jobs.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return Chosen(target="a_target_of_jobs:Mine")
+    return Chosen(target="a_target_of_jobs:Mine", explainer=EXPLAINER)
 
 
 def test_a_process_that_dies_costs_the_case_that_it_was_at(mine):
@@ -126,4 +125,4 @@ def test_what_judging_raises_is_told_as_by_one_process(mine):
 
 def test_a_target_that_is_not_there_is_told_before_a_process_begins():
     with pytest.raises(UsageError, match="importable module"):
-        JobsJudge([CASE], jobs=2, chosen=Chosen(target="no_such_module:Mine"))
+        JobsJudge([CASE], jobs=2, chosen=Chosen(target="no_such_module:Mine", explainer=""))

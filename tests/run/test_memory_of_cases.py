@@ -1,15 +1,13 @@
 """Nothing of a case is kept when it is over: thousands of them run in one process."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
 import pytest
 
-from zero_sim.backends import WorldPool
+from zero_sim import run_case
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.calculators.measure import measure
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.zero.data_parallel import DistributedDataParallel
 
@@ -68,3 +66,18 @@ def test_nor_does_a_measured_run_leave_anything(built, way):
     measure(case(way))
     assert len(built) == 4
     assert alive(built) == []
+
+
+@pytest.mark.parametrize("sum_by", ["all-reduce", "first-rank"])
+def test_memory_behind_units_that_join_two_variants_is_found(sum_by):
+    """The class of such a unit is made where variants are chosen, beside none of them."""
+    system = SystemSpec(stage=2, sum_by=sum_by, gather_chunk_elems=1, arena=True)
+    scenario = Scenario(
+        schema=1,
+        model=ModelSpec(name="params", shapes=((2,), (3,))),
+        world=WorldSpec(size=2, order="linear"),
+        system=system,
+        run=RunSpec(steps=1),
+    )
+    result = run_case(scenario)
+    assert result.verdict == "pass", result.findings

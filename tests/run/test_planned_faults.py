@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_sim.run import run_case
+from zero_sim import run_case
 from zero_sim.scenario.load import load_cases
 from zero_sim.scenario.spec import (
     ExpectSpec,
@@ -82,10 +82,7 @@ def test_data_that_is_changed(struck, kind, said, collective, check, phase, over
 @pytest.mark.parametrize("kind", ["drop", "duplicate"])
 def test_the_second_sum_with_copies(struck, kind):
     result = struck(
-        kind,
-        collective="all_reduce",
-        world=WorldSpec(size=4),
-        system=SystemSpec(redundancy=2),
+        kind, collective="all_reduce", world=WorldSpec(size=4), system=SystemSpec(redundancy=2)
     )
     assert only(result)[0] == "equality.grad"
     assert {finding.rank for finding in result.findings if finding.check == "equality.grad"} == {1}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.run.keeper import LIBRARY, NAMES, Keeper
+from zero_sim import run_case
 from zero_sim.rules.rank_globals import find_kept_names
 from zero_sim.run.rank_local import as_in_new_process
-from zero_sim.run.runner import run_case
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.targets import Capabilities, Library, Numerics, RankLocal
 from zero_sim.targets.torch.ddp import DDPEngine

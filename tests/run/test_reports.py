@@ -1,7 +1,5 @@
 """Reports of several processes come to one result, and errors are charged to who made them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -15,9 +13,8 @@ from zero_sim.findings.records import Evidence, Finding
 from zero_sim.judge.copies import Copy
 from zero_sim.judge.grad_stats import PartStats, ReportedStats
 from zero_sim.judge.guarantee import Width
-from zero_sim.judge.judge_report import JudgeReport
-from zero_sim.judge.rank_digests import RankDigests
-from zero_sim.judge.rules import RulesTried
+from zero_sim.judge.judge_report import JudgeReport, RankDigests
+from zero_sim.judge.rules_tried import RulesTried
 from zero_sim.run.reports import CaseRun, Failure, Report, result_of
 from zero_sim.scenario.spec import ModelSpec, Scenario, WorldSpec
 

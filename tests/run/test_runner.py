@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from zero_sim import run_case
 from zero_sim.errors import EnvironmentProblem
-from zero_sim.run import contexts, run_case
+from zero_sim.run import contexts
 from zero_sim.scenario.spec import (
     DataSpec,
     ExpectSpec,
@@ -42,6 +43,26 @@ class ChangedTarget:
         engine = ZeroSimTarget().build(module, scenario=scenario, group=group)
         self._change(engine, group.rank())
         return engine
+
+
+@pytest.fixture
+def changed_workload(monkeypatch):
+    """Give every workload other attributes; the real one is `inner`."""
+    real = contexts.build_workload
+
+    class Changed:
+        def __init__(self, scenario):
+            self.inner = real(scenario)
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    def change(**attributes):
+        for name, value in attributes.items():
+            setattr(Changed, name, value)
+        monkeypatch.setattr(contexts, "build_workload", Changed)
+
+    return change
 
 
 def raising(message):
@@ -88,25 +109,15 @@ def test_a_model_without_params_is_an_error_that_says_so(judged):
     assert "param" in result.error
 
 
-def test_params_on_two_devices_are_an_error_that_names_both(judged, monkeypatch):
-    real = contexts.build_workload
+def test_params_on_two_devices_are_an_error_that_names_both(judged, changed_workload):
+    def build(self):
+        module = self.inner.build()
+        self.built += 1
+        if self.built > 1:  # The reference's own copy stays whole.
+            module.extra = nn.Parameter(torch.empty(2, device="meta", dtype=torch.bfloat16))
+        return module
 
-    class TwoDevices:
-        def __init__(self, scenario):
-            self._inner = real(scenario)
-            self._built = 0
-
-        def __getattr__(self, name):
-            return getattr(self._inner, name)
-
-        def build(self):
-            module = self._inner.build()
-            self._built += 1
-            if self._built > 1:  # The reference's own copy stays whole.
-                module.extra = nn.Parameter(torch.empty(2, device="meta", dtype=torch.bfloat16))
-            return module
-
-    monkeypatch.setattr(contexts, "build_workload", TwoDevices)
+    changed_workload(build=build, built=0)
     result = judged()
     assert result.verdict == "error"
     assert "extra" in result.error
@@ -179,20 +190,11 @@ def test_an_unknown_target_is_an_error_that_lists_the_known(judged):
 class TestEmptyPasses:
     """A case that could not have failed is not reported as a plain pass."""
 
-    def test_the_same_data_without_having_asked(self, judged, monkeypatch):
-        real = contexts.build_workload
+    def test_the_same_data_without_having_asked(self, judged, changed_workload):
+        def batch(self, *, step, rank, micro):
+            return self.inner.batch(step=step, rank=0, micro=micro)
 
-        class SameData:
-            def __init__(self, scenario):
-                self._inner = real(scenario)
-
-            def __getattr__(self, name):
-                return getattr(self._inner, name)
-
-            def batch(self, *, step, rank, micro):
-                return self._inner.batch(step=step, rank=0, micro=micro)
-
-        monkeypatch.setattr(contexts, "build_workload", SameData)
+        changed_workload(batch=batch)
         result = judged()
         assert result.verdict == "inconclusive"
         assert [finding.check for finding in result.findings] == ["guard.same-data"]
@@ -200,21 +202,12 @@ class TestEmptyPasses:
     def test_the_same_data_on_purpose(self, judged):
         assert judged(data=DataSpec(ranks="same"), world=WorldSpec(size=2)).verdict == "pass"
 
-    def test_gradients_that_are_mostly_zero(self, judged, monkeypatch):
-        real = contexts.build_workload
+    def test_gradients_that_are_mostly_zero(self, judged, changed_workload):
+        def batch(self, *, step, rank, micro):
+            right = self.inner.batch(step=step, rank=rank, micro=micro)
+            return Batch(inputs=right.inputs * 0, targets=right.targets)
 
-        class Faint:
-            def __init__(self, scenario):
-                self._inner = real(scenario)
-
-            def __getattr__(self, name):
-                return getattr(self._inner, name)
-
-            def batch(self, *, step, rank, micro):
-                batch = self._inner.batch(step=step, rank=rank, micro=micro)
-                return Batch(inputs=batch.inputs * 0, targets=batch.targets)
-
-        monkeypatch.setattr(contexts, "build_workload", Faint)
+        changed_workload(batch=batch)
         result = judged(model=ModelSpec(name="params", shapes=((5,), (7,))))
         assert result.verdict == "inconclusive"
         assert [finding.check for finding in result.findings] == ["guard.zero-gradients"]

@@ -5,9 +5,8 @@ from functools import partial
 
 import pytest
 
-from tests.run.summing import Target
-from zero_sim.backends import WorldPool
-from zero_sim.run import run_case
+from tests.run.summing import CASE, Target
+from zero_sim import run_case
 from zero_sim.run.sgd_twin import marked, twin_of, with_twin
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
@@ -21,25 +20,9 @@ from zero_sim.scenario.spec import (
     ParamGroupSpec,
     ReloadSpec,
     RunSpec,
-    Scenario,
-    SystemSpec,
-    WorldSpec,
 )
 
-CASE = Scenario(
-    schema=1,
-    name="case",
-    model=ModelSpec(name="params", shapes=((3,), (5,))),
-    world=WorldSpec(size=3),
-    system=SystemSpec(stage=0),
-)
 SGD = replace(CASE, optimizer=OptimizerSpec(name="sgd"))
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool() as worlds:
-        yield worlds
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from zero_sim import run_case
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.ownership import check_start
 from zero_sim.mutants import find_mutants
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, WorldSpec
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from zero_sim.scenario.spec import RunSpec, SystemSpec, WorldSpec
-from zero_sim.zero.unit import GradState, ParamState, Unit
+from zero_sim.zero.states import GradState
+from zero_sim.zero.unit import Unit
 
 SYSTEMS = {
     "plain": SystemSpec(bucket_elems=60),
@@ -30,63 +31,6 @@ def test_our_system_keeps_its_bits(judged, pool, name, timing, seed, schedule):
     assert (result.verdict, result.findings) == ("pass", ())
 
 
-def forget_the_wait_for_gradients(monkeypatch):
-    def finish_reduce(self):
-        self.chain_reduce()
-        self._reducing, self.grad_state = None, GradState.REDUCED
-
-    monkeypatch.setattr(Unit, "finish_reduce", finish_reduce)
-
-
-def forget_the_wait_for_params(monkeypatch):
-    def finish_gather(self):
-        self._gathering, self.param_state = None, ParamState.WHOLE
-
-    monkeypatch.setattr(Unit, "finish_gather", finish_gather)
-
-
-def forget_the_wait_between_the_two_sums(monkeypatch):
-    def chain_reduce(self):
-        if not self._chained:
-            self._chained = True
-            if self._has_replica_sum:
-                self._reducing = self._sum_replicas(async_op=True)
-
-    monkeypatch.setattr(Unit, "chain_reduce", chain_reduce)
-
-
-def zero_gradients_in_flight(monkeypatch):
-    right = Unit.start_reduce
-
-    def start_reduce(self):
-        right(self)
-        self.grads[-1:] = 0
-
-    monkeypatch.setattr(Unit, "start_reduce", start_reduce)
-
-
-FAULTS = [
-    forget_the_wait_for_gradients,
-    forget_the_wait_for_params,
-    forget_the_wait_between_the_two_sums,
-    zero_gradients_in_flight,
-]
-
-
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
-def test_a_fault_of_overlap_is_caught(judged, monkeypatch, plant):
-    plant(monkeypatch)
-    verdicts = [
-        judged(
-            system=SYSTEMS["redundancy"],
-            world=WorldSpec(size=4, timing="lazy"),
-            run=RunSpec(steps=2, seed=seed),
-        ).verdict
-        for seed in range(2)
-    ]
-    assert verdicts == ["fail", "fail"]
-
-
 @pytest.mark.parametrize(
     ("timing", "verdict"), [("eager", "pass"), ("lazy", "fail"), ("hostile", "fail")]
 )
@@ -102,8 +46,8 @@ def test_a_wait_on_something_else_passes_eagerly_only(judged, monkeypatch, timin
     assert result.verdict == verdict
 
 
-def test_a_race_in_flight_is_a_finding_with_its_rank(judged, monkeypatch):
-    zero_gradients_in_flight(monkeypatch)
+def test_a_race_in_flight_is_a_finding_with_its_rank(judged, broken):
+    broken("Y04")
     overlap = replace(SYSTEMS["overlap"], sync="every")
     result = judged(system=overlap, world=WorldSpec(size=2, timing="lazy"))
     assert result.findings[0].check == "world.in-flight-race"

@@ -1,7 +1,5 @@
 """Which losses read which bare params, and what of that makes no sense."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

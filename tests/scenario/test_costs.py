@@ -25,7 +25,7 @@ FULL = dataclasses.replace(
 )
 
 
-def with_value(record: object, path: str, value: object) -> object:
+def with_value(record, path, value):
     """The record with another value of a field."""
     name, _, rest = path.partition(".")
     if rest:
@@ -35,13 +35,13 @@ def with_value(record: object, path: str, value: object) -> object:
     return dataclasses.replace(record, **{name: value})
 
 
-def paths_of(**parts: object) -> list[str]:
+def paths_of(**parts):
     """Paths of all problems."""
     return [problem.path for problem in check_scenario(dataclasses.replace(MLP, **parts))]
 
 
 @pytest.mark.parametrize("bound", BOUNDS, ids=lambda bound: bound.path)
-def test_every_number_has_two_ends(bound) -> None:
+def test_every_number_has_two_ends(bound):
     """One beyond either is refused by the bound's own words, with nothing about costs beside."""
     kind = float if isinstance(getattr(bound, "most", None), float) else int
     beyond = (bound.least - 1, bound.most * 2 if kind is float else bound.most + 1)
@@ -54,7 +54,7 @@ def test_every_number_has_two_ends(bound) -> None:
 
 
 @pytest.mark.parametrize("path", LISTS)
-def test_every_list_has_an_end(path: str) -> None:
+def test_every_list_has_an_end(path):
     most = LISTS[path]
     raw: dict = {"schema": 1, "model": {"name": "params", "shapes": [[1]]}}
     table, _, name = path.rpartition(".")
@@ -74,7 +74,7 @@ def test_every_list_has_an_end(path: str) -> None:
     assert f"{path}: expected at most {most:,} entries, got {most + 1:,}." in str(caught.value)
 
 
-def inline(value: object) -> str:
+def inline(value):
     """A value as TOML has it."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {inline(item)}" for key, item in value.items()) + "}"
@@ -93,7 +93,7 @@ def inline(value: object) -> str:
         {"system": SystemSpec(align_elems=2**16, align_bytes=2**16 - 1)},
     ],
 )
-def test_memory_is_counted_over_all_ranks(parts: dict[str, object]) -> None:
+def test_memory_is_counted_over_all_ranks(parts):
     assert "world.size" in paths_of(**parts)
 
 
@@ -107,11 +107,11 @@ def test_memory_is_counted_over_all_ranks(parts: dict[str, object]) -> None:
         {"data": DataSpec(rows=2**16), "run": RunSpec(steps=2000)},
     ],
 )
-def test_time_is_counted_in_elements(parts: dict[str, object]) -> None:
+def test_time_is_counted_in_elements(parts):
     assert paths_of(**parts) == ["run.steps"]
 
 
-def test_a_reload_into_a_larger_world_counts() -> None:
+def test_a_reload_into_a_larger_world_counts():
     model = ModelSpec(name="params", shapes=((2**20,),))
     small = dataclasses.replace(MLP, model=model)
     assert list(check_costs(small)) == []
@@ -119,7 +119,7 @@ def test_a_reload_into_a_larger_world_counts() -> None:
     assert [problem.path for problem in check_costs(grown)] == ["world.size"]
 
 
-def test_the_message_has_both_numbers() -> None:
+def test_the_message_has_both_numbers():
     (problem,) = check_costs(dataclasses.replace(MLP, run=RunSpec(steps=10**6)))
     assert f"{WORK_MAX:,} elements in all steps" in problem.message
     (problem,) = check_costs(
@@ -138,18 +138,18 @@ def test_the_message_has_both_numbers() -> None:
         {"system": SystemSpec(align_bytes=4096), "world": WorldSpec(size=64)},
     ],
 )
-def test_what_people_ask_for_is_within(parts: dict[str, object]) -> None:
+def test_what_people_ask_for_is_within(parts):
     assert paths_of(**parts) == []
 
 
-def test_a_file_is_bounded_by_all_its_cases() -> None:
+def test_a_file_is_bounded_by_all_its_cases():
     shapes = "[" + "[1]," * 1_000 + "]"
     text = f'schema = 1\n[model]\nname = "params"\nshapes = {shapes}\n[matrix]\n"run.seed" = '
     with pytest.raises(ScenarioError, match=r"matrix: expected at most 500,000 values in all cas"):
         parse_cases(text + f"{list(range(1000))}\n", source="case.toml", stem="case")
 
 
-def test_a_matrix_has_at_most_a_key_a_field() -> None:
+def test_a_matrix_has_at_most_a_key_a_field():
     keys = "".join(f"k{i} = [1]\n" for i in range(3_000))
     text = f'schema = 1\n[model]\nname = "mlp"\n[matrix]\n{keys}'
     with pytest.raises(ScenarioError, match=r"matrix: expected at most \d+ keys, one a field"):
@@ -157,7 +157,7 @@ def test_a_matrix_has_at_most_a_key_a_field() -> None:
 
 
 @pytest.mark.parametrize("value", ['"x"', "-1"])
-def test_of_many_problems_the_first_are_told(value: str) -> None:
+def test_of_many_problems_the_first_are_told(value):
     shapes = f"[{f'[{value}],' * 5_000}]"
     text = f'schema = 1\n[model]\nname = "params"\nshapes = {shapes}\n'
     with pytest.raises(ScenarioError) as caught:

@@ -1,7 +1,5 @@
 """Values that follow from settings: uneven micro-batches, group ranks, overlap."""
 
-from __future__ import annotations
-
 from itertools import permutations, product
 
 import pytest

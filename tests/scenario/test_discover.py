@@ -1,7 +1,5 @@
 """From paths to cases."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
@@ -14,7 +12,7 @@ from zero_sim.scenario.discover import discover
 GOOD = 'schema = 1\n[model]\nname = "mlp"\n'
 
 
-def write(folder: Path, *names: str, text: str = GOOD) -> None:
+def write(folder, *names, text=GOOD):
     """Scenario files in a folder."""
     for name in names:
         path = folder / name
@@ -22,28 +20,24 @@ def write(folder: Path, *names: str, text: str = GOOD) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def test_folders_are_searched_to_any_depth_in_order(tmp_path: Path) -> None:
-    """Sorted by path, whatever the file system says."""
+def test_folders_are_searched_to_any_depth_in_order(tmp_path):
     write(tmp_path, "b.toml", "a/d.toml", "a/c/e.toml")
     assert [case.id for case in discover([tmp_path]).cases] == ["e", "d", "b"]
 
 
-def test_what_is_no_scenario_is_passed_over(tmp_path: Path) -> None:
-    """Hidden files, other suffixes and a project's own TOML."""
+def test_what_is_no_scenario_is_passed_over(tmp_path):
     write(tmp_path, ".hidden.toml", ".venv/x.toml", "pyproject.toml", "notes.md", "a.toml")
     found = discover([tmp_path])
     assert [case.id for case in found.cases] == ["a"]
     assert found.errors == ()
 
 
-def test_a_file_given_twice_runs_once(tmp_path: Path) -> None:
-    """A folder and a file in it overlap."""
+def test_a_file_given_twice_runs_once(tmp_path):
     write(tmp_path, "a.toml", "b.toml")
     assert [case.id for case in discover([tmp_path / "b.toml", tmp_path]).cases] == ["b", "a"]
 
 
-def test_a_link_is_refused_and_what_it_leads_to_is_not(tmp_path: Path) -> None:
-    """Even if the link comes first."""
+def test_a_link_is_refused_and_what_it_leads_to_is_not(tmp_path):
     write(tmp_path, "b.toml")
     (tmp_path / "a.toml").symlink_to("b.toml")
     found = discover([tmp_path])
@@ -51,8 +45,7 @@ def test_a_link_is_refused_and_what_it_leads_to_is_not(tmp_path: Path) -> None:
     assert [Path(error.source).name for error in found.errors] == ["a.toml"]
 
 
-def test_bad_files_leave_the_others(tmp_path: Path) -> None:
-    """Each bad file is one error; the good ones are cases."""
+def test_bad_files_leave_the_others(tmp_path):
     write(tmp_path, "a.toml", "c.toml")
     write(tmp_path, "b.toml", text="schema = 9")
     found = discover([tmp_path, tmp_path / "gone.toml"])
@@ -60,21 +53,20 @@ def test_bad_files_leave_the_others(tmp_path: Path) -> None:
     assert [Path(error.source).name for error in found.errors] == ["b.toml", "gone.toml"]
 
 
-def test_folder_without_scenarios_is_an_error(tmp_path: Path) -> None:
+def test_folder_without_scenarios_is_an_error(tmp_path):
     """Nothing found must not look like nothing wrong."""
     (error,) = discover([tmp_path]).errors
     assert "got one without any *.toml file" in str(error)
 
 
-def test_expression_selects_by_id(tmp_path: Path) -> None:
-    """What it leaves is counted."""
+def test_expression_selects_by_id(tmp_path):
     write(tmp_path, "a.toml", text=f'{GOOD}[matrix]\n"world.size" = [1, 2, 3]\n')
     found = discover([tmp_path], expression="size=2")
     assert [case.id for case in found.cases] == ["a/size=2"]
     assert found.passed_over_count == 2
 
 
-def test_equal_ids_get_their_folder(tmp_path: Path) -> None:
+def test_equal_ids_get_their_folder(tmp_path):
     """Ids are unique, and the scenario carries the one that is shown."""
     write(tmp_path, "x/a.toml", "y/a.toml", "y/b.toml")
     cases = discover([tmp_path]).cases
@@ -83,8 +75,7 @@ def test_equal_ids_get_their_folder(tmp_path: Path) -> None:
     assert [case.file_id for case in cases] == ["a", "a", "b"]
 
 
-def test_equal_folders_get_their_path(tmp_path: Path) -> None:
-    """One folder name is not always enough."""
+def test_equal_folders_get_their_path(tmp_path):
     write(tmp_path, "x/s/a.toml", "y/s/a.toml")
     ids = [case.id for case in discover([tmp_path]).cases]
     assert len(set(ids)) == 2
@@ -92,8 +83,7 @@ def test_equal_folders_get_their_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "loop", "dangling"])
-def test_what_is_no_file_costs_the_others_nothing(tmp_path: Path, kind: str) -> None:
-    """One error that names it, at once, and the cases beside it."""
+def test_what_is_no_file_costs_the_others_nothing(tmp_path, kind):
     write(tmp_path, "a.toml")
     make_odd(tmp_path / "odd.toml", kind)
     found = discover([tmp_path])
@@ -103,20 +93,17 @@ def test_what_is_no_file_costs_the_others_nothing(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.parametrize("name", ["x" * 300 + ".toml", "a/" * 3000])
-def test_a_path_too_long_is_an_error_of_one_line(tmp_path: Path, name: str) -> None:
-    """Not one of the operating system's."""
+def test_a_path_too_long_is_an_error_of_one_line(tmp_path, name):
     (error,) = discover([tmp_path / name]).errors
     assert len(str(error).splitlines()) == 2
 
 
-def test_a_folder_that_cannot_be_searched_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_searched_is_said(tmp_path, monkeypatch):
     """What is not run must not look as if it had passed."""
     write(tmp_path, "a.toml", "closed/b.toml")
     scan = os.scandir
 
-    def refuse(path: str) -> object:
+    def refuse(path):
         if str(path).endswith("closed"):
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return scan(path)
@@ -127,16 +114,14 @@ def test_a_folder_that_cannot_be_searched_is_said(
     assert "expected a readable folder, got: Permission denied" in str(found.errors[0])
 
 
-def test_what_a_folder_is_called_cannot_forge_an_id(tmp_path: Path) -> None:
-    """The folder's name before an id that two files share is spelled out and cut."""
+def test_what_a_folder_is_called_cannot_forge_an_id(tmp_path):
     write(tmp_path, "x\nPASS/a.toml", "y/a.toml")
     ids = [case.id for case in discover([tmp_path]).cases]
     assert ids == [r"x\nPASS/a", "y/a"]
 
 
 @pytest.mark.parametrize("folder", ["smoke", "edge", "real"])
-def test_shipped_scenarios_load(folder: str) -> None:
-    """Every file of the repository, with a comment first that says what it shows."""
+def test_shipped_scenarios_load(folder):
     root = Path(__file__).parents[2] / "scenarios" / folder
     found = discover([root])
     assert found.errors == ()
@@ -145,7 +130,7 @@ def test_shipped_scenarios_load(folder: str) -> None:
         assert path.read_text(encoding="utf-8").startswith("# ")
 
 
-def test_shipped_ids_are_unique() -> None:
+def test_shipped_ids_are_unique():
     """No two shipped cases share an id, so none is renamed by what else is run."""
     cases = discover([Path(__file__).parents[2] / "scenarios"]).cases
     assert all(case.id == case.file_id for case in cases)

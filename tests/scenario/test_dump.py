@@ -1,7 +1,5 @@
 """A scenario written as a file is the same scenario when read again."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import tomllib
@@ -17,8 +15,7 @@ from zero_sim.scenario.spec import FreezeSpec, ModelSpec, OptimizerSpec, Scenari
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 
 
-def test_every_shipped_case_comes_back_equal() -> None:
-    """All fields of all features, through text."""
+def test_every_shipped_case_comes_back_equal():
     cases = discover([SCENARIOS]).cases[::7]
     assert len(cases) > 20
     for case in cases:
@@ -26,8 +23,7 @@ def test_every_shipped_case_comes_back_equal() -> None:
         assert read == case.scenario
 
 
-def test_what_was_chosen_is_enough_to_come_back() -> None:
-    """Without any default, and shorter."""
+def test_what_was_chosen_is_enough_to_come_back():
     for case in discover([SCENARIOS]).cases[::7]:
         text = to_chosen_toml(case.scenario)
         (read,) = parse_cases(text, source="case.toml", stem="case")
@@ -36,15 +32,14 @@ def test_what_was_chosen_is_enough_to_come_back() -> None:
 
 
 @pytest.mark.parametrize("text", ['a "quoted" name', "naïve ☃ 🙂", "a\\b", "two\nlines\tand a tab"])
-def test_awkward_strings_come_back(text: str) -> None:
-    """Whatever a scenario may say."""
+def test_awkward_strings_come_back(text):
     scenario = Scenario(schema=1, description=text, model=ModelSpec(name="mlp"))
     (read,) = parse_cases(to_toml(scenario), source="case.toml", stem="case")
     assert read.description == text
 
 
 @pytest.mark.parametrize("text", ["\x7f", "\x9b31m", "\u202eturned", "\u2028", "\U000e0001", "\0"])
-def test_what_is_not_seen_is_escaped(text: str) -> None:
+def test_what_is_not_seen_is_escaped(text):
     """A report shows the case as it is written here; it stays the same string to a parser."""
     scenario = Scenario(schema=1, description=text, model=ModelSpec(name="mlp"))
     written = to_toml(scenario)
@@ -52,8 +47,7 @@ def test_what_is_not_seen_is_escaped(text: str) -> None:
     assert tomllib.loads(written)["description"] == text
 
 
-def test_arrays_of_tables_and_shapes_come_back() -> None:
-    """Inline, as a person would write them."""
+def test_arrays_of_tables_and_shapes_come_back():
     model = ModelSpec(
         name="params", shapes=((5,), (), (2, 3)), freeze=(FreezeSpec(param="p0", start=0, stop=1),)
     )
@@ -64,7 +58,7 @@ def test_arrays_of_tables_and_shapes_come_back() -> None:
     assert read == scenario
 
 
-def test_data_is_complete_and_fit_for_json() -> None:
+def test_data_is_complete_and_fit_for_json():
     """Defaults are written out, so that a later version's defaults change nothing."""
     data = to_data(Scenario(schema=1, model=ModelSpec(name="mlp")))
     assert json.loads(json.dumps(data)) == data

@@ -1,22 +1,20 @@
 """The matrix: which cases a file makes, and what they are called."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero_sim.errors import ScenarioError
-from zero_sim.scenario import Scenario
 from zero_sim.scenario.load import parse_cases
 
 HEAD = 'schema = 1\n[model]\nname = "mlp"\n[matrix]\n'
+PARAMS = HEAD.replace("mlp", "params")
 
 
-def cases(matrix: str, head: str = HEAD) -> tuple[Scenario, ...]:
+def cases(matrix, head=HEAD):
     """Cases of a file with this matrix."""
     return parse_cases(head + matrix, source="toy.toml", stem="toy")
 
 
-def lines_of(matrix: str) -> list[str]:
+def lines_of(matrix):
     """Problems of a file with this matrix."""
     with pytest.raises(ScenarioError) as caught:
         cases(matrix)
@@ -26,8 +24,7 @@ def lines_of(matrix: str) -> list[str]:
 class TestIds:
     """Ids that people type and CI compares: they must not move."""
 
-    def test_product_in_the_order_of_the_file(self) -> None:
-        """The last key varies fastest."""
+    def test_product_in_the_order_of_the_file(self):
         found = cases('"world.size" = [2, 3]\n"model.dtype" = ["bf16", "fp32"]\n')
         assert [scenario.name for scenario in found] == [
             "toy/size=2,dtype=bf16",
@@ -36,12 +33,10 @@ class TestIds:
             "toy/size=3,dtype=fp32",
         ]
 
-    def test_values_reach_the_scenario(self) -> None:
-        """What the id says is what runs."""
+    def test_values_reach_the_scenario(self):
         assert [scenario.world.size for scenario in cases('"world.size" = [1, 5]\n')] == [1, 5]
 
-    def test_colliding_names_are_written_out(self) -> None:
-        """`name` and `name` would not tell which."""
+    def test_colliding_names_are_written_out(self):
         found = cases('"model.name" = ["mlp"]\n"optimizer.name" = ["sgd"]\n"run.seed" = [1]\n')
         assert found[0].name == "toy/model.name=mlp,optimizer.name=sgd,seed=1"
 
@@ -55,58 +50,44 @@ class TestIds:
             ('optimizer = [{ name = "sgd", momentum = 0.9 }]', "optimizer=name:sgd+momentum:0.9"),
         ],
     )
-    def test_values_as_an_id_shows_them(self, line: str, label: str) -> None:
-        """Every kind of value, without blanks or quotes."""
+    def test_values_as_an_id_shows_them(self, line, label):
         assert cases(line)[0].name == f"toy/{label}"
 
-    def test_shapes(self) -> None:
-        """Dims joined by x, params by +."""
-        head = 'schema = 1\n[model]\nname = "params"\n[matrix]\n'
-        found = cases('"model.shapes" = [[[1], [2, 3]], [[]], []]', head)
+    def test_shapes(self):
+        found = cases('"model.shapes" = [[[1], [2, 3]], [[]], []]', PARAMS)
         assert [scenario.name for scenario in found] == [
             "toy/shapes=1+2x3",
             "toy/shapes=scalar",
             "toy/shapes=none",
         ]
 
-    def test_long_values_are_called_by_their_place(self) -> None:
-        """An id stays an id."""
-        head = 'schema = 1\n[model]\nname = "params"\n[matrix]\n'
+    def test_long_values_are_called_by_their_place(self):
         shapes = [[index] for index in range(100, 130)]
-        assert cases(f'"model.shapes" = [[[1]], {shapes}]', head)[1].name == "toy/shapes=#1"
+        assert cases(f'"model.shapes" = [[[1]], {shapes}]', PARAMS)[1].name == "toy/shapes=#1"
 
-    def test_unquoted_keys_mean_the_same(self) -> None:
+    def test_unquoted_keys_mean_the_same(self):
         """TOML reads them as nested tables; the user means a path."""
         assert cases("world.size = [1, 2]") == cases('"world.size" = [1, 2]')
 
 
 class TestTables:
-    """A table as a value."""
-
-    def test_is_laid_over_the_file_s_table(self) -> None:
-        """What the file says and the value does not, stays."""
+    def test_is_laid_over_the_file_s_table(self):
         head = 'schema = 1\n[model]\nname = "mlp"\n[optimizer]\nlr = 0.5\n[matrix]\n'
         adamw, sgd = cases('optimizer = [{}, { name = "sgd", momentum = 0.9 }]', head)
         assert (adamw.optimizer.name, adamw.optimizer.lr) == ("adamw", 0.5)
         assert (sgd.optimizer.name, sgd.optimizer.lr) == ("sgd", 0.5)
 
-    def test_makes_a_table_that_the_file_lacks(self) -> None:
-        """`data.nan` need not exist before."""
+    def test_makes_a_table_that_the_file_lacks(self):
         (found,) = cases('"data.nan" = [{ step = 1, rank = 0 }]')
         assert found.data.nan is not None
         assert found.data.nan.step == 1
 
 
 class TestProblems:
-    """Mistakes in the matrix and in what it makes."""
-
     @pytest.mark.parametrize(
         ("line", "said"),
         [
-            (
-                '"world.sise" = [1]',
-                "matrix.world.sise: unknown field. Did you mean `world.size`?",
-            ),
+            ('"world.sise" = [1]', "matrix.world.sise: unknown field. Did you mean `world.size`?"),
             ("size = [1]", "matrix.size: unknown field. Did you mean `world.size`?"),
             (
                 '"world.size" = 3',
@@ -134,35 +115,30 @@ class TestProblems:
                 "Vary either `run` or `run.seed`.",
             ),
             (
+                '"world.size" = [0, 2]',
+                "world.size: expected an integer at least 1 and at most 4096, got 0 (integer) "
+                "(in case toy/size=0). Try 1.",
+            ),
+            (
                 '"run.seed" = [' + ", ".join(map(str, range(10_001))) + "]",
                 "matrix: expected at most 10,000 cases, got 10,001. Split the file or drop values.",
             ),
         ],
     )
-    def test_text_of_a_mistake(self, line: str, said: str) -> None:
-        """Word for word, and nothing else with it."""
+    def test_text_of_a_mistake(self, line, said):
         assert lines_of(line) == [said]
 
-    def test_matrix_that_is_no_table(self) -> None:
-        """The key is there, the table is not."""
+    def test_matrix_that_is_no_table(self):
         with pytest.raises(ScenarioError, match="matrix: expected a table of lists, got 3"):
             parse_cases('schema = 1\nmatrix = 3\nmodel = { name = "mlp" }', source="", stem="a")
 
-    def test_mistake_of_some_cases_names_them(self) -> None:
-        """A value out of range is laid to its case."""
-        assert lines_of('"world.size" = [0, 2]') == [
-            "world.size: expected an integer at least 1 and at most 4096, got 0 (integer) "
-            "(in case toy/size=0). Try 1."
-        ]
-
-    def test_mistake_of_many_cases_names_a_few(self) -> None:
-        """One problem, three names and a count."""
+    def test_mistake_of_many_cases_names_a_few(self):
         (line,) = lines_of('"world.size" = [0, 2]\n"run.seed" = [1, 2, 3, 4, 5]')
         assert (
             "(in cases toy/size=0,seed=1, toy/size=0,seed=2, toy/size=0,seed=3 and 2 more)" in line
         )
 
-    def test_mistake_of_all_cases_is_the_file_s(self) -> None:
+    def test_mistake_of_all_cases_is_the_file_s(self):
         """What the matrix has no part in is said once, without it."""
         head = 'schema = 1\n[model]\nname = "mlp"\n[run]\nsteps = 0\n[matrix]\n'
         with pytest.raises(ScenarioError) as caught:
@@ -171,8 +147,7 @@ class TestProblems:
             "run.steps: expected an integer at least 1 and at most 1000000, got 0 (integer). Try 1."
         ]
 
-    def test_wrong_axis_does_not_hide_the_rest(self) -> None:
-        """The other axes are still expanded and checked."""
+    def test_wrong_axis_does_not_hide_the_rest(self):
         paths = [
             line.split(":")[0] for line in lines_of('"world.sise" = [1]\n"run.steps" = [0, 1]')
         ]

@@ -1,7 +1,5 @@
 """Names of params in a scenario: each is that of a param that the model trains."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero_sim.scenario.names import check_names, matching_groups, with_known_names

@@ -1,9 +1,8 @@
 """What a case says of the world after its checkpoint is held to the rules of any world."""
 
-from __future__ import annotations
-
 import pytest
 
+from zero_sim.scenario.fitting import after_reload
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
     DataSpec,
@@ -21,10 +20,9 @@ from zero_sim.scenario.spec import (
 def case(*, reload, **parts):
     return Scenario(
         schema=1,
-        world=WorldSpec(size=4),
         run=RunSpec(steps=2),
         reload=ReloadSpec(step=1, **reload),
-        **({"model": ModelSpec(name="mlp")} | parts),
+        **({"model": ModelSpec(name="mlp"), "world": WorldSpec(size=4)} | parts),
     )
 
 
@@ -41,6 +39,7 @@ LEFT_AS_IT_WAS = {
         system=SystemSpec(overlap_params=True), reload={"stage": 0}
     ),
 }
+FOUR_IN_RANK_ORDER = WorldSpec(size=4, order="linear")
 BIT_HASH = ModelSpec(name="bit-hash", dtype="bf16", shapes=((4,),))
 SOUND = [
     case(reload={"stage": 0, "redundancy": 1, "partition": "padded"}),
@@ -104,6 +103,44 @@ def test_a_setting_that_only_the_world_after_it_uses_is_used():
         reload=ReloadSpec(step=1, world_size=4),
     )
     assert check_scenario(scenario) == []
+
+
+@pytest.mark.parametrize(
+    ("system", "reload", "found"),
+    [
+        ({}, {"stage": 0}, "reload.stage = 0"),
+        ({}, {"stage": 3}, "reload.stage = 3"),
+        ({"stage": 3}, {}, "system.stage = 3"),
+    ],
+)
+def test_reduce_buffers_of_a_later_system_without_a_use_for_them_are_refused(system, reload, found):
+    scenario = case(system=SystemSpec(**system), reload={"reduce_buffer_elems": 4, **reload})
+    (problem,) = check_scenario(scenario)
+    assert problem.path == "reload.reduce_buffer_elems"
+    assert problem.message.startswith("only stages 1 and 2 have whole params")
+    assert problem.message.endswith(f"got 4 (integer) with {found}.")
+    assert "stage = 1" in problem.suggestion
+
+
+def test_reduce_buffers_of_the_earlier_system_end_with_it():
+    scenario = case(system=SystemSpec(reduce_buffer_elems=4), reload={"stage": 3})
+    assert check_scenario(scenario) == []
+    assert after_reload(scenario).system.reduce_buffer_elems is None
+
+
+@pytest.mark.parametrize("reload", [{"bucket_elems": 8}, {"stage": 1}, {"world_size": 2}])
+def test_sums_at_the_first_rank_stay_after_a_checkpoint(reload):
+    scenario = case(
+        system=SystemSpec(stage=0, sum_by="first-rank"), world=FOUR_IN_RANK_ORDER, reload=reload
+    )
+    assert check_scenario(scenario) == []
+    assert after_reload(scenario).system.sum_by == "first-rank"
+
+
+def test_sums_to_all_ranks_end_with_the_shards_that_they_are_of():
+    scenario = case(system=SystemSpec(sum_by="all-reduce"), reload={"stage": 0})
+    assert check_scenario(scenario) == []
+    assert after_reload(scenario).system.sum_by == "reduce-scatter"
 
 
 def test_an_arena_is_not_kept_for_later_beside_reduce_buffers():

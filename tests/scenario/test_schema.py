@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 from zero_sim.scenario.fields import field_paths
 from zero_sim.scenario.schema import DIALECT, scenario_schema
@@ -11,7 +10,7 @@ from zero_sim.scenario.schema import DIALECT, scenario_schema
 SCHEMA = scenario_schema()
 
 
-def node(path: str) -> dict[str, object]:
+def node(path):
     """The schema of one field."""
     here: dict = SCHEMA
     for name in path.split("."):
@@ -21,7 +20,7 @@ def node(path: str) -> dict[str, object]:
     return here
 
 
-def objects(value: object) -> Iterator[dict]:
+def objects(value):
     """All objects within."""
     if isinstance(value, dict):
         yield value
@@ -32,36 +31,33 @@ def objects(value: object) -> Iterator[dict]:
             yield from objects(item)
 
 
-def test_is_json_and_names_its_dialect() -> None:
-    """Serialisable as it is."""
+def test_is_json_and_names_its_dialect():
     assert json.loads(json.dumps(SCHEMA))["$schema"] == DIALECT
 
 
-def test_every_field_is_described() -> None:
-    """With the string under the field in the records."""
+def test_every_field_is_described():
     assert [path for path in field_paths() if not node(path)["description"]] == []
 
 
-def test_unknown_fields_are_refused_everywhere() -> None:
+def test_unknown_fields_are_refused_everywhere():
     """An editor underlines what loading would refuse."""
     tables = [node for node in objects(SCHEMA) if "properties" in node and "title" in node]
     assert len(tables) >= 9
     assert all(table["additionalProperties"] is False for table in tables)
 
 
-def test_null_is_no_choice() -> None:
+def test_null_is_no_choice():
     """TOML has none."""
     assert '"null"' not in json.dumps(SCHEMA)
 
 
-def test_ranges_are_those_of_the_rules() -> None:
-    """One table says both."""
+def test_ranges_are_those_of_the_rules():
     assert (node("world.size")["minimum"], node("world.size")["maximum"]) == (1, 4096)
     assert node("optimizer.lr")["exclusiveMinimum"] == 0
     assert [item["exclusiveMaximum"] for item in node("optimizer.betas")["prefixItems"]] == [1, 1]
 
 
-def test_every_number_and_list_has_its_limits() -> None:
+def test_every_number_and_list_has_its_limits():
     """But what other fields bound, and the seed of all: an index, a step, a rank."""
     bound_by_others = {"data.nan.step", "data.nan.rank", "reload.step", "schema"}
     bound_by_others |= {"data.nan.micro_batch", "optimizer.loss_scale.initial"}
@@ -76,15 +72,14 @@ def test_every_number_and_list_has_its_limits() -> None:
             assert field["maxLength"] in (1_000, 10_000), path
 
 
-def test_entries_of_lists_have_theirs() -> None:
-    """Faults and param groups, one by one."""
+def test_entries_of_lists_have_theirs():
     fault = SCHEMA["$defs"]["FaultSpec"]["properties"]
     assert (fault["call"]["minimum"], fault["call"]["maximum"]) == (0, 10**9)
     assert fault["bit"]["maximum"] == 63
     assert SCHEMA["$defs"]["ParamGroupSpec"]["properties"]["lr"]["minimum"] == 0
 
 
-def test_matrix_lists_every_path_that_may_vary() -> None:
+def test_matrix_lists_every_path_that_may_vary():
     """For completion in editors; a value is a list of what the field takes."""
     matrix = SCHEMA["properties"]["matrix"]
     assert set(matrix["properties"]) == set(field_paths()) - {"schema", "name"}

@@ -1,7 +1,5 @@
 """The `-k` expression."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero_sim.errors import UsageError
@@ -10,7 +8,7 @@ from zero_sim.scenario.discover import compile_expression
 IDS = ("toy/size=1,dtype=bf16", "toy/size=2,dtype=fp32", "digits", "my case (old)")
 
 
-def selected(expression: str) -> list[int]:
+def selected(expression):
     """Places of the ids that an expression selects."""
     matches = compile_expression(expression)
     return [place for place, case_id in enumerate(IDS) if matches(case_id)]
@@ -38,7 +36,7 @@ def selected(expression: str) -> list[int]:
         ("nothing", []),
     ],
 )
-def test_selects(expression: str, places: list[int]) -> None:
+def test_selects(expression, places):
     """`not` binds before `and`, `and` before `or`."""
     assert selected(expression) == places
 
@@ -58,8 +56,7 @@ def test_selects(expression: str, places: list[int]) -> None:
         ("(" * 5000, "expected at most 100 levels"),
     ],
 )
-def test_malformed(expression: str, said: str) -> None:
-    """A usage error that says where."""
+def test_malformed(expression, said):
     with pytest.raises(UsageError) as caught:
         compile_expression(expression)
     assert said in str(caught.value)

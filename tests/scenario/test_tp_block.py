@@ -18,10 +18,7 @@ from zero_sim.scenario.tp_block import SHARED
 
 BLOCKS = ModelSpec(name="tp-block", hidden=8)
 SPLIT = Scenario(
-    schema=1,
-    model=BLOCKS,
-    world=WorldSpec(size=4),
-    topology=TopologySpec(tp=2, shared=(SHARED,)),
+    schema=1, model=BLOCKS, world=WorldSpec(size=4), topology=TopologySpec(tp=2, shared=(SHARED,))
 )
 
 

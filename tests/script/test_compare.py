@@ -18,12 +18,7 @@ def point(name="step", *, visit=0, **digests):
 
 def run(seed, *, points=((), ()), output=(), ending="every rank came to its end", failure=None):
     return ScriptRun(
-        seed=seed,
-        failure=failure,
-        ending=ending,
-        output=output,
-        points=points,
-        collective_count=0,
+        seed=seed, failure=failure, ending=ending, output=output, points=points, collective_count=0
     )
 
 

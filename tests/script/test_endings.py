@@ -56,39 +56,6 @@ for work in works:
     assert "issued at train.py:10" in str(named.failure)
 
 
-FUTURES = (
-    BEGIN
-    + """
-grad = torch.ones(2) * (rank + 1)
-future = dist.all_reduce(grad, async_op=True).get_future()
-early = grad.sum() if {early} else 0
-if {wait}:
-    future.wait()
-print(grad.sum().item())
-"""
-)
-
-
-def test_a_gradient_read_before_its_future_is_a_race(launch):
-    named = launch(FUTURES.format(early=True, wait=True), timing="hostile", races=True)
-    assert isinstance(named.failure, DataRace)
-    assert "at train.py:10 reads elements [0, 2) of the output" in str(named.failure)
-    assert "issued at train.py:9" in str(named.failure)
-
-
-def test_a_future_that_is_waited_for_is_right(launch):
-    run = launch(FUTURES.format(early=False, wait=True), timing="hostile", races=True)
-    assert run.failure is None, run.failure
-    assert run.output == ("6.0",)
-
-
-def test_a_future_never_waited_for_is_named(launch):
-    run = launch(FUTURES.format(early=False, wait=False))
-    assert isinstance(run.failure, ContractViolation)
-    assert run.failure.aspect == "never-waited"
-    assert "at train.py:9" in str(run.failure)
-
-
 def test_a_gradient_changed_in_flight_is_found_without_looking_at_operations(launch):
     run = launch(
         BEGIN

@@ -5,13 +5,7 @@ import sys
 import pytest
 import torch
 
-from tests.script.against_gloo import (
-    COMPARED,
-    Program,
-    by_rank,
-    difference,
-    on_gloo,
-)
+from tests.script.against_gloo import COMPARED, Program, by_rank, difference, on_gloo
 
 ALL = (
     *((program, program.name == "fsdp2.py") for program in COMPARED),

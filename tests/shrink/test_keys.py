@@ -149,10 +149,6 @@ class TestBecoming:
         key = key_of(result(check="a", strip=strip((8, 16))))
         assert not may_become(key, result(check="a", strip=strip((0, 8))))
 
-    def test_another_manner_is_another_finding(self):
-        key = key_of(result(check="a", manner="zeros"))
-        assert not may_become(key, result(check="a", manner="values"))
-
     def test_a_case_that_passes_has_no_finding(self):
         assert not may_become(key_of(result(check="a")), result("pass"))
 

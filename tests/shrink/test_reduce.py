@@ -289,8 +289,7 @@ def test_a_param_of_one_rank_shrinks_to_two_ranks_or_two_micro_batches():
     assert (small.size.ranks, small.size.params, one.rank) == (1, 2, 0)
     assert one.micro_batch is not None
     small = shrink(
-        case(READERS),
-        fails=lambda scenario: scenario.model.one_rank and scenario.world.size > 1,
+        case(READERS), fails=lambda scenario: scenario.model.one_rank and scenario.world.size > 1
     )
     (one,) = small.scenario.model.one_rank
     assert (small.size.ranks, small.size.params) == (2, 2)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zero_sim.backends import WorldPool
 from zero_sim.findings.records import CaseResult, Evidence, Finding
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import (
@@ -155,12 +154,10 @@ def test_a_case_without_a_finding_is_refused():
 class TestRightJudge:
     """Which system is asked whether a case can be passed at all."""
 
-    def test_ours_for_others(self):
+    def test_ours_for_others(self, pool):
         (case,) = parse_cases('schema = 1\n[model]\nname = "mlp"\n', source="x", stem="x")
-        with WorldPool() as pool:
-            judge = right_judge(find_target("torch-ddp"), pool=pool)
-            assert judge(case).verdict == "pass"
+        judge = right_judge(find_target("torch-ddp"), pool=pool)
+        assert judge(case).verdict == "pass"
 
-    def test_none_for_ours(self):
-        with WorldPool() as pool:
-            assert right_judge(find_target("zero_sim"), pool=pool) is None
+    def test_none_for_ours(self, pool):
+        assert right_judge(find_target("zero_sim"), pool=pool) is None

@@ -37,11 +37,6 @@ def rank_failed():
     return caught.value
 
 
-def test_what_a_rank_raised_is_the_cause(rank_failed):
-    assert isinstance(rank_failed.__cause__, ValueError)
-    assert rank_failed.__cause__ is rank_failed.error
-
-
 def test_a_copy_from_another_process_has_the_cause_too(rank_failed):
     copy = pickle.loads(pickle.dumps(rank_failed))
     assert (str(copy), copy.rank, copy.report) == (

@@ -12,9 +12,9 @@ from zero_sim.sim import RankFailed
 BIG = 2.0**26  # fp32 absorbs 1 and 2 beside it, so the place of a 1 in the order decides the sum.
 
 
-def reduce_in(world_of, order, columns, dtype=torch.float32):
+def reduce_in(world_of, order, columns, dtype=torch.float32, *, seed=0):
     """All-reduce one tensor a rank, given by `columns[rank]`."""
-    world = world_of(len(columns), order=order)
+    world = world_of(len(columns), order=order, seed=seed)
 
     def program(rank):
         x = torch.tensor(columns[rank], dtype=dtype)
@@ -26,27 +26,40 @@ def reduce_in(world_of, order, columns, dtype=torch.float32):
     return results[0]
 
 
-def test_linear_adds_in_rank_order(world_of):
-    assert reduce_in(world_of, "linear", [[BIG], [1.0], [1.0], [-BIG]]) == [0.0]
-    assert reduce_in(world_of, "linear", [[BIG], [-BIG], [1.0], [1.0]]) == [2.0]
+def large_and_ones(count):
+    """Columns of four ranks whose ones count only where they are added after BIG - BIG."""
+    return [[BIG] * count, [-BIG] * count, [1.0] * count, [1.0] * count]
 
 
-def test_linear_fp32_rounds_16_bit_data_once(world_of):
-    columns = [[256.0], [1.0], [1.0]]
-    assert reduce_in(world_of, "linear", columns, torch.bfloat16) == [256.0]
-    assert reduce_in(world_of, "linear-fp32", columns, torch.bfloat16) == [258.0]
+@pytest.mark.parametrize(
+    ("order", "columns", "expected"),
+    [
+        # In rank order.
+        ("linear", [[BIG], [1.0], [1.0], [-BIG]], [0.0]),
+        ("linear", large_and_ones(1), [2.0]),
+        # Neighbours first.
+        ("tree", [[BIG], [1.0], [1.0], [-BIG]], [0.0]),
+        ("tree", large_and_ones(1), [2.0]),
+        ("tree", [[BIG], [1.0], [-BIG]], [0.0]),
+        # One chunk a rank: chunk c is x[c], x[c+1], ...
+        ("ring", large_and_ones(4), [2.0, 0.0, 0.0, 1.0]),
+        # Chunk c ends on rank c; chunks are whole vectors of 16 bytes: four fp32 numbers. Chunk 0
+        # is x1, x2, x3, x0: the ones drown. Chunk 1: x2, x3, x0, x1. Chunk 2: x3, x0, x1, x2.
+        ("nccl-ring", large_and_ones(16), [0.0] * 4 + [0.0] * 4 + [1.0] * 4 + [2.0] * 4),
+        # Ranks take turns of 32 elements: x0, x1, ..., then x1, x2, ..., and so on.
+        ("nccl-sym", large_and_ones(128), [2.0] * 32 + [0.0] * 32 + [0.0] * 32 + [1.0] * 32),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_order_adds_as_it_says(world_of, order, columns, expected):
+    assert reduce_in(world_of, order, columns) == expected
 
 
-def test_tree_adds_neighbours_first(world_of):
-    assert reduce_in(world_of, "tree", [[BIG], [1.0], [1.0], [-BIG]]) == [0.0]
-    assert reduce_in(world_of, "tree", [[BIG], [-BIG], [1.0], [1.0]]) == [2.0]
-    assert reduce_in(world_of, "tree", [[BIG], [1.0], [-BIG]]) == [0.0]
-
-
-def test_ring_starts_each_chunk_on_its_own_rank(world_of):
-    # One chunk a rank: chunk c is x[c], x[c+1], ...; a one counts only after BIG - BIG is done.
-    columns = [[BIG] * 4, [-BIG] * 4, [1.0] * 4, [1.0] * 4]
-    assert reduce_in(world_of, "ring", columns) == [2.0, 0.0, 0.0, 1.0]
+@pytest.mark.parametrize(
+    ("order", "total"), [("linear", 256.0), ("linear-fp32", 258.0), ("nccl-sym", 258.0)]
+)
+def test_wide_sums_round_16_bit_data_once(world_of, order, total):
+    assert reduce_in(world_of, order, [[256.0], [1.0], [1.0]], torch.bfloat16) == [total]
 
 
 def test_ring_reduce_scatter_ends_on_its_destination(world_of):
@@ -59,19 +72,6 @@ def test_ring_reduce_scatter_ends_on_its_destination(world_of):
 
     # Destination d adds x[d+1], ..., x[d].
     assert world_of(4, order="ring").run(program) == [0.0, 0.0, 1.0, 2.0]
-
-
-def test_the_walkthrough_of_the_ring_all_reduce(world_of):
-    firsts = [1.0, 2.0, 1.5, 2.5]
-
-    def program(rank):
-        x = torch.arange(8) + firsts[rank]
-        dist.all_reduce(x)
-        return x
-
-    for total in world_of(4, order="ring").run(program):
-        assert total.tolist() == [7.0, 11.0, 15.0, 19.0, 23.0, 27.0, 31.0, 35.0]
-        assert (total / 4).tolist() == [1.75 + i for i in range(8)]
 
 
 @pytest.mark.parametrize("order", get_args(OrderName))
@@ -125,52 +125,18 @@ def test_premul_sum_is_refused_where_the_backend_has_none(world_of, order):
         world_of(2, order=order).run(program)
 
 
-def test_nccl_ring_ends_chunk_c_on_rank_c(world_of):
-    # Chunks are whole vectors of 16 bytes: four fp32 numbers.
-    columns = [[BIG] * 16, [-BIG] * 16, [1.0] * 16, [1.0] * 16]
-    # Chunk 0 is x1, x2, x3, x0: the ones drown. Chunk 1: x2, x3, x0, x1. Chunk 2: x3, x0, x1, x2.
-    expected = [0.0] * 4 + [0.0] * 4 + [1.0] * 4 + [2.0] * 4
-    assert reduce_in(world_of, "nccl-ring", columns) == expected
-
-
-def test_symmetric_kernels_start_on_the_rank_that_reduces(world_of):
-    # Ranks take turns of 32 elements: x0, x1, ..., then x1, x2, ..., and so on.
-    columns = [[BIG] * 128, [-BIG] * 128, [1.0] * 128, [1.0] * 128]
-    expected = [2.0] * 32 + [0.0] * 32 + [0.0] * 32 + [1.0] * 32
-    assert reduce_in(world_of, "nccl-sym", columns) == expected
-
-
-def test_symmetric_kernels_round_16_bit_data_once(world_of):
-    assert reduce_in(world_of, "nccl-sym", [[256.0], [1.0], [1.0]], torch.bfloat16) == [258.0]
-
-
 def test_random_trees_have_many_shapes(world_of):
     """Among elements and seeds, both the absorbed and the surviving ones come up."""
-    columns = [[BIG] * 7, [-BIG] * 7, [1.0] * 7, [1.0] * 7]
-
-    def program(rank):
-        x = torch.tensor(columns[rank])
-        dist.all_reduce(x)
-        return x.tolist()
-
-    seen = set()
-    for seed in range(10):
-        seen.update(world_of(4, order="random-tree", seed=seed).run(program)[0])
-    assert seen == {0.0, 1.0, 2.0}
+    columns = large_and_ones(7)
+    sums = [reduce_in(world_of, "random-tree", columns, seed=seed) for seed in range(10)]
+    assert {each for of_seed in sums for each in of_seed} == {0.0, 1.0, 2.0}
 
 
 def test_random_trees_follow_the_seed_of_the_world(world_of):
     columns = [[3.0**rank / 7] * 7 for rank in range(5)]
 
     def run(seed):
-        world = world_of(5, seed=seed, order="random-tree")
-
-        def program(rank):
-            x = torch.tensor(columns[rank], dtype=torch.bfloat16)
-            dist.all_reduce(x)
-            return x.tolist()
-
-        return world.run(program)[0]
+        return reduce_in(world_of, "random-tree", columns, torch.bfloat16, seed=seed)
 
     assert run(1) == run(1)
     assert len({tuple(run(seed)) for seed in range(5)}) > 1

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zero_sim.errors import UsageError
-from zero_sim.sim import Choices, Replay, ScheduleDiverged, World, WorldFailure
+from zero_sim.sim import Choices, Replay, ScheduleDiverged, WorldFailure
 from zero_sim.sim.schedule import Choosing, Pct, RoundRobin
 
 
@@ -60,17 +60,6 @@ class TestPct:
         assert drain(schedule, others)[-1] != favourite
         assert schedule.pick() == favourite
 
-    def test_a_polling_favourite_does_not_starve_the_others(self, world_of):
-        def program(rank):
-            work = dist.all_reduce(torch.ones(1), async_op=True)
-            polls = 0
-            while not work.is_completed():
-                polls += 1
-            return polls
-
-        for seed in range(8):
-            assert max(world_of(3, schedule="pct", seed=seed).run(program)) < 5
-
     def test_seed_and_depth_decide(self, world_of):
         def turns(**settings):
             world = world_of(4, schedule="pct", **settings)
@@ -85,14 +74,16 @@ class TestPct:
 class TestReplay:
     """Recorded turns give the same events again, or a clear refusal."""
 
+    @pytest.mark.parametrize("strict", [True, False])
     @pytest.mark.parametrize("timing", ["eager", "lazy", "hostile"])
-    def test_the_recorded_run_happens_again(self, world_of, timing):
+    def test_the_recorded_run_happens_again(self, world_of, timing, strict):
         world = world_of(3, schedule="random", timing=timing, seed=5)
         world.run(exchange)
-        turns, digest = tuple(world.log.turns), world.log.digest()
-        again = world_of(3, schedule=Replay(turns), timing=timing, seed=5)
+        replay, digest = Replay(tuple(world.log.turns), strict=strict), world.log.digest()
+        again = world_of(3, schedule=replay, timing=timing, seed=5)
         again.run(exchange)
         assert again.log.digest() == digest
+        assert replay.diverged_at is None
         world_of(3, timing=timing, seed=5).run(exchange)
         assert world.log.digest() != digest
 
@@ -144,11 +135,3 @@ class TestChoices:
         world = world_of(3, schedule=Choices((2, 1)))
         assert world.run(exchange) == [18.0] * 3
         assert world.log.turns[:3] == [2, 1, 0]
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"schedule": "fair"}, {"schedule": 3}, {"schedule": "pct", "depth": 0}]
-)
-def test_bad_arguments_say_what_was_expected(arguments):
-    with pytest.raises(UsageError, match="expected"):
-        World(2, **arguments)

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zero_sim.sim.in_flight_buffers import UndefinedMemory
 from zero_sim.sim.inflight.poison import poisoned
-from zero_sim.sim.undefined import UndefinedMemory
 
 SETTINGS = [
     {"timing": timing, "races": races}

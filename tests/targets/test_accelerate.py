@@ -137,10 +137,7 @@ KNOWN = {
         "model": ModelSpec(name="params", shapes=((2,),)),
     },
     "checkpointing": {"said": {"checkpointing": "true"}},
-    "stale state": {
-        "optimizer": OptimizerSpec(name="adagrad"),
-        "reload": ReloadSpec(step=1),
-    },
+    "stale state": {"optimizer": OptimizerSpec(name="adagrad"), "reload": ReloadSpec(step=1)},
     "containers": {"said": {"wrap": "size"}, "model": ModelSpec(name="moe")},
 }
 

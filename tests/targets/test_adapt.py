@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from zero_sim.backends import WorldPool
+from tests.run.summing import Engine
+from zero_sim import run_case
 from zero_sim.errors import UsageError
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,
@@ -18,29 +17,14 @@ from zero_sim.scenario.spec import (
 from zero_sim.targets import Capabilities, Numerics, StepResult, complete
 
 
-class Least:
+class Least(Engine):
     """All-reduce, divide, AdamW."""
 
+    averages, keeps = True, False
+
     def __init__(self, module, scenario, group):
-        self.module, self.group = module, group
-        self.optimizer = torch.optim.AdamW(
-            module.parameters(), lr=scenario.optimizer.lr, weight_decay=0.0, foreach=False
-        )
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
-
-    def backward(self, loss, *, last_micro, rows):
-        loss.backward()
-
-    def step(self, *, lr_factor):
-        for param in self.module.parameters():
-            dist.all_reduce(param.grad, group=self.group)
-            param.grad /= self.group.size()
-        self.optimizer.step()
-
-    def params(self):
-        return dict(self.module.named_parameters())
+        settings = {"averages": self.averages, "keeps": self.keeps}
+        super().__init__(module, scenario, group, **settings)
 
 
 class Target:
@@ -53,12 +37,6 @@ class Target:
 
     def build(self, module, *, scenario, group):
         return self.engine(module, scenario, group)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool() as worlds:
-        yield worlds
 
 
 def judge(pool, target, **parts):
@@ -81,10 +59,7 @@ def test_it_passes_and_the_notes_say_what_was_not_seen(pool):
 
 
 class WithoutDividing(Least):
-    def step(self, *, lr_factor):
-        for param in self.module.parameters():
-            dist.all_reduce(param.grad, group=self.group)
-        self.optimizer.step()
+    averages = False
 
 
 def test_a_wrong_divisor_is_seen_in_gradients_that_are_shown(pool):
@@ -96,17 +71,7 @@ def test_a_wrong_divisor_is_seen_in_gradients_that_are_shown(pool):
 
 
 class ShowsTheSums(Least):
-    """Sums in place, and divides a copy of the gradient alone that it steps with."""
-
-    def step(self, *, lr_factor):
-        sums = []
-        for param in self.module.parameters():
-            dist.all_reduce(param.grad, group=self.group)
-            sums.append(param.grad)
-            param.grad = param.grad / self.group.size()
-        self.optimizer.step()
-        for param, each in zip(self.module.parameters(), sums, strict=True):
-            param.grad = each
+    keeps = True
 
 
 @pytest.mark.parametrize(
@@ -123,21 +88,9 @@ def test_a_gradient_from_the_other_side_of_the_division_is_named_as_that(
     assert f"Numerics(grads_told='{right}-division')" in finding.detail
 
 
-class Clips(Least):
-    """By a norm that it tells nobody."""
-
-    def step(self, *, lr_factor):
-        params = list(self.module.parameters())
-        for param in params:
-            dist.all_reduce(param.grad, group=self.group)
-            param.grad /= self.group.size()
-        torch.nn.utils.clip_grad_norm_(params, 0.05, foreach=False)
-        self.optimizer.step()
-
-
 def test_a_norm_that_an_engine_clips_by_and_does_not_tell_is_not_observed(pool):
     clips = Numerics(norm="of-params", clip="fp32-reciprocal")
-    target = Target(Clips, numerics=clips)
+    target = Target(numerics=clips)
     target.capabilities = Capabilities(follows=("optimizer.clip_norm",))
     result = judge(pool, target, optimizer=OptimizerSpec(lr=0.1, clip_norm=0.05))
     assert (result.verdict, result.findings) == ("pass", ())

@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_sim.backends import WorldPool
+from zero_sim import run_case
 from zero_sim.errors import ProtocolError
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
     FreezeSpec,
     ModelSpec,
@@ -84,12 +83,6 @@ class Target:
 
     def build(self, module, *, scenario, group):
         return self.engine(module, scenario, group)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool() as worlds:
-        yield worlds
 
 
 def judge(pool, target, **parts):

@@ -125,20 +125,21 @@ def test_shards_of_torch_are_not_shown(run_ranks, wrap):
 
 
 @pytest.mark.parametrize(
-    "own", ["up.weight", "module.up.weight", "up._fsdp_wrapped_module.weight", "a.up.b.weight"]
+    ("own", "name", "found"),
+    [
+        # Parts may be added in front and within.
+        (["up.weight", "up.bias"], "up.weight", ["up.weight"]),
+        (["module.up.weight", "up.bias"], "up.weight", ["module.up.weight"]),
+        (["up._wrapped.weight", "up.bias"], "up.weight", ["up._wrapped.weight"]),
+        (["a.up.b.weight", "up.bias"], "up.weight", ["a.up.b.weight"]),
+        # A name that is there is the only one; otherwise all that may be meant are given.
+        (["weight", "head.weight"], "weight", ["weight"]),
+        (["a.weight", "b.weight"], "weight", ["a.weight", "b.weight"]),
+        # What lacks a part, or ends otherwise, is another param.
+        (["weight.up"], "up.weight", []),
+        (["up.weight.scale"], "up.weight", []),
+        (["weight"], "up.weight", []),
+    ],
 )
-def test_parts_may_be_added_in_front_and_within(own):
-    assert names_like([own, "up.bias"], "up.weight") == [own]
-
-
-def test_a_name_that_is_there_is_the_only_one():
-    assert names_like(["weight", "head.weight"], "weight") == ["weight"]
-
-
-@pytest.mark.parametrize("other", ["weight.up", "up.weight.scale", "weight"])
-def test_what_lacks_a_part_or_ends_otherwise_is_another_param(other):
-    assert names_like([other], "up.weight") == []
-
-
-def test_all_that_may_be_meant_are_given():
-    assert names_like(["a.weight", "b.weight"], "weight") == ["a.weight", "b.weight"]
+def test_params_of_a_name(own, name, found):
+    assert names_like(own, name) == found

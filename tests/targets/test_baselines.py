@@ -1,14 +1,12 @@
 """The plain baselines."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
+from zero_sim import run_case
 from zero_sim.calculators.footprint import single_device
 from zero_sim.calculators.measure import measure
-from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,
@@ -47,9 +45,7 @@ def test_one_device_alone_is_the_reference(name, dtype, clip):
 def test_it_holds_what_its_closed_form_says(dtype, keeps):
     target = "single-device-keeping-grads" if keeps else "single-device"
     case = replace(
-        ALONE,
-        model=replace(ALONE.model, dtype=dtype),
-        system=replace(ALONE.system, target=target),
+        ALONE, model=replace(ALONE.model, dtype=dtype), system=replace(ALONE.system, target=target)
     )
     measured = measure(case)
     owed = single_device(

@@ -55,10 +55,7 @@ def test_the_plainest_case_is_within_any_capabilities():
         ({"model": ModelSpec(name="mlp", dtype="bf16")}, "model.dtype"),
         ({"model": replace(BARE, tied=("p0",))}, "model.tied"),
         ({"model": replace(BARE, unused=("p1",))}, "model.unused"),
-        (
-            {"model": replace(BARE, one_rank=(OneRankSpec(param="p1", rank=0),))},
-            "model.one_rank",
-        ),
+        ({"model": replace(BARE, one_rank=(OneRankSpec(param="p1", rank=0),))}, "model.one_rank"),
         ({"optimizer": OptimizerSpec(name="sgd")}, "optimizer.name"),
         ({"optimizer": OptimizerSpec(clip_norm=1.0)}, "optimizer.clip_norm"),
         ({"world": WorldSpec(order="ring")}, "world.order"),

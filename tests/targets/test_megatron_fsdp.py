@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from zero_sim.run import run_case
+from zero_sim import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,
@@ -17,14 +17,7 @@ from zero_sim.scenario.spec import (
     SystemSpec,
     WorldSpec,
 )
-from zero_sim.targets import (
-    Numerics,
-    find_target,
-    numerics_of,
-    refusals,
-    why_missing,
-    with_options,
-)
+from zero_sim.targets import Numerics, find_target, numerics_of, refusals, why_missing, with_options
 from zero_sim.targets.megatron.fsdp_engine import import_megatron_fsdp
 
 TARGET = find_target("megatron-fsdp")

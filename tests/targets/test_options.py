@@ -4,10 +4,10 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.judge.ruled import Target
+from zero_sim import run_case
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import drawn_cases
-from zero_sim.run import run_case
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec

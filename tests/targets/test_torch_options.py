@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zero_sim.run import run_case
+from zero_sim import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,

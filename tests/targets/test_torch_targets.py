@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_sim.run import run_case
+from zero_sim import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,
@@ -136,11 +136,7 @@ def test_a_norm_of_one_ranks_own_gradients_shows(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "engine"),
-    [
-        ("torch-ddp", DDPEngine),
-        ("torch-fsdp2", FSDP2Engine),
-    ],
+    ("name", "engine"), [("torch-ddp", DDPEngine), ("torch-fsdp2", FSDP2Engine)]
 )
 def test_reducing_after_every_micro_batch_shows(monkeypatch, name, engine):
     monkeypatch.setattr(engine, "start_micro_batch", lambda self, *, last: None)

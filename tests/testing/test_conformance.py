@@ -14,20 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from click.testing import CliRunner
 from hypothesis import given, settings
 
 from tests.judge.ruled import Target as Ruled
-from tests.run.summing import Undivided
-from zero_sim.backends import WorldPool
+from tests.run.summing import CASE, Engine, Undivided
+from zero_sim import run_case
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.cli.main import main
 from zero_sim.errors import Problem
 from zero_sim.findings.records import CaseResult, Evidence, Finding
 from zero_sim.fuzz import drawing
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import drawn_cases
-from zero_sim.run import run_case
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import (
     DataSpec,
@@ -43,11 +42,9 @@ from zero_sim.shrink import Limits
 from zero_sim.targets import (
     Capabilities,
     Numerics,
-    class_of,
     find_target,
     import_target,
     refusals,
-    settings_of,
     target_names,
 )
 from zero_sim.testing import NotConformant, conformance, scenarios
@@ -86,14 +83,24 @@ class IdleEngine:
         return dict(self.module.named_parameters())
 
 
-def test_a_failure_shows_the_finding_and_a_scenario_file():
+def failure_of(target, **options):
+    """What a test of conformance raises."""
     with pytest.raises(NotConformant) as failed:
-        conformance(Idle(), cases=20)()
-    text = str(failed.value)
+        conformance(target, **options)()
+    return failed.value
+
+
+@pytest.fixture(scope="module")
+def idle():
+    return failure_of(Idle(), cases=20, shrink_seconds=AMPLE)
+
+
+def test_a_failure_shows_the_finding_and_a_scenario_file(idle):
+    text = str(idle)
     assert "equality.params" in text
     shown = text[text.index("schema = 1") : text.index("Saved as ")]
     (scenario,) = parse_cases(shown, source="text", stem="drawn")
-    assert scenario == failed.value.scenario
+    assert scenario == idle.scenario
 
 
 class Premultiplies(Ruled):
@@ -104,9 +111,8 @@ class Premultiplies(Ruled):
 
 
 def test_a_failure_leads_to_the_rules_of_the_system():
-    with pytest.raises(NotConformant) as failed:
-        conformance(Premultiplies(), cases=40, shrink_seconds=AMPLE)()
-    said = str(failed.value)
+    failed = failure_of(Premultiplies(), cases=40, shrink_seconds=AMPLE)
+    said = str(failed)
     assert "Not compared, since the target does not tell it: " in said
     assert "reduced gradients" in said
     assert "Rules that were assumed: Numerics(), as nothing is declared" in said
@@ -115,24 +121,12 @@ def test_a_failure_leads_to_the_rules_of_the_system():
     assert re.match(rule, proposed)
 
 
-class Params:
+class Params(Engine):
     """An engine around an optimizer of torch, of which nothing but params is shown."""
 
     def __init__(self, module, scenario, group):
-        self.module, self.scenario, self.group = module, scenario, group
-        spec = scenario.optimizer
-        self.optimizer = class_of(spec)(module.parameters(), **settings_of(spec))
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
-
-    def backward(self, loss, *, last_micro, rows):
-        loss.backward()
-
-    def step(self, *, lr_factor):
-        for param in self.module.parameters():
-            dist.all_reduce(param.grad, group=self.group)
-        self.optimizer.step()
+        super().__init__(module, scenario, group, averages=False, keeps=False)
+        self.scenario = scenario
 
     def params(self):
         return {name: param.detach() for name, param in self.module.named_parameters()}
@@ -219,10 +213,8 @@ def test_no_rule_is_proposed_that_fits_one_rank_alone():
     assert "declare Numerics" not in led + detail
 
 
-def test_a_failure_that_no_rule_explains_says_so():
-    with pytest.raises(NotConformant) as failed:
-        conformance(Idle(), cases=20)()
-    assert "No other known rule makes it pass." in str(failed.value)
+def test_a_failure_that_no_rule_explains_says_so(idle):
+    assert "No other known rule makes it pass." in str(idle)
 
 
 def test_the_command_that_is_shown_repeats_it(tmp_path, monkeypatch):
@@ -231,9 +223,8 @@ def test_the_command_that_is_shown_repeats_it(tmp_path, monkeypatch):
     (tmp_path / "an_idle_target.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(NotConformant) as failed:
-        conformance(import_target("an_idle_target:Idle"), cases=20)()
-    text = str(failed.value)
+    failed = failure_of(import_target("an_idle_target:Idle"), cases=20)
+    text = str(failed)
     Path("case.toml").write_text(text[text.index("schema = 1") : text.index("Saved as ")])
     done = CliRunner().invoke(main, shlex.split(text.splitlines()[-1])[1:])
     assert done.exit_code == 1, done.output
@@ -248,17 +239,13 @@ def test_a_target_without_a_name_is_to_be_named():
     assert "with the name under which a module has this target" in str(failed.value)
 
 
-def test_what_fails_shrinks_to_one_rank_and_one_element():
-    with pytest.raises(NotConformant) as failed:
-        conformance(Idle(), cases=20, shrink_seconds=AMPLE)()
-    scenario = failed.value.scenario
+def test_what_fails_shrinks_to_one_rank_and_one_element(idle):
+    scenario = idle.scenario
     assert (scenario.world.size, scenario.model.shapes, scenario.run.steps) == (1, ((1,),), 1)
 
 
-def test_what_was_before_and_how_many_cases_it_took_is_said():
-    with pytest.raises(NotConformant) as failed:
-        conformance(Idle(), cases=20, shrink_seconds=AMPLE)()
-    text = str(failed.value)
+def test_what_was_before_and_how_many_cases_it_took_is_said(idle):
+    text = str(idle)
     assert re.search(r"\n  before      \d+ ranks?, \d+ params?, ", text)
     assert re.search(r"\n  smallest    1 rank, 1 param, 1 element.*; \d+ cases?, \d+\.\d s", text)
 
@@ -297,11 +284,10 @@ def test_the_case_with_the_largest_difference_is_shown(monkeypatch):
             partial(differing, by=1e-6),
         ],
     )
-    with pytest.raises(NotConformant) as failed:
-        conformance(Idle(), cases=5, shrink_seconds=0)()
+    failed = failure_of(Idle(), cases=5, shrink_seconds=0)
     assert len({case.run for case in judged[:3]}) == 3
-    assert failed.value.scenario.run == judged[1].run
-    assert "equality.params: 3 of 5 cases (values 2, one-ulp 1)" in str(failed.value)
+    assert failed.scenario.run == judged[1].run
+    assert "equality.params: 3 of 5 cases (values 2, one-ulp 1)" in str(failed)
 
 
 def test_drawing_ends_with_the_first_finding_that_is_no_difference_of_values(monkeypatch):
@@ -310,12 +296,11 @@ def test_drawing_ends_with_the_first_finding_that_is_no_difference_of_values(mon
         return CaseResult(id=scenario.name, verdict="fail", seconds=0.0, findings=(found,))
 
     judged = judged_by(monkeypatch, [partial(differing, by=0.3), deadlock, deadlock])
-    with pytest.raises(NotConformant) as failed:
-        conformance(Idle(), cases=20, shrink_seconds=0)()
-    assert failed.value.scenario.run == judged[1].run
+    failed = failure_of(Idle(), cases=20, shrink_seconds=0)
+    assert failed.scenario.run == judged[1].run
     # What comes behind them is asked for rules.
-    assert "2 of 2 cases" not in str(failed.value)
-    assert "world.deadlock: 1 of 2 cases" in str(failed.value)
+    assert "2 of 2 cases" not in str(failed)
+    assert "world.deadlock: 1 of 2 cases" in str(failed)
 
 
 def test_no_case_that_a_target_refuses_is_tried():
@@ -324,9 +309,8 @@ def test_no_case_that_a_target_refuses_is_tried():
             ranks = scenario.world.size
             return () if ranks >= 2 else (Problem(path="world.size", message="too few"),)
 
-    with pytest.raises(NotConformant) as failed:
-        conformance(Picky(), cases=40, shrink_seconds=AMPLE)()
-    assert failed.value.scenario.world.size == 2
+    failed = failure_of(Picky(), cases=40, shrink_seconds=AMPLE)
+    assert failed.scenario.world.size == 2
 
 
 def test_a_case_that_could_not_be_judged_is_shown_as_it_is(monkeypatch):
@@ -431,19 +415,11 @@ def test_an_off_by_one_in_the_example_is_found_with_a_small_case(tmp_path):
 
 def test_a_case_that_passes_by_params_only_is_judged_with_sgd(monkeypatch):
     """What fails is shown as a case with SGD, which fails by itself."""
-    adamw = Scenario(
-        schema=1,
-        name="drawn",
-        model=ModelSpec(name="params", shapes=((3,), (5,))),
-        world=WorldSpec(size=3),
-        system=SystemSpec(stage=0),
-    )
-    monkeypatch.setattr(conformance_module, "draws", lambda *_, **__: repeat(adamw))
-    with pytest.raises(NotConformant) as failed:
-        conformance(Undivided(), cases=1, shrink_seconds=AMPLE)()
-    assert "found with SGD in place of AdamW" in str(failed.value)
-    assert failed.value.scenario.optimizer.name == "sgd"
-    assert run_case(failed.value.scenario, target=Undivided()).verdict == "fail"
+    monkeypatch.setattr(conformance_module, "draws", lambda *_, **__: repeat(CASE))
+    failed = failure_of(Undivided(), cases=1, shrink_seconds=AMPLE)
+    assert "found with SGD in place of AdamW" in str(failed)
+    assert failed.scenario.optimizer.name == "sgd"
+    assert run_case(failed.scenario, target=Undivided()).verdict == "fail"
 
 
 @pytest.mark.parametrize(

@@ -118,17 +118,16 @@ class TestExplore:
         with pytest.raises(UsageError, match="expected no schedule, because explore chooses"):
             explore(independent, 2, schedule=schedule)
 
-    def test_a_bound_that_is_no_number_is_refused(self):
-        with pytest.raises(UsageError, match="expected runs_max to be an integer"):
-            explore(independent, 2, runs_max="5")
+    @pytest.mark.parametrize(
+        ("bound", "words"), [("5", "expected runs_max to be an integer"), (0, "runs_max")]
+    )
+    def test_a_bound_that_is_no_number_of_runs_is_refused(self, bound, words):
+        with pytest.raises(UsageError, match=words):
+            explore(independent, 2, runs_max=bound)
 
     def test_a_thousand_runs_are_the_bound_if_none_is_given(self):
         result = explore(independent, 7)
         assert (result.runs, result.complete) == (1000, False)
-
-    def test_a_bound_below_one_is_refused(self):
-        with pytest.raises(UsageError, match="runs_max"):
-            explore(independent, 2, runs_max=0)
 
 
 SMALLEST = hypothesis.settings(

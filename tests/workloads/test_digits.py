@@ -14,7 +14,6 @@ from zero_sim.workloads.digits import load_split
 
 
 def deal(workload, *, step, ranks, micros):
-    """Return the training images of one step, all ranks and micro-batches."""
     return torch.cat(
         [
             workload.row_indices(step=step, rank=rank, micro=micro)
@@ -31,7 +30,6 @@ def test_one_image_in_five_is_held_out():
 
 
 def test_pixels_lie_between_zero_and_one():
-    """The images are scaled by their largest value."""
     pixels = load_split().train.pixels
     assert (pixels.min().item(), pixels.max().item()) == (0.0, 1.0)
 
@@ -63,7 +61,6 @@ def test_step_larger_than_the_data_wraps(make_scenario):
 
 
 def test_missing_package_says_what_to_install(make_scenario, monkeypatch):
-    """Without scikit-learn the error names the extra."""
     load_split.cache_clear()
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(EnvironmentProblem, match=r'pip install "zero-sim\[digits\]"'):
@@ -72,7 +69,6 @@ def test_missing_package_says_what_to_install(make_scenario, monkeypatch):
 
 
 def test_other_workloads_do_not_need_the_package(make_scenario, monkeypatch):
-    """Only the digits ask for scikit-learn."""
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     build_workload(make_scenario("mlp"))
 

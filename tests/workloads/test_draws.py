@@ -13,7 +13,6 @@ from zero_sim.workloads.draws import named_seed
 
 
 def test_seed_differs_in_every_argument(make_scenario):
-    """Seed, step, rank and micro-batch each change the seed."""
     zero, one = make_scenario("mlp"), make_scenario("mlp", run=RunSpec(seed=1))
     seeds = {
         seed_of(scenario, step=step, rank=rank, micro=micro)
@@ -26,7 +25,6 @@ def test_seed_differs_in_every_argument(make_scenario):
 
 
 def test_seed_fits_manual_seed(make_scenario):
-    """Torch takes the seed as it is."""
     seed = seed_of(make_scenario("mlp"), step=0, rank=0, micro=0)
     assert torch.Generator().manual_seed(seed).initial_seed() == seed
 

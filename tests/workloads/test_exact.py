@@ -14,7 +14,6 @@ SHAPES = ((3, 4), (), (0, 2), (90,))
 
 
 def gradients(workload, module, *, step=0, rank=0, micro=0):
-    """Return the flat gradient of one micro-batch, fp64."""
     loss = workload.loss(module, workload.batch(step=step, rank=rank, micro=micro))
     params = [param for param in module.parameters() if param.numel()]
     grads = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)

@@ -11,7 +11,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def weights_of(module):
-    """Return the weight matrices by name."""
     return {name: param for name, param in module.named_parameters() if name.endswith("weight")}
 
 
@@ -28,7 +27,6 @@ def test_formats(make_scenario, fp8_format, up, down):
 
 
 def test_biases_are_in_the_working_dtype(make_scenario):
-    """They are params like any other."""
     module = build_workload(make_scenario("fp8", dtype="bf16")).build()
     assert {param.dtype for name, param in module.named_parameters() if "bias" in name} == {
         torch.bfloat16
@@ -67,7 +65,6 @@ def test_gradient_is_that_of_the_product(make_scenario, dtype, torch_dtype):
 
 
 def test_scale_counts(make_scenario):
-    """Twice the scale is another weight."""
     workload = build_workload(make_scenario("fp8"))
     module, batch = workload.build(), workload.batch(step=0, rank=0, micro=0)
     before = workload.loss(module, batch).item()

@@ -8,14 +8,11 @@ from zero_sim.workloads import build_workload
 
 
 def test_block_has_8h2_plus_5h_params(make_scenario):
-    """Ten such blocks of hidden 4096 make 1,342,382,080 params."""
     module = build_workload(make_scenario("mlp", hidden=8, blocks=3)).build()
     assert sum(param.numel() for param in module.parameters()) == 3 * (8 * 8**2 + 5 * 8)
-    assert 10 * (8 * 4096**2 + 5 * 4096) == 1_342_382_080
 
 
 def test_params_come_in_order_of_use(make_scenario):
-    """Each block registers up before down, weight before bias."""
     module = build_workload(make_scenario("mlp", hidden=2, blocks=2)).build()
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
     assert list(shapes.items())[:5] == [

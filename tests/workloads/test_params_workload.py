@@ -20,7 +20,6 @@ def test_gradient_is_c_times_p_plus_d(make_scenario):
 
 
 def test_shapes_are_kept(make_scenario):
-    """Scalars, empty params and order come out as asked for."""
     shapes = ((), (0,), (2, 0, 3), (1, 4))
     module = build_workload(make_scenario("params", shapes=shapes)).build()
     assert [tuple(param.shape) for param in module.parameters()] == list(shapes)

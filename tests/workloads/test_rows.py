@@ -18,7 +18,6 @@ class TestRows:
     """Batches say their rows."""
 
     def test_even(self, make_scenario, name):
-        """As many as the scenario says, on every rank."""
         workload = build_workload(make_scenario(name, shapes=((3,),), data=DataSpec(rows=5)))
         assert [workload.batch(step=0, rank=r, micro=1).rows for r in range(4)] == [5] * 4
 
@@ -33,7 +32,6 @@ class TestRows:
             assert [len(batch.targets) for batch in batches] == [5, 6, 7, 5, 6]
 
     def test_shared_data_have_equal_rows(self, make_scenario, name):
-        """All ranks then have rank 0's."""
         data = DataSpec(rows=5, uneven_rows=True, ranks="same")
         workload = build_workload(make_scenario(name, shapes=((3,),), data=data))
         one, two = (workload.batch(step=0, rank=rank, micro=0) for rank in (0, 1))
@@ -48,29 +46,18 @@ class TestRows:
         assert flat[1:].isfinite().all()
 
 
-class TestSum:
-    """A summed loss is the mean times the rows."""
-
-    @pytest.mark.parametrize("name", ["mlp", "params"])
-    def test_is_rows_times_the_mean(self, make_scenario, name):
-        """Five rows on rank 1."""
-        losses = []
-        for loss in ("mean", "sum"):
-            data = DataSpec(rows=4, uneven_rows=True, loss=loss)
-            workload = build_workload(make_scenario(name, shapes=((3,),), data=data))
-            batch = workload.batch(step=0, rank=1, micro=0)
-            losses.append(workload.loss(workload.build(), batch).item())
-        assert losses[1] == pytest.approx(5 * losses[0], rel=1e-5)
-
-    @pytest.mark.parametrize("name", ["mlp", "params"])
-    def test_of_all_ranks_shares_is_their_mean(self, make_scenario, name):
-        """A mean divided by two ranks, which is exact."""
-        losses = []
-        for loss in ("mean", "mean-of-ranks"):
-            workload = build_workload(make_scenario(name, shapes=((3,),), data=DataSpec(loss=loss)))
-            batch = workload.batch(step=0, rank=1, micro=0)
-            losses.append(workload.loss(workload.build(), batch).item())
-        assert losses[0] == 2 * losses[1]
+@pytest.mark.parametrize("name", ["mlp", "params"])
+def test_losses_are_multiples_of_the_mean(make_scenario, name):
+    """Five rows on rank 1; and a mean divided by two ranks, which is exact."""
+    losses = []
+    for loss in ("mean", "sum", "mean-of-ranks"):
+        data = DataSpec(rows=4, uneven_rows=True, loss=loss)
+        workload = build_workload(make_scenario(name, shapes=((3,),), data=data))
+        batch = workload.batch(step=0, rank=1, micro=0)
+        losses.append(workload.loss(workload.build(), batch).item())
+    mean, total, of_ranks = losses
+    assert total == pytest.approx(5 * mean, rel=1e-5)
+    assert mean == 2 * of_ranks
 
 
 def test_uneven_digits_are_dealt_once(make_scenario):
@@ -93,7 +80,6 @@ def test_uneven_digits_are_dealt_once(make_scenario):
 
 
 def test_rows_are_the_first_dim_unless_said():
-    """Most batches need not say."""
     inputs = torch.zeros(3, 2)
     assert Batch(inputs=inputs, targets=None).rows == 3
     assert Batch(inputs=inputs, targets=None, row_count=7).rows == 7

@@ -40,7 +40,6 @@ class TestKinds:
         assert len(names) == 10
 
     def test_only_frozen_is_frozen(self, workload):
-        """All others require a gradient."""
         params = workload.build().named_parameters()
         assert [name for name, param in params if not param.requires_grad] == ["frozen"]
 
@@ -52,7 +51,6 @@ class TestKinds:
         assert [name for name, p in params.items() if not p.is_contiguous()] == ["strided"]
 
     def test_router_stays_in_fp32(self, workload):
-        """Beside bf16 params; loss in fp32."""
         module = workload.build()
         wide = [n for n, param in module.named_parameters() if param.dtype == torch.float32]
         assert wide == ["router"]
@@ -60,7 +58,6 @@ class TestKinds:
         assert (loss.dtype, loss.shape) == (torch.float32, ())
 
     def test_all_is_fp32_in_fp32(self, make_scenario):
-        """Then there is one dtype."""
         module = build_workload(make_scenario("unusual")).build()
         assert {param.dtype for param in module.parameters()} == {torch.float32}
 

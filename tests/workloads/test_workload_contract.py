@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
-from zero_sim.scenario.spec import DataSpec, RunSpec
-from zero_sim.workloads import build_workload
+from zero_sim.scenario.spec import DataSpec, ModelName, RunSpec
+from zero_sim.workloads import build_workload, registry
 from zero_sim.workloads.draws import working_dtype
 
 PLAIN = ["mlp", "params", "transformer-260", "digits"]
@@ -14,8 +16,12 @@ NAMES = [*PLAIN, "unusual", "moe", "fp8", "bit-hash", "ternary"]
 SHAPES = ((3, 2), (), (0, 4), (5,))
 
 
+def test_every_model_is_registered():
+    """Names of scenarios, and of the registry."""
+    assert registry._WORKLOADS.keys() == set(get_args(ModelName))
+
+
 def bits_of(module):
-    """Return all params of a module as one list of tensors."""
     return [param.detach().clone() for param in module.parameters()]
 
 
@@ -34,7 +40,6 @@ class TestEveryWorkload:
             assert torch.equal(left, other)
 
     def test_builds_share_no_memory(self, make_scenario, name):
-        """Spoiling one module leaves the next one whole."""
         workload = build_workload(make_scenario(name, shapes=SHAPES))
         before = bits_of(workload.build())
         with torch.no_grad():
@@ -44,7 +49,6 @@ class TestEveryWorkload:
             assert torch.equal(left, right)
 
     def test_uses_no_global_random_number(self, make_scenario, name):
-        """Building and drawing leave torch's generator as it was."""
         before = torch.random.get_rng_state()
         workload = build_workload(make_scenario(name, shapes=SHAPES))
         workload.build()
@@ -61,14 +65,12 @@ class TestEveryWorkload:
         assert torch.equal(workload.batch(step=2, rank=1, micro=0).inputs, inputs)
 
     def test_ranks_see_distinct_data(self, make_scenario, name):
-        """Rank, step and micro-batch each change the inputs."""
         workload = build_workload(make_scenario(name, shapes=SHAPES, run=RunSpec(micro_batches=2)))
         base = workload.batch(step=0, rank=0, micro=0).inputs
         for step, rank, micro in [(1, 0, 0), (0, 1, 0), (0, 0, 1)]:
             assert not torch.equal(workload.batch(step=step, rank=rank, micro=micro).inputs, base)
 
     def test_ranks_see_the_same_data_on_request(self, make_scenario, name):
-        """With `same`, rank 1 is fed what rank 0 is."""
         workload = build_workload(make_scenario(name, shapes=SHAPES, data=DataSpec(ranks="same")))
         zero, one = (workload.batch(step=0, rank=rank, micro=0) for rank in (0, 1))
         assert torch.equal(zero.inputs, one.inputs)
@@ -99,7 +101,6 @@ class TestEveryPlainWorkload:
         assert flat.count_nonzero() >= 0.25 * flat.numel()
 
     def test_gradient_depends_on_the_weights(self, make_scenario, name):
-        """A stale param shows in the gradient."""
         workload = build_workload(make_scenario(name, shapes=SHAPES))
         batch = workload.batch(step=0, rank=0, micro=0)
         flats = []

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
 
 STEPS, MICRO_BATCHES = 3, 2
@@ -150,7 +151,7 @@ class TestAgainstAPlainLoop:
         for bucket_elems, align_elems, param_order in product(
             (None, 1, world_size + 1), (1, 4), ("registration", "reverse")
         ):
-            config = ZeroConfig(
+            config = zero_config(
                 bucket_elems=bucket_elems, align_elems=align_elems, param_order=param_order
             )
             results, _ = run_ranks(
@@ -168,7 +169,7 @@ class TestAgainstAPlainLoop:
             strict=True,
         )
         for (divide, grad_dtype), optim_factory in choices:
-            config = ZeroConfig(
+            config = zero_config(
                 stage=stage, divide=divide, grad_dtype=grad_dtype, bucket_elems=world_size + 1
             )
             case = {

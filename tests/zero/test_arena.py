@@ -1,23 +1,25 @@
 """An arena: gradients in memory that is taken once, and in no other while they come in order."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
 from zero_sim.layout import Span
-from zero_sim.zero import DistributedDataParallel, ZeroConfig
-from zero_sim.zero.schedule import order_by_forward
+from zero_sim.zero import DistributedDataParallel, Seams
 from zero_sim.zero.variants.arena import Arena, move_grads
+from zero_sim.zero.variants.reduce_buffers import BufferedGrads, BufferSettings
 
 
 def wrap(depth=4, **config):
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(depth)))
     settings = {"stage": 2, "bucket_elems": 1, "micro_batches": 1} | config
-    ddp = DistributedDataParallel(model, config=ZeroConfig(**settings), group=dist.group.WORLD)
-    order = order_by_forward(ddp.buffers, params=list(ddp.params.values()))
-    return ddp, move_grads(ddp.buffers, order=order[::-1], config=ddp.config)
+    ddp = DistributedDataParallel(model, config=zero_config(**settings), group=dist.group.WORLD)
+    return ddp, move_grads(ddp)
 
 
 def step(ddp, inputs=None):
@@ -97,6 +99,25 @@ def test_what_is_in_use_is_given_to_nobody_else():
     assert arena.take(Span(508, 1024), dtype=torch.bfloat16) is not None
 
 
-def test_without_use_it_is_refused():
-    with pytest.raises(UsageError, match="stage=1, which keeps gradients whole"):
-        move_grads((), order=(), config=ZeroConfig(stage=1))
+def test_without_use_it_is_refused(world_of):
+    def program(rank):
+        with pytest.raises(UsageError, match="stage=1, which keeps gradients whole"):
+            wrap(stage=1)
+
+    world_of(1).run(program)
+
+
+def test_beside_reduce_buffers_it_is_refused(world_of):
+    """Gradients go through the buffers, so the arena would be memory for nothing."""
+
+    def program(rank):
+        ddp = DistributedDataParallel(
+            nn.Linear(2, 2),
+            config=zero_config(stage=2, sync="every"),
+            group=dist.group.WORLD,
+            seams=Seams(grads=partial(BufferedGrads, settings=BufferSettings(elems=4))),
+        )
+        with pytest.raises(UsageError, match="got a DistributedDataParallel with reduce buffers"):
+            move_grads(ddp)
+
+    world_of(1).run(program)

@@ -10,6 +10,7 @@ from torch import nn
 from zero_sim.errors import LayoutError, UsageError
 from zero_sim.layout import LayoutPolicy, ParamSpec, plan_buffers
 from zero_sim.zero import Buffer
+from zero_sim.zero.groups import KindGroups
 from zero_sim.zero.sharding import sharding_of
 
 
@@ -21,7 +22,11 @@ def make_buffer(
         ParamSpec(name=name, shape=tuple(param.shape), dtype="fp32")
         for name, param in params.items()
     ]
-    shard_group = group if stage else None
+    groups = KindGroups(
+        group=group,
+        shard_group=group if stage else None,
+        replica_group=replica_group if stage else group,
+    )
     shard_count = dist.get_world_size(group) if stage else 1
     policy = LayoutPolicy(**{"shard_count": shard_count, **policy})
     (plan,) = plan_buffers(specs, policy=policy)
@@ -29,9 +34,8 @@ def make_buffer(
         plan,
         params=params,
         sharding=sharding_of(stage),
-        group=shard_group,
+        groups=groups,
         grad_dtype=grad_dtype,
-        replica_group=replica_group if stage else group,
         accumulate_sums=every,
     )
 
@@ -347,8 +351,7 @@ class TestPlanCheck:
                 plan,
                 params=make_params(2),
                 sharding=sharding_of(1),
-                group=lone_group,
-                replica_group=None,
+                groups=KindGroups(group=lone_group, shard_group=lone_group),
                 grad_dtype=torch.float32,
             )
 
@@ -362,7 +365,6 @@ class TestPlanCheck:
                 plan,
                 params=make_params(3),
                 sharding=sharding_of(1),
-                group=lone_group,
-                replica_group=None,
+                groups=KindGroups(group=lone_group, shard_group=lone_group),
                 grad_dtype=torch.float32,
             )

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
 from zero_sim.zero import ZeroConfig
 
@@ -43,7 +44,7 @@ class TestZeroConfig:
     def test_refuses_shards_with_stage_0(self, field, value):
         """What is about shards means nothing without any."""
         with pytest.raises(UsageError, match=f"{field}=.* with stage=0.*got {value!r}"):
-            ZeroConfig(stage=0, **{field: value})
+            zero_config(stage=0, **{field: value})
 
     @pytest.mark.parametrize("divide", ["pre", "premul"])
     def test_refuses_a_count_that_comes_too_late(self, divide):
@@ -54,6 +55,11 @@ class TestZeroConfig:
         with pytest.raises(UsageError, match="micro_batches to be given"):
             ZeroConfig(divide_by="micro-batches", **early)
         assert ZeroConfig(divide_by="micro-batches", micro_batches=2, **early).divides_before_sum
+
+    def test_refuses_a_number_of_shards(self):
+        """It follows from the groups, and one that is set would be ignored."""
+        with pytest.raises(UsageError, match=r"got 2\. Remove shard_count"):
+            zero_config(shard_count=2)
 
     def test_cannot_change(self):
         """A config read by three layers stays what it was."""

@@ -10,8 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import LayoutError, ModelError, UsageError
-from zero_sim.zero import DistributedDataParallel, ZeroConfig, build_redundancy_groups
+from zero_sim.zero import (
+    DistributedDataParallel,
+    KindGroups,
+    ZeroConfig,
+    build_redundancy_groups,
+)
 
 
 class Weighted(nn.Module):
@@ -25,9 +31,11 @@ class Weighted(nn.Module):
         return (self.w * x).sum()
 
 
-def wrap(module, group, **config):
+def wrap(module, group, *, broadcast_params=True, **config):
     """Wrap a module."""
-    return DistributedDataParallel(module, config=ZeroConfig(**config), group=group)
+    return DistributedDataParallel(
+        module, config=zero_config(**config), group=group, broadcast_params=broadcast_params
+    )
 
 
 class TestLifetime:
@@ -226,17 +234,14 @@ class TestMicroBatches:
 class TestRedundancy:
     """Several blocks of ranks shard the whole state each."""
 
-    def wrap_blocks(self, redundancy, **config):
+    def wrap_blocks(self, redundancy, *, broadcast_params=True, **config):
         """Wrap a module of two elements on the calling rank."""
-        shard_group, replica_group = build_redundancy_groups(
-            dist.group.WORLD, redundancy=redundancy
-        )
-        return DistributedDataParallel(
+        return wrap(
             Weighted(1.0, 1.0),
-            config=ZeroConfig(redundancy=redundancy, **config),
-            group=dist.group.WORLD,
-            shard_group=shard_group,
-            replica_group=replica_group,
+            build_redundancy_groups(dist.group.WORLD, redundancy=redundancy),
+            broadcast_params=broadcast_params,
+            redundancy=redundancy,
+            **config,
         )
 
     @pytest.mark.parametrize("redundancy", [2, 4])
@@ -282,14 +287,17 @@ class TestRedundancy:
         """The message holds which place was expected."""
 
         def program(rank):
-            shard_group, replica_group = build_redundancy_groups(dist.group.WORLD, redundancy=2)
+            right = build_redundancy_groups(dist.group.WORLD, redundancy=2)
+            wrong = KindGroups(
+                group=right.group,
+                shard_group=right.replica_group,
+                replica_group=right.shard_group,
+            )
             with pytest.raises(UsageError, match="expected shard_group to have 3 ranks"):
                 DistributedDataParallel(
                     Weighted(1.0),
-                    config=ZeroConfig(redundancy=2),
-                    group=dist.group.WORLD,
-                    shard_group=replica_group,
-                    replica_group=shard_group,
+                    config=zero_config(redundancy=2),
+                    group=wrong,
                 )
 
         run_ranks(6, program)
@@ -303,8 +311,7 @@ class TestRedundancy:
                 DistributedDataParallel(
                     Weighted(1.0),
                     config=ZeroConfig(),
-                    group=dist.group.WORLD,
-                    shard_group=pairs[rank // 2],
+                    group=KindGroups(group=dist.group.WORLD, shard_group=pairs[rank // 2]),
                 )
 
         run_ranks(4, program)

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
-from zero_sim.zero.elementwise import ELEMENTWISE
+from zero_sim.zero.refusals import ELEMENTWISE
 
 WORLD_SIZE, STEPS = 3, 6
 FROZEN, FROZEN_STEPS = 5, (2, 3)
@@ -69,7 +70,7 @@ def make_factory(cls, options, **more):
 def run_sharded(optim_factory):
     """One rank of the system: final params and owned fragments."""
     module = build_module()
-    ddp = DistributedDataParallel(module, config=ZeroConfig(divide="none"), group=dist.group.WORLD)
+    ddp = DistributedDataParallel(module, config=zero_config(divide="none"), group=dist.group.WORLD)
     optimizer = DistributedOptimizer(ddp, optim_factory=optim_factory)
     for step in range(STEPS):
         grads = draw_local_grads(step=step, rank=ddp.rank)

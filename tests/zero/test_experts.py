@@ -7,18 +7,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import LayoutError, UsageError
 from zero_sim.zero import (
     DistributedDataParallel,
     DistributedOptimizer,
     KindGroups,
     ZeroConfig,
-    build_expert_groups,
     build_redundancy_groups,
 )
 from zero_sim.zero.schedule import schedule_grads
 from zero_sim.zero.seams import TEXTBOOK, Seams
-from zero_sim.zero.variants.root_reduce import SUMS_OF_ALL, UnderBackwardAtFirst
+from zero_sim.zero.unit import Unit
+from zero_sim.zero.variants.model_groups import build_expert_groups
+from zero_sim.zero.variants.root_reduce import (
+    AllReducedUnit,
+    SummedAtFirstUnit,
+    UnderBackwardAtFirst,
+)
 
 GLOBAL_RANKS = dist.get_process_group_ranks
 
@@ -38,15 +44,12 @@ def kind_of(name, tensor):
 
 def wrap(module, *, group=None, buffer_of=None, seams=TEXTBOOK, **config):
     group = dist.group.WORLD if group is None else group
-    config = ZeroConfig(**config)
-    shard_group, replica_group = build_redundancy_groups(group, redundancy=config.redundancy)
+    config = zero_config(**config)
     experts = build_expert_groups(group, expert_parallel=2, redundancy=config.redundancy)
     return DistributedDataParallel(
         module,
         config=config,
-        group=group,
-        shard_group=shard_group,
-        replica_group=replica_group,
+        group=build_redundancy_groups(group, redundancy=config.redundancy),
         kind_of=kind_of,
         kind_groups={"expert": experts},
         buffer_of=buffer_of,
@@ -206,10 +209,10 @@ class TestOneOrder:
     """Ranks may have other numbers of units of experts between those that all ranks have."""
 
     @pytest.mark.parametrize("prefetch", [0, 1, 2])
-    @pytest.mark.parametrize("sum_by", ["reduce-scatter", "all-reduce", "first-rank"])
+    @pytest.mark.parametrize("unit", [Unit, AllReducedUnit, SummedAtFirstUnit])
     @pytest.mark.parametrize("reshard", [True, False])
     @pytest.mark.parametrize("last", ["dense", "expert"])
-    def test_of_calls_that_all_ranks_make(self, run_ranks, prefetch, sum_by, reshard, last):
+    def test_of_calls_that_all_ranks_make(self, run_ranks, prefetch, unit, reshard, last):
         """Odd ranks have a buffer for each of their experts, even ones one for both."""
         names = ["dense", "expert", "dense", "expert", *(["dense"] if last == "dense" else [])]
 
@@ -221,7 +224,7 @@ class TestOneOrder:
                 stage=3,
                 bucket_elems=2,
                 seams=Seams(
-                    sum_all=SUMS_OF_ALL[sum_by],
+                    unit=unit,
                     grads=partial(schedule_grads, under_backward=UnderBackwardAtFirst),
                 ),
                 prefetch=prefetch,

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import ModelError
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, Seams, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, Seams
 from zero_sim.zero.groups import build_redundancy_groups
 from zero_sim.zero.variants.fp8 import Fp8Cast, choose_scale, find_scale, measure_amax, quantize_
 
@@ -57,15 +58,12 @@ class Weights(nn.Module):
 
 def build(module, **config):
     """Wrap for SGD with lr 1, so that a master becomes itself less its gradient."""
-    config = ZeroConfig(divide="none", **config)
+    config = zero_config(divide="none", **config)
     group = dist.group.WORLD
-    shard_group, replica_group = build_redundancy_groups(group, redundancy=config.redundancy)
     ddp = DistributedDataParallel(
         module,
         config=config,
-        group=group,
-        shard_group=shard_group,
-        replica_group=replica_group,
+        group=build_redundancy_groups(group, redundancy=config.redundancy),
         seams=FP8,
     )
     return ddp, DistributedOptimizer(ddp, optim_factory=lambda ps: torch.optim.SGD(ps, lr=1.0))

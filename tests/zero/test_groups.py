@@ -15,8 +15,8 @@ GLOBAL_RANKS = dist.get_process_group_ranks
 
 def members(group, redundancy):
     """Global ranks of both groups of the calling rank."""
-    shard_group, replica_group = build_redundancy_groups(group, redundancy=redundancy)
-    return GLOBAL_RANKS(shard_group), GLOBAL_RANKS(replica_group)
+    groups = build_redundancy_groups(group, redundancy=redundancy)
+    return GLOBAL_RANKS(groups.shard_group), GLOBAL_RANKS(groups.replica_group)
 
 
 class TestBuildRedundancyGroups:
@@ -36,7 +36,8 @@ class TestBuildRedundancyGroups:
 
     def test_needs_no_group_for_one_copy(self, lone_group):
         """The group itself shards, and there are no replicas."""
-        assert build_redundancy_groups(lone_group, redundancy=1) == (lone_group, None)
+        groups = build_redundancy_groups(lone_group, redundancy=1)
+        assert (groups.shard_group, groups.replica_group) == (lone_group, None)
 
     def test_cuts_a_part_of_the_world(self, run_ranks):
         """Ranks outside the group are neither asked nor waited for, twice in a row."""

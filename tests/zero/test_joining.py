@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
 from zero_sim.sim.failures import RankFailed
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, Seams, ZeroConfig
@@ -36,7 +37,7 @@ def train(rank, data, *, buffer_elems=None, **config):
     module = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(module.weight)
     ddp = DistributedDataParallel(
-        module, config=ZeroConfig(**config), group=dist.group.WORLD, seams=seams
+        module, config=zero_config(**config), group=dist.group.WORLD, seams=seams
     )
     optimizer = DistributedOptimizer(ddp, optim_factory=lambda p: torch.optim.SGD(p, lr=1.0))
     for micro in range(2):
@@ -96,6 +97,6 @@ def test_what_is_not_declared_is_refused(lone_group):
 
 
 def test_a_count_that_comes_too_late_is_refused(lone_group):
-    config = ZeroConfig(divide="pre", sync="every", divide_by="micro-batches", micro_batches=2)
+    config = zero_config(divide="pre", sync="every", divide_by="micro-batches", micro_batches=2)
     with pytest.raises(UsageError, match=r"micro-batches that had data are counted only after"):
         DistributedDataParallel(nn.Linear(1, 1), config=config, group=lone_group, seams=UNEVEN)

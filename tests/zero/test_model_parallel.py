@@ -5,9 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
-from zero_sim.zero.groups import build_model_parallel_group
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, StepSeams
+from zero_sim.zero.variants.model_groups import build_model_parallel_group
 from zero_sim.zero.variants.scaler import LossScaler
 
 PLACES = [(0, 1), (2, 3)]
@@ -26,15 +27,17 @@ class Part(nn.Module):
 def build(rank, *, stage=1, scaler=None, clip_norm=None, count_copies=False):
     parts = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     ddp = DistributedDataParallel(
-        Part(), config=ZeroConfig(stage=stage, divide="none"), group=parts[rank % 2]
+        Part(), config=zero_config(stage=stage, divide="none"), group=parts[rank % 2]
     )
     return DistributedOptimizer(
         ddp,
         optim_factory=lambda params: torch.optim.SGD(params, lr=1.0),
         clip_norm=clip_norm,
-        loss_scaler=scaler,
-        model_parallel_group=build_model_parallel_group(PLACES),
-        is_counted=lambda name: count_copies or name != "shared" or rank % 2 == 0,
+        seams=StepSeams(
+            loss_scaler=scaler,
+            model_parallel_group=build_model_parallel_group(PLACES),
+            is_counted=lambda name: count_copies or name != "shared" or rank % 2 == 0,
+        ),
     )
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+from tests.configs import zero_config
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer
 from zero_sim.zero.naive import NaiveZero
 
 STEPS = 3
@@ -49,7 +50,7 @@ def train_naively(rank, *, dtype):
 
 def train(rank, *, dtype, stage):
     """The same by the engine."""
-    config = ZeroConfig(stage=stage, bucket_elems=6)
+    config = zero_config(stage=stage, bucket_elems=6)
     ddp = DistributedDataParallel(Squares(dtype), config=config, group=dist.group.WORLD)
     optimizer = DistributedOptimizer(ddp, optim_factory=FACTORY)
     for step in range(STEPS):

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.configs import zero_config
 from zero_sim.errors import ModelError, UsageError
-from zero_sim.zero import DistributedDataParallel, ZeroConfig
-from zero_sim.zero.unit import GradState, ParamState
+from zero_sim.zero import DistributedDataParallel
+from zero_sim.zero.states import GradState, ParamState
 
 
 def build(depth=3):
@@ -24,7 +25,7 @@ def build(depth=3):
 def wrap(module, **config):
     """Wrap a module with stage 3 and a unit for each param."""
     config = {"stage": 3, "bucket_elems": 1, "prefetch": 0, **config}
-    return DistributedDataParallel(module, config=ZeroConfig(**config), group=dist.group.WORLD)
+    return DistributedDataParallel(module, config=zero_config(**config), group=dist.group.WORLD)
 
 
 def states(ddp):

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
 from zero_sim.layout import Span
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer
 
 
 class Bare(nn.Module):
@@ -33,9 +34,11 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=0.25)
 
 
-def build(module, *, group, optim_factory=sgd, **config):
+def build(module, *, group, optim_factory=sgd, broadcast_params=True, **config):
     """Wrap a module and build its optimizer."""
-    ddp = DistributedDataParallel(module, config=ZeroConfig(**config), group=group)
+    ddp = DistributedDataParallel(
+        module, config=zero_config(**config), group=group, broadcast_params=broadcast_params
+    )
     return ddp, DistributedOptimizer(ddp, optim_factory=optim_factory)
 
 

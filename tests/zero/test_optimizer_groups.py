@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer
 
 SIZES = (5, 2, 4, 1, 6)
 LRS = (0.5, 0.25)
@@ -39,7 +40,7 @@ def build(optim_factory=sgd_of_two, *, sizes=SIZES, stage=1, groups=group_of, **
     """Wrap params of ones."""
     module = nn.ParameterList([nn.Parameter(torch.ones(n)) for n in sizes])
     ddp = DistributedDataParallel(
-        module, config=ZeroConfig(stage=stage, divide="none", **config), group=dist.group.WORLD
+        module, config=zero_config(stage=stage, divide="none", **config), group=dist.group.WORLD
     )
     return ddp, DistributedOptimizer(ddp, optim_factory=optim_factory, group_of=groups)
 

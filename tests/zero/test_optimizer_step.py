@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, StepSeams
 from zero_sim.zero.groups import build_redundancy_groups
 from zero_sim.zero.variants.scaler import LossScaler
 
@@ -23,18 +24,19 @@ def draw(seed):
     return [torch.randn(size, generator=generator) for size in SIZES]
 
 
+def scaled(**settings):
+    return StepSeams(loss_scaler=LossScaler(**settings))
+
+
 def build(*, dtype=torch.float32, sizes=SIZES, lr=0.25, momentum=0.0, config=None, **options):
     """Wrap params of ones; SGD, so that a step shows the gradient."""
     module = nn.ParameterList([nn.Parameter(torch.ones(n, dtype=dtype)) for n in sizes])
-    config = ZeroConfig(**{"divide": "none", **(config or {})})
+    config = zero_config(**{"divide": "none", **(config or {})})
     group = dist.group.WORLD
-    shard_group, replica_group = build_redundancy_groups(group, redundancy=config.redundancy)
     ddp = DistributedDataParallel(
         module,
         config=config,
-        group=group,
-        shard_group=shard_group,
-        replica_group=replica_group,
+        group=build_redundancy_groups(group, redundancy=config.redundancy),
     )
 
     def sgd(params):
@@ -203,7 +205,9 @@ class TestLossScale:
         def program(rank):
             outcomes = []
             for scaler in (None, LossScaler(scale=2.0**16)):
-                ddp, optimizer = build(config={"stage": stage}, loss_scaler=scaler, clip_norm=0.5)
+                ddp, optimizer = build(
+                    config={"stage": stage}, seams=StepSeams(loss_scaler=scaler), clip_norm=0.5
+                )
                 norms = [take_step(ddp, optimizer, draw(rank + s)).norm.item() for s in range(3)]
                 outcomes.append((norms, snapshot(ddp, optimizer)))
             return outcomes
@@ -220,7 +224,7 @@ class TestLossScale:
             ddp, optimizer = build(
                 config={"stage": stage},
                 momentum=0.5,
-                loss_scaler=LossScaler(scale=8.0, growth_interval=2),
+                seams=scaled(scale=8.0, growth_interval=2),
             )
             take_step(ddp, optimizer, draw(rank))
             before = snapshot(ddp, optimizer)
@@ -243,7 +247,9 @@ class TestLossScale:
 
         def program(rank):
             ddp, optimizer = build(
-                sizes=(2,), config={"stage": stage}, loss_scaler=LossScaler(scale=1.0)
+                sizes=(2,),
+                config={"stage": stage},
+                seams=scaled(scale=1.0),
             )
             return take_step(ddp, optimizer, [torch.tensor([3e38, 0.0])]).skipped
 
@@ -255,7 +261,9 @@ class TestLossScale:
 
         def program(rank):
             ddp, optimizer = build(
-                sizes=(2, 3), config={"stage": stage}, loss_scaler=LossScaler(scale=2.0)
+                sizes=(2, 3),
+                config={"stage": stage},
+                seams=scaled(scale=2.0),
             )
             loss = (ddp.module[0] * 1.0).sum() + (ddp.module[1] * math.inf).sum()
             loss.backward()
@@ -271,7 +279,9 @@ class TestLossScale:
 
         def program(rank):
             ddp, optimizer = build(
-                sizes=(1,), config={"stage": stage}, loss_scaler=LossScaler(scale=2.0)
+                sizes=(1,),
+                config={"stage": stage},
+                seams=scaled(scale=2.0),
             )
             for value in (1.0, math.inf if rank == 1 else 1.0, 1.0):
                 take_step(ddp, optimizer, [torch.tensor([value])])
@@ -285,7 +295,8 @@ class TestLossScale:
 
         def program(rank):
             ddp, optimizer = build(
-                config={"stage": stage}, loss_scaler=LossScaler(scale=4.0, growth_interval=2)
+                config={"stage": stage},
+                seams=scaled(scale=4.0, growth_interval=2),
             )
             return [take_step(ddp, optimizer, draw(rank)).loss_scale for _ in range(5)]
 
@@ -321,7 +332,9 @@ class TestRedundancy:
 
         def program(rank):
             ddp, optimizer = build(
-                config={"redundancy": 2}, loss_scaler=LossScaler(scale=4.0), momentum=0.5
+                config={"redundancy": 2},
+                seams=scaled(scale=4.0),
+                momentum=0.5,
             )
             grads = draw(rank)
             if rank == 3:
@@ -339,7 +352,7 @@ class TestRedundancy:
         """A sum that went wrong in one block only must not let the others go ahead."""
 
         def program(rank):
-            ddp, optimizer = build(config={"redundancy": 2}, loss_scaler=LossScaler(scale=4.0))
+            ddp, optimizer = build(config={"redundancy": 2}, seams=scaled(scale=4.0))
             sum(param.sum() for param in ddp.module).backward()
             ddp.finish_grad_sync()
             if rank == 0:
@@ -361,7 +374,7 @@ class TestOverlappedGather:
             for overlap_params in (False, True):
                 ddp, optimizer = build(
                     config={"overlap_params": overlap_params, "bucket_elems": 4},
-                    loss_scaler=LossScaler(scale=4.0),
+                    seams=scaled(scale=4.0),
                 )
                 for step in range(4):
                     grads = draw(10 * step + rank)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
 from zero_sim.zero import (
     DistributedDataParallel,
@@ -22,6 +23,7 @@ from zero_sim.zero import (
 from zero_sim.zero.seams import TEXTBOOK
 from zero_sim.zero.variants.gathers import chunked_units
 from zero_sim.zero.variants.reduce_buffers import BufferedGrads, BufferSettings
+from zero_sim.zero.variants.root_reduce import AllReducedUnit, SummedAtFirstUnit
 
 STAGE_2 = {"stage": 2, "sync": "every", "bucket_elems": None}
 
@@ -31,7 +33,7 @@ def wrap(config, depth=3, seams=TEXTBOOK, **settings):
     for index, layer in enumerate(layers):
         nn.init.constant_(layer.weight, 0.5 + index)
     model = nn.Sequential(*layers)
-    config = ZeroConfig(**{**STAGE_2, **config})
+    config = zero_config(**{**STAGE_2, **config})
     settings = BufferSettings(**{"elems": 4, **settings})
     seams = replace(seams, grads=partial(BufferedGrads, settings=settings))
     return DistributedDataParallel(model, config=config, group=dist.group.WORLD, seams=seams)
@@ -200,19 +202,27 @@ def test_refuses_what_does_not_go_together(world_of, config, match):
 
 def test_refuses_copies_of_the_state(world_of):
     def program(rank):
-        group = dist.group.WORLD
-        blocks = build_redundancy_groups(group, redundancy=2)
+        blocks = build_redundancy_groups(dist.group.WORLD, redundancy=2)
         with pytest.raises(UsageError, match="redundancy=1 with reduce buffers"):
             DistributedDataParallel(
                 nn.Linear(2, 2),
-                config=ZeroConfig(redundancy=2),
-                group=group,
-                shard_group=blocks[0],
-                replica_group=blocks[1],
+                config=zero_config(redundancy=2),
+                group=blocks,
                 seams=Seams(grads=partial(BufferedGrads, settings=BufferSettings(elems=4))),
             )
 
     world_of(2).run(program)
+
+
+@pytest.mark.parametrize("unit", [AllReducedUnit, SummedAtFirstUnit])
+def test_refuses_units_with_sums_of_their_own(world_of, unit):
+    """The buffers sum gradients, so the units' sums would never be issued."""
+
+    def program(rank):
+        with pytest.raises(UsageError, match=f"got {unit.__name__} for bucket 0"):
+            wrap({}, seams=Seams(unit=unit))
+
+    world_of(1).run(program)
 
 
 def test_refuses_a_length_that_is_none():
@@ -231,4 +241,4 @@ def test_refuses_a_length_that_is_none():
 )
 def test_chunks_refuse_what_does_not_go_together(chunk, config, match):
     with pytest.raises(UsageError, match=match):
-        chunked_units(chunk, config=ZeroConfig(**config))
+        chunked_units(chunk, config=zero_config(**config))

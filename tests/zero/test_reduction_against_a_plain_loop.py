@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_sim.zero import DistributedDataParallel, ZeroConfig, build_redundancy_groups
+from tests.configs import zero_config
+from zero_sim.zero import DistributedDataParallel, build_redundancy_groups
 
 STEPS, MICRO_BATCHES = 2, 2
 WORLDS = [(1, 1), (2, 1), (3, 1), (4, 2), (6, 2), (6, 3), (4, 4)]
@@ -76,15 +77,10 @@ def new_value(grad, *, step):
 
 def build_ddp(config):
     """Wrap the module on the calling rank."""
-    shard_group, replica_group = build_redundancy_groups(
-        dist.group.WORLD, redundancy=config.redundancy
-    )
     return DistributedDataParallel(
         Unusual(),
         config=config,
-        group=dist.group.WORLD,
-        shard_group=shard_group,
-        replica_group=replica_group,
+        group=build_redundancy_groups(dist.group.WORLD, redundancy=config.redundancy),
     )
 
 
@@ -237,7 +233,7 @@ class TestAgainstAPlainLoop:
         for divide_by in ("ranks", "micro-batches", "tokens"):
             if sync == "every" and divide in ("pre", "premul") and divide_by == "tokens":
                 continue
-            config = ZeroConfig(
+            config = zero_config(
                 divide=divide,
                 divide_by=divide_by,
                 sync=sync,
@@ -253,7 +249,7 @@ class TestAgainstAPlainLoop:
     def test_for_every_layout(self, world_of, world_size, redundancy, partition, param_order):
         """Where elements lie changes no bit of them."""
         for bucket_elems, sync in product((None, 1, 30), ("last", "every")):
-            config = ZeroConfig(
+            config = zero_config(
                 partition=partition,
                 param_order=param_order,
                 bucket_elems=bucket_elems,
@@ -269,7 +265,7 @@ class TestAgainstAPlainLoop:
         """Whatever rank runs first, and although ranks differ in the params they use."""
         choices = (("pre", "ranks"), ("post", "tokens"), ("premul", "micro-batches"))
         for seed, (divide, divide_by) in enumerate(choices):
-            config = ZeroConfig(
+            config = zero_config(
                 partition=partition,
                 sync=sync,
                 redundancy=redundancy,
@@ -291,7 +287,7 @@ def test_sharded_gradients_and_params(world_of, world_size, redundancy, sync, st
     """Memory that comes and goes holds the same sums, whatever runs first."""
     choices = (("pre", "ranks", "padded"), ("post", "tokens", "uneven"))
     for seed, (divide, divide_by, partition) in enumerate(choices):
-        config = ZeroConfig(
+        config = zero_config(
             stage=stage,
             sync=sync,
             partition=partition,
@@ -310,7 +306,7 @@ def test_sharded_gradients_and_params(world_of, world_size, redundancy, sync, st
 def test_stage_0_against_a_plain_loop(world_of, sync, overlap_grads):
     """Without shards the same sums are on every rank."""
     for divide, divide_by in product(("pre", "post"), ("ranks", "micro-batches")):
-        config = ZeroConfig(
+        config = zero_config(
             stage=0,
             sync=sync,
             divide=divide,
@@ -324,5 +320,5 @@ def test_stage_0_against_a_plain_loop(world_of, sync, overlap_grads):
 
 def test_tokens_divided_before_the_sum_while_backward_runs(world_of):
     """The rows are counted before the first bucket is sent."""
-    config = ZeroConfig(divide="pre", divide_by="tokens", overlap_grads=True, bucket_elems=4)
+    config = zero_config(divide="pre", divide_by="tokens", overlap_grads=True, bucket_elems=4)
     check(world_of(3, schedule="random", seed=5), config)

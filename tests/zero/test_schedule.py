@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.configs import zero_config
 from zero_sim.errors import ModelError, UsageError
-from zero_sim.zero import DistributedDataParallel, ZeroConfig
+from zero_sim.zero import DistributedDataParallel
 from zero_sim.zero.hooks import find_users
 
 
@@ -24,7 +25,7 @@ def build(depth=3):
 def wrap(module, group, **config):
     """Wrap a module with both overlaps and a bucket for each param."""
     settings = {"overlap_grads": True, "overlap_params": True, "bucket_elems": 1, **config}
-    return DistributedDataParallel(module, config=ZeroConfig(**settings), group=group)
+    return DistributedDataParallel(module, config=zero_config(**settings), group=group)
 
 
 def backward(ddp, x=None):

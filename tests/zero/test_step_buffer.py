@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, StepSeams, ZeroConfig
 from zero_sim.zero.optimizer import AllAtOnce
 from zero_sim.zero.variants.step_buffer import StepBuffer
 from zero_sim.zero.variants.whole_params import Muon
@@ -42,7 +43,7 @@ def test_turns_hold_what_fits(buffer, elems, turns):
 def trained(depth, buffer, **settings):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(depth)))
-    config = ZeroConfig(stage=1, micro_batches=1)
+    config = zero_config(stage=1, micro_batches=1)
     ddp = DistributedDataParallel(model, config=config, group=dist.group.WORLD)
     seen = []
 
@@ -55,7 +56,7 @@ def trained(depth, buffer, **settings):
         ddp,
         optim_factory=factory,
         clip_norm=0.5,
-        stepper=AllAtOnce if buffer is None else partial(StepBuffer, elems=buffer),
+        seams=StepSeams(stepper=AllAtOnce if buffer is None else partial(StepBuffer, elems=buffer)),
         **settings,
     )
     norms = []
@@ -100,7 +101,7 @@ def test_whole_param_optimizers_refuse_it(world_of):
             DistributedOptimizer(
                 ddp,
                 optim_factory=lambda p: Muon(p, momentum=0.9),
-                stepper=partial(StepBuffer, elems=4),
+                seams=StepSeams(stepper=partial(StepBuffer, elems=4)),
             )
 
     world_of(1).run(program)

@@ -7,14 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
-from zero_sim.zero import DistributedDataParallel, ZeroConfig
+from zero_sim.zero import DistributedDataParallel
 
 
 def wrap(group, **config):
     """Wrap a layer with one weight."""
     module = nn.Linear(1, 1, bias=False)
-    return DistributedDataParallel(module, config=ZeroConfig(**config), group=group)
+    return DistributedDataParallel(module, config=zero_config(**config), group=group)
 
 
 class TestCount:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_sim.run import run_case
+from zero_sim import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import zero_config
 from zero_sim.errors import UsageError
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, Seams, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, Seams
 from zero_sim.zero.seams import TEXTBOOK
 from zero_sim.zero.variants.reduce_buffers import BufferedGrads, BufferSettings
 
@@ -54,7 +55,7 @@ def train(module, rank, *, seams=TEXTBOOK, **config):
     """Take a step of the wrapped module; return the wrapper."""
     ddp = DistributedDataParallel(
         module,
-        config=ZeroConfig(bucket_elems=8, **config),
+        config=zero_config(bucket_elems=8, **config),
         group=dist.group.WORLD,
         seams=seams,
     )

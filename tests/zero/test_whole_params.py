@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from zero_sim import run_case
 from zero_sim.calculators.measure import measure
 from zero_sim.errors import UsageError
-from zero_sim.run import run_case
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
     ModelSpec,
@@ -19,7 +19,7 @@ from zero_sim.scenario.spec import (
     SystemSpec,
     WorldSpec,
 )
-from zero_sim.zero.elementwise import check_optimizer
+from zero_sim.zero.refusals import check_optimizer
 from zero_sim.zero.variants.whole_params import Lamb, Muon
 
 CASE = Scenario(

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zero_sim.backends.real import RealRank
+from zero_sim.backends.side_channel import SideChannel
 from zero_sim.backends.team import Ending, JobRank, Teams
 from zero_sim.backends.transports import find_transport
 from zero_sim.errors import EnvironmentProblem
@@ -68,9 +69,7 @@ class LaunchedJob:
         store, rank, self.count = next(dist.rendezvous("env://"))
         self._store = dist.PrefixStore("zero_sim", store)
         # It joins no group: it only tells and hears.
-        self._own = RealRank(
-            backend=backend, rank=rank, store=dist.PrefixStore("keepers", self._store)
-        )
+        self._own = SideChannel(rank=rank, store=dist.PrefixStore("keepers", self._store))
         find_transport(backend).check()
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._job_rank = JobRank(rank=rank, size=self.count, store=address)

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from zero_sim.backends.nccl import check_alike
-from zero_sim.backends.real import RankGone, RealRank
+from zero_sim.backends.real import RealRank
+from zero_sim.backends.side_channel import RankGone
 from zero_sim.backends.transports import local_rank_of
 from zero_sim.errors import EnvironmentProblem
 
@@ -74,7 +75,7 @@ def serve(connection: Connection, *, rank: int) -> None:
             time.sleep(_TICK_SECONDS)
             if real_rank is not None and real_rank.is_setting_up:
                 answer({"op": "alive"})
-            elif real_rank is not None and real_rank.is_listening:
+            elif real_rank is not None and real_rank.channel.is_listening:
                 answer({"op": "listening"})
 
     threading.Thread(target=tick, name="tick", daemon=True).start()
@@ -83,7 +84,7 @@ def serve(connection: Connection, *, rank: int) -> None:
         if message["op"] == "join":
             try:
                 real_rank = _join(message, rank=rank)
-                real_rank.on_sign = lambda: answer({"op": "alive"})
+                real_rank.channel.on_sign = lambda: answer({"op": "alive"})
             except (EnvironmentProblem, RankGone) as error:
                 # Of those that could not join, the first is the one that says why.
                 first = isinstance(error, EnvironmentProblem)
@@ -105,9 +106,9 @@ def _join(message: Mapping[str, Any], *, rank: int) -> RealRank:
         real_rank.transport.take_device(local_rank_of(rank=rank))
         identity = dict(real_rank.transport.identity())
     except EnvironmentProblem:
-        real_rank.withdraw(["identity"])
+        real_rank.channel.withdraw(["identity"])
         raise
-    check_alike(real_rank.exchange(identity, size=message["size"], about="identity"))
+    check_alike(real_rank.channel.exchange(identity, size=message["size"], about="identity"))
     return real_rank
 
 

@@ -11,9 +11,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.bench.cases import simulated_seconds, small_case
-from zero_sim.run import run_case
+from zero_sim.rules.judging import run_case
 from zero_sim.sim import World
 from zero_sim.workloads import build_workload
 

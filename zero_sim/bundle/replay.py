@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.bundle.records import CASE_FILE, Bundle, current_environment
 from zero_sim.errors import UsageError, ZeroSimError
 from zero_sim.findings.records import CaseResult, Finding, not_judged
 from zero_sim.host.device import check_device
+from zero_sim.rules.judging import EXPLAINER, run_case
 from zero_sim.run.real_judge import on_workers
-from zero_sim.run.runner import run_case
 from zero_sim.run.setup import own_setup
 from zero_sim.sim import EventLog
 from zero_sim.targets import Target
@@ -107,7 +107,7 @@ def replay_bundle(
             result = _again(bundle, pool=pool, target=target, device=device)
             same_events = _digests(result.logs) == _digests(bundle.logs)
         else:
-            with on_workers(own_setup(ran.backend)) as judge:
+            with on_workers(own_setup(ran.backend), explainer=EXPLAINER) as judge:
                 result = judge(bundle.scenario)
     except ZeroSimError as error:
         seconds = time.perf_counter() - started

@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_sim.calculators.state import STATE_BYTES, state_names
-from zero_sim.cost.arena import keeps_grads
 from zero_sim.cost.forms import BucketForm, ParamSize, by_registration
 from zero_sim.cost.grad_forms import GradForm, buffer_turns, grad_forms
-from zero_sim.cost.memory import bytes_held
+from zero_sim.cost.memory import bytes_held, keeps_grads
 from zero_sim.cost.staging import staging_peak
 from zero_sim.scenario.derived import overlaps_grads
 from zero_sim.scenario.spec import Scenario

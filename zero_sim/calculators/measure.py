@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.calculators.counted import Model
 from zero_sim.calculators.footprint import footprint_of
 from zero_sim.calculators.ledger import RankLedger, differences

@@ -9,13 +9,35 @@ believed because of one, and nothing is unpickled. The manifest is checked value
 whole; names, sizes and headers of files follow from it, and files that are made otherwise are
 refused before they are read. Whoever writes a checkpoint decides what is in it, of course: other
 weights, another learning rate.
+
+Each name below is loaded when it is first used: most runs neither save nor load.
 """
 
 from __future__ import annotations
 
-from zero_sim.checkpoint.load import load
-from zero_sim.checkpoint.manifest import Form, Manifest
-from zero_sim.checkpoint.save import SaveHandle, save, save_async
-from zero_sim.errors import CheckpointError
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zero_sim.checkpoint.loading import load
+    from zero_sim.checkpoint.manifest import Form, Manifest
+    from zero_sim.checkpoint.saving import SaveHandle, save, save_async
+    from zero_sim.errors import CheckpointError
 
 __all__ = ["CheckpointError", "Form", "Manifest", "SaveHandle", "load", "save", "save_async"]
+
+_HOMES = {
+    "CheckpointError": "zero_sim.errors",
+    "Form": "zero_sim.checkpoint.manifest",
+    "Manifest": "zero_sim.checkpoint.manifest",
+    "SaveHandle": "zero_sim.checkpoint.saving",
+    "load": "zero_sim.checkpoint.loading",
+    "save": "zero_sim.checkpoint.saving",
+    "save_async": "zero_sim.checkpoint.saving",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -98,7 +98,7 @@ def take_snapshot(
     """
     module = list(iterate_module_tensors(ddp))
     for record, tensor in module:
-        if not ddp.is_held_by_all(ddp.kind_of(record.name, tensor)):
+        if not ddp.holders.are_all(ddp.holders.kind_of(record.name, tensor)):
             raise CheckpointError(
                 f"expected every tensor that is not trained to be on all ranks, as one of them "
                 f"saves it, got {record.kind} {record.name!r}, which some hold. Try to train "
@@ -132,15 +132,11 @@ def list_params(ddp: DistributedDataParallel) -> tuple[ParamRecord, ...]:
 
 def list_part_params(ddp: DistributedDataParallel) -> list[dict[str, Any]]:
     """Return those that not all ranks hold for JSON, each with the first rank that holds it."""
-    if not ddp.has_parts:
-        return []
+    holders = ddp.holders
     return [
-        {
-            "param": param,
-            "holder": dist.get_global_rank(ddp.groups_of(ddp.kinds[param.name]).group, 0),
-        }
-        for param in list_params(ddp)
-        if not ddp.is_held_by_all(ddp.kinds[param.name])
+        {"param": param, "holder": dist.get_global_rank(holders.parts[kind].group, 0)}
+        for param in (list_params(ddp) if holders.parts else ())
+        if (kind := holders.kinds[param.name]) in holders.parts
     ]
 
 

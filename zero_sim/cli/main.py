@@ -166,19 +166,29 @@ def run(
         judging = partial(_open_judge, [asked.as_asked(case.scenario) for case in chosen], session)
         ctx.exit(session.run(chosen, judging))
     with packages_needed():
+        from zero_sim.rules.judging import EXPLAINER
         from zero_sim.run.on_processes import run_on_processes
-    named = imported(asked.target)
     ctx.exit(
-        run_on_processes(session, cases, backend=asked.backend, native=asked.native, target=named)
+        run_on_processes(
+            session,
+            cases,
+            backend=asked.backend,
+            native=asked.native,
+            target=imported(asked.target),
+            explainer=EXPLAINER,
+        )
     )
 
 
 def _open_judge(cases: Sequence[Scenario], session: Session) -> AbstractContextManager[Judge]:
     """What judges cases; imported when the first one is to be judged."""
     with packages_needed():
+        from zero_sim.rules.judging import EXPLAINER
         from zero_sim.run import judges
     asked, traced = session.asked, session.outputs.trace is not None
-    chosen = judges.Chosen(keep_logs=traced, device=asked.device, target=asked.target)
+    chosen = judges.Chosen(
+        keep_logs=traced, device=asked.device, target=asked.target, explainer=EXPLAINER
+    )
     if asked.jobs > 1 and len(cases) > 1:
         return judges.JobsJudge(cases, jobs=asked.jobs, chosen=chosen)
     return judges.open_judge(chosen)

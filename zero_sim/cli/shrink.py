@@ -194,8 +194,9 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float, device: str) 
         UsageError: What was found is found for the case's own size.
     """
     with packages_needed():
-        from zero_sim.backends import Stop, WorldPool, interrupts_ask
-        from zero_sim.run import run_case
+        from zero_sim.backends.stop import Stop, interrupts_ask
+        from zero_sim.backends.worlds import WorldPool
+        from zero_sim.rules.judging import run_case
         from zero_sim.shrink import Limits, key_of, may_shrink, right_judge, shrink_finding
         from zero_sim.targets import refusals
 

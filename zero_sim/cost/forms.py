@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from zero_sim.scenario.kinds import kind_of
 from zero_sim.scenario.spec import Scenario
@@ -19,6 +19,7 @@ from zero_sim.scenario.spec import Scenario
 if TYPE_CHECKING:
     from torch import nn
 
+SumBy = Literal["reduce-scatter", "all-reduce", "first-rank"]
 Call = tuple[str, int, int]
 """Kind of a collective, size of its group, and the elements that a rank contributes."""
 
@@ -88,24 +89,20 @@ class BucketForm:
     kind: str
     starts: tuple[tuple[str, int], ...]
     """Those of them that have elements, and where each begins in it."""
-    elems: int
-    """With its padding."""
     payload_elems: int
-    shard_elems: int
-    """Of this rank's shard, padding included."""
-    shard_start: int
+    """Without its padding."""
+    cuts: Cuts
+    """Shards of it, padding included."""
+    shard: int
+    """Index of this rank's shard."""
     group_size: int
     """Ranks that shard it; those that sum it with stage 0."""
     replica_count: int
-    is_even: bool
-    has_one_owner: bool
-    """Whether one rank has the one shard with elements."""
     is_sharded: bool
-    """Whether each rank has a shard of it; with stage 0 each has all."""
-    is_summed_whole: bool
-    """Whether each rank gets the sum of all of it, and keeps its shard."""
-    is_summed_by_first: bool
-    """Whether the first rank adds what all send it, and sends the sum back."""
+    """True if each rank has a shard of it; with stage 0 each has all."""
+    sum_by: SumBy
+    """Reduction of its gradients: to the ranks with the shards, to all ranks, or by the first rank,
+    which adds what all send it and sends the sum back."""
     is_last: bool
     """Whether it is the one that a forward is expected to need last: of all that as many ranks
     shard, which are the same ones, the one whose first param is registered last."""
@@ -114,11 +111,38 @@ class BucketForm:
     param_dtype: str
     """As the event log names it, `bfloat16`."""
     grad_dtype: str
-    cuts: Cuts
-    longest_elems: int
-    """The most that any of the ranks that shard it has in its place."""
     chunk_elems: int | None = None
     """Of what each rank has in its place, how much is gathered at a time; None for all."""
+
+    @property
+    def elems(self) -> int:
+        """Elements with padding."""
+        return self.cuts.elems
+
+    @property
+    def shard_elems(self) -> int:
+        """Elements of this rank's shard, padding included."""
+        return self.cuts.start(self.shard + 1) - self.shard_start
+
+    @property
+    def shard_start(self) -> int:
+        """First element of this rank's shard."""
+        return self.cuts.start(self.shard)
+
+    @property
+    def is_even(self) -> bool:
+        """True if all shards are equally long."""
+        return self.elems % self.cuts.shards == 0
+
+    @property
+    def has_one_owner(self) -> bool:
+        """True if one rank has the one shard with elements."""
+        return self.cuts.owner is not None
+
+    @property
+    def is_summed_whole(self) -> bool:
+        """True if each rank gets the sum of all of it, and keeps its shard."""
+        return self.sum_by != "reduce-scatter"
 
     @property
     def names_with_elems(self) -> tuple[str, ...]:
@@ -128,7 +152,7 @@ class BucketForm:
     @property
     def sum_call(self) -> Call:
         """The call that reduces it, the first of two where there are copies of its shards."""
-        if self.is_summed_by_first:
+        if self.sum_by == "first-rank":
             return ("gather", self.group_size, self.elems)
         if not self.is_sharded or self.is_summed_whole:
             return ("all_reduce", self.group_size, self.elems)
@@ -137,7 +161,9 @@ class BucketForm:
     @property
     def sent_back_call(self) -> Call | None:
         """The call by which all learn what the first rank added; None where it does not."""
-        return ("broadcast", self.group_size, self.elems) if self.is_summed_by_first else None
+        if self.sum_by != "first-rank":
+            return None
+        return ("broadcast", self.group_size, self.elems)
 
     @property
     def _scatter_kind(self) -> str:
@@ -160,7 +186,8 @@ class BucketForm:
             return [self.whole_call]
         return [
             self._gathered(self.group_size, max(0, min(each, self.shard_elems - first)))
-            for first in range(0, self.longest_elems, each)
+            # The first rank's shard is the longest.
+            for first in range(0, self.cuts.start(1), each)
         ]
 
     @property
@@ -294,8 +321,6 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
         elems = -(-payload // unit) * unit
     shard = place % group_size if system.stage else 0
     has_one_owner = system.partition == "one-owner"
-    cuts = Cuts(elems=elems, shards=shards, owner=turn % shards if has_one_owner else None)
-    start = cuts.start
     grad_dtype = bucket[0].grad_dtype or bucket[0].dtype
     # As it lies in the buffer; the names are told in registration order.
     placed = list(zip(bucket, accumulate((s.elems for s in bucket), initial=0), strict=False))
@@ -304,21 +329,15 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
         names=tuple(size.name for size in members),
         kind=bucket[0].kind,
         starts=tuple((size.name, before) for size, before in placed if size.elems),
-        elems=elems,
         payload_elems=payload,
-        shard_elems=start(shard + 1) - start(shard),
-        shard_start=start(shard),
+        cuts=Cuts(elems=elems, shards=shards, owner=turn % shards if has_one_owner else None),
+        shard=shard,
         group_size=group_size,
         replica_count=system.redundancy,
-        is_even=elems % shards == 0,
-        has_one_owner=has_one_owner,
         is_sharded=system.stage > 0,
-        is_summed_whole=system.sum_by != "reduce-scatter",
-        is_summed_by_first=system.sum_by == "first-rank",
+        sum_by=system.sum_by,
         is_last=False,
         param_bytes=param_bytes,
-        cuts=cuts,
-        longest_elems=start(1),
         chunk_elems=None
         if system.gather_chunk_elems is None
         else max(1, system.gather_chunk_elems // group_size),

@@ -21,7 +21,7 @@ from torch import Tensor
 from zero_sim.cost.forms import ParamSize
 from zero_sim.cost.grad_forms import GradForm, buffer_turns, grad_forms
 from zero_sim.cost.memory_recorder import MemoryRecorder, Moment
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.derived import overlaps_grads

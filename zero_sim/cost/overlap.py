@@ -36,7 +36,7 @@ from zero_sim.cost.calls import WHOLES
 from zero_sim.cost.forms import BucketForm, Call, ParamSize, by_registration, in_words
 from zero_sim.cost.grad_forms import GradForm, grad_forms
 from zero_sim.cost.hook_trace import HookEvent, HookTrace
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.derived import overlaps_grads, overlaps_params

@@ -18,7 +18,7 @@ the last module that reads it, or up to as many buckets before, until backward c
 that ended before the first one began. Buckets that other numbers of ranks shard, as those of
 experts, are counted apart, ahead and last, since not all ranks have as many of them.
 
-Gradients of an arena (`zero_sim.cost.arena`) are in it, as long as they come in the order of
+Gradients of an arena (`zero_sim.cost.memory`) are in it, as long as they come in the order of
 buckets, or each has a place of its own there.
 
 Whatever is whole at a moment at which it may not be is a finding, and so is memory longer than the
@@ -34,11 +34,11 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from zero_sim.cost.arena import keeps_grads
 from zero_sim.cost.forms import BucketForm, ParamSize, by_registration
 from zero_sim.cost.hook_trace import readers_of
+from zero_sim.cost.memory import keeps_grads
 from zero_sim.cost.memory_recorder import MemoryRecorder, Moment
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.derived import overlaps_grads

@@ -8,7 +8,7 @@ scatter and a gather. Gathers carry working params, in a dtype no wider than the
 that one rank makes and sends back, which have the dtype of gradients. What a system adds of its own
 is padding: each param up to whole rows for every rank, or to `Costs.align_elems` or what the case
 asks to align to, and each bucket, of which there are no more than params, up to that for each rank.
-Control messages do not count (`zero_sim.cost.messages`).
+Control messages do not count (`zero_sim.cost.volume`).
 
 Nothing is said of a case in which other numbers travel by the same calls: activations of split
 layers, experts, what optimizers of whole matrices exchange, ranks that join without data, fp8.
@@ -21,8 +21,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zero_sim.cost.calls import WHOLES
-from zero_sim.cost.messages import HeldSize, control_elems, messages_of
-from zero_sim.cost.volume import StepWindow, finding_of, rounds_of_sums
+from zero_sim.cost.volume import (
+    HeldSize,
+    StepWindow,
+    control_elems,
+    finding_of,
+    messages_of,
+    rounds_of_sums,
+)
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.tp_block import is_tp_block

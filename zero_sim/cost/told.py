@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING
 
 from zero_sim.cost.calls import planned_calls
 from zero_sim.cost.forms import ParamSize
-from zero_sim.cost.messages import control_elems, messages_of
-from zero_sim.cost.volume import StepWindow, difference, finding_of, rounds_of_sums
+from zero_sim.cost.volume import (
+    StepWindow,
+    control_elems,
+    difference,
+    finding_of,
+    messages_of,
+    rounds_of_sums,
+)
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
@@ -57,9 +63,10 @@ def check_bytes(called: Called, form: ByName | None) -> Iterator[Finding]:
         made, control = Counter[str](), Counter[str]()
         most = control_elems(sizes)
         for record in window.records(called.log.collectives):
-            made[record.dtype] += record.bytes
+            sent_bytes = record.bytes
+            made[record.dtype] += sent_bytes
             if max(record.elems, record.output_elems) <= most:
-                control[record.dtype] += record.bytes
+                control[record.dtype] += sent_bytes
         wrong = [
             f"{made[dtype]} of {dtype} in place of {owed.get(dtype, 0)}"
             for dtype in sorted(made.keys() | owed.keys())

@@ -1,7 +1,8 @@
 """Volume of communication: closed forms of the textbook's ZeRO against the calls of a step.
 
 A stage that reduces more than it has to, gathers twice or sends elements that belong to nobody has
-the right numbers and the wrong cost.
+the right numbers and the wrong cost. Where the calls of a system are not known in advance, they are
+sorted by what they do, control messages apart.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from torch import nn
+
 from zero_sim.cost.calls import calls_of_step
 from zero_sim.cost.forms import Call, ParamSize, in_words
 from zero_sim.findings.records import Finding
@@ -19,6 +22,13 @@ from zero_sim.scenario.spec import Scenario
 
 if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord
+
+_CONTROL_ELEMS = 16
+_CONTROL_ELEMS_A_PARAM = 4
+
+_SUMS = ("SUM", "AVG", "PREMUL_SUM")
+_REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list")
+_GATHERING = ("all_gather", "all_gather_list", "broadcast")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +46,15 @@ class StepWindow:
     looked: tuple[tuple[int, int], ...] = ()
     """Stretches of it in which the rank only showed the judge what it holds."""
 
-    def records(self, log: Sequence[CollectiveRecord]) -> Iterator[CollectiveRecord]:
-        """What the rank called in the step."""
+    def records(self, log: Sequence[CollectiveRecord]) -> Sequence[CollectiveRecord]:
+        """Return the calls of the rank in the step."""
+        found: list[CollectiveRecord] = []
         for index in range(self.start, self.stop):
             record = log[index]
             is_own = record.rank == self.world_rank and record.kind != "barrier"
             if is_own and not any(start <= index < stop for start, stop in self.looked):
-                yield record
+                found.append(record)
+        return found
 
 
 def check_volume(
@@ -112,3 +124,63 @@ def difference(
 def rounds_of_sums(scenario: Scenario) -> int:
     """How often a step sums over ranks: once, or once a micro-batch."""
     return 1 if scenario.system.sync == "last" else scenario.run.micro_batches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldSize:
+    """A tensor of a module as far as it may be moved."""
+
+    elems: int
+    row_elems: int
+    """Of a row of its dim 0; 1 without dims, or without elements."""
+    elem_bytes: int
+
+
+def held_sizes_of(module: nn.Module) -> tuple[HeldSize, ...]:
+    """All params and buffers of a module, trained or not; before anybody wrapped it."""
+    tensors = (*module.parameters(), *module.buffers())
+    return tuple(
+        HeldSize(
+            elems=tensor.numel(),
+            row_elems=tensor[0].numel() if tensor.dim() and tensor.numel() else 1,
+            elem_bytes=tensor.element_size(),
+        )
+        for tensor in tensors
+    )
+
+
+def control_elems(sizes: Sequence[HeldSize | ParamSize]) -> int:
+    """Elements of a control message at most: a few numbers, or a few a param, as norms are."""
+    return _CONTROL_ELEMS + _CONTROL_ELEMS_A_PARAM * len(sizes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Messages:
+    """What one rank called in one step; of floating-point numbers, as params and gradients are."""
+
+    reduced: tuple[CollectiveRecord, ...]
+    """Sums over ranks that are no control messages."""
+    gathered: tuple[CollectiveRecord, ...]
+    """What brings a rank what others have, and is no control message."""
+
+
+def messages_of(
+    window: StepWindow, records: Sequence[CollectiveRecord], *, control: int
+) -> Messages:
+    """Sort the calls of a step.
+
+    Args:
+        window: Where they lie.
+        records: All calls of the world.
+        control: Elements of a control message at most.
+    """
+    reduced: list[CollectiveRecord] = []
+    gathered: list[CollectiveRecord] = []
+    for record in window.records(records):
+        if "float" not in record.dtype or max(record.elems, record.output_elems) <= control:
+            continue
+        if record.kind in _REDUCING and record.detail.partition(" ")[0] in _SUMS:
+            reduced.append(record)
+        elif record.kind in _GATHERING:
+            gathered.append(record)
+    return Messages(reduced=tuple(reduced), gathered=tuple(gathered))

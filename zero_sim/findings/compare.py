@@ -42,14 +42,6 @@ def same_bits(expected: Tensor, got: Tensor) -> bool:
     return torch.equal(expected, got) or not bool(unequal(expected, got).any())
 
 
-def beside(got: Tensor, expected: Tensor) -> Tensor:
-    """A tensor where another one is, if it has no dimensions.
-
-    Step counts are on the CPU or on the device of their param, as an optimizer's options have it.
-    """
-    return got if got.dim() else got.to(expected.device)
-
-
 def find_difference(expected: Tensor, got: Tensor) -> Difference | None:
     """Compare two tensors of one shape and dtype.
 

@@ -8,10 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from enum import StrEnum
 
-from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
+
+
+class Phase(StrEnum):
+    """A phase of a step. What goes wrong in one makes wrong what the later ones compute."""
+
+    LOAD = "load"
+    """Before the first step, of a case that is reloaded."""
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+    NORM = "norm"
+    OPTIMIZER = "optimizer"
+    WRITE_BACK = "write-back"
+    GATHER = "gather"
+
 
 _FLOW: tuple[tuple[Phase, tuple[Check, ...]], ...] = (
     (Phase.LOAD, (Check.EQUALITY_LOAD,)),

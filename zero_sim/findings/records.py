@@ -89,8 +89,8 @@ class Finding:
     """Half-open spans of what differs, in elements of the flattened param; where there is no param,
     of what was compared. Only the first ones where there are many."""
     manner: str = ""
-    """In which way values differ, one of `zero_sim.findings.manner`, behind the key of what differs
-    where there are several; empty of what is no comparison of values."""
+    """In which way values differ, one of those in `zero_sim.findings.describe`, behind the key of
+    what differs where there are several; empty of what is no comparison of values."""
     call_start: int | None = None
     """Calls that the world had logged when the step of this finding began on its rank."""
     call_stop: int | None = None

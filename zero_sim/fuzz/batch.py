@@ -11,7 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_sim.backends import Stop, WorldPool, interrupts_ask
+from zero_sim.backends.stop import Stop, interrupts_ask
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.bundle import Ran, write_bundle
 from zero_sim.errors import ScenarioError, ZeroSimError
 from zero_sim.findings.records import CaseResult, taken_notes, unforeseen
@@ -36,7 +37,7 @@ from zero_sim.host.device import check_device
 from zero_sim.host.files import write_whole
 from zero_sim.host.garbage import settle_memory
 from zero_sim.judge.trajectory import Trajectories
-from zero_sim.run import run_case
+from zero_sim.rules.judging import run_case
 from zero_sim.run.sgd_twin import TWIN_EVERY, marked, with_twin
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario, SystemSpec

@@ -19,10 +19,10 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import ZeroSimError
 from zero_sim.fuzz.records import Found
-from zero_sim.run import run_case
+from zero_sim.rules.judging import run_case
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import Scenario

@@ -11,14 +11,6 @@ promises nothing where there are several streams; fp32 products in fp32, not in 
 that are not rounded on their way; cuDNN's deterministic algorithms, chosen without trying.
 Afterwards all is as it was, but for the variable of the environment, which cuBLAS reads once.
 
-[Note: streams of ranks]
-On a device each thread issues its work to a stream, and what two streams do has no order unless one
-waits for the other. A real backend makes the stream of a collective wait for that of whoever calls
-it, and the other way round at the wait. In one process of many ranks one rank's thread reads and
-writes the memory of all, on its own stream. As long as all are on the default stream that is in
-order; who is on another one waits for the device: before its call is taken, after it has moved
-data, and when its wait returns.
-
 [Note: the device that is there]
 torch is asked for its accelerator by a name of this module. Where a script runs with GPUs that are
 the CPU, `torch.accelerator` tells it of one, which has no generator and no streams to wait for.
@@ -27,7 +19,7 @@ the CPU, `torch.accelerator` tells it of one, which has no generator and no stre
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -43,7 +35,6 @@ WORKSPACES = (":4096:8", ":16:8")
 
 _MIB = 1 << 20
 _IEEE = "ieee"
-_DEFAULT_STREAM = 0
 
 
 def check_device(name: str) -> torch.device:
@@ -226,28 +217,9 @@ def seeded_state(seed: int) -> Tensor | None:
     return torch.Generator(accelerator).manual_seed(seed).get_state()
 
 
-def finish_streams(tensors: Iterable[Tensor | list[Tensor]]) -> None:
-    """Let the device of tensors finish its work, unless this thread is on its default stream.
-
-    See [Note: streams of ranks].
-
-    Args:
-        tensors: What is read or written, in lists where a rank has several.
-    """
-    for tensor in tensors:
-        if isinstance(tensor, list):
-            return finish_streams(tensor)
-        if tensor.device.type != "cpu":
-            _finish(tensor.device)
-            return
-
-
-def _finish(device: torch.device) -> None:
-    accelerator = current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != device.type:
-        return
-    if torch.accelerator.current_stream(device).stream_id != _DEFAULT_STREAM:
-        torch.accelerator.synchronize(device)
+def has_accelerator() -> bool:
+    """True if this process can compute on something else than the CPU."""
+    return current_accelerator(check_available=True) is not None
 
 
 def _module_in_use() -> Any:

@@ -30,9 +30,8 @@ from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.forward_reads import ForwardReads, compare_losses
 from zero_sim.judge.grad_stats import PartStats, ReportedStats
 from zero_sim.judge.guarantee import Width
-from zero_sim.judge.judge_report import JudgeReport, with_digests
+from zero_sim.judge.judge_report import JudgeReport, RankDigests, with_digests
 from zero_sim.judge.judged_group import JudgedGroup
-from zero_sim.judge.rank_digests import RankDigests
 from zero_sim.judge.step_source import Steps
 from zero_sim.judge.told import told_within_bounds
 from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Follower
@@ -133,7 +132,7 @@ class BoundedComparison(Steps):
         """None: a case whose order is not known goes on in no other world."""
         yield from ()
 
-    def note_agreed(self, part: OwnedPart, *, step: int) -> None:
+    def note_agreed(self, part: OwnedPart, *, rank: int, step: int) -> None:
         """Do nothing: no steps come from elsewhere."""
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:

@@ -16,11 +16,11 @@ from torch import Tensor
 from zero_sim.errors import UsageError
 from zero_sim.findings.records import Finding
 from zero_sim.judge.bounded import BoundedComparison
-from zero_sim.judge.by_digest import DigestComparison
 from zero_sim.judge.exact import ExactComparison
 from zero_sim.judge.forward_reads import ForwardReads
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.step_digests import StepDigests, key_of
 from zero_sim.judge.step_source import SharedSteps, Steps, StepSource
 from zero_sim.judge.trajectory import LateReference
 from zero_sim.reference import (
@@ -28,9 +28,111 @@ from zero_sim.reference import (
     Reference,
     Rules,
 )
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
+from zero_sim.targets.adapt import GRADIENTS
 from zero_sim.workloads import Workload
+
+_DIFFERS = Finding(check=Check.EQUALITY_PARAMS, message="not as another process has it")
+
+
+class DigestComparison:
+    """Compares a group with digests of steps that another process takes; as `Comparing`.
+
+    Digests show that all is as expected, or that something may not be, and never how it differs. So
+    its findings are bare: they only make the judge fall back to a reference of this process's own.
+
+    Args:
+        group: The judged group, and what is known of it.
+        steps: Digests of the steps that ranks are compared with.
+    """
+
+    def __init__(self, group: JudgedGroup, *, steps: Mapping[int, StepDigests]) -> None:
+        self._group = group
+        self._steps = steps
+
+    def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare norm and zeros; the norm only if every order of addition gives it."""
+        expected = self._steps[step]
+        if result.norm is not None and key_of("norm") in expected.digests:
+            yield from self._compare(expected, result.norm, "norm")
+        if result.zeros is not None and result.zeros != expected.zeros:
+            yield _DIFFERS
+
+    def compare_losses(
+        self, losses: Sequence[Tensor], *, reads: object, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare the losses of all micro-batches."""
+        for micro, loss in enumerate(losses):
+            yield from self._compare(self._steps[step], loss, "loss", rank, micro)
+
+    def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare a part's gradient, master and optimizer state."""
+        expected, place = self._steps[step], part.place
+        at = (place.param, place.start, place.stop)
+        key = key_of("grad", *at)
+        if part.grad is not None and key in expected.digests:
+            yield from self._compare(expected, part.grad, "grad", *at)
+        elif key in expected.digests and key not in expected.zero_grads:
+            if self._group.telling[rank]:
+                yield _DIFFERS
+            else:
+                self._group.unobserved.add(GRADIENTS)
+        yield from self._compare(expected, part.master, "master", *at)
+        if expected.state_keys.get(place.param) != sorted(part.state):
+            yield _DIFFERS
+        for name, value in part.state.items():
+            yield from self._compare(expected, value, "state", *at, name)
+
+    def compare_reported(
+        self, engine: CompletedEngine, *, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare gradients of whole params, if the target declares that it reports them."""
+        expected = self._steps[step]
+        self._group.note_unreported(divisor=expected.divisor)
+        if not self._group.shows_grads_of_params:
+            return
+        reported = engine.gradients()
+        for name in self._group.ownership.held[rank]:
+            key = key_of("whole grad", name)
+            if name in reported and key in expected.digests:
+                yield from self._compare(expected, reported[name], "whole grad", name)
+            elif key in expected.digests and key not in expected.zero_grads:
+                yield _DIFFERS
+
+    def scale_names(self, step: int) -> Sequence[str]:
+        """Return the names of params in fp8."""
+        return self._steps[step].scale_names
+
+    def compare_scales(
+        self, scales: Mapping[str, Tensor | None], *, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare the scales of params in fp8."""
+        for name, scale in scales.items():
+            if scale is None:
+                yield _DIFFERS
+            else:
+                yield from self._compare(self._steps[step], scale, "scale", name)
+
+    def compare_params(
+        self, params: Mapping[str, Tensor], *, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare the working params that a rank holds, those that others own included."""
+        expected = self._steps[step]
+        for name in self._group.ownership.held[rank]:
+            if name in params:
+                yield from self._compare(expected, params[name], "param", name)
+            elif key_of("param", name) in expected.digests:
+                yield _DIFFERS
+
+    def _compare(
+        self, expected: StepDigests, got: Tensor, what: str, *where: object
+    ) -> Iterator[Finding]:
+        if not expected.agrees(got, what, *where):
+            yield _DIFFERS
+        self._group.comparer.elems += got.numel()
+
 
 AnyReference = Reference | BoundedReference
 
@@ -86,7 +188,7 @@ class Comparison(Comparing, Protocol):
         """Compare all that a rank goes on with after a load, before its first step."""
         ...
 
-    def note_agreed(self, part: OwnedPart, *, step: int) -> None:
+    def note_agreed(self, part: OwnedPart, *, rank: int, step: int) -> None:
         """Note a part that agreed with a step from elsewhere."""
         ...
 

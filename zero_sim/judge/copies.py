@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import same_bits
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 

@@ -13,31 +13,18 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
+from zero_sim.judge.explaining import Explanations, grad_seen, param_seen, part_seen
 from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.forward_reads import ForwardReads, compare_losses
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.loaded import compare_loaded
-from zero_sim.judge.rules import (
-    Pick,
-    RulesTrial,
-    grad_picked,
-    param_picked,
-    part_picked,
-    why_blind,
-)
 from zero_sim.judge.step_source import StepSource
-from zero_sim.judge.told import OtherGrads, reported_sum, told_as, told_otherwise
-from zero_sim.reference import (
-    PartialSum,
-    ReferenceStep,
-    norms_of_shard,
-    partial_sums,
-    quotient,
-)
+from zero_sim.judge.told import told_as, told_otherwise
+from zero_sim.reference import ReferenceStep, norms_of_shard, quotient
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
-from zero_sim.targets.adapt import GRADIENTS
+from zero_sim.targets.adapt import GRADIENTS, PARTS
 
 
 class ExactComparison:
@@ -53,15 +40,12 @@ class ExactComparison:
         self._comparer = group.comparer
         self._source = source
         self._steps: Mapping[int, ReferenceStep] = source.steps
-        self._rules = RulesTrial(scenario=group.scenario)
-        self._grad_rules = RulesTrial("gradient", scenario=group.scenario)
-        self._mistakes = RulesTrial("mistake")
+        self._told_at = group.numerics.told_at
+        self._explanations = Explanations(group, reference=lambda: source.reference)
 
     def forget(self, step: int) -> None:
         """Forget a step that every rank was compared with."""
-        self._rules.forget(step)
-        self._grad_rules.forget(step)
-        self._mistakes.forget(step)
+        self._explanations.forget(step)
 
     def scale_names(self, step: int) -> Iterable[str]:
         """Return the names of params in fp8."""
@@ -95,11 +79,11 @@ class ExactComparison:
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare norm and zeros; the norm only where every order of adding gives it."""
         expected = self._steps[step]
-        norm = result.norm if expected.norm_certified else None
+        norm = result.norm if expected.measured.norm_certified else None
         if self._group.numerics.norm == "told":
             self._group.unobserved.add("norm")
             norm = None
-        if norm is not None and self._comparer.differs(expected.norm, norm):
+        if norm is not None and self._comparer.differs(expected.measured.norm, norm):
             known = list(self._known_norms(expected, rank=rank))
             found = self._group.differing(
                 findings.norm(step, rank),
@@ -110,19 +94,19 @@ class ExactComparison:
             )
             # A norm of one shard may have the bits of a rule, too, where others are empty.
             is_known = any(same_bits(each.values, norm) for each in known)
-            rule = "" if is_known else self._norm_rule(expected, norm)
+            explainer = None if is_known else self._explanations.of(expected)
+            rule = "" if explainer is None else explainer.explain_norm(norm)
             yield replace(found, detail="\n".join(filter(None, [found.detail, rule])))
-        if result.zeros is not None and result.zeros != expected.zeros:
-            yield findings.misreported(
-                "zeros", step, rank, expected=expected.zeros, got=result.zeros
-            )
+        zeros = expected.measured.zeros
+        if result.zeros is not None and result.zeros != zeros:
+            yield findings.misreported("zeros", step, rank, expected=zeros, got=result.zeros)
 
     def _known_norms(self, expected: ReferenceStep, *, rank: int) -> Iterator[Known]:
         """Norms that may stand in place of that of the whole gradient: those of one shard."""
         if self._group.scenario.world.size == 1:
             return
-        # Without alternatives nothing is clipped.
-        whole = expected.stepped if expected.otherwise is None else expected.otherwise.grads
+        # Not `stepped`, which is clipped.
+        whole = {name: expected.update.apply(expected.grads[name]) for name in expected.stepped}
         shards = self._group.scenario.world.size // self._group.scenario.system.redundancy
         holding = self._group.ownership.holding_of(rank)
         if holding and sum(each.stop - each.start for each in holding) >= sum(
@@ -133,17 +117,6 @@ class ExactComparison:
         for norm in norms_of_shard(whole, holding, rank=rank % shards, shard_count=shards):
             if not same_bits(norm, expected.norm):
                 yield Known(what=what, values=norm)
-
-    def _norm_rule(self, expected: ReferenceStep, norm: Tensor) -> str:
-        """Name the known rules that give a norm, and how to declare the first one."""
-        others = {} if expected.otherwise is None else expected.otherwise.norms()
-        fitting = [said for said, other in others.items() if same_bits(other, norm)]
-        if not fitting:
-            return ""
-        advice = why_blind(self._group.scenario, shows_factor=True) or (
-            f"If this is intended, declare Numerics({fitting[0].replace(' = ', '=')})"
-        )
-        return f"these are the bits of {' or '.join(fitting)}.\n{advice}"
 
     def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare a part's gradient, master and optimizer state."""
@@ -171,30 +144,24 @@ class ExactComparison:
             )
         )
         yield from found
-        pick, got = part_picked(part)
-        self._look_at_update(expected, pick=pick, got=got, rank=rank, agrees=not found)
+        self._note_part(expected, part, rank=rank, agrees=not found)
 
-    def _look_at_update(
-        self,
-        expected: ReferenceStep,
-        *,
-        pick: Pick,
-        got: Mapping[str, Tensor],
-        rank: int,
-        agrees: bool,
+    def _note_part(
+        self, expected: ReferenceStep, part: OwnedPart, *, rank: int, agrees: bool
     ) -> None:
-        """Let other rules and known mistakes explain an update that differs."""
-        step = expected.step
-        self._rules.look(step, expected.otherwise, pick=pick, got=got, agrees=agrees)
-        if self._grad_rules.of_step(step) is None:
-            self._mistakes.look(
-                step, expected.mistakes, pick=lambda of: pick(of(rank)), got=got, agrees=agrees
-            )
+        if not expected.skipped:
+            self._explanations.note(expected, *part_seen(part, rank=rank), agrees=agrees)
 
-    def note_agreed(self, part: OwnedPart, *, step: int) -> None:
+    def note_agreed(self, part: OwnedPart, *, rank: int, step: int) -> None:
         """Note a part that was found to be as it is owed in another way."""
-        pick, got = part_picked(part)
-        self._rules.look(step, self._steps[step].otherwise, pick=pick, got=got, agrees=True)
+        expected, place = self._steps[step], part.place
+        self._note_part(expected, part, rank=rank, agrees=True)
+        if part.grad is not None:
+
+            def cut(tensor: Tensor) -> Tensor:
+                return tensor.reshape(-1)[place.start : place.stop]
+
+            self._note_grad(expected, place.param, part.grad, rank=rank, cut=cut, agrees=True)
 
     def _compare_grad(
         self,
@@ -210,22 +177,22 @@ class ExactComparison:
         if wanted is None:
             return  # Nothing was stepped, so that nobody was given anything.
         grad = cut(wanted)
-        at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, part.place)
+        at = partial(findings.owned, Check.EQUALITY_GRAD, "", step, rank, part.place)
         if part.grad is None:
             # None stands for zeros, as of a param that is frozen or that no rank used.
             if grad.any() and not self._group.telling[rank]:
                 self._group.unobserved.add(GRADIENTS)
             elif grad.any():
-                yield findings.missing(at, "the system has no gradient of this param")
+                yield findings.missing(at(), "the system has no gradient of this param")
             return
         differs = self._comparer.differs(grad, part.grad)
-        self._look_at_grad(expected, name, part.grad, cut=cut, agrees=not differs)
+        self._note_grad(expected, name, part.grad, rank=rank, cut=cut, agrees=not differs)
         if differs:
             known = partial(
                 self._known_grads, expected, rank=rank, name=name, start=part.place.start
             )
             factors = self._factors(expected)
-            found = self._group.differing(at, grad, part.grad, known=known, factors=factors)
+            found = self._group.differing(at(), grad, part.grad, known=known, factors=factors)
             side = told_otherwise(expected, name, cut, part.grad, numerics=self._group.numerics)
             yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
 
@@ -251,7 +218,8 @@ class ExactComparison:
     ) -> Iterator[Finding]:
         """Compare gradients of whole params, where the target declares that it shows them."""
         group = self._group
-        group.note_unreported(divisor=self._steps[step].divisor)
+        if PARTS in group.unobserved:
+            group.note_unreported(divisor=self._steps[step].divisor)
         if not group.shows_grads_of_params:
             return
         reported = engine.gradients()
@@ -268,7 +236,7 @@ class ExactComparison:
                     yield findings.missing(at, "the system has no gradient of this param")
                 continue
             differs = self._comparer.differs(wanted, got)
-            self._look_at_grad(self._steps[step], name, got, cut=_whole, agrees=not differs)
+            self._note_grad(self._steps[step], name, got, rank=rank, cut=_whole, agrees=not differs)
             if differs:
                 at = findings.gradient(step, rank, name)
                 known = partial(self._known_grads, self._steps[step], rank=rank, name=name, start=0)
@@ -281,35 +249,15 @@ class ExactComparison:
         self, expected: ReferenceStep, *, rank: int, name: str, start: int
     ) -> Iterator[Known]:
         """What may stand in place of a reduced gradient: a rank's own, or another param's."""
-        yield from self._partial_grads(expected, rank=rank, name=name, start=start)
+        explainer = self._explanations.of(expected)
+        if explainer is not None:
+            yield from explainer.known_grads(name, rank=rank, start=start)
         told = {each: self._as_reported(expected, each) for each in expected.grads}
         yield from _of_params({n: v for n, v in told.items() if v is not None}, start=start)
 
-    def _partial_grads(
-        self, expected: ReferenceStep, *, rank: int, name: str, start: int
-    ) -> Iterator[Known]:
-        """Gradients that lack terms; of those with the same bits, the likeliest alone."""
-        sums = expected.other_sums
-        if sums is None or name not in sums.local.active:
-            return
-        partials = [(rank, each, each.name) for each in partial_sums(sums)]
-        for other, world_rank in enumerate(self._group.world_ranks):
-            if other != rank:
-                local = PartialSum(name=f"rank {world_rank} alone, not reduced", is_local=True)
-                partials.append((other, local, local.name))
-        seen: list[Tensor] = []
-        for observer, partial_sum, what in partials:
-            other = partial_sum.of_param(sums, name, rank=observer)
-            if other is None:
-                continue
-            values = reported_sum(other, expected, name, numerics=self._group.numerics)
-            if not any(same_bits(values, each) for each in seen):
-                seen.append(values)
-                yield Known(what=f"the gradient of {what}", values=values, start=start)
-
     def _factors(self, expected: ReferenceStep) -> FactorCauses:
         """Causes of a factor of reduced gradients as the target reports them."""
-        division = expected.division
+        division = expected.update.division
         is_sum = division.rest != 1 and not self._group.tells_divided and not division.each_round
         return self._factors_of(expected, is_mean=not is_sum)
 
@@ -318,7 +266,7 @@ class ExactComparison:
     ) -> FactorCauses:
         return FactorCauses.of(
             expected.losses,
-            divisor=1 if expected.division.how == "none" else expected.division.count,
+            divisor=1 if expected.update.division.how == "none" else expected.update.division.count,
             replicas=self._group.scenario.system.redundancy,
             is_mean=is_mean,
             noun=noun,
@@ -326,23 +274,24 @@ class ExactComparison:
 
     def _as_reported(self, expected: ReferenceStep, name: str) -> Tensor | None:
         """A reduced gradient as the target is to tell it; None where it is given none."""
-        numerics = self._group.numerics
-        return told_as(expected, name, point=numerics.told_at, dtype=numerics.told_dtype)
+        dtype = self._group.numerics.told_dtype
+        return told_as(expected, name, point=self._told_at, dtype=dtype)
 
-    def _look_at_grad(
+    def _note_grad(
         self,
         expected: ReferenceStep,
         name: str,
         got: Tensor,
         *,
+        rank: int,
         cut: Callable[[Tensor], Tensor],
         agrees: bool,
     ) -> None:
-        """Let other rules explain a gradient that differs, at the point where it is told."""
-        if self._group.numerics.told_at != "after-clip":
-            pick, shown = grad_picked(name, got, cut=cut)
-            sums = OtherGrads.of(expected, self._group.numerics)
-            self._grad_rules.look(expected.step, sums, pick=pick, got=shown, agrees=agrees)
+        """Note a gradient for the explanations; not one that is clipped, which none explains."""
+        if self._told_at != "after-clip":
+            numerics = self._group.numerics
+            seen, shown = grad_seen(name, got, cut=cut, rank=rank, numerics=numerics)
+            self._explanations.note(expected, seen, shown, agrees=agrees)
 
     def compare_params(
         self, params: Mapping[str, Tensor], *, rank: int, step: int
@@ -360,18 +309,13 @@ class ExactComparison:
                 at = findings.param(step, rank, name)
                 known = partial(_known_params, self._steps[step], name=name)
                 yield self._group.differing(at, value, params[name], known=known)
-            pick, got = param_picked(name, params[name])
-            self._look_at_update(
-                self._steps[step], pick=pick, got=got, rank=rank, agrees=not differs
-            )
+            if not self._steps[step].skipped:
+                seen, got = param_seen(name, params[name], rank=rank)
+                self._explanations.note(self._steps[step], seen, got, agrees=not differs)
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
         """Return what was seen with the rules that would fit what differs."""
-        bad = judged.bad_step
-        rules, mistakes = self._rules.of_step(bad), self._mistakes.of_step(bad)
-        if mistakes is not None and mistakes.fitting:
-            rules = replace(mistakes, also=rules)
-        return replace(judged, rules=self._grad_rules.of_step(bad) or rules)
+        return replace(judged, rules=self._explanations.tried(judged.bad_step))
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from zero_sim.findings.ratio import Ratio
-from zero_sim.reference import Interval, OtherSums
+from zero_sim.reference import Interval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,24 +124,3 @@ def _holds(bound: Interval, got: Tensor, *, divisor: float) -> bool:
     quotients = bound.divided_by(divisor)
     low, high = (end.to(got.dtype).double() for end in (quotients.low, quotients.high))
     return bool(replace(quotients, low=low, high=high).holds(got).all())
-
-
-def factor_of(rule: str, sums: OtherSums | None) -> str:
-    """Return the factor of a gradient by another rule, and its cause; empty if it has none.
-
-    Args:
-        rule: As a target declares it.
-        sums: The gradients of a step; None if they were not kept.
-    """
-    divisor = None if sums is None else sums.divisor_of(rule)
-    if sums is None or divisor is None:
-        return ""
-    division, losses = sums.local.division, sums.local.losses
-    expected = 1 if division.how == "none" else division.count
-    replicas = sums.scenario.system.redundancy
-    causes = FactorCauses.of(losses, divisor=expected, replicas=replicas, is_mean=expected != 1)
-    larger, smaller = max(expected, divisor), min(expected, divisor)
-    if larger % smaller:
-        return ""
-    number = int(larger // smaller)
-    return causes.explain(Ratio(number=number, is_multiple=divisor < expected, is_rounded=False))

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from zero_sim.cost.observer import Observer
 from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import same_bits
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
-from zero_sim.judge.harness import PauseClock, harness_time
+from zero_sim.judge.harness import RankTime
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.reference import BoundedStep, ReferenceStep
 from zero_sim.targets.bare_model import is_plain
@@ -31,10 +31,10 @@ class ForwardReads(Observer):
     Args:
         module: The bare model, before a system has it.
         step: The step whose loss differs.
-        pause_clock: As for `harness_time`.
+        rank_time: Blocks of the harness.
     """
 
-    def __init__(self, module: nn.Module, *, step: int, pause_clock: PauseClock) -> None:
+    def __init__(self, module: nn.Module, *, step: int, rank_time: RankTime) -> None:
         first = {param: name for name, param in module.named_parameters()}
         # Systems put other tensors in place of params, but below the same attributes.
         self._attributes = {
@@ -42,7 +42,7 @@ class ForwardReads(Observer):
             for owner in module.modules()
             if (named := [*owner.named_parameters(recurse=False, remove_duplicate=False)])
         }
-        self._step, self._pause_clock = step, pause_clock
+        self._step, self._rank_time = step, rank_time
         self._at: tuple[int, int] | None = None
         self._reads: dict[tuple[int, int], dict[str, Tensor]] = {}
         """By step and micro-batch: copies of the params that its forward read, by name."""
@@ -61,7 +61,7 @@ class ForwardReads(Observer):
     def _read(self, owner: nn.Module, args: object) -> None:
         if self._at is None:
             return
-        with harness_time(self._pause_clock):
+        with self._rank_time.harness():
             kept = self._reads.setdefault(self._at, {})
             for attribute, name in self._attributes[owner]:
                 value = getattr(owner, attribute, None)
@@ -137,17 +137,17 @@ def compare_losses(
         group: The judged group.
         rank: The rank, within the group.
     """
-    expected, params, step = taken.losses, taken.params_before, taken.step
+    expected, step = taken.losses, taken.step
     differ = [
         micro
         for micro, loss in enumerate(losses)
         if group.comparer.differs(expected[rank, micro], loss)
     ]
     if reads is not None and not differ:
-        reads.note_right(step, params)
+        reads.note_right(step, taken.params_before)
     for micro in differ:
         if reads is not None:
-            yield from reads.compare(params, group=group, at=(step, rank, micro))
+            yield from reads.compare(taken.params_before, group=group, at=(step, rank, micro))
         at = findings.loss(step, rank, micro)
         known = partial(_known_losses, expected, group)
         yield group.differing(at, expected[rank, micro], losses[micro], known=known)

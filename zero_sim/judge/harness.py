@@ -10,13 +10,29 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
+from functools import partial
+from typing import Protocol
 
 from zero_sim.errors import EnvironmentProblem, UntrainableError, ZeroSimError
-from zero_sim.sim import unwatched
 
-PauseClock = Callable[[bool], AbstractContextManager[object]]
-"""Makes a block in which the calling rank's time is not its program's; or is again, given False."""
+OnError = Callable[[BaseException], None] | None
+"""Called with an exception that leaves a block; may raise another one."""
+
+
+class PauseClock(Protocol):
+    """Makes blocks in which the calling rank's time is not its program's: `World.pause_clock`."""
+
+    def __call__(
+        self, pause: bool, *, watched: bool = True, on_error: OnError = None
+    ) -> AbstractContextManager[object]:
+        """Make a block.
+
+        Args:
+            pause: False if its time counts again, within a block in which it does not.
+            watched: False if no race is charged to the program.
+            on_error: Translates exceptions.
+        """
+        ...
 
 
 class JudgeFailed(ZeroSimError):
@@ -39,74 +55,50 @@ class _SystemRaised(Exception):
 _COME_THROUGH = (EnvironmentProblem, UntrainableError)
 
 
-def harness_time(pause_clock: PauseClock) -> AbstractContextManager[None]:
-    """A block that is the harness's own.
+@contextmanager
+def untimed(pause: bool, *, watched: bool = True, on_error: OnError = None) -> Iterator[None]:
+    """Make a block where no world counts time; as `PauseClock`."""
+    try:
+        yield
+    except BaseException as error:
+        if on_error is not None:
+            on_error(error)
+        raise
 
-    Raises:
-        JudgeFailed: Anything in it raised, but for what the machine lacks, what no system could
-            train and what an engine raised when it was asked: those come through as they are.
-    """
-    return _HarnessTime(pause_clock)
 
-
-def engine_time(pause_clock: PauseClock) -> AbstractContextManager[None]:
-    """A block in which an engine is asked something, inside one that is ours: the system's again.
+class RankTime:
+    """Blocks of the harness within a rank's turn, and blocks of the engine within those.
 
     Args:
-        pause_clock: As for `harness_time`.
+        pause_clock: Makes all of them.
     """
-    return _EngineTime(pause_clock)
+
+    def __init__(self, pause_clock: PauseClock = untimed) -> None:
+        self._pause_clock = pause_clock
+        # What the judge reads is not charged to the system, whatever is in flight.
+        self.harness = partial(pause_clock, True, watched=False, on_error=_raise_as_harness)
+        """Make a block that is the harness's own.
+
+        It raises JudgeFailed for any exception, except for what the machine lacks, what no system
+        could train, and what an engine raised in `engine`: these pass unchanged.
+        """
+        self.engine = partial(pause_clock, False, on_error=_raise_as_engine)
+        """Make a block for a query of an engine, inside `harness`: the system's own time again."""
+
+    @contextmanager
+    def caused_by_harness(self) -> Iterator[None]:
+        """Make a block of the system's own time whose calls the harness caused."""
+        with self._pause_clock(True), self._pause_clock(False):
+            yield
 
 
-@contextmanager
-def caused_by_harness(pause_clock: PauseClock) -> Iterator[None]:
-    """A block of the system's own time whose calls it would not make without the harness."""
-    with pause_clock(True), pause_clock(False):
-        yield
+def _raise_as_harness(error: BaseException) -> None:
+    if isinstance(error, _SystemRaised):
+        raise error.error from error.error.__cause__
+    if isinstance(error, Exception) and not isinstance(error, _COME_THROUGH):
+        raise JudgeFailed(error, traceback.format_exc()) from error
 
 
-# No generators: a small case has hundreds of these blocks.
-class _HarnessTime:
-    __slots__ = ("_clock", "_watch")
-
-    def __init__(self, pause_clock: PauseClock) -> None:
-        self._clock = pause_clock(True)
-        # What the judge reads is not charged to the system either, whatever is in flight.
-        self._watch = unwatched()
-
-    def __enter__(self) -> None:
-        self._clock.__enter__()
-        self._watch.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._watch.__exit__(kind, error, trace)
-        self._clock.__exit__(kind, error, trace)
-        if isinstance(error, _SystemRaised):
-            raise error.error from error.error.__cause__
-        if isinstance(error, Exception) and not isinstance(error, _COME_THROUGH):
-            raise JudgeFailed(error, traceback.format_exc()) from error
-
-
-class _EngineTime:
-    __slots__ = ("_clock",)
-
-    def __init__(self, pause_clock: PauseClock) -> None:
-        self._clock = pause_clock(False)
-
-    def __enter__(self) -> None:
-        self._clock.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._clock.__exit__(kind, error, trace)
-        if isinstance(error, Exception):
-            raise _SystemRaised(error) from error
+def _raise_as_engine(error: BaseException) -> None:
+    if isinstance(error, Exception):
+        raise _SystemRaised(error) from error

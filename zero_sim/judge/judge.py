@@ -20,16 +20,14 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.buffer_map import build_buffer_map
 from zero_sim.findings.records import BufferMap, Finding
 from zero_sim.judge.checks import table
-from zero_sim.judge.checks.shown import Shown
+from zero_sim.judge.checks.shown import RankNotes, Shown
 from zero_sim.judge.comparison import AnyReference, owed_of
-from zero_sim.judge.coverage import Coverage
+from zero_sim.judge.coverage import Coverage, check_trainable
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
-from zero_sim.judge.rank_notes import RankNotes
 from zero_sim.judge.step_book import FirstBadStep, StepBook
 from zero_sim.judge.step_source import AnyStep, SharedSteps
-from zero_sim.judge.trainable import check_trainable
 from zero_sim.judge.trajectory import LateReference
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
@@ -303,7 +301,7 @@ class Judge:
             self.group.go_back(noted)
             steps.fall_back()
             for part in agreed:
-                self._owed.exact.note_agreed(part, step=step)
+                self._owed.exact.note_agreed(part, rank=shown.rank, step=step)
         self.bad.report(step, table.run_checks(checks, shown))
 
     def _take(self, taken: AnyStep) -> None:

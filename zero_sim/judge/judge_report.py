@@ -7,14 +7,44 @@ digests of it. What they say of the oracle is the same; what they say of the ran
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from zero_sim.findings.dataflow import sort_and_merge
 from zero_sim.findings.records import Finding
+from zero_sim.judge.copies import Copy, compare_copies
+from zero_sim.judge.grad_stats import PartStats, ReportedStats, check_measures
 from zero_sim.judge.guarantee import Guarantee, Width
-from zero_sim.judge.rank_digests import RankDigests
-from zero_sim.judge.rules import RulesTried, rules_together, with_rules
+from zero_sim.judge.rules_tried import RulesTried, rules_together, with_rules
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankDigests:
+    """Digests of everything that some ranks showed if no reference knows the sums.
+
+    Judges in processes of their own exchange them; they are compared once all are there.
+    """
+
+    copies: tuple[Copy, ...] = ()
+    """What they hold that others, judged elsewhere, hold too."""
+    part_stats: tuple[PartStats, ...] = ()
+    """What the parts that they own add to the measure of the gradient."""
+    reported: tuple[ReportedStats, ...] = ()
+    """What they say of that measure."""
+
+    def check(self) -> Iterator[Finding]:
+        """Give a finding for each thing that does not agree; ranks are the world's."""
+        yield from compare_copies(self.copies)
+        yield from check_measures(self.part_stats, self.reported)
+
+    @classmethod
+    def together(cls, parts: Sequence[RankDigests]) -> RankDigests:
+        """What several judges were shown."""
+        return cls(
+            copies=tuple(dict.fromkeys(copy for part in parts for copy in part.copies)),
+            part_stats=tuple(stats for part in parts for stats in part.part_stats),
+            reported=tuple(dict.fromkeys(claimed for part in parts for claimed in part.reported)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

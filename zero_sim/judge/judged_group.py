@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from zero_sim.findings import describe as findings
-from zero_sim.findings.compare import beside, same_bits
+from zero_sim.findings.compare import same_bits
 from zero_sim.findings.recognition import Known, recognize
 from zero_sim.findings.records import Finding
 from zero_sim.judge.factors import FactorCauses
@@ -35,7 +36,16 @@ class Comparer:
         self.elems += expected.numel()
         if expected.dtype != got.dtype or expected.numel() != got.numel():
             return True
-        return not same_bits(expected, got)
+        # Nearly all tensors are equal; only others need the rule for NaN.
+        return not torch.equal(expected, got) and not same_bits(expected, got)
+
+
+def beside(got: Tensor, expected: Tensor) -> Tensor:
+    """A tensor where another one is, if it has no dimensions.
+
+    Step counts are on the CPU or on the device of their param, as an optimizer's options have it.
+    """
+    return got if got.dim() else got.to(expected.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +71,8 @@ class JudgedGroup:
     """The first step to judge."""
     sees_all: bool
     """Whether all of its ranks are shown to its judge."""
+    explainer: str = ""
+    """`module:name` of the class that explains what differs; empty for no explanations."""
     comparer: Comparer = field(default_factory=Comparer)
     unobserved: set[str] = field(default_factory=set)
     """What the engine could tell and does not, so that nothing is known of it; grows."""

@@ -12,11 +12,10 @@ from functools import partial
 from torch import Tensor
 
 from zero_sim.findings import describe as findings
-from zero_sim.findings.compare import beside
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
-from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.judged_group import JudgedGroup, beside
 from zero_sim.reference import Standing
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import CompletedEngine, OwnedPart, Settings

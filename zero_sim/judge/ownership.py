@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
 
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.positions import Arrangements, members_of, sum_spans

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from zero_sim.cost.volume import StepWindow
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
 
 

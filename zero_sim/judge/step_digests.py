@@ -131,12 +131,12 @@ def digests_of(taken: ReferenceStep, *, group: JudgedGroup) -> StepDigests | Non
         hashed.add(scale, "scale", name)
     for name, param in taken.params.items():
         hashed.add(param, "param", name)
-    if taken.norm_certified:
+    if taken.measured.norm_certified:
         hashed.add(taken.norm, "norm")
     return StepDigests(
         step=taken.step,
         norm=taken.norm.item(),
-        zeros=taken.zeros,
+        zeros=taken.measured.zeros,
         skipped=taken.skipped,
         loss_scale=taken.loss_scale,
         divisor=taken.divisor,

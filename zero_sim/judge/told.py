@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import get_args
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.ratio import find_ratio
-from zero_sim.reference import Division, OtherSum, OtherSums, ReferenceStep
+from zero_sim.reference import Division, ReferenceStep, StepAgain
 from zero_sim.reference.bounding import Interval
 from zero_sim.targets import Numerics
 from zero_sim.targets.numerics import GradsTold, ToldDtype
@@ -36,7 +36,7 @@ def told_as(
     """
     if point != "after-clip":
         like = expected.params[name].dtype
-        return _in_dtype(expected.grads[name], expected.division, point, dtype, like)
+        return _in_dtype(expected.grads[name], expected.update.division, point, dtype, like)
     if name in expected.stepped:
         stepped = expected.stepped[name]
         like = {"sum": expected.grads, "param": expected.params}.get(dtype)
@@ -44,19 +44,16 @@ def told_as(
     return None if expected.skipped else torch.zeros_like(expected.masters[name])
 
 
-def reported_sum(
-    other: OtherSum, expected: ReferenceStep, name: str, *, numerics: Numerics
-) -> Tensor:
-    """Return a sum at the point and in the dtype in which the target reports gradients.
+def sum_as_reported(by: StepAgain, name: str, *, numerics: Numerics) -> Tensor:
+    """Return a reduced gradient by other rules as the target reports it.
 
     Args:
-        other: Another sum than that of all ranks.
-        expected: The step as the reference took it.
+        by: The step by these rules.
         name: The param.
         numerics: Declared by the target.
     """
-    point, dtype = numerics.told_at, numerics.told_dtype
-    return _in_dtype(other.total, other.division, point, dtype, expected.params[name].dtype)
+    like = by.again.taken.params[name].dtype
+    return _in_dtype(by.sum(name), by.division, numerics.told_at, numerics.told_dtype, like)
 
 
 def told_otherwise(
@@ -128,66 +125,6 @@ def _where(point: GradsTold, divisor: float) -> str:
 
 def _declare(what: str, said: str) -> str:
     return f"these are {what}.\nIf this is intended, declare Numerics({said})"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OtherGrads:
-    """Reduced gradients by other rules, as the target would tell them."""
-
-    sums: OtherSums
-    expected: ReferenceStep
-    numerics: Numerics
-
-    @classmethod
-    def of(cls, expected: ReferenceStep, numerics: Numerics) -> OtherGrads | None:
-        """Those of a step; None where nothing was kept to compute them from.
-
-        Args:
-            expected: The step as the reference took it.
-            numerics: What the target declares.
-        """
-        if expected.other_sums is None:
-            return None
-        return cls(sums=expected.other_sums, expected=expected, numerics=numerics)
-
-    @property
-    def assumed(self) -> str:
-        """The rules that the reference followed."""
-        return self.sums.assumed
-
-    def singles(self) -> list[str]:
-        """Rules that differ in one thing."""
-        return self.sums.singles()
-
-    def pairs(self) -> list[str]:
-        """Rules that differ in two."""
-        return self.sums.pairs()
-
-    def update(self, rule: str) -> Callable[[str], Tensor]:
-        """What gives a gradient by a rule, by the name of its param; computed when asked."""
-        return _Told(grads=self, rule=rule)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Told:
-    grads: OtherGrads
-    rule: str
-    known: dict[str, Tensor] = field(default_factory=dict)
-
-    def __call__(self, name: str) -> Tensor:
-        if name not in self.known:
-            self.known[name] = self._computed(name)
-        return self.known[name]
-
-    def _computed(self, name: str) -> Tensor:
-        grads, expected = self.grads, self.grads.expected
-        point, dtype = grads.numerics.told_at, grads.numerics.told_dtype
-        if self.rule == grads.assumed or name not in grads.sums.local.active:
-            told = told_as(expected, name, point=point, dtype=dtype)
-            assert told is not None, "gradients after the clip are not explained"
-            return told
-        other = grads.sums.sum(self.rule, name)
-        return reported_sum(other, expected, name, numerics=grads.numerics)
 
 
 def _in_dtype(

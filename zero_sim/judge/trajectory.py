@@ -71,17 +71,7 @@ class Trajectory:
 
     def keep(self, taken: Sequence[ReferenceStep], *, groups: object, placed: Hashable) -> None:
         """Keep a step without what only explains findings: who has one computes it anew."""
-        bare = [
-            replace(
-                frozen(each),
-                other_sums=None,
-                otherwise=None,
-                mistakes=None,
-                masters_before={},
-                params_before={},
-            )
-            for each in taken
-        ]
+        bare = [replace(frozen(each), start=None) for each in taken]
         self._steps.setdefault((placed, taken[0].step), bare)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zero_sim.findings.dataflow import of_first_step, sort_and_merge
-from zero_sim.findings.records import UNOBSERVED, BufferMap, CaseResult, Finding, Scope
-from zero_sim.judge import guards
-from zero_sim.judge.expected import settle
+from zero_sim.findings.records import UNOBSERVED, BufferMap, CaseResult, Finding, Scope, Verdict
 from zero_sim.judge.guarantee import Guarantee, Width, in_words, width_in_words
 from zero_sim.judge.judge_report import JudgeReport
-from zero_sim.judge.rules import UPDATED, rules_together, with_rules
+from zero_sim.judge.rules_tried import UPDATED, rules_together, with_rules
 from zero_sim.reference import settings_in_words
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
@@ -157,6 +155,153 @@ def _check_accuracy(scenario: Scenario, reached: float | None) -> list[Finding]:
 def _doubts(scenario: Scenario, observations: Observations) -> tuple[Finding, ...]:
     """Why equality would mean little, though nothing is wrong."""
     return (
-        *guards.check_meaning(scenario, observations.judged),
-        *guards.check_faults(observations.faults),
+        *check_meaning(scenario, observations.judged),
+        *check_faults(observations.faults),
     )
+
+
+def settle(
+    wanted: str | None,
+    *,
+    found: Sequence[Finding],
+    doubts: Sequence[Finding],
+    faults: Sequence[FaultRecord],
+) -> tuple[Verdict, tuple[Finding, ...], tuple[str, ...]]:
+    """Settle a case.
+
+    Args:
+        wanted: The check, or the area of checks, that must find something; None for none.
+        found: What is wrong, of the first bad step.
+        doubts: Where nothing is wrong, why that means little.
+        faults: What came of the planned faults.
+
+    Returns:
+        The verdict, the findings to show and the notes to add.
+    """
+    if wanted is None:
+        verdict: Verdict = "fail" if found else "inconclusive" if doubts else "pass"
+        return verdict, (*found, *doubts), ()
+    # What is found before any planned fault happens is not that fault's doing.
+    explained = not faults or any(record.fired for record in faults)
+    matching = [
+        finding
+        for finding in (*(found if explained else ()), *doubts)
+        if finding.check == wanted or finding.check.startswith(f"{wanted}.")
+    ]
+    if matching:
+        return "pass", (), tuple(f"found, as expected: {_in_a_line(f)}" for f in matching)
+    missing = Finding(
+        check=Check.EXPECT_FINDING,
+        message=f"expected {wanted} to find something, got {_summary(found, doubts)}"
+        + ("" if explained else ", before any planned fault happened"),
+    )
+    return "fail", (missing, *found, *doubts), ()
+
+
+def _summary(found: Sequence[Finding], doubts: Sequence[Finding]) -> str:
+    checks = list(dict.fromkeys(finding.check for finding in (*found, *doubts)))
+    return f"{', '.join(checks)} only" if checks else "nothing"
+
+
+def _in_a_line(finding: Finding) -> str:
+    parts = [
+        f"{word} {value}"
+        for word, value in (("step", finding.step), ("rank", finding.rank))
+        if value is not None
+    ]
+    if finding.param is not None:
+        index = "" if finding.index is None else f"[{', '.join(map(str, finding.index))}]"
+        parts.append(f"param '{finding.param}'{index}")
+    where = f" ({', '.join(parts)})" if parts else ""
+    return f"{finding.check}: {finding.message}{where}"
+
+
+def check_meaning(scenario: Scenario, judges: Sequence[JudgeReport]) -> Iterator[Finding]:
+    """Yield guards against an empty pass: why equality would mean little, though nothing is wrong.
+
+    Each cell and segment is checked by itself, because one proves nothing about another: so the
+    worst counts. Of each kind the first judge's doubt, of gradients the one with the fewest.
+    """
+    if scenario.data.ranks == "distinct":
+        for judge in [judge for judge in judges if judge.same_data][:1]:
+            yield Finding(
+                check=Check.GUARD_SAME_DATA,
+                message=f"all ranks saw the same data in every step{_where(judge, judges)}, which "
+                "hides most bugs of a reduction; feed distinct data, or say "
+                'data.ranks = "same" if that is the point',
+            )
+    least = min(judges, key=lambda judge: judge.nonzero_fraction_max)
+    is_low = least.nonzero_fraction_max < scenario.expect.nonzero_min
+    if is_low and not scenario.world.order_known:
+        yield Finding(
+            check=Check.GUARD_WIDE_BOUNDS,
+            message=f"at most {least.nonzero_fraction_max:.0%} of the gradient elements owe "
+            f"anything but zero in any step{_where(least, judges)}, expected at least "
+            f"{scenario.expect.nonzero_min:.0%}: what lies within bounds that wide proves nothing",
+        )
+    elif is_low:
+        yield Finding(
+            check=Check.GUARD_ZERO_GRADIENTS,
+            message=f"at most {least.nonzero_fraction_max:.0%} of the gradient elements were "
+            f"nonzero in any step{_where(least, judges)}, expected at least "
+            f"{scenario.expect.nonzero_min:.0%}: equal zeros prove nothing",
+        )
+    for judge in [judge for judge in judges if not judge.has_stepped][:1]:
+        yield Finding(
+            check=Check.GUARD_NOTHING_STEPPED,
+            message="every step was skipped or had gradients that are not finite"
+            f"{_where(judge, judges)}, so that no update was compared; take more steps, or plant "
+            "the overflow in one of several",
+        )
+    owed = sum((judge.owed for judge in judges), start=Counter[Guarantee]())
+    depending = owed.total() - owed["order-free"]
+    if scenario.model.name in EXACT_MODELS and depending:
+        yield Finding(
+            check=Check.GUARD_NOT_ORDER_FREE,
+            message=f"{depending} of {owed.total()} elements of reduced gradients depend on the "
+            "order of addition, though this model is there to have none: fewer ranks, rows or "
+            "micro-batches, or a division after the sum, keep it within its budget",
+        )
+    for judge in judges:
+        if judge.unfollowed:
+            yield Finding(
+                check=Check.GUARD_NOT_FOLLOWED,
+                step=judge.uncertified_step,
+                message=judge.unfollowed,
+            )
+        elif judge.uncertified_step is not None:
+            yield Finding(
+                check=Check.GUARD_NORM_NOT_CERTIFIED,
+                step=judge.uncertified_step,
+                message="the norm lies so close to the middle of two fp32 values that its rounding "
+                "depends on the order of the sum; nothing clipped by it is owed. Try another seed",
+            )
+
+
+def check_faults(records: Iterable[FaultRecord]) -> Iterator[Finding]:
+    """Give a doubt for each planned fault of a case in which nothing was found.
+
+    A rank that is slow owes nothing but agreement, so that one which was says nothing here.
+    """
+    for record in records:
+        if not record.fired:
+            yield Finding(
+                check=Check.GUARD_FAULT_NOT_REACHED,
+                rank=record.rank,
+                message=f"the planned fault never happened: {record}",
+            )
+        elif record.kind != "slow":
+            yield Finding(
+                check=Check.GUARD_FAULT_UNNOTICED,
+                rank=record.rank,
+                message="a planned fault happened and everything agreed bit for bit all the same: "
+                f"{record}",
+            )
+
+
+def _where(judge: JudgeReport, judges: Sequence[JudgeReport]) -> str:
+    """Which cell and segment a judge saw, where there are several."""
+    if len(judges) == 1:
+        return ""
+    ranks = ", ".join(map(str, judge.world_ranks))
+    return f" from step {judge.first_step} on ranks {ranks}"

@@ -55,7 +55,7 @@ class LayoutPolicy:
         LayoutError: If a field is out of range.
     """
 
-    shard_count: int
+    shard_count: int = 1
     """Number of shards of every bucket: the size of the group that shards it."""
     align_elems: int = 1
     """Every shard starts at a multiple of this many elements."""

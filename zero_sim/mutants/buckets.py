@@ -18,7 +18,7 @@ from zero_sim.zero.unit import Unit
 def exact_fit_dropped(patch: Patches) -> None:
     """A param that exactly fills what room its bucket has is not reduced."""
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
-        if memory.in_unit.stop == self.config.bucket_elems:
+        if memory.in_unit.stop == self.config.layout.bucket_elems:
             param.grad = torch.zeros_like(grad)
         ..."""
 
@@ -69,9 +69,9 @@ def readiness_not_reset(patch: Patches) -> None:
 def oversize_param_cut(patch: Patches) -> None:
     """Of a param larger than a bucket only as much as fits into one is reduced."""
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
-        if self.config.bucket_elems is not None:
+        if self.config.layout.bucket_elems is not None:
             param.grad = grad.clone()
-            param.grad.view(-1)[self.config.bucket_elems :] = 0
+            param.grad.view(-1)[self.config.layout.bucket_elems :] = 0
         ..."""
 
 
@@ -209,12 +209,12 @@ def only_the_last_partial_sum(patch: Patches) -> None:
     """Only the last micro-batch's sum goes into the second sum, over the replicas."""
     patch[DistributedDataParallel.end_micro_batch, "self._sum_over_ranks()"] = """
         units = [unit for buffer in self.buffers for unit in buffer.units if unit.group is not None]
-        groups = [unit.replica_group for unit in units]
+        groups = [unit.groups for unit in units]
         for unit in units if not last else ():
-            unit.replica_group = None
+            unit.groups = KindGroups(group=self.group, shard_group=unit.group)
         ...
         for unit, group in zip(units, groups):
-            unit.replica_group = group"""
+            unit.groups = group"""
 
 
 @mutant("A01", "ACCUM", "GA", seen_in="DeepSpeed#7981", core=True)

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from zero_sim.backends import WorldPool
 from zero_sim.backends.pool import share_out
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.known import NOTHING, Needs
@@ -29,7 +29,8 @@ from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.mutants.catalogue import find_mutants
 from zero_sim.mutants.records import Mutant, Trial
 from zero_sim.mutants.smallest import smallest_cases
-from zero_sim.run import CaseResult, run_case
+from zero_sim.rules.judging import run_case
+from zero_sim.run import CaseResult
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import Limits, Reduced, shrink, size_of

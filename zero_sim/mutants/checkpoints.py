@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from zero_sim.checkpoint import pieces, snapshot, write
-from zero_sim.checkpoint.load import (
+from zero_sim.checkpoint.loading import (
     _commit_optimizer,
     _commit_weights,
     _match_groups,
     _StateBuilder,
 )
-from zero_sim.checkpoint.save import SaveHandle, save_async
+from zero_sim.checkpoint.saving import SaveHandle, save_async
 from zero_sim.checkpoint.tensorfile import TensorFileReader
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
@@ -60,7 +60,7 @@ def state_of_copies_not_restored(patch: Patches) -> None:
     """Ranks of other than the first block start with no state."""
     patch[_commit_optimizer, "scaler = optimizer.loss_scaler"] = """
         for master in optimizer.masters:
-            if not optimizer.ddp.is_first_copy(master.buffer.plan.key.kind):
+            if not optimizer.ddp.holders.is_first_copy(master.buffer.plan.key.kind):
                 inner.state.pop(master.leaf, None)
         ..."""
 

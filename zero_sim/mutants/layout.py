@@ -5,9 +5,9 @@ from __future__ import annotations
 from zero_sim.layout import BucketPlan, Span, planner
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero import optimizer
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.masters import build_masters
 from zero_sim.zero.optimizer import DistributedOptimizer
 from zero_sim.zero.unit import Unit
 
@@ -120,7 +120,7 @@ def padding_of_params(patch: Patches) -> None:
 @mutant("L08", "LAYOUT", "PD", seen_in="DeepSpeed#8210")
 def padding_of_masters(patch: Patches) -> None:
     """The padding of the master shards is not zeroed."""
-    patch[optimizer._build_masters, "zeros(span.numel,"] = "full((span.numel,), torch.inf,"
+    patch[build_masters, "zeros(span.numel,"] = "full((span.numel,), torch.inf,"
 
 
 @mutant("L09", "LAYOUT", "PD", seen_in="DeepSpeed#8210")
@@ -264,7 +264,7 @@ def owners_of_nothing_do_not_measure(patch: Patches) -> None:
 def last_element_of_short_params(patch: Patches) -> None:
     """Of a param with fewer elements than there are shards the gradient is dropped."""
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
-        if self.config.sharding.state and param.numel() < self.shard_group.size():
+        if self.config.sharding.state and param.numel() < self.holders.owners_of('dense').size():
             param.grad = torch.zeros_like(grad)
         ..."""
 

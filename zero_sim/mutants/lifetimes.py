@@ -6,13 +6,15 @@ from zero_sim.mutants.buckets import accept_late_gradients
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.zero import buffer as buffers
-from zero_sim.zero import collectives, groups
+from zero_sim.zero import collectives
 from zero_sim.zero.buffer import Buffer
+from zero_sim.zero.buffered_module import build_buffers, find_replicated_tensors
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.gathers import UnderForward
 from zero_sim.zero.optimizer import AllAtOnce, DistributedOptimizer
 from zero_sim.zero.schedule import UnderBackward
 from zero_sim.zero.unit import Unit
+from zero_sim.zero.variants.model_groups import build_expert_groups
 
 
 @mutant("M45", "ASYNC", "AS", seen_in="PyTorch#144535", kill="race", core=True)
@@ -191,16 +193,17 @@ def global_rank_for_group_rank(patch: Patches) -> None:
 @mutant("M67", "GROUP", "ME DR", seen_in="Megatron-LM#6080")
 def experts_over_the_dense_group(patch: Patches) -> None:
     """Gradients of experts are summed over all ranks."""
-    patch[DistributedDataParallel._build_buffer, "replica_group=groups.replica_group"] = """
-        ... if self.config.sharding.state else self.group"""
+    patch[build_buffers, "groups = holders.groups_of(plan.key.kind)"] = (
+        "groups = holders.groups_of(plan.key.kind if config.sharding.state else 'dense')"
+    )
 
 
 @mutant("G01", "GROUP", "ME", seen_in="Megatron-LM#6920")
 def experts_dealt_in_blocks(patch: Patches) -> None:
     """Consecutive ranks are taken to hold the same experts, where every ep-th does."""
-    patch[groups.build_expert_groups, "ranks[index::expert_parallel]"] = """
+    patch[build_expert_groups, "ranks[index::expert_parallel]"] = """
         ranks[index * world_size // expert_parallel :][: world_size // expert_parallel]"""
-    patch[groups.build_expert_groups, "rank % expert_parallel"] = """
+    patch[build_expert_groups, "rank % expert_parallel"] = """
         rank * expert_parallel // world_size"""
 
 
@@ -230,15 +233,13 @@ def replica_sum_on_the_first_block_only(patch: Patches) -> None:
 @mutant("G05", "GROUP", seen_in="replicas that begin apart", core=True)
 def every_rank_begins_with_its_own(patch: Patches) -> None:
     """At the start nothing is broadcast: every rank trains on from what it has built."""
-    patch[DistributedDataParallel.__init__, "if config.broadcast_params:"] = "if False:"
+    patch[DistributedDataParallel.__init__, "if broadcast_params:"] = "if False:"
 
 
 @mutant("G06", "GROUP", "FZ", seen_in="replicas that begin apart")
 def only_trained_params_are_broadcast(patch: Patches) -> None:
     """At the start params are broadcast, frozen ones and the buffers of the module are not."""
-    patch[
-        DistributedDataParallel._replicated_tensors, "(*frozen, *self.module.named_buffers())"
-    ] = "()"
+    patch[find_replicated_tensors, "(*frozen, *module.named_buffers())"] = "()"
 
 
 @mutant("M107", "ORDER", "B2 DR", seen_in="DeepSpeed#2343", kill="contract")

@@ -8,6 +8,8 @@ from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.zero.unit import Unit
 from zero_sim.zero.variants.gathers import GatheredAfterStep
+from zero_sim.zero.variants.reduce_buffers import _check_units
+from zero_sim.zero.variants.root_reduce import AllReducedUnit, SummedAtFirstUnit, WholeSumUnit
 
 
 @mutant("Q01", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
@@ -51,16 +53,33 @@ def owner_lacks_the_last(patch: Patches) -> None:
 @mutant("Q12", "VOLUME", "NP", seen_in="class VOLUME", kill="volume")
 def reduced_to_owners_all_the_same(patch: Patches) -> None:
     """That gradients are to be summed to all ranks is not heard of."""
-    patch[Unit._sum_shards, "self.sum_all is not None"] = "False"
+    patch[WholeSumUnit._sum_shards, "return self.sum_all(self.grads, group=self.group,"] = (
+        "return Unit._sum_shards(self,"
+    )
 
 
 @mutant("Q13", "GROUP", "K", seen_in="class GROUP")
 def summed_to_all_ranks_twice(patch: Patches) -> None:
     """With copies, a sum to all ranks of a block is summed over its shard's copies twice."""
-    patch[Unit._sum_replicas, "return add("] = """
-        if self.sum_all is not None:
-            add(self.grad_shard, group=self.replica_group, async_op=False)
+    patch[Unit._sum_replicas, "return all_reduce_sum("] = """
+        if hasattr(self, "sum_all"):
+            all_reduce_sum(self.grad_shard, group=self.replica_group, async_op=False)
         ..."""
+    patch[SummedAtFirstUnit._sum_replicas, "return sum_at_first("] = """
+        sum_at_first(self.grad_shard, group=self.replica_group, async_op=False)
+        ..."""
+
+
+@mutant("Q15", "GROUP", "", seen_in="class GROUP", kill="refusal")
+def lone_owners_are_taken_for_none(patch: Patches) -> None:
+    """All-reduced units are refused for a shard group of one rank, as if nothing were sharded."""
+    patch[AllReducedUnit.__post_init__, "self.group is None"] = "... or self.group.size() == 1"
+
+
+@mutant("Q16", "GROUP", "", seen_in="class GROUP", kill="refusal")
+def chunks_are_taken_for_sums(patch: Patches) -> None:
+    """Reduce buffers are refused beside gathers in chunks, as if these units had other sums."""
+    patch[_check_units, "isinstance(unit, WholeSumUnit)"] = "type(unit) is not Unit"
 
 
 @mutant("Q14", "ASYNC", "Z3", seen_in="class ASYNC", kill="memory")

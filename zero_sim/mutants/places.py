@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero import groups
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.optimizer import DistributedOptimizer
 from zero_sim.zero.unit import Unit
+from zero_sim.zero.variants.model_groups import build_expert_groups, build_model_parallel_group
 
 
 @mutant("G07", "GROUP", "DR", seen_in="class GROUP", core=True)
@@ -20,13 +20,13 @@ def nothing_summed_without_shards(patch: Patches) -> None:
 @mutant("G08", "GROUP", "ME", seen_in="Megatron-LM#6080")
 def experts_sharded_over_all(patch: Patches) -> None:
     """Experts are sharded over all ranks, though each rank holds only some of them."""
-    patch[groups.build_expert_groups, "if expert_parallel > 1:"] = "if False:"
+    patch[build_expert_groups, "if expert_parallel > 1:"] = "if False:"
 
 
 @mutant("G09", "GROUP", "", seen_in="class GROUP", kill="contract")
 def parts_meet_at_other_places(patch: Patches) -> None:
     """The ranks that put the norms of a model's parts together are not at one place in them."""
-    patch[groups.build_model_parallel_group, "rank = dist.get_rank()"] = """
+    patch[build_model_parallel_group, "rank = dist.get_rank()"] = """
         ...
         following = [*places[1:], *places[:1]]
         places = [(first, *others) for (first, *_), (_, *others) in zip(places, following)]"""
@@ -37,13 +37,13 @@ def one_bit_on_one_rank(patch: Patches) -> None:
     """After each step the last rank flips the lowest bit of one element of a working param."""
     patch[DistributedOptimizer.step, "return StepResult("] = """
         data = self.ddp.buffers[-1].param_data
-        if data is not None and self.ddp.rank == self.ddp.world_size - 1:
+        if data is not None and self.ddp.rank == self.ddp.group.size() - 1:
             self.ddp.finish_param_gather()
             data.view(torch.uint8)[0] ^= 1
         ..."""
 
 
-_BUILDS_BUFFERS = "self.buffers = tuple(self._build_buffer(plan) for plan in self._plan())"
+_BUILT_BUFFERS = "if broadcast_params:"
 
 
 @mutant("H01", "GROUP", "K DR Z2", seen_in="verl#7493", core=True)
@@ -72,12 +72,12 @@ def sums_summed_again(patch: Patches) -> None:
 @mutant("H04", "GROUP", "K Z2", seen_in="class GROUP")
 def groups_exchanged(patch: Patches) -> None:
     """Where there are as many copies as shards, the two groups of a unit change places."""
-    patch[DistributedDataParallel.__init__, _BUILDS_BUFFERS] = """
-        ...
+    patch[DistributedDataParallel.__init__, _BUILT_BUFFERS] = """
         for unit in (unit for buffer in self.buffers for unit in buffer.units):
             group, copies = unit.group, unit.replica_group
             if unit.frees_grads and copies is not None and copies.size() == group.size():
-                unit.group, unit.replica_group = copies, group"""
+                unit.groups = KindGroups(group=dense.group, shard_group=copies, replica_group=group)
+        ..."""
 
 
 @mutant("H05", "GROUP", "K Z3", seen_in="class GROUP")
@@ -100,12 +100,16 @@ def gathered_over_all_ranks(patch: Patches) -> None:
 @mutant("H07", "GROUP", "ME Z2", seen_in="Megatron-LM#6080", kill="contract")
 def experts_over_the_dense_block(patch: Patches) -> None:
     """Sharded gradients of experts are reduced over the ranks that shard the dense params."""
-    patch[DistributedDataParallel.__init__, _BUILDS_BUFFERS] = """
-        ...
+    patch[DistributedDataParallel.__init__, _BUILT_BUFFERS] = """
         for buffer in self.buffers:
             for unit in buffer.units if buffer.plan.key.kind == "expert" else ():
                 if unit.frees_grads:
-                    unit.group = self.shard_group"""
+                    unit.groups = KindGroups(
+                        group=unit.groups.group,
+                        shard_group=dense.shard_group,
+                        replica_group=unit.replica_group,
+                    )
+        ..."""
 
 
 @mutant("H08", "ASYNC", "AS K Z2", seen_in="DeepSpeed#5545", kill="race")
@@ -140,6 +144,7 @@ def copies_sum_whole_units(patch: Patches) -> None:
 def copies_not_written(patch: Patches) -> None:
     """Only the first block writes new values to its shards of the params."""
     patch[Buffer.write_param_shard, "self._cast.write_("] = """
+        unit = memory.unit
         copies = unit.replica_group if unit is not None and unit.frees_params else None
         if copies is not None and copies.rank() > 0:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zero_sim.layout import grad_plan
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.buffered_module import build_buffers
 from zero_sim.zero.schedule import UnderBackward
 from zero_sim.zero.variants.gathers import ChunkedUnit
 from zero_sim.zero.variants.grad_unit import GradUnit
@@ -154,4 +154,4 @@ def copied_in_the_dtype_of_params(patch: Patches) -> None:
 @mutant("J20", "VOLUME", "PG", seen_in="class VOLUME", kill="volume")
 def groups_share_a_buffer(patch: Patches) -> None:
     """That each param group is to have buffers of its own is not heard of."""
-    patch[DistributedDataParallel._plan, "self._buffer_of is None"] = "True"
+    patch[build_buffers, "buffer_of is None"] = "True"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_sim.checkpoint.load import _commit_weights
+from zero_sim.checkpoint.loading import _commit_weights
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.zero.buffer import Buffer
@@ -55,7 +55,7 @@ def params_one_element_on(patch: Patches) -> None:
 def last_shard_not_written(patch: Patches) -> None:
     """New values of the last unit are written to whole params, which are not there any more."""
     patch[Buffer.write_param_shard, "self._cast.write_("] = """
-        if unit in self.units[-1:] and unit.frees_params:
+        if memory.unit in self.units[-1:] and memory.unit.frees_params:
             return
         ..."""
 
@@ -95,14 +95,14 @@ def padding_of_param_shards(patch: Patches) -> None:
 @mutant("W38", "GROUP", "Z3 DR", seen_in="replicas that begin apart", core=True)
 def cut_before_they_are_equal(patch: Patches) -> None:
     """Where params are sharded, each rank cuts its shards from what it has built itself."""
-    patch[DistributedDataParallel.__init__, "if config.broadcast_params"] = """
+    patch[DistributedDataParallel.__init__, "if broadcast_params"] = """
         ... and not config.sharding.params"""
 
 
 @mutant("W44", "OPTST", "Z3", seen_in="a transition left out", kill="contract")
 def gathering_not_noted(patch: Patches) -> None:
     """That a gather begins is not noted: the transition to GATHERING is left out."""
-    patch[Unit._step_params, "allowed, then ="] = """
+    patch[Unit._step_params, "self.param_state ="] = """
         if step == "gather" and self.frees_params:
             return
         ..."""

@@ -9,6 +9,7 @@ from zero_sim.targets.own import ZeroSimEngine
 from zero_sim.zero import norm
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.groups import Holders
 from zero_sim.zero.optimizer import AllAtOnce, DistributedOptimizer
 from zero_sim.zero.schedule import AtEnd
 from zero_sim.zero.variants.fp8 import Fp8Cast, ScaleUpdate
@@ -58,7 +59,7 @@ def one_dtype_unclipped(patch: Patches) -> None:
 @mutant("N01", "NORM", "K", seen_in="VeOmni#184", core=True)
 def replicas_counted_each(patch: Patches) -> None:
     """The norm counts every copy of what is held in copies."""
-    patch[DistributedDataParallel.is_first_copy, "replicas is None"] = "True"
+    patch[Holders.is_first_copy, "replicas is None"] = "True"
 
 
 @mutant("N02", "NORM", "", seen_in="Megatron-LM#3478")
@@ -83,14 +84,14 @@ def clamped_on_one_side(patch: Patches) -> None:
 @mutant("N05", "NORM", "", seen_in="torchtitan#2318")
 def norm_of_one_part(patch: Patches) -> None:
     """The norm leaves out the other parts of a model that is split over ranks."""
-    patch[DistributedOptimizer._agree_on, "self._model_parallel_group is not None"] = "False"
+    patch[DistributedOptimizer._agree_on, "self.seams.model_parallel_group is not None"] = "False"
 
 
 @mutant("N06", "NORM", "ME", seen_in="Megatron-LM#5916")
 def experts_left_out_of_the_norm(patch: Patches) -> None:
     """The norm counts experts on the first rank alone, though each rank holds others."""
-    patch[DistributedDataParallel.is_first_copy, "replicas ="] = """
-        if kind != "dense" and self.rank > 0:
+    patch[Holders.is_first_copy, "replicas ="] = """
+        if kind != "dense" and self.dense.group.rank() > 0:
             return False
         ..."""
 
@@ -167,7 +168,7 @@ def overflow_steps_all_the_same(patch: Patches) -> None:
 @mutant("I07", "INF", "IN", seen_in="DeepSpeed#7580")
 def overflow_unseen_in_other_parts(patch: Patches) -> None:
     """An overflow in one part of a split model is not told to the others."""
-    patch[DistributedOptimizer._agree_on, "if self._model_parallel_group is not None:"] = """
+    patch[DistributedOptimizer._agree_on, "if self.seams.model_parallel_group is not None:"] = """
         own_count = measured[2].item()
         ..."""
     patch[DistributedOptimizer._agree_on, "overflow_count > 0"] = "own_count > 0"
@@ -302,8 +303,8 @@ def scale_never_updated(patch: Patches) -> None:
 @mutant("D08", "DTYPE", "K SP", seen_in="class DTYPE")
 def greatest_over_the_copies(patch: Patches) -> None:
     """The greatest magnitude of an fp8 param is exchanged with the ranks that hold copies."""
-    patch[Fp8Cast.prepare, "self._owners_of(kind)"] = """
-        self._owners_of.__self__.groups_of(kind).replica_group or ..."""
+    patch[Fp8Cast.prepare, "self._holders.owners_of(kind)"] = """
+        self._holders.groups_of(kind).replica_group or ..."""
 
 
 @mutant("D10", "DTYPE", "", seen_in="class DTYPE")

@@ -53,7 +53,7 @@ def values_of_another_param(patch: Patches) -> None:
 def _note_offloading(patch: Patches) -> None:
     patch[DistributedOptimizer.__init__, "self._scale_of_step = 1.0"] = """
         ...
-        self._is_offloaded = state_device is not None"""
+        self._is_offloaded = self.seams.state_device is not None"""
 
 
 @mutant("K06", "OPTST", "", seen_in="class OPTST")

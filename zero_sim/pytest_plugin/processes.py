@@ -26,8 +26,8 @@ from zero_sim.pytest_plugin.ranks import check_all_ran, program_of
 from zero_sim.pytest_plugin.resources import SessionResources
 
 if TYPE_CHECKING:
-    from zero_sim.backends import Ending
     from zero_sim.backends.real import RealRank
+    from zero_sim.backends.team import Ending
 
 ON_RANK: pytest.StashKey[OnRank] = pytest.StashKey()
 _PLUGIN = "zero_sim.pytest_plugin"

@@ -60,8 +60,10 @@ class SessionResources:
         """Judge a scenario's case."""
         if self._judge is None:
             with packages_needed():
-                from zero_sim.run.judges import open_judge
-            self._judge = self._stack.enter_context(open_judge(backend=self.backend))
+                from zero_sim.rules.judging import EXPLAINER
+                from zero_sim.run.judges import Chosen, open_judge
+            chosen = Chosen(explainer=EXPLAINER)
+            self._judge = self._stack.enter_context(open_judge(chosen, backend=self.backend))
         return self._judge(scenario)
 
     def write_bundle(self, scenario: Scenario, result: CaseResult) -> str:

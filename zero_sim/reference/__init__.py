@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zero_sim.reference.adding import POSITION_FREE, AddOrder, SumSite, SumSpan
+from zero_sim.reference.again import Again, StepAgain, Terms
 from zero_sim.reference.arrangement import Arrangement
 from zero_sim.reference.bounded import BoundedReference, BoundedStep
 from zero_sim.reference.bounding import Interval
@@ -10,12 +11,8 @@ from zero_sim.reference.clipping import CLIP_FORMS, ClipForm, takes_root
 from zero_sim.reference.computed import computed_from, computed_of_system
 from zero_sim.reference.division import AVERAGES, DIVIDE_RULES, DivideRule, Division, quotient
 from zero_sim.reference.following import Follower
-from zero_sim.reference.mistakes import Mistakes
 from zero_sim.reference.norms import NORMS, ROOTED, Holding, Holdings, Norm, norms_of_shard
-from zero_sim.reference.oracle import Reference, ReferenceStep, Standing, step_together
-from zero_sim.reference.other_sums import OtherSum, OtherSums
-from zero_sim.reference.otherwise import OtherUpdate, Otherwise
-from zero_sim.reference.partial_sums import PartialSum, partial_sums
+from zero_sim.reference.oracle import Reference, step_together
 from zero_sim.reference.placement import Addresses, MemoryLayout, memory_layout_of
 from zero_sim.reference.quantization import encode
 from zero_sim.reference.ranks import Orders
@@ -30,6 +27,7 @@ from zero_sim.reference.rules import (
     Unused,
 )
 from zero_sim.reference.stepping import settings_in_words
+from zero_sim.reference.steps import ReferenceStep, Standing
 
 __all__ = [
     "AVERAGES",
@@ -40,6 +38,7 @@ __all__ = [
     "ROOTED",
     "AddOrder",
     "Addresses",
+    "Again",
     "Arrangement",
     "BoundedReference",
     "BoundedStep",
@@ -54,30 +53,25 @@ __all__ = [
     "Holdings",
     "Interval",
     "MemoryLayout",
-    "Mistakes",
     "NonFinite",
     "NonFiniteRule",
     "Norm",
     "Orders",
-    "OtherSum",
-    "OtherSums",
-    "OtherUpdate",
-    "Otherwise",
-    "PartialSum",
     "Reference",
     "ReferenceStep",
     "Rules",
     "Standing",
+    "StepAgain",
     "SumSite",
     "SumSpan",
     "Sync",
+    "Terms",
     "Unused",
     "computed_from",
     "computed_of_system",
     "encode",
     "memory_layout_of",
     "norms_of_shard",
-    "partial_sums",
     "quotient",
     "settings_in_words",
     "step_together",

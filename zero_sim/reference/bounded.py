@@ -43,10 +43,6 @@ class BoundedStep:
     scaled; zeros for a param that is frozen in this step."""
     bounds: Mapping[str, Interval]
     """By param, of `grads`."""
-    order_free: Mapping[str, Tensor]  # each ND, bool
-    """By param: which elements of `grads` come out the same in every order of addition."""
-    divisor: float
-    """What `grads` are yet to be divided by: 1 but for `post`."""
     active: frozenset[str]
     """Names of the params that are trained in this step."""
     params_before: Mapping[str, Tensor]  # each ND, working dtype
@@ -61,8 +57,6 @@ class BoundedStep:
     """Whether a reduced gradient is infinite or NaN: in every order, in none, or in some."""
     skipped: bool
     """Whether nothing is updated, because no order gives finite gradients."""
-    loss_scale: float | None
-    """What losses were multiplied by in this step; None without loss scaling."""
     nonzero_fraction: float
     """Share of the elements of `grads` that are zero in no order; 0 where there are none."""
     data_digests: Mapping[int, bytes]
@@ -70,6 +64,21 @@ class BoundedStep:
     nonfinite: NonFinite | None
     """First NaN or infinity among the local gradients; None if there is none."""
     update: Update
+
+    @property
+    def order_free(self) -> Mapping[str, Tensor]:  # each ND, bool
+        """By param: True for elements of `grads` with the same bits in every order of addition."""
+        return {name: bound.certified for name, bound in self.bounds.items()}
+
+    @property
+    def divisor(self) -> float:
+        """Divisor for `grads`: 1 but for `post`."""
+        return self.update.divisor
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Factor of the losses in this step; None without loss scaling."""
+        return self.update.scale
 
 
 class BoundedReference:
@@ -141,8 +150,6 @@ class BoundedReference:
             losses=local.losses,
             grads=grads,
             bounds=bounds,
-            order_free={name: bound.certified for name, bound in bounds.items()},
-            divisor=local.divisor,
             active=frozenset(local.active),
             params_before=self._ranks.params(),
             norm_min=norms[0],
@@ -151,7 +158,6 @@ class BoundedReference:
             zeros=zeros[1],
             overflow=overflow,
             skipped=self._loss_scale is not None and overflow == "certain",
-            loss_scale=scale,
             nonzero_fraction=signed / max(1, self._elems),
             data_digests=local.data_digests,
             nonfinite=nonfinite,

@@ -28,6 +28,27 @@ class Update:
     """What losses were multiplied by."""
     lr_factor: float
 
+    @property
+    def divisor(self) -> float:
+        """Divisor for sums: 1 if nothing is done after them."""
+        return 1 if self.division.each_round else self.division.rest
+
+    def apply(self, total: Tensor) -> Tensor:
+        """Divide and unscale a sum, in fp32; returns a copy.
+
+        Args:
+            total: The sum over ranks, in any shape; not changed.
+        """
+        division = self.division
+        if division.is_rounded and self.divisor != 1:
+            total = division.after(total)
+        wide = total.to(torch.float32, copy=True)
+        if self.scale is not None:
+            wide = quotient(wide, self.scale)
+        if self.divisor != 1:
+            division.after_(wide)
+        return wide
+
 
 class Follower:
     """A part of a param and its optimizer state, moved by the gradients that it is told.

@@ -7,13 +7,16 @@ It knows no buckets, shards, buffers or collectives. Where an order of addition 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import replace
 
 from torch import Tensor
 
 from zero_sim.errors import UsageError
+from zero_sim.reference.again import Again, StepAgain
 from zero_sim.reference.clipping import clip_is_certified
-from zero_sim.reference.division import Division, quotient
+from zero_sim.reference.division import quotient
+from zero_sim.reference.following import Update
 from zero_sim.reference.gradient import (
     Measure,
     flatten_wide,
@@ -21,138 +24,28 @@ from zero_sim.reference.gradient import (
     measure_together,
     unflatten,
 )
-from zero_sim.reference.mistakes import Mistakes, StepHistory
-from zero_sim.reference.norms import Holdings, Norm, measure_by
+from zero_sim.reference.norms import Holdings, measure_by
 from zero_sim.reference.one_device import OneDevice
-from zero_sim.reference.other_sums import OtherSums
-from zero_sim.reference.otherwise import Otherwise
 from zero_sim.reference.placement import Addresses
 from zero_sim.reference.quantization import scale_for
 from zero_sim.reference.ranks import Adding, Contributions, Orders, Ranks
-from zero_sim.reference.replay import NonFinite, isolated
+from zero_sim.reference.replay import isolated
 from zero_sim.reference.rules import Rules, clip_by_rule_
 from zero_sim.reference.scaling import LossScale
 from zero_sim.reference.stepping import Stepper, lr_factor
+from zero_sim.reference.steps import (
+    BegunStep,
+    OptimizerHistory,
+    OptimizerStep,
+    ReferenceStep,
+    Standing,
+    StepStart,
+)
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import EXACT_MODELS, Workload, build_workload
 
 KEPT_ELEMS_MAX = 1 << 20
-"""Elements that a step keeps besides, for what they may explain: of a larger model, none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReferenceStep:
-    """All that one step produced; valid until the next step, since tensors may be live state."""
-
-    step: int
-    """Optimizer step, from 0."""
-    losses: Mapping[tuple[int, int], Tensor]  # each 0D
-    """Loss by (rank, micro-batch), not scaled."""
-    grads: Mapping[str, Tensor]  # each ND, grad dtype
-    """Sum over ranks, by param, before the division that `post` asks for and still scaled; zeros
-    for a param that is frozen in this step."""
-    one_device: Mapping[str, Tensor] | None  # each ND, grad dtype
-    """Gradients of one device that sees the data once, where the case says that all ranks together
-    compute these; scaled as `grads`."""
-    divisor: float
-    """What `grads` are yet to be divided by: 1 where nothing comes after the sum."""
-    division: Division
-    """How they are."""
-    stepped: Mapping[str, Tensor]  # each ND, fp32
-    """What the optimizer was given, by param that it stepped: divided, unscaled and clipped; empty
-    where the step was skipped."""
-    masters: Mapping[str, Tensor]  # each ND, fp32
-    params: Mapping[str, Tensor]  # each ND, working dtype
-    """The working params: the masters, cast; of all ranks, also those that only some hold."""
-    scales: Mapping[str, Tensor]  # each 0D, fp32
-    """Of params in fp8: what their values are multiplied by, after the step."""
-    state: Mapping[str, Mapping[str, Tensor]]
-    """torch's optimizer state by param and key, `step` included."""
-    order_free: Mapping[str, Tensor] | None  # each ND, bool
-    """By param: which elements of `grads` come out the same in every order of addition; see
-    `reference.certificate`. None where the model does not claim that of any, or where a gradient is
-    not finite."""
-    norm: Tensor  # 0D, fp32
-    """Norm of the whole master gradient before clipping."""
-    norm_certified: bool
-    """Whether every order of adding gives that norm. Where not, it is not owed."""
-    clip_certified: bool
-    """Whether every order of adding clips alike, if anything is clipped by the norm. Where not,
-    nothing is owed that follows."""
-    other_sums: OtherSums | None
-    """What the gradients would have been by another rule; None of more than `KEPT_ELEMS_MAX`."""
-    otherwise: Otherwise | None
-    """What the update would have come to by another rule; None where there is no other."""
-    zeros: int
-    """Elements of the master gradient that are zero, before clipping."""
-    skipped: bool
-    """Whether nothing was updated, because a scaled gradient was not finite."""
-    loss_scale: float | None
-    """What losses were multiplied by in this step; None without loss scaling."""
-    lr_factor: float
-    """What learning rates were multiplied by in this step."""
-    nonzero_fraction: float
-    """Share of the elements of `grads` that are not zero; 0 where there are none."""
-    data_digests: Mapping[int, bytes]
-    """By rank: hash of the bytes of its batches."""
-    nonfinite: NonFinite | None
-    """First NaN or infinity among the local gradients; None if there is none."""
-    lost: str | None
-    """Name of the first param whose master is not finite after the step; None if all are."""
-    mistakes: Mistakes | None
-    """What the update would have come to by known mistakes; None of more than `KEPT_ELEMS_MAX`."""
-    masters_before: Mapping[str, Tensor]  # each ND, fp32
-    """What `masters` were before the step; empty, as the next, of more than `KEPT_ELEMS_MAX`."""
-    params_before: Mapping[str, Tensor]  # each ND, working dtype
-    """What `params` were before the step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
-    """What the next step begins with; live, not copied."""
-
-    next_step: int
-    masters: Mapping[str, Tensor]  # each ND, fp32
-    params: Mapping[str, Tensor]  # each ND, working dtype
-    scales: Mapping[str, Tensor]  # each 0D, fp32
-    """Of params in fp8."""
-    state: Mapping[str, Mapping[str, Tensor]]
-    """torch's optimizer state by param and key; no keys for a param that was never stepped."""
-    settings: Mapping[str, Mapping[str, object]]
-    """By param: what its group in the optimizer says, `lr` before any factor."""
-    loss_scale: float | None
-    good_steps: int | None
-    """Steps without overflow since the loss scale last changed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BegunStep:
-    """A step whose gradients are there and whose update is not."""
-
-    local: Contributions
-    grads: Mapping[str, Tensor]  # each ND, grad dtype
-    """As in `ReferenceStep`."""
-    other_sums: OtherSums | None
-    """As in `ReferenceStep`."""
-    flat: Tensor  # 1D, fp32
-    """The master gradient of what is trained in this step, not clipped."""
-    one_device: Mapping[str, Tensor] | None  # each ND, grad dtype
-    """As in `ReferenceStep`."""
-    measured: Measure
-    """Of `flat`, but for what does not count here."""
-    order_free: Mapping[str, Tensor] | None  # each ND, bool
-    """As in `ReferenceStep`."""
-    nonzero_fraction: float
-    nonfinite: NonFinite | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Taken:
-    """An update, each field as in `ReferenceStep`; by default of a step that is skipped."""
-
-    stepped: Mapping[str, Tensor] = field(default_factory=dict)
-    otherwise: Otherwise | None = None
-    mistakes: Mistakes | None = None
+"""Most elements to keep for taking a step again; a larger model keeps none."""
 
 
 class Reference:
@@ -188,22 +81,26 @@ class Reference:
         self._scenario = scenario
         self._uncounted = tuple(uncounted)
         self._elsewhere = tuple(elsewhere)
-        self._rules = rules or Rules()
         self._holdings: Callable[[], Holdings] = tuple
-        self._ranks = Ranks(scenario, workload=workload, rules=self._rules)
+        self._ranks = Ranks(scenario, workload=workload, rules=rules)
         self._scales = self._ranks.scales()
         spec = scenario.optimizer
         on_host = scenario.system.offload_state
         self._stepper = Stepper(spec, params=self._ranks.weights(), on_host=on_host)
-        self._elems = sum(master.numel() for master in self._stepper.masters.values())
-        kept = self._elems * scenario.world.size * scenario.run.micro_batches
-        self._keeps_micro = kept <= KEPT_ELEMS_MAX
-        self._history = StepHistory(self._stepper.masters, elems_max=KEPT_ELEMS_MAX)
+        self._history = self._new_history()
         self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
         self._one_device = self._build_one_device()
         self._next_step = 0
         self.certified = True
         """Whether every order of addition gives the same clipping in all steps so far."""
+
+    @property
+    def _rules(self) -> Rules:
+        return self._ranks.rules
+
+    @property
+    def _elems(self) -> int:
+        return sum(master.numel() for master in self._stepper.masters.values())
 
     @property
     def held(self) -> Sequence[frozenset[str]]:
@@ -264,7 +161,7 @@ class Reference:
                     "Try changing only `world`, `system`, `data` and `run`."
                 )
         self._scenario = scenario
-        self._rules = self._ranks.rules = rules or self._rules
+        self._ranks.rules = rules or self._rules
         workload = build_workload(scenario) if workload is None else workload
         self._ranks.move(scenario, workload=workload)
         self._one_device = self._build_one_device()
@@ -273,7 +170,7 @@ class Reference:
             on_host = scenario.system.offload_state
             self._stepper = Stepper(spec, params=self._stepper.masters, on_host=on_host)
             self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
-            self._history = StepHistory(self._stepper.masters, elems_max=KEPT_ELEMS_MAX)
+            self._history = self._new_history()
         self._write_params()
 
     def standing(self) -> Standing:
@@ -316,50 +213,75 @@ class Reference:
             UsageError: As `step`.
         """
         scenario, step = self._scenario, self._next_step
-        scale = None if self._loss_scale is None else self._loss_scale.scale
+        scale = self._scale
         adding = Adding(
             order=scenario.world.order,
             seed=order_seed,
             block_count=scenario.system.redundancy,
         )
         is_exact = scenario.model.name in EXACT_MODELS
+        start = self._start(adding, orders or {})
         with isolated():
-            local = self._ranks.replay(step, scale=scale, keep_micro=is_exact or self._keeps_micro)
-            grads = local.reduce(adding, orders=orders or {})
-            flat = self._flatten(grads, local)
+            local = self._ranks.replay(step, scale=scale, keep_micro=is_exact)
+            begun = self._begun(local, local.reduce(adding, orders=orders or {}), start=start)
             one_device = None
             if self._one_device is not None:
                 one_device = self._one_device.gradients(
                     step, masters=self._stepper.masters, scales=self._scales, scale=scale
                 )
-            nonzero_fraction = int(flat.count_nonzero()) / max(1, self._elems)
-            if scale is not None:
-                flat = quotient(flat, scale)
-            if local.divisor != 1:
-                local.division.after_(flat)
-            measured = self._measure(flat, active=local.active)
             # Before the optimizer moves the weights: the search replays this step.
-            nonfinite = None if measured.finite else self._ranks.find_nonfinite(step, scale=scale)
-        other_sums = None
-        if self._keeps_micro:
-            other_sums = OtherSums(
-                scenario=scenario,
-                ranks=self._ranks,
-                local=local,
-                adding=adding,
-                orders=orders or {},
-                followed=self._rules,
-            )
+            nonfinite = None
+            if not begun.measured.finite:
+                nonfinite = self._ranks.find_nonfinite(step, scale=scale)
+        is_certified = begun.measured.finite and is_exact
+        return replace(
+            begun,
+            one_device=one_device,
+            order_free=local.certify() if is_certified else None,
+            nonfinite=nonfinite,
+        )
+
+    @property
+    def _scale(self) -> float | None:
+        return None if self._loss_scale is None else self._loss_scale.scale
+
+    def _start(self, adding: Adding, orders: Orders) -> StepStart | None:
+        """Copy everything the next step begins with; None if there are too many elements."""
+        if self._elems * self._scenario.world.size > KEPT_ELEMS_MAX:
+            return None
+        return StepStart(
+            stepper=self._stepper.fork(),
+            loss_scale=copy(self._loss_scale),
+            working=self._ranks.form(self._scales),
+            adding=adding,
+            orders=orders,
+            history=self._history,
+        )
+
+    def _begun(
+        self,
+        local: Contributions,
+        grads: Mapping[str, Tensor],
+        *,
+        start: StepStart | None = None,
+    ) -> BegunStep:
+        """Unscale, divide and measure the sums over ranks."""
+        flat = self._flatten(grads, local)
+        nonzero_fraction = int(flat.count_nonzero()) / max(1, self._elems)
+        if self._scale is not None:
+            flat = quotient(flat, self._scale)
+        if local.divisor != 1:
+            local.division.after_(flat)
         return BegunStep(
             local=local,
-            other_sums=other_sums,
             grads=grads,
+            start=start,
             flat=flat,
-            one_device=one_device,
-            measured=measured,
-            order_free=local.certify() if measured.finite and is_exact else None,
+            one_device=None,
+            measured=self._measure(flat, active=local.active),
+            order_free=None,
             nonzero_fraction=nonzero_fraction,
-            nonfinite=nonfinite,
+            nonfinite=None,
         )
 
     def _flatten(self, grads: Mapping[str, Tensor], local: Contributions) -> Tensor:
@@ -381,20 +303,20 @@ class Reference:
         Raises:
             UntrainableError: torch's optimizer cannot take the step.
         """
-        step, local = self._next_step, begun.local
-        scale = None if self._loss_scale is None else self._loss_scale.scale
+        step, local, scale = self._next_step, begun.local, self._scale
         factor = lr_factor(self._scenario.optimizer, step=step)
         skips = self._loss_scale is not None or self._rules.nonfinite == "skipped"
         skipped = skips and not measured.finite
         if self._rules.norm == "told" and told is not None:
             measured = replace(measured, norm=told, norm_certified=True)
         norm_max = self._scenario.optimizer.clip_norm
-        keeps = self._elems * len(local.replays) <= KEPT_ELEMS_MAX
-        masters_before = _copied(self._stepper.masters) if keeps else {}
-        params_before = _copied(self._ranks.params()) if keeps else {}
-        taken = _Taken()
+        stepped: Mapping[str, Tensor] = {}
         if not skipped:
-            taken = self._take(begun, measured=measured, before=masters_before)
+            with isolated():
+                stepped = self._update(
+                    begun.flat, measured=measured, active=local.active, factor=factor
+                )
+            self._add_to_history(stepped)
         if self._loss_scale is not None:
             self._loss_scale.update(finite=measured.finite)
         self._next_step += 1
@@ -405,49 +327,78 @@ class Reference:
             losses=local.losses,
             grads=begun.grads,
             one_device=begun.one_device,
-            divisor=local.divisor,
-            division=local.division,
-            stepped=taken.stepped,
+            update=Update(division=local.division, scale=scale, lr_factor=factor),
+            stepped=stepped,
             masters=self._stepper.masters,
             params=self._ranks.params(),
             scales=dict(self._scales),
             state=self._stepper.state(),
             order_free=begun.order_free,
-            norm=measured.norm,
-            norm_certified=measured.norm_certified,
+            measured=measured,
             clip_certified=clip_certified,
-            other_sums=begun.other_sums,
-            otherwise=taken.otherwise,
-            zeros=measured.zeros,
             skipped=skipped,
-            loss_scale=scale,
-            lr_factor=factor,
             nonzero_fraction=begun.nonzero_fraction,
             data_digests=local.data_digests,
             nonfinite=begun.nonfinite,
-            lost=self._stepper.find_nonfinite(),
-            mistakes=taken.mistakes,
-            masters_before=masters_before,
-            params_before=params_before,
+            start=begun.start,
         )
 
-    def _take(self, begun: BegunStep, *, measured: Measure, before: Mapping[str, Tensor]) -> _Taken:
-        """Update, and keep what explains another update; `before` is empty where that is much."""
-        otherwise, active, step = None, begun.local.active, self._next_step
-        factor = lr_factor(self._scenario.optimizer, step=step)
+    def again(self, taken: ReferenceStep) -> Again | None:
+        """Get ready to take an earlier step again; None if its start was not kept.
+
+        Args:
+            taken: A step of this reference in its present world.
+        """
+        start = taken.start
+        if start is None:
+            return None
         with isolated():
-            if before:
-                otherwise = self._otherwise(begun, measured=measured)
-            stepped = self._update(begun.flat, measured=measured, active=active, factor=factor)
-        mistakes = self._history.add(
-            step,
-            stepped,
+            self._ranks.write(start.stepper.masters, scales=start.working.scales)
+            local = self._ranks.replay(taken.step, scale=taken.loss_scale, keep_micro=True)
+            self._write_params()
+        return Again(
             scenario=self._scenario,
-            working=self._ranks.form(self._scales),
-            holdings=self._holdings,
-            otherwise=otherwise,
+            taken=taken,
+            start=start,
+            rules=self._rules,
+            ranks=self._ranks,
+            replays=local.replays,
+            holdings=self._holdings(),
+            finish=self._finish_again,
         )
-        return _Taken(stepped=stepped, otherwise=otherwise, mistakes=mistakes)
+
+    def _finish_again(self, by: StepAgain) -> ReferenceStep:
+        """Take a step again from its sums; this reference stays where it is."""
+        taken, start = by.again.taken, by.again.start
+        twin = copy(self)
+        twin._stepper, twin._loss_scale = start.stepper.fork(), copy(start.loss_scale)
+        twin._scales, twin._next_step = dict(start.working.scales), taken.step
+        twin._ranks, twin._history = copy(self._ranks), None
+        twin._ranks.rules = by.rules
+        local = by.contributions()
+        with isolated():
+            begun = twin._begun(local, {name: by.sum(name) for name in local.names})
+        # The measure of a model in several parts is of all of them.
+        measured = taken.measured if by.differs_in_clip_alone else begun.measured
+        step = twin.finish(begun, measured=measured, told=taken.norm)
+        params = {name: param.clone() for name, param in step.params.items()}
+        self._write_params()
+        return replace(step, params=params)
+
+    def _new_history(self) -> OptimizerHistory | None:
+        if self._elems > KEPT_ELEMS_MAX:
+            return None
+        masters = {name: master.clone() for name, master in self._stepper.masters.items()}
+        return OptimizerHistory(masters=masters)
+
+    def _add_to_history(self, stepped: Mapping[str, Tensor]) -> None:
+        """Add the next step, or forget all if they have too many elements."""
+        history = self._history
+        if history is None or not stepped:
+            return
+        steps = (*history.steps, OptimizerStep(step=self._next_step, grads=stepped))
+        fits = len(steps) * self._elems <= KEPT_ELEMS_MAX
+        self._history = replace(history, steps=steps) if fits else None
 
     def _build_one_device(self) -> OneDevice | None:
         if not self._scenario.expect.one_device:
@@ -461,9 +412,9 @@ class Reference:
             return measured.norm_certified
         return clip_is_certified(measured, norm_max=norm_max, form=form)
 
-    def _measure(self, flat: Tensor, *, active: Sequence[str], norm: Norm | None = None) -> Measure:
+    def _measure(self, flat: Tensor, *, active: Sequence[str]) -> Measure:
         """Measure the gradient: norm and zeros of what counts here, overflow of all of it."""
-        whole, norm = measure(flat), norm or self._rules.norm
+        whole, norm = measure(flat), self._rules.norm
         if norm not in ("of-elements", "told"):
             grads = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
             return measure_by(
@@ -480,42 +431,6 @@ class Reference:
         pieces = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
         counted = [name for name in active if not name.endswith(self._uncounted)]
         return replace(measure(flatten_wide(pieces, names=counted)), finite=whole.finite)
-
-    def _otherwise(self, begun: BegunStep, *, measured: Measure) -> Otherwise:
-        """Keep what the update starts from, before it does."""
-        spec, local, step = self._scenario.optimizer, begun.local, self._next_step
-        clips = spec.clip_norm is not None and not bool(measured.norm < spec.clip_norm / 2)
-        flat = begun.flat
-        if clips or spec.clip_value is not None:
-            flat = flat.clone()
-        return Otherwise(
-            before=self._stepper.fork().fork,
-            grads=unflatten(
-                flat, like={name: self._stepper.masters[name] for name in local.active}
-            ),
-            sums=begun.other_sums,
-            unused=self._other_params(local),
-            measured=measured,
-            measure=self._measure,
-            clip_norm=spec.clip_norm,
-            clip_value=spec.clip_value,
-            scale=None if self._loss_scale is None else self._loss_scale.scale,
-            followed=self._rules,
-            order=self._scenario.world.order,
-            factor=lr_factor(spec, step=step),
-            working=self._ranks.form(self._scales),
-            holdings=self._holdings,
-        )
-
-    def _other_params(self, local: Contributions) -> tuple[str, ...]:
-        """Names of the params that no rank used, whatever becomes of these."""
-        used = frozenset[str]().union(*(replay.reached for replay in local.replays))
-        if len(used) >= len(local.names):
-            return ()
-        frozen = {
-            f.param for f in self._scenario.model.freeze if f.start <= self._next_step < f.stop
-        }
-        return tuple(name for name in local.names if name not in used and name not in frozen)
 
     def _update(
         self, flat: Tensor, *, measured: Measure, active: Sequence[str], factor: float
@@ -576,7 +491,3 @@ def step_together(
         reference.finish(each, measured=measured, told=told)
         for reference, each in zip(references, begun, strict=True)
     ]
-
-
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}

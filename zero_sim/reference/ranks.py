@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -187,6 +188,11 @@ class Contributions:
         return total
 
 
+class _Rounds(TypedDict):
+    grad_dtype: torch.dtype | None
+    every: bool
+
+
 class Ranks:
     """All ranks of a scenario, each replayed with the params that it holds.
 
@@ -306,24 +312,60 @@ class Ranks:
             keep_micro: Whether to keep the gradients of each micro-batch, too.
         """
         rules = self.rules
-        sync, accumulate, reduce = self.how(rules)
-        active = self._freeze(step)
+        self._freeze(step)
         replays = [
             replayer.replay_rank(
                 step=step,
                 rank=rank,
-                # Where each micro-batch is summed, nothing is accumulated before that.
-                grad_dtype=dtype_named(accumulate if sync == "last" else reduce),
                 scale=scale,
                 keep_micro=keep_micro,
-                every=sync != "last",
+                **self._rounds(rules),
             )
             for rank, replayer in enumerate(self._replayer_of_rank)
         ]
-        if rules.unused == "left-alone":
-            used = frozenset[str]().union(*(replay.reached for replay in replays))
-            active = [name for name in active if name in used]
-        return self.contributions(active, replays, rules)
+        return self.contributions(self.active(step, replays, rules), replays, rules)
+
+    def _rounds(self, rules: Rules) -> _Rounds:
+        sync, accumulate, reduce = self._how(rules)
+        # Where each micro-batch is summed, nothing is accumulated before that.
+        dtype = accumulate if sync == "last" else reduce
+        return {"grad_dtype": dtype_named(dtype), "every": sync != "last"}
+
+    def accumulate(
+        self, rank: int, micros: Sequence[Mapping[str, Tensor]], names: Sequence[str], rules: Rules
+    ) -> list[dict[str, Tensor]]:
+        """Return what a rank brings to each reduction; see `RankReplay.rounds`.
+
+        Args:
+            rank: Index of the rank.
+            micros: Gradients of each of its micro-batches, by param.
+            names: Params of which a sum without terms is zeros.
+            rules: How gradients are accumulated.
+        """
+        return self._replayer_of_rank[rank].accumulate(micros, names, **self._rounds(rules))
+
+    def trained(self, step: int) -> list[str]:
+        """Return the names of params not frozen at a step, in order.
+
+        Args:
+            step: Optimizer step, from 0.
+        """
+        frozen = self._frozen(step)
+        return [name for name in self._names if name not in frozen]
+
+    def active(self, step: int, replays: Sequence[RankReplay], rules: Rules) -> list[str]:
+        """Return the names of params with a gradient in a step, in order.
+
+        Args:
+            step: Optimizer step, from 0.
+            replays: By rank.
+            rules: They decide if an unused param has one.
+        """
+        trained = self.trained(step)
+        if rules.unused != "left-alone":
+            return trained
+        used = frozenset[str]().union(*(replay.reached for replay in replays))
+        return [name for name in trained if name in used]
 
     def contributions(
         self, active: Sequence[str], replays: Sequence[RankReplay], rules: Rules
@@ -335,7 +377,7 @@ class Ranks:
             replays: By rank.
             rules: How gradients are divided and summed; accumulated they are already.
         """
-        sync, accumulate, reduce = self.how(rules)
+        sync, accumulate, reduce = self._how(rules)
         differ = accumulate != reduce
         return Contributions(
             names=self._names,
@@ -347,7 +389,7 @@ class Ranks:
             sum_dtypes=self._grad_dtypes(accumulate) if differ and sync == "every" else None,
         )
 
-    def how(self, rules: Rules) -> tuple[Sync, GradDtype, GradDtype]:
+    def _how(self, rules: Rules) -> tuple[Sync, GradDtype, GradDtype]:
         """When ranks are summed, and the dtypes in which gradients are accumulated and reduced."""
         system = self._scenario.system
         return (
@@ -400,15 +442,15 @@ class Ranks:
             scales={name: s for name, s in find_scales(module).items() if name in params},
         )
 
-    def _freeze(self, step: int) -> list[str]:
-        """Freeze what is frozen at a step; return the names of all other params, in order."""
+    def _freeze(self, step: int) -> None:
+        """Freeze params for a step, and no others."""
+        if self._scenario.model.freeze:
+            for replayer in self._replayers:
+                replayer.freeze(self._frozen(step))
+
+    def _frozen(self, step: int) -> set[str]:
         spans = self._scenario.model.freeze
-        if not spans:
-            return self._names
-        frozen = {freeze.param for freeze in spans if freeze.start <= step < freeze.stop}
-        for replayer in self._replayers:
-            replayer.freeze(frozen)
-        return [name for name in self._names if name not in frozen]
+        return {freeze.param for freeze in spans if freeze.start <= step < freeze.stop}
 
     def _division(self, replays: Sequence[RankReplay], rules: Rules) -> Division:
         system = self._scenario.system

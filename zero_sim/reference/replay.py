@@ -6,7 +6,7 @@ The global batch in one go would be faster and wrong: another batch split gives 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -120,27 +120,16 @@ class Replayer:
             every: Whether each micro-batch is a round by itself; None for what the scenario says.
         """
         every = self.scenario.system.sync == "every" if every is None else every
-        sums = self.scenario.run.micro_batches if every else 1
-        rounds: list[dict[str, Tensor]] = [{} for _ in range(sums)]
         replays: list[MicroReplay] = []
-        for micro in range(own_micro_batches(self.scenario.run, step=step, rank=rank)):
-            replay = self.replay_micro(step=step, rank=rank, micro=micro, scale=scale)
-            replays.append(replay)
-            totals = rounds[micro if every else 0]
-            for name, grad in replay.grads.items():
-                # Zero plus the first term is that term, but for the sign of a zero.
-                term = grad if grad_dtype is None else grad.to(grad_dtype)
-                totals[name] = totals[name] + term if name in totals else term
-        for totals in rounds:
-            if len(totals) == len(self.params):
-                continue
-            for name, param in self.params.items():
-                if name not in totals:
-                    totals[name] = torch.zeros(
-                        param.shape,
-                        dtype=grad_dtype or param.grad_dtype or param.dtype,
-                        device=param.device,
-                    )
+
+        def replay_all() -> Iterator[Mapping[str, Tensor]]:
+            for micro in range(own_micro_batches(self.scenario.run, step=step, rank=rank)):
+                replay = self.replay_micro(step=step, rank=rank, micro=micro, scale=scale)
+                replays.append(replay)
+                yield replay.grads
+
+        # One micro-batch after the other, so that their gradients are not all in memory.
+        rounds = self.accumulate(replay_all(), self.params, grad_dtype=grad_dtype, every=every)
         return RankReplay(
             losses=tuple(replay.loss for replay in replays),
             rounds=tuple(rounds),
@@ -149,6 +138,38 @@ class Replayer:
             rows=sum(replay.rows for replay in replays),
             data_digest=_join([replay.digest for replay in replays]),
         )
+
+    def accumulate(
+        self,
+        micros: Iterable[Mapping[str, Tensor]],
+        names: Iterable[str],
+        *,
+        grad_dtype: torch.dtype | None,
+        every: bool,
+    ) -> list[dict[str, Tensor]]:
+        """Add the gradients of micro-batches, in order; see `RankReplay.rounds`.
+
+        Args:
+            micros: Gradients of each micro-batch, by param.
+            names: Params of which a sum without terms is zeros.
+            grad_dtype: As for `replay_rank`.
+            every: True if each micro-batch is a round by itself.
+        """
+        rounds: list[dict[str, Tensor]] = [
+            {} for _ in range(self.scenario.run.micro_batches if every else 1)
+        ]
+        for micro, grads in enumerate(micros):
+            totals = rounds[micro if every else 0]
+            for name, grad in grads.items():
+                # Zero plus the first term is that term, but for the sign of a zero.
+                term = grad if grad_dtype is None else grad.to(grad_dtype)
+                totals[name] = totals[name] + term if name in totals else term
+        for totals in rounds:
+            for name in [each for each in names if each not in totals]:
+                param = self.params[name]
+                dtype = grad_dtype or param.grad_dtype or param.dtype
+                totals[name] = torch.zeros(param.shape, dtype=dtype, device=param.device)
+        return rounds
 
     def replay_micro(
         self, *, step: int, rank: int, micro: int, scale: float | None = None

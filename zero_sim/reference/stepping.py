@@ -12,7 +12,6 @@ where the loop multiplies with a rounded reciprocal. So there they are taken whe
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -181,14 +180,6 @@ class Stepper:
             master.grad = None
             if self._on_host:
                 self.masters[name].copy_(master)
-
-    def find_nonfinite(self) -> str | None:
-        """Return the name of the first master with an element that is infinite or NaN."""
-        for name, master in self.masters.items():
-            # A norm needs no memory, and NaN is the greatest to it.
-            if master.numel() and not math.isfinite(torch.linalg.vector_norm(master, math.inf)):
-                return name
-        return None
 
     def fork(self) -> Stepper:
         """Return a copy that moves by itself."""

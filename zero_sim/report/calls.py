@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import UNOBSERVED
 from zero_sim.scenario.checks import Check
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import UsageError
 from zero_sim.findings.records import CaseResult
 from zero_sim.reference import CLIP_FORMS, DIVIDE_RULES, NORMS

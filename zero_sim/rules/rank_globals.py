@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.findings.records import CaseResult
 from zero_sim.run.rank_local import Own, OwnState, RankLocalState
 from zero_sim.run.runner import judge_case

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.reference import DIVIDE_RULES
 from zero_sim.rules.declared import Asked, declared_by, in_words, with_change
+from zero_sim.rules.judging import run_case
 from zero_sim.run.refused_sizes import refused_size
-from zero_sim.run.runner import run_case
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Numerics, Target

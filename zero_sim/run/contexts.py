@@ -32,6 +32,8 @@ class View:
     """Steps that one process takes for all; None if this one has all ranks."""
     trajectories: Trajectories | None = None
     """Steps that references of other cases took; None if none are kept."""
+    explainer: str = ""
+    """As for `JudgedGroup`."""
 
 
 def build_contexts(
@@ -80,15 +82,15 @@ def build_contexts(
             rules=numerics.rules(dp_cp_group.scenario, added_in=added_in),
         )
         reference = _built(build, references, index, trajectory=trajectory)
-        size = replayed.world.size
-        observed = range(size) if rank is None else _places_of(rank, dp_cp_group.ranks)
+        observed = _places_of(rank, dp_cp_group.ranks)
         group = JudgedGroup(
             scenario=replayed,
             numerics=numerics,
             ownership=Ownership(replayed, held=reference.held),
             world_ranks=dp_cp_group.ranks,
             first_step=segment.start,
-            sees_all=len(observed) == size,
+            sees_all=len(observed) == replayed.world.size,
+            explainer=view.explainer,
         )
         judge = Judge(
             group,
@@ -137,8 +139,8 @@ def _built(
     return reference
 
 
-def _places_of(rank: int, ranks: Sequence[int]) -> list[int]:
-    return [place for place, each in enumerate(ranks) if each == rank]
+def _places_of(rank: int | None, ranks: Sequence[int]) -> list[int]:
+    return [place for place, each in enumerate(ranks) if rank in (None, each)]
 
 
 def _trajectory_of(

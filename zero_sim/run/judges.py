@@ -16,16 +16,18 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Literal, Self
 
-from zero_sim.backends import WorldPool
 from zero_sim.backends.pool import share_out
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import ZeroSimError
 from zero_sim.findings.records import Finding, not_judged, unforeseen
 from zero_sim.host.device import check_device
 from zero_sim.host.garbage import settle_memory
-from zero_sim.run import CaseResult, run_case
+from zero_sim.run import CaseResult
 from zero_sim.run.real_judge import on_workers
+from zero_sim.run.runner import judge_simulated
 from zero_sim.run.setup import own_setup
 from zero_sim.run.sgd_twin import with_twin
+from zero_sim.run.simulated import Simulated
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import find_target, import_target
@@ -37,6 +39,8 @@ Judge = Callable[[Scenario], CaseResult]
 class Chosen:
     """How all cases are run."""
 
+    explainer: str
+    """`module:name` of the class that explains what differs; empty for no explanations."""
     keep_logs: bool = False
     """Whether results carry their event logs even if nothing fails."""
     device: str = "cpu"
@@ -48,14 +52,14 @@ class Chosen:
 
 @contextmanager
 def open_judge(
-    chosen: Chosen | None = None, *, backend: Literal["sim", "gloo", "nccl"] = "sim"
+    chosen: Chosen, *, backend: Literal["sim", "gloo", "nccl"] = "sim"
 ) -> Iterator[Judge]:
     """What judges one case after another.
 
     Worlds and workers are kept from case to case, so that setting one up is paid for once.
 
     Args:
-        chosen: How simulated cases are run.
+        chosen: How cases are run; on a backend with real ranks only the explainer is read.
         backend: What carries the collectives.
 
     Raises:
@@ -63,21 +67,17 @@ def open_judge(
         EnvironmentProblem: There is no such device.
     """
     if backend != "sim":
-        with on_workers(own_setup(backend)) as judge:
+        with on_workers(own_setup(backend), explainer=chosen.explainer) as judge:
             yield judge
         return
-    chosen = chosen or Chosen()
     check_device(chosen.device)
     target = None if chosen.target is None else import_target(chosen.target)
     settle_memory()
     with WorldPool() as pool:
-        judge = partial(
-            run_case,
-            pool=pool,
-            keep_logs=chosen.keep_logs,
-            target=target,
-            device=chosen.device,
+        backend_of_all = Simulated(
+            worlds=pool, target=target, device=chosen.device, explainer=chosen.explainer
         )
+        judge = partial(judge_simulated, backend=backend_of_all, keep_logs=chosen.keep_logs)
         yield lambda scenario: with_twin(
             judge(scenario),
             scenario,

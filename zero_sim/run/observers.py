@@ -14,10 +14,10 @@ from zero_sim.cost.forms import sizes_of
 from zero_sim.cost.grad_peaks import watch_grad_peaks
 from zero_sim.cost.hook_trace import Clock, HookTrace, record_hooks
 from zero_sim.cost.memory_recorder import MemoryRecorder
-from zero_sim.cost.messages import held_sizes_of
 from zero_sim.cost.observer import Observer
 from zero_sim.cost.peaks import watch_peaks
 from zero_sim.cost.staging import check_staging, staged_bytes
+from zero_sim.cost.volume import held_sizes_of
 from zero_sim.judge.checks.given_back import (
     Hook,
     ModuleNote,
@@ -25,10 +25,10 @@ from zero_sim.judge.checks.given_back import (
     hooks_of,
     note_module,
 )
+from zero_sim.judge.checks.shown import RankNotes
 from zero_sim.judge.forward_reads import ForwardReads
-from zero_sim.judge.harness import PauseClock, caused_by_harness, harness_time
+from zero_sim.judge.harness import RankTime
 from zero_sim.judge.judge import Judge
-from zero_sim.judge.rank_notes import RankNotes
 from zero_sim.scenario.derived import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import (
@@ -47,12 +47,10 @@ class BareModule:
     Args:
         module: The module.
         read_step: The step in which the params that forwards read are recorded; None for none.
-        pause_clock: As for `harness_time`.
+        rank_time: Blocks of the harness.
     """
 
-    def __init__(
-        self, module: nn.Module, *, read_step: int | None, pause_clock: PauseClock
-    ) -> None:
+    def __init__(self, module: nn.Module, *, read_step: int | None, rank_time: RankTime) -> None:
         self.module = module
         self.names: Mapping[Tensor, str] = {
             param: name for name, param in module.named_parameters()
@@ -60,9 +58,7 @@ class BareModule:
         self.sizes, self.held_sizes = sizes_of(module), held_sizes_of(module)
         self.note = note_module(module)
         self.reads = (
-            None
-            if read_step is None
-            else ForwardReads(module, step=read_step, pause_clock=pause_clock)
+            None if read_step is None else ForwardReads(module, step=read_step, rank_time=rank_time)
         )
 
 
@@ -74,7 +70,7 @@ class Watched:
     rank: int
     """Rank in the dp-cp group of the judge."""
     engine: CompletedEngine
-    pause_clock: PauseClock
+    rank_time: RankTime
 
 
 def choose_observers(
@@ -84,7 +80,7 @@ def choose_observers(
     scenario: Scenario,
     costs: Costs,
     clock: Clock | None,
-) -> tuple[list[Observer], RankNotes]:
+) -> tuple[Observers, RankNotes]:
     """Choose the observers of a rank, and set their hooks behind those of its engine.
 
     Args:
@@ -100,7 +96,7 @@ def choose_observers(
     traces = clock if overlaps and costs.in_flight == "textbook" else None
     is_hooked = traces is not None or bare.reads is not None or _has_peaks(scenario)
     hook_trace: HookTrace | None = None
-    with harness_time(watched.pause_clock):
+    with watched.rank_time.harness():
         # A small case would notice to look for hooks of which there are none.
         before = hooks_of(module) if is_hooked else frozenset[Hook]()
         if traces is not None:
@@ -122,7 +118,7 @@ def choose_observers(
         reads=bare.reads,
     )
     unwrapping = UnwrapObserver(watched, note=bare.note, own_hooks=own_hooks)
-    return [*recorders, JudgeObserver(watched), unwrapping], notes
+    return Observers([*recorders, JudgeObserver(watched), unwrapping]), notes
 
 
 def _watch_memory(
@@ -166,6 +162,28 @@ def _own_bytes(
     return form_of(costs.held, case, name="held", kind=Mapping)
 
 
+class Observers:
+    """Observers of a rank by moment of the loop; see `Observer` for the moments.
+
+    Args:
+        chosen: All of them. A method that one inherits does nothing, and is not called.
+    """
+
+    def __init__(self, chosen: Sequence[Observer]) -> None:
+        def having(method: str) -> Sequence[Observer]:
+            base = getattr(Observer, method)
+            return [each for each in chosen if getattr(type(each), method) is not base]
+
+        self.before_backward = [each.before_backward for each in having("before_backward")]
+        self.before_micro_batch = [each.before_micro_batch for each in having("before_micro_batch")]
+        self.before_forward = [each.before_forward for each in having("before_forward")]
+        self.after_forward = [each.after_forward for each in having("after_forward")]
+        self.updating = [each.updating for each in having("updating")]
+        self.after_step = [each.after_step for each in having("after_step")]
+        self.after_gather = [each.after_gather for each in having("after_gather")]
+        self.at_end = [each.at_end for each in having("at_end")]
+
+
 class JudgeObserver(Observer):
     """Lets the judge look at a rank; its time is not the system's.
 
@@ -179,19 +197,19 @@ class JudgeObserver(Observer):
     def before_backward(self, step: int) -> None:
         """Judge gradients that are to be zero."""
         it = self._watched
-        with harness_time(it.pause_clock):
+        with it.rank_time.harness():
             it.judge.before_backward(it.rank, step, it.engine)
 
     def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
         """Judge all but the working params."""
         it = self._watched
-        with harness_time(it.pause_clock):
+        with it.rank_time.harness():
             it.judge.observe(it.rank, step, losses, result, it.engine)
 
     def after_gather(self, step: int) -> None:
         """Judge the working params."""
         it = self._watched
-        with harness_time(it.pause_clock):
+        with it.rank_time.harness():
             it.judge.observe_params(it.rank, step, it.engine)
 
 
@@ -213,11 +231,11 @@ class UnwrapObserver(Observer):
         it = self._watched
         if not it.judge.group.ownership.can_unwrap:
             return
-        with harness_time(it.pause_clock):
+        with it.rank_time.harness():
             held = {name: param.clone() for name, param in it.engine.params().items()}
-        with caused_by_harness(it.pause_clock):
+        with it.rank_time.caused_by_harness():
             module = it.engine.unwrap()
-        with harness_time(it.pause_clock):
+        with it.rank_time.harness():
             found = check_given_back(
                 module,
                 self._note,

@@ -47,6 +47,7 @@ def run_on_processes(
     backend: RealBackend,
     native: bool,
     target: str | None = None,
+    explainer: str,
 ) -> int:
     """Run cases where every rank is a process.
 
@@ -57,6 +58,7 @@ def run_on_processes(
         native: Whether the backend adds in its own order, whatever the cases say.
         target: `module:name` of the system to judge, which every rank imports; None for those that
             the cases name.
+        explainer: As for `judges.Chosen`.
 
     Returns:
         The exit status. A process that a launcher started does not come back: it ends with it, the
@@ -69,10 +71,11 @@ def run_on_processes(
     if target is not None:
         # Said once, and not by every rank in every case.
         import_target(target)
+    named = {"target": target or "", "explainer": explainer}
     if not is_launched():
         setup = own_setup(backend, native=native)
         chosen = session.select(cases, setup.why_left_out)
-        return session.run(chosen, lambda: on_workers(setup, target=target or ""))
+        return session.run(chosen, lambda: on_workers(setup, **named))
     rank, ranks_max = place()
     setup = Setup(backend=backend, native=native, ranks_max=ranks_max)
     if rank:
@@ -80,7 +83,7 @@ def run_on_processes(
     try:
         with _silent() if rank else contextlib.nullcontext():
             chosen = session.select(cases, setup.why_left_out)
-            status = session.run(chosen, lambda: as_launched(setup, target=target or ""))
+            status = session.run(chosen, lambda: as_launched(setup, **named))
     except ZeroSimError as error:
         # What keeps all of them from it, rank 0 says.
         if not rank:

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_sim.backends import RealRank
 from zero_sim.backends.arranging import arrangement_of, in_words, with_channels
 from zero_sim.backends.probe import Kind, Pieces, Reduction, Values, by_calling, observe, verify
 from zero_sim.backends.probe_models import pieces_of, text_of
+from zero_sim.backends.real import RealRank
 from zero_sim.errors import ZeroSimError
 from zero_sim.reference import Arrangement, SumSite
 from zero_sim.run.program import GroupContext
@@ -106,14 +106,14 @@ def measure_orders(
         group = _group_of(members, inside=real_rank.rank < scenario.world.size)
         if real_rank.rank in members:
             assert group is not None
-            look = _Look(group=group, order=order, device=device, alive=real_rank.alive)
+            look = _Look(group=group, order=order, device=device, alive=real_rank.channel.alive)
             arrangement, drifts = look.at(known.arrangement, new)
             if real_rank.rank == members[0]:
                 told = None if arrangement is None else arrangement.as_dict()
                 found.append([list(members), told, drifts])
         if group is not None and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    all_found = real_rank.exchange(found, size=process_count, about=about)
+    all_found = real_rank.channel.exchange(found, size=process_count, about=about)
     drifts = []
     for ranks, told, wrong in (each for one in all_found for each in one):
         known = real_rank.memory[tuple(ranks)]

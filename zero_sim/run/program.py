@@ -16,15 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_sim.cost.hook_trace import Clock
-from zero_sim.cost.observer import Observer
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.host.device import seed_device
 from zero_sim.judge.facts import Facts, facts_of
-from zero_sim.judge.harness import PauseClock, caused_by_harness, engine_time, harness_time
+from zero_sim.judge.harness import RankTime
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.positions import check_reported
 from zero_sim.run.dp_cp_groups import DpCpGroup
-from zero_sim.run.observers import BareModule, Watched, choose_observers
+from zero_sim.run.observers import BareModule, Observers, Watched, choose_observers
 from zero_sim.scenario.derived import overlaps_params, own_micro_batches
 from zero_sim.scenario.fitting import after_reload
 from zero_sim.scenario.spec import Scenario
@@ -108,8 +107,7 @@ ShareFacts = Callable[[int, Facts], None]
 """How the judges hear what the engine of a rank, of the world, says before the first step."""
 
 
-def _never_timed(pause: bool) -> AbstractContextManager[None]:
-    return nullcontext()
+_UNTIMED = RankTime()
 
 
 def build_program(
@@ -118,7 +116,7 @@ def build_program(
     contexts: Sequence[GroupContext],
     target: Target,
     outcome: Outcome,
-    pause_clock: PauseClock = _never_timed,
+    rank_time: RankTime = _UNTIMED,
     share_facts: ShareFacts | None = None,
     clock: Clock | None = None,
 ) -> Callable[[int], None]:
@@ -129,34 +127,33 @@ def build_program(
         contexts: Every dp-cp group of the world, with what it trains and who judges it.
         target: The system under test.
         outcome: Filled in by rank 0.
-        pause_clock: Keeps the world from counting the harness's time; left out where no world
-            counts any.
+        rank_time: Keeps the world from counting the harness's time; by default nothing counts it.
         share_facts: Gives judges the facts of a rank; left out where ranks share their judges.
         clock: The time of the world's log; left out where there is none.
     """
 
     def program(world_rank: int) -> None:
-        group, context = _own_group(contexts, world_rank=world_rank, pause_clock=pause_clock)
+        group, context = _own_group(contexts, world_rank=world_rank, rank_time=rank_time)
         rank = group.rank()
         bare, engine, costs = _build(
-            segment, context, target=target, group=group, pause_clock=pause_clock
+            segment, context, target=target, group=group, rank_time=rank_time
         )
-        with harness_time(pause_clock):
+        with rank_time.harness():
             facts = facts_of(engine, with_start=segment.scenario.model.distinct_start)
         # What the user is to mend, and no failure of the judge that would hear of it.
         check_reported(facts, scenario=context.dp_cp_group.scenario, target_name=target.name)
         if share_facts is not None:
             share_facts(world_rank, facts)
         else:
-            with harness_time(pause_clock):
+            with rank_time.harness():
                 context.judge.note_facts(rank, facts)
         if segment.load is not None:
             engine.settle()
-            with harness_time(pause_clock):
+            with rank_time.harness():
                 context.judge.observe_load(rank, engine)
         observers, notes = choose_observers(
             bare,
-            Watched(judge=context.judge, rank=rank, engine=engine, pause_clock=pause_clock),
+            Watched(judge=context.judge, rank=rank, engine=engine, rank_time=rank_time),
             scenario=context.dp_cp_group.scenario,
             costs=costs,
             clock=clock,
@@ -164,7 +161,7 @@ def build_program(
         context.judge.begin(rank, notes)
         if dist.get_world_size() > group.size():
             # Judges of all dp-cp groups step together, which they can once every engine is there.
-            with caused_by_harness(pause_clock):
+            with rank_time.caused_by_harness():
                 dist.barrier()
         training = _Training(
             context=context,
@@ -172,7 +169,7 @@ def build_program(
             engine=engine,
             names=frozenset(bare.names.values()),
             observers=observers,
-            pause_clock=pause_clock,
+            rank_time=rank_time,
             target_name=target.name,
         )
         _train(training, segment, outcome=outcome)
@@ -181,13 +178,13 @@ def build_program(
 
 
 def _own_group(
-    contexts: Sequence[GroupContext], *, world_rank: int, pause_clock: PauseClock
+    contexts: Sequence[GroupContext], *, world_rank: int, rank_time: RankTime
 ) -> tuple[dist.ProcessGroup, GroupContext]:
     """Return the process group of a rank's dp-cp group; with several, all of them are made."""
     group, mine = dist.group.WORLD, 0
     if len(contexts) > 1:
         # Every rank makes every group, in one order, as torch.distributed demands.
-        with caused_by_harness(pause_clock):
+        with rank_time.caused_by_harness():
             groups = [dist.new_group(list(context.dp_cp_group.ranks)) for context in contexts]
         mine = next(
             i for i, context in enumerate(contexts) if world_rank in context.dp_cp_group.ranks
@@ -207,8 +204,8 @@ class _Training:
     engine: CompletedEngine
     names: frozenset[str]
     """Names of the params of the bare model."""
-    observers: Sequence[Observer]
-    pause_clock: PauseClock
+    observers: Observers
+    rank_time: RankTime
     target_name: str
 
 
@@ -218,11 +215,11 @@ def _build(
     *,
     target: Target,
     group: dist.ProcessGroup,
-    pause_clock: PauseClock,
+    rank_time: RankTime,
 ) -> tuple[BareModule, CompletedEngine, Costs]:
     """Build a rank's engine, from a checkpoint where the segment starts with one."""
     scenario = context.dp_cp_group.scenario
-    with harness_time(pause_clock):
+    with rank_time.harness():
         module = build_module(
             context.workload,
             expert_index=group.rank() % scenario.topology.ep,
@@ -232,10 +229,10 @@ def _build(
         model = model_of(module, known=context.judge.group.ownership.param_names)
         if scenario.model.distinct_start:
             make_distinct(module, rank=group.rank(), ep=scenario.topology.ep)
-        bare = BareModule(module, read_step=segment.read_step, pause_clock=pause_clock)
+        bare = BareModule(module, read_step=segment.read_step, rank_time=rank_time)
     system = target.build(module, scenario=scenario, group=group)
     costs = costs_of(target, scenario, engine=system)
-    engine = complete(system, model=model, asking=lambda: engine_time(pause_clock))
+    engine = complete(system, model=model, asking=rank_time.engine)
     _check_can_reload(engine, segment, target=target)
     if segment.load is not None:
         engine.load(segment.load, weights_only=segment.weights_only)
@@ -258,39 +255,39 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
             saving = _begin_save(training, segment)
         _freeze(training, step)
         engine.zero_grad()
-        for each in observers:
-            each.before_backward(step)
+        for watch in observers.before_backward:
+            watch(step)
         losses: list[Tensor] = []
         for micro in range(scenario.run.micro_batches):
-            for each in observers:
-                each.before_micro_batch(step, micro)
+            for watch in observers.before_micro_batch:
+                watch(step, micro)
             losses += _take_part(training, step, micro)
             if deferred and micro == 0 and step > segment.start:
-                for each in observers:
-                    each.after_gather(step - 1)
+                for watch in observers.after_gather:
+                    watch(step - 1)
         with ExitStack() as stack:
-            for each in observers:
-                if (block := each.updating(step)) is not None:
+            for updating in observers.updating:
+                if (block := updating(step)) is not None:
                     stack.enter_context(block)
             result = engine.step(lr_factor=lr_factor(scenario, step))
-        for each in observers:
-            each.after_step(step, losses, result)
+        for watch in observers.after_step:
+            watch(step, losses, result)
         if not deferred or step + 1 == stop:
             engine.settle()
-            for each in observers:
-                each.after_gather(step)
+            for watch in observers.after_gather:
+                watch(step)
     if segment.save is not None:
         _end_save(segment, segment.save, engine, saving)
         return
     # On every rank: where params are sharded, a forward is one of them all.
-    with caused_by_harness(training.pause_clock):
+    with training.rank_time.caused_by_harness():
         accuracy = training.context.workload.accuracy(engine.module)
     notes = engine.notes()
     if training.context.dp_cp_group.ranks[training.rank] == 0:
         outcome.accuracy = accuracy
         outcome.notes.extend(notes)
-    for each in observers:
-        each.at_end(stop - 1)
+    for watch in observers.at_end:
+        watch(stop - 1)
 
 
 def _begin_save(training: _Training, segment: Segment) -> Saving:
@@ -367,10 +364,10 @@ def _take_part(training: _Training, step: int, micro: int) -> list[Tensor]:
     if micro >= own_micro_batches(scenario.run, step=step, rank=rank):
         training.engine.join_micro_batch(last=last)
         return []
-    with harness_time(training.pause_clock):
+    with training.rank_time.harness():
         batch = draw_batch(training.context.workload, scenario, step, rank, micro)
-    for each in training.observers:
-        each.before_forward(step, micro)
+    for watch in training.observers.before_forward:
+        watch(step, micro)
     return [_micro_batch(training, batch, step, last_micro=last)]
 
 
@@ -380,7 +377,7 @@ def _micro_batch(training: _Training, batch: Batch, step: int, *, last_micro: bo
     engine.start_micro_batch(last=last_micro)
     # A workload does no more with a module than call it.
     loss = training.context.workload.loss(engine.forward, batch)  # pyrefly: ignore
-    for each in training.observers:
-        each.after_forward(step)
+    for watch in training.observers.after_forward:
+        watch(step)
     engine.backward(loss, last_micro=last_micro, rows=batch.rows)
     return loss.detach()

@@ -12,26 +12,115 @@ import contextlib
 import gc
 import time
 import traceback
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_sim.backends import RankGone, RealRank
+from zero_sim.backends.real import RealRank
+from zero_sim.backends.side_channel import RankGone, SideChannel
 from zero_sim.judge.facts import Facts
-from zero_sim.judge.harness import JudgeFailed, harness_time
+from zero_sim.judge.harness import JudgeFailed, RankTime, untimed
+from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.step_digests import StepDigests, digests_of
+from zero_sim.reference import ReferenceStep
 from zero_sim.run.contexts import View
 from zero_sim.run.grads_told import ToldAt
 from zero_sim.run.probing import OrderDrift, measure_orders
 from zero_sim.run.program import Segment, build_program, segments_of
 from zero_sim.run.rank_local import as_in_new_process
-from zero_sim.run.step_wire import TELLER, WiredSteps
 from zero_sim.run.trial import Trial
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import RankFailed
 from zero_sim.targets import Target, import_target
+
+TELLER = 0
+"""The rank that takes steps for all."""
+_BEGIN_SECONDS = 1.0
+"""How long a step may not even be begun: less than others are waited for once a rank is lost."""
+_LOOK_SECONDS = 0.001
+"""How often it is looked whether it is: it is by all ranks at about the same time."""
+
+
+class WiredSteps:
+    """Steps that one process takes for all, sent as digests through the store; see `SharedSteps`.
+
+    No process depends on them: one that receives nothing in time, or that nothing more is sent,
+    takes its own steps.
+
+    Args:
+        channel: Side channel of this process.
+        stall_seconds: How long a step may take that was begun: then it is the harness that
+            computes, no system.
+    """
+
+    def __init__(self, channel: SideChannel, *, stall_seconds: float) -> None:
+        self._channel = channel
+        self._stall_seconds = stall_seconds
+        self.are_digests = channel.rank != TELLER
+        self._tells = not self.are_digests
+        """False once the others take their own steps."""
+
+    def find(self, step: int, *, placed: Hashable = None) -> Sequence[StepDigests] | None:
+        """Return a step that was sent; None also if nothing came, for whatever reason."""
+        if not self.are_digests:
+            return None
+        # Not by a wait of the store, which complains on stderr when its time is over.
+        begin_by = time.monotonic() + _BEGIN_SECONDS
+        while not self._channel.has_told(TELLER, about=f"owing {step}"):
+            if time.monotonic() > begin_by:
+                return None
+            time.sleep(_LOOK_SECONDS)
+        try:
+            sent = self._channel.hear(TELLER, about=f"owed {step}", seconds=self._stall_seconds)
+        except (RankGone, TimeoutError):
+            return None
+        return None if sent is None else [StepDigests(**each) for each in sent]
+
+    def begin(self, step: int) -> None:
+        """Send that a step is being taken."""
+        if self._tells:
+            self._channel.tell({}, about=f"owing {step}")
+
+    def keep(
+        self,
+        taken: Sequence[ReferenceStep],
+        *,
+        groups: Sequence[JudgedGroup],
+        placed: Hashable = None,
+    ) -> None:
+        """Send a step, or that the others have to take it, if digests do not cover it."""
+        if not self._tells:
+            return
+        digests = [digests_of(each, group=group) for each, group in zip(taken, groups, strict=True)]
+        sent = [each.as_dict() for each in digests if each is not None]
+        if len(sent) == len(groups):
+            self._send(taken[0].step, sent)
+        else:
+            self.stop(taken[0].step)
+
+    def stop(self, step: int) -> None:
+        """Let the others take their own steps, from this one on."""
+        if self._tells:
+            self.begin(step)
+            self._send(step, None)
+            self._tells = False
+
+    def _send(self, step: int, steps: Sequence[dict[str, Any]] | None) -> None:
+        self._channel.tell(steps, about=f"owed {step}")
+
+    def close(self, steps: int) -> None:
+        """Let nobody wait for steps that are not sent any more.
+
+        Args:
+            steps: How many the case has.
+        """
+        for step in range(steps):
+            # Who hears the first of them goes on alone, and asks for no other.
+            if self._channel.withdraw([f"owing {step}", f"owed {step}"]):
+                return
 
 
 def processes_of(scenario: Scenario) -> int:
@@ -47,7 +136,8 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
             `processes`, how many there are; `order`, the one to add in whatever the backend does,
             or null for its own; `added_in`, the order that is in either case; `target`,
             `module:name` of the system under test, or empty for the one that the scenario names;
-            `grads_told`, a point that the target does not declare itself, or empty; `device`,
+            `grads_told`, a point that the target does not declare itself, or empty;
+            `explainer`, `module:name` of a class that explains what differs, or empty; `device`,
             where the ranks compute, `cpu` or `cuda`; `probe`, whether the case relies on
             the order that the backend adds in by itself.
         real_rank: This process.
@@ -57,13 +147,14 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
     """
     scenario = adapter().validate_json(payload["scenario"])
     segments = tuple(segments_of(scenario, folder=Path(payload["folder"])))
-    wired = WiredSteps(real_rank, stall_seconds=scenario.run.stall_seconds)
+    wired = WiredSteps(real_rank.channel, stall_seconds=scenario.run.stall_seconds)
     ranks = _OwnRank(
         real_rank=real_rank,
         processes=payload["processes"],
         order=payload["order"],
         probe=payload["probe"],
         wired=wired,
+        explainer=payload["explainer"],
     )
     trial = Trial(device=payload["device"], added_in=payload["added_in"])
 
@@ -87,7 +178,9 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
         real_rank.last_words = f"{trial.failure.message}\n{trial.failure.detail}"
         gc.collect()
     abouts = ("joined", "facts", "orders", "wrong", "left")
-    real_rank.withdraw([f"{what} {index}" for index in range(len(segments)) for what in abouts])
+    real_rank.channel.withdraw(
+        [f"{what} {index}" for index in range(len(segments)) for what in abouts]
+    )
     if real_rank.rank == TELLER:
         wired.close(scenario.run.steps)
     return trial.report().as_dict()
@@ -106,6 +199,8 @@ class _OwnRank:
     """Whether the order that is the backend's own is relied on, and so measured."""
     wired: WiredSteps
     """Steps that one of them takes for all."""
+    explainer: str
+    """As for `JudgedGroup`."""
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says.
@@ -115,17 +210,15 @@ class _OwnRank:
             OrderDrift: The backend adds otherwise than the case relies on.
         """
         real_rank, scenario = self.real_rank, segment.scenario
-        view = View(rank=real_rank.rank, wired=self.wired)
+        view = View(rank=real_rank.rank, wired=self.wired, explainer=self.explainer)
         contexts = trial.build_contexts(segment, target=target, view=view)
 
-        def pause_clock(pause: bool) -> AbstractContextManager[None]:
-            real_rank.alive()
-            return nullcontext()
+        rank_time = RankTime(self._show_life)
 
         def share_facts(rank: int, facts: Facts | None) -> None:
             said = None if facts is None else facts.as_dict()
-            all_facts = real_rank.exchange(said, size=self.processes, about=f"facts {index}")
-            with harness_time(pause_clock):
+            all_facts = self._exchange(said, about=f"facts {index}")
+            with rank_time.harness():
                 for each in contexts:
                     for place, world_rank in enumerate(each.dp_cp_group.ranks):
                         each.judge.note_facts(place, Facts.from_dict(all_facts[world_rank]))
@@ -143,7 +236,7 @@ class _OwnRank:
             real_rank.leave()
             share_facts(real_rank.rank, None)
             for _ in range(segment.start, segment.stop):
-                with harness_time(pause_clock):
+                with rank_time.harness():
                     contexts[0].judge.step_unseen()
             return
         program = build_program(
@@ -151,7 +244,7 @@ class _OwnRank:
             contexts=contexts,
             target=target,
             outcome=trial.outcome,
-            pause_clock=pause_clock,
+            rank_time=rank_time,
             share_facts=share_facts,
         )
         try:
@@ -177,6 +270,11 @@ class _OwnRank:
 
     def is_wrong_anywhere(self, index: int, is_wrong_here: bool) -> bool:
         """As `Ranks` says."""
-        return any(
-            self.real_rank.exchange(is_wrong_here, size=self.processes, about=f"wrong {index}")
-        )
+        return any(self._exchange(is_wrong_here, about=f"wrong {index}"))
+
+    def _exchange(self, what: Any, *, about: str) -> list[Any]:
+        return self.real_rank.channel.exchange(what, size=self.processes, about=about)
+
+    def _show_life(self, pause: bool, **block: Any) -> AbstractContextManager[None]:
+        self.real_rank.channel.alive()
+        return untimed(pause, **block)

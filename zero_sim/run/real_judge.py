@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, Self
 
-from zero_sim.backends import Ending, RealRank, Teams
 from zero_sim.backends import torchrun as launched
+from zero_sim.backends.real import RealRank
+from zero_sim.backends.team import Ending, Teams
 from zero_sim.backends.transports import find_transport
 from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.run.grads_told import Point, judge_as_told
@@ -70,10 +71,14 @@ class RealJudge:
         setup: What carries the collectives.
         processes: What the ranks are.
         target: `module:name` of the system under test; empty for the one that each case names.
+        explainer: As for `JudgedGroup`.
     """
 
-    def __init__(self, setup: Setup, processes: Processes, *, target: str = "") -> None:
+    def __init__(
+        self, setup: Setup, processes: Processes, *, target: str = "", explainer: str
+    ) -> None:
         self.setup = setup
+        self._explainer = explainer
         self._processes = processes
         self._target = target
         self._points: defaultdict[str, Point] = defaultdict(list)
@@ -131,6 +136,7 @@ class RealJudge:
                 "added_in": self.setup.order_of(scenario) or OWN_ORDERS[self.setup.backend],
                 "target": self._target,
                 "grads_told": point,
+                "explainer": self._explainer,
                 "device": self.setup.device,
                 "probe": self.setup.relies_on_own(scenario),
             }
@@ -161,21 +167,22 @@ class _Backend:
         return self.run_on_ranks(scenario)
 
 
-def on_workers(setup: Setup, *, target: str = "") -> RealJudge:
+def on_workers(setup: Setup, *, target: str = "", explainer: str) -> RealJudge:
     """A judge on worker processes of its own, kept from case to case.
 
     Args:
         setup: What carries the collectives.
         target: As for `RealJudge`.
+        explainer: As for `RealJudge`.
 
     Raises:
         EnvironmentProblem: This machine has no such backend.
     """
     find_transport(setup.backend).check()
-    return RealJudge(setup, _Workers(setup.backend), target=target)
+    return RealJudge(setup, _Workers(setup.backend), target=target, explainer=explainer)
 
 
-def as_launched(setup: Setup, *, target: str = "") -> RealJudge:
+def as_launched(setup: Setup, *, target: str = "", explainer: str) -> RealJudge:
     """A judge in each process of a job that torchrun, or something like it, started.
 
     Every process of the job runs the same cases, and all come to the same results.
@@ -183,12 +190,14 @@ def as_launched(setup: Setup, *, target: str = "") -> RealJudge:
     Args:
         setup: What carries the collectives.
         target: As for `RealJudge`.
+        explainer: As for `RealJudge`.
 
     Raises:
         EnvironmentProblem: The machines cannot run the job together; says why.
     """
     processes = _Launched(setup.backend)
-    return RealJudge(replace(setup, ranks_max=processes.count), processes, target=target)
+    launched_setup = replace(setup, ranks_max=processes.count)
+    return RealJudge(launched_setup, processes, target=target, explainer=explainer)
 
 
 class _Workers:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.findings.records import CaseResult
 from zero_sim.host import supervisor
-from zero_sim.judge.trajectory import Trajectories
 from zero_sim.run.grads_told import Point, ToldAt, judge_as_told
 from zero_sim.run.reports import CaseRun, result_of
 from zero_sim.run.simulated import Simulated
@@ -80,51 +77,35 @@ def _is_explained(before: CaseResult, again: CaseResult) -> bool:
     return bool(known) and before.findings[0].identity in known
 
 
-def run_case(
-    scenario: Scenario,
-    *,
-    pool: WorldPool | None = None,
-    target: Target | None = None,
-    turns: Sequence[Sequence[int]] = (),
-    keep_logs: bool = False,
-    device: str = "cpu",
-    trajectories: Trajectories | None = None,
-    with_digest: bool = True,
+def judge_simulated(
+    scenario: Scenario, backend: Simulated, *, keep_logs: bool = False, with_digest: bool = True
 ) -> CaseResult:
     """Judge one case on simulated ranks; what comes of it is as for `judge_case`.
 
+    A target that is given, and does not declare at which point it reports gradients, is judged by
+    the point that fits it.
+
     Args:
         scenario: A validated case.
-        pool: Worlds to reuse; without one, a world is made for this case and closed after it.
-        target: The system under test; without one, the registered target that the scenario names.
-        turns: The turns of an earlier run to repeat, one sequence a world; where they cannot be
-            taken, the case goes on without them and a note says so.
-        keep_logs: Whether the result carries its event logs even if the case does not fail.
-        device: Where all ranks and the reference compute: any device that torch knows.
-        trajectories: What references of cases before it took, where it is one of a family; what is
-            found does not depend on them.
-        with_digest: Whether the result carries the digest of the event logs, which takes a few
-            percent of a small case.
+        backend: Runs it.
+        keep_logs: As for `judge_case`.
+        with_digest: As for `judge_case`.
 
     Raises:
         EnvironmentProblem: This machine lacks something that the case needs.
     """
-    with WorldPool() if pool is None else nullcontext(pool) as worlds:
+    target = backend.target
+    if target is None:  # Registered targets declare it.
+        return judge_case(scenario, backend, keep_logs=keep_logs, with_digest=with_digest)
 
-        def judge(case: Scenario, point: GradsTold | None) -> CaseResult:
-            told = target if target is None or point is None else ToldAt(target, point)
-            if case is not scenario:
-                backend = Simulated(worlds=worlds, target=told, device=device)
-                return judge_case(case, backend, with_digest=False)
-            backend = Simulated(
-                worlds=worlds, target=told, turns=turns, device=device, trajectories=trajectories
-            )
-            return judge_case(scenario, backend, keep_logs=keep_logs, with_digest=with_digest)
+    def judge(case: Scenario, point: GradsTold | None) -> CaseResult:
+        told = replace(backend, target=target if point is None else ToldAt(target, point))
+        if case is not scenario:
+            return judge_case(case, replace(told, turns=(), trajectories=None), with_digest=False)
+        return judge_case(scenario, told, keep_logs=keep_logs, with_digest=with_digest)
 
-        if target is None:
-            return judge(scenario, None)  # Registered targets declare it.
-        known = _point_of(target, worlds)
-        return judge_as_told(scenario, judge=judge, find=lambda: target, known=known)
+    known = _point_of(target, backend.worlds)
+    return judge_as_told(scenario, judge=judge, find=lambda: target, known=known)
 
 
 def _point_of(target: Target, pool: WorldPool) -> Point:

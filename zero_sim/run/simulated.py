@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.cost.overlap import check_overlap
 from zero_sim.cost.relations import check_relations, why_unrelated
 from zero_sim.cost.told import (
@@ -22,6 +22,7 @@ from zero_sim.cost.told import (
 from zero_sim.cost.volume import check_volume
 from zero_sim.findings.records import Finding
 from zero_sim.host.device import use_in_thread
+from zero_sim.judge.harness import RankTime
 from zero_sim.judge.trajectory import Trajectories
 from zero_sim.run.contexts import View
 from zero_sim.run.dp_cp_groups import check_crossing
@@ -60,13 +61,15 @@ class Simulated:
     """What is done for ranks, in place of what the target declares."""
     trajectories: Trajectories | None = None
     """What references of cases before it took, to which it adds."""
+    explainer: str = ""
+    """As for `JudgedGroup`."""
     read_step: int | None = None
     """The step in which the params that forwards read are recorded; None for none."""
 
     def run(self, scenario: Scenario) -> CaseRun:
         """Run a case."""
         trial = Trial(device=self.device)
-        ranks = _AllRanks(self.worlds, turns=self.turns, trajectories=self.trajectories)
+        ranks = _AllRanks(self)
         kept = ExitStack()
 
         def find() -> Target:
@@ -98,30 +101,33 @@ class Simulated:
 class _AllRanks:
     """All ranks of one simulated world after the other."""
 
-    worlds: WorldPool
-    turns: Sequence[Sequence[int]]
+    backend: Simulated
     logs: list[EventLog] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     own: RankLocalState | None = None
     """What is done for ranks of a target that declares rank-local state."""
-    trajectories: Trajectories | None = None
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says; a world that ends otherwise than by a rank that raised is found."""
-        world = self.worlds.world_for(segment.scenario)
-        view = View(calls_made=lambda: len(world.log.collectives), trajectories=self.trajectories)
+        world = self.backend.worlds.world_for(segment.scenario)
+        log = EventLog()
+        view = View(
+            calls_made=log.collectives.__len__,
+            trajectories=self.backend.trajectories,
+            explainer=self.backend.explainer,
+        )
         contexts = trial.build_contexts(segment, target=target, view=view)
         replay = None
-        if index < len(self.turns):
-            replay = Replay(self.turns[index], strict=False)
+        if index < len(self.backend.turns):
+            replay = Replay(self.backend.turns[index], strict=False)
             world.configure(schedule=replay)
         program = build_program(
             segment,
             contexts=contexts,
             target=target,
             outcome=trial.outcome,
-            pause_clock=world.pause_clock,
-            clock=lambda: len(world.log.moments),
+            rank_time=RankTime(world.pause_clock),
+            clock=log.moments.__len__,
         )
 
         def on_device(rank: int) -> None:
@@ -132,27 +138,27 @@ class _AllRanks:
         try:
             if self.own is not None:
                 world.keep_apart(self.own.own)
-            world.run(on_device)
+            world.run(on_device, log=log)
         except RankFailed:
             raise
         except WorldFailure as failed:
-            trial.found.append(_world_finding(failed, world.log.faults))
+            trial.found.append(_world_finding(failed, log.faults))
             return
         finally:
             world.keep_apart(None)
-            self.logs.append(world.log)
+            self.logs.append(log)
             if replay is not None and replay.diverged_at is not None:
                 self.notes.append(
                     f"world {len(self.logs)} left the recorded turns at turn {replay.diverged_at} "
                     f"of {len(replay.turns)}"
                 )
         trial.found.extend(
-            check_crossing(world.log.collectives, [context.dp_cp_group for context in contexts])
+            check_crossing(log.collectives, [context.dp_cp_group for context in contexts])
         )
         # After a wrong number the calls are that number's doing, and a planned fault is no call.
         if not trial.is_wrong() and not segment.scenario.faults:
             for context in contexts:
-                trial.found.extend(_check_costs(context, world.log, target=target))
+                trial.found.extend(_check_costs(context, log, target=target))
 
     def is_wrong_anywhere(self, index: int, is_wrong_here: bool) -> bool:
         """As `Ranks` says; there is no other process."""

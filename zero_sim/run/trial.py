@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +15,7 @@ from zero_sim.errors import EnvironmentProblem, ProtocolError, UntrainableError,
 from zero_sim.findings.records import Finding
 from zero_sim.host.device import computing_on
 from zero_sim.judge.comparison import AnyReference
-from zero_sim.judge.harness import JudgeFailed, harness_time
+from zero_sim.judge.harness import JudgeFailed, RankTime
 from zero_sim.judge.judge import Judge
 from zero_sim.run.contexts import View, build_contexts
 from zero_sim.run.program import GroupContext, Outcome, Segment
@@ -204,7 +203,7 @@ class Trial:
             UntrainableError: They cannot either.
             JudgeFailed: They fail otherwise.
         """
-        with harness_time(lambda pause: nullcontext()):
+        with RankTime().harness():
             for judge in self.judges:
                 if judge.group.first_step == segment.start:
                     judge.ask_reference()

@@ -34,6 +34,16 @@ def after_reload(scenario: Scenario) -> Scenario:
     Args:
         scenario: The case, before the checkpoint.
     """
+    after = with_reloaded(scenario)
+    return after if after.system is scenario.system else fitted_to_stage(after)
+
+
+def with_reloaded(scenario: Scenario) -> Scenario:
+    """Return the case with the fields that its reload replaces, and all others as they are.
+
+    Args:
+        scenario: The case, before the checkpoint.
+    """
     changed: dict[str, dict[str, object]] = {}
     for name, path in reloaded(scenario.reload).items():
         table, _, field = path.partition(".")
@@ -41,11 +51,7 @@ def after_reload(scenario: Scenario) -> Scenario:
     tables = {
         table: replace(getattr(scenario, table), **fields) for table, fields in changed.items()
     }
-    after = replace(scenario, **tables)
-    if "system" not in tables:
-        return after
-    after = fitted_to_stage(after)
-    return after if after.system.stage else _without("system.sum_by", after)
+    return replace(scenario, **tables)
 
 
 def reloaded(reload: ReloadSpec | None) -> dict[str, str]:

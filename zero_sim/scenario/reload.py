@@ -9,7 +9,7 @@ from zero_sim.errors import Problem
 from zero_sim.scenario.applies import APPLIES, Applies
 from zero_sim.scenario.conditions import CONDITIONS, Condition
 from zero_sim.scenario.fields import default_at, describe_value, show
-from zero_sim.scenario.fitting import RELOADED, after_reload, reloaded
+from zero_sim.scenario.fitting import RELOADED, after_reload, reloaded, with_reloaded
 from zero_sim.scenario.spec import ReloadSpec, Scenario
 
 
@@ -62,6 +62,21 @@ def check_after_reload(scenario: Scenario) -> Iterator[Problem]:
                 if placed.path == problem.path:
                     placed = _left_as_it_was(problem, rule, scenario.reload)
                 yield _with_own_names(placed, scenario.reload)
+    yield from _without_meaning(scenario, scenario.reload)
+
+
+def _without_meaning(scenario: Scenario, reload: ReloadSpec) -> Iterator[Problem]:
+    """Check the fields that the reload itself sets, even those that end with an earlier system.
+
+    A setting of the earlier system goes back to its default where it has no meaning. A setting
+    written for the later system would be ignored there.
+    """
+    as_written = with_reloaded(scenario)
+    set_here = set(reloaded(reload).values())
+    for row in APPLIES:
+        if row.path in set_here and not row.holds_after:
+            for problem in row.check(as_written):
+                yield _with_own_names(placed_in_reload(problem, reload), reload)
 
 
 def _left_as_it_was(problem: Problem, rule: Applies | Condition, reload: ReloadSpec) -> Problem:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.findings.records import CaseResult
-from zero_sim.run import run_case
+from zero_sim.rules.judging import run_case
 from zero_sim.scenario.dump import to_chosen_data
 from zero_sim.scenario.fields import show
 from zero_sim.scenario.spec import Scenario

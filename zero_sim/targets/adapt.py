@@ -112,10 +112,13 @@ class CompletedEngine:
             what for name, what in _OBSERVED.items() if not hasattr(engine, name)
         )
         """State that is not observed, in words for the notes."""
-        self.can_unwrap = getattr(engine, "unwrap", None) is not None
-        """True if the engine gives its module back."""
         self.costed = engine if isinstance(engine, CostedEngine) else None
         """The engine itself, if it declares that the closed forms of its stage hold."""
+
+    @property
+    def can_unwrap(self) -> bool:
+        """True if the engine gives its module back."""
+        return getattr(self._engine, "unwrap", None) is not None
 
     @property
     def can_reload(self) -> bool:

@@ -238,7 +238,8 @@ def _members_of(cls: type) -> Callable[[Any], Iterable[object]] | None:
         members = _of_optimizer
     elif issubclass(cls, partial):
         members = _arguments
-    elif cls.__module__.startswith(_OWN_MODULES):
+    # Also a class that joins some of our own, whichever module it is in.
+    elif any(base.__module__.startswith(_OWN_MODULES) for base in cls.__mro__):
         slots = tuple(slot for base in cls.__mro__ for slot in getattr(base, "__slots__", ()))
         members = partial(_attributes, slots)
     return members

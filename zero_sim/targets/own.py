@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from zero_sim import checkpoint
-from zero_sim.layout import BucketPlan, Span
+from zero_sim.layout import BucketPlan, LayoutPolicy, Span
 from zero_sim.layout.topology import Topology
 from zero_sim.scenario.derived import overlaps_grads, overlaps_params
 from zero_sim.scenario.kinds import is_expert
@@ -41,14 +41,10 @@ from zero_sim.zero import (
     ZeroConfig,
 )
 from zero_sim.zero.gathers import OnUse, schedule_params
-from zero_sim.zero.groups import (
-    build_expert_groups,
-    build_model_parallel_group,
-    build_redundancy_groups,
-)
+from zero_sim.zero.groups import build_redundancy_groups
 from zero_sim.zero.model import PlainCast
-from zero_sim.zero.optimizer import AllAtOnce
-from zero_sim.zero.schedule import UnderBackward, order_by_forward, schedule_grads
+from zero_sim.zero.optimizer import AllAtOnce, StepSeams
+from zero_sim.zero.schedule import UnderBackward, schedule_grads
 from zero_sim.zero.seams import Seams
 from zero_sim.zero.step_count import StepCount
 from zero_sim.zero.unit import Unit
@@ -56,10 +52,18 @@ from zero_sim.zero.variants.activations import TensorParallel
 from zero_sim.zero.variants.arena import Arena, move_grads
 from zero_sim.zero.variants.fp8 import DTYPE_NAMES as FP8_DTYPES
 from zero_sim.zero.variants.fp8 import Fp8Cast
-from zero_sim.zero.variants.gathers import GatheredAfterStep, chunked_units
+from zero_sim.zero.variants.gathers import ChunkedUnit, GatheredAfterStep, chunked_units
 from zero_sim.zero.variants.grad_unit import GradUnit
+from zero_sim.zero.variants.model_groups import (
+    build_expert_groups,
+    build_model_parallel_group,
+)
 from zero_sim.zero.variants.reduce_buffers import BufferedGrads, BufferSettings
-from zero_sim.zero.variants.root_reduce import SUMS_OF_ALL, UnderBackwardAtFirst
+from zero_sim.zero.variants.root_reduce import (
+    AllReducedUnit,
+    SummedAtFirstUnit,
+    UnderBackwardAtFirst,
+)
 from zero_sim.zero.variants.scaler import LossScaler
 from zero_sim.zero.variants.step_buffer import StepBuffer
 from zero_sim.zero.variants.uneven_micro_batches import (
@@ -165,11 +169,13 @@ def config_of(scenario: Scenario) -> ZeroConfig:
         micro_batches=scenario.run.micro_batches,
         redundancy=system.redundancy,
         grad_dtype=system.grad_dtype,
-        bucket_elems=system.bucket_elems,
-        align_elems=system.align_elems,
-        align_bytes=system.align_bytes,
-        param_order=system.param_order,
-        partition=system.partition,
+        layout=LayoutPolicy(
+            bucket_elems=system.bucket_elems,
+            align_elems=system.align_elems,
+            align_bytes=system.align_bytes,
+            param_order=system.param_order,
+            partition=system.partition,
+        ),
         overlap_grads=overlaps_grads(system),
         overlap_params=overlaps_params(system),
         prefetch=1 if system.prefetch is None else system.prefetch,
@@ -190,6 +196,24 @@ _ON_USE = {
 """By whether ranks join micro-batches, and whether params are gathered after the step, too."""
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class _AllReducedChunkedUnit(AllReducedUnit, ChunkedUnit):
+    """Both variants at once."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _SummedAtFirstChunkedUnit(SummedAtFirstUnit, ChunkedUnit):
+    """Both variants at once."""
+
+
+_UNITS: dict[str, tuple[type[Unit], type[ChunkedUnit]]] = {
+    "reduce-scatter": (Unit, ChunkedUnit),
+    "all-reduce": (AllReducedUnit, _AllReducedChunkedUnit),
+    "first-rank": (SummedAtFirstUnit, _SummedAtFirstChunkedUnit),
+}
+"""By the way of summing: units gathered at once, and in chunks."""
+
+
 def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Seams:
     """The variants that a scenario asks for."""
     system, joins = scenario.system, bool(scenario.run.own_micro_batches)
@@ -198,7 +222,9 @@ def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Se
         schedule_grads,
         under_backward=UnderBackwardAtFirst if system.sum_by == "first-rank" else UnderBackward,
     )
+    unit, chunked_unit = _UNITS[system.sum_by]
     if system.reduce_buffer_elems is not None:
+        unit, chunked_unit = Unit, ChunkedUnit
         settings = BufferSettings(
             elems=system.reduce_buffer_elems,
             contiguous_grads=system.contiguous_grads,
@@ -208,8 +234,9 @@ def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Se
     chunk_elems = system.gather_chunk_elems
     return Seams(
         cast=Fp8Cast if has_fp8 else PlainCast,
-        unit=Unit if chunk_elems is None else chunked_units(chunk_elems, config=config),
-        sum_all=SUMS_OF_ALL[system.sum_by],
+        unit=unit
+        if chunk_elems is None
+        else chunked_units(chunk_elems, config=config, unit=chunked_unit),
         step_count=UnevenStepCount if joins else StepCount,
         grads=grads,
         params=partial(schedule_params, on_use=_ON_USE[joins, system.gather_after_step]),
@@ -224,7 +251,7 @@ class ZeroSimEngine:
         config = config_of(scenario)
         by_group = system.buffers_by == "param-group"
         group_of = partial(group_index, spec) if spec.groups else None
-        shard_group, replica_group = build_redundancy_groups(group, redundancy=system.redundancy)
+        groups = build_redundancy_groups(group, redundancy=system.redundancy)
         topology = topology_of(scenario)
         kind_groups = {}
         if topology.ep > 1:
@@ -239,9 +266,7 @@ class ZeroSimEngine:
         self._ddp = DistributedDataParallel(
             module,
             config=config,
-            group=group,
-            shard_group=shard_group,
-            replica_group=replica_group,
+            group=groups,
             kind_of=kind_of,
             kind_groups=kind_groups,
             buffer_of=group_of if by_group else None,
@@ -249,8 +274,7 @@ class ZeroSimEngine:
         )
         self._arena: Arena | None = None
         if system.arena:
-            order = order_by_forward(self._ddp.buffers, params=list(self._ddp.params.values()))
-            self._arena = move_grads(self._ddp.buffers, order=order[::-1], config=config)
+            self._arena = move_grads(self._ddp)
         parts_group = (
             build_model_parallel_group(topology.groups_over("tp", "pp")) if is_split else None
         )
@@ -262,15 +286,20 @@ class ZeroSimEngine:
             group_of=group_of,
             clip_norm=spec.clip_norm,
             clip_value=spec.clip_value,
-            loss_scaler=None
-            if scale is None
-            else LossScaler(scale=scale.initial, growth_interval=scale.growth_interval),
-            model_parallel_group=parts_group,
-            is_counted=lambda name: is_counted(scenario.topology, name, place=place),
-            state_device=torch.device("cpu") if system.offload_state else None,
-            stepper=AllAtOnce
-            if system.step_buffer_elems is None
-            else partial(StepBuffer, elems=system.step_buffer_elems),
+            seams=StepSeams(
+                loss_scaler=None
+                if scale is None
+                else LossScaler(scale=scale.initial, growth_interval=scale.growth_interval),
+                model_parallel_group=parts_group,
+                # A model in one part has each param once.
+                is_counted=partial(is_counted, scenario.topology, place=place)
+                if is_split
+                else lambda name: True,
+                state_device=torch.device("cpu") if system.offload_state else None,
+                stepper=AllAtOnce
+                if system.step_buffer_elems is None
+                else partial(StepBuffer, elems=system.step_buffer_elems),
+            ),
         )
         self._places: dict[str, Place] = {}
 
@@ -498,3 +527,6 @@ class ZeroSimTarget:
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> ZeroSimEngine:
         """Wrap the module for training on this rank."""
         return ZeroSimEngine(module, scenario=scenario, group=group)
+
+
+TARGETS = (ZeroSimTarget(),)

@@ -3,48 +3,57 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
 
 from zero_sim.errors import UsageError
 from zero_sim.scenario.suggest import closest
-from zero_sim.targets.accelerate.declaration import ACCELERATE_DDP, ACCELERATE_FSDP2
-from zero_sim.targets.deepspeed.declaration import DEEPSPEED
 from zero_sim.targets.imported import load_target
-from zero_sim.targets.megatron.core import MegatronCore
-from zero_sim.targets.megatron.fsdp import MEGATRON_FSDP
-from zero_sim.targets.own import ZeroSimTarget
 from zero_sim.targets.protocol import Target
-from zero_sim.targets.single_device import SingleDevice
-from zero_sim.targets.torch.ddp import TorchDDP, TorchZeroRedundancy
-from zero_sim.targets.torch.fsdp1 import TorchFSDP1
-from zero_sim.targets.torch.fsdp2 import TorchFSDP2
 
-_TARGETS: dict[str, Target] = {
-    target.name: target
-    for target in (
-        ZeroSimTarget(),
-        SingleDevice(),
-        SingleDevice(name="single-device-keeping-grads", keeps_grads=True),
-        TorchDDP(),
-        TorchDDP(as_is=True),
-        TorchZeroRedundancy(),
-        TorchFSDP1(),
-        TorchFSDP1(as_is=True),
-        TorchFSDP2(),
-        TorchFSDP2(as_is=True),
-    )
-}
 
-_LIBRARIES: dict[str, Target] = {
-    target.name: target
-    for target in (
-        *DEEPSPEED,
-        MegatronCore(),
-        *MEGATRON_FSDP,
-        *ACCELERATE_DDP,
-        *ACCELERATE_FSDP2,
-    )
-}
-"""Targets of libraries that are installed with an extra; they are imported when they are used."""
+def _by_name(names: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    return {name: f"zero_sim.targets.{module}" for module in names for name in names[module]}
+
+
+# By name: a case imports the target that it names, and no other.
+_TARGETS = _by_name(
+    {
+        "own": ["zero_sim"],
+        "single_device": ["single-device", "single-device-keeping-grads"],
+        "torch.ddp": ["torch-ddp", "torch-ddp-as-is", "torch-zero-redundancy"],
+        "torch.fsdp1": ["torch-fsdp1", "torch-fsdp1-as-is"],
+        "torch.fsdp2": ["torch-fsdp2", "torch-fsdp2-as-is"],
+    }
+)
+"""Module that has a target in its `TARGETS`, by the target's name."""
+
+_LIBRARIES = _by_name(
+    {
+        "deepspeed.declaration": [
+            *("deepspeed-zero-0", "deepspeed-zero-1", "deepspeed-zero-2", "deepspeed-zero-3"),
+            *("deepspeed-zero-0-as-is", "deepspeed-zero-1-as-is", "deepspeed-zero-3-as-is"),
+        ],
+        "megatron.core": ["megatron-core"],
+        "megatron.fsdp": ["megatron-fsdp", "megatron-fsdp-as-is"],
+        "accelerate.declaration": [
+            *("accelerate-ddp", "accelerate-ddp-as-is"),
+            *("accelerate-fsdp2", "accelerate-fsdp2-as-is"),
+        ],
+    }
+)
+"""The same for targets of libraries, which are installed with an extra."""
+
+
+@cache
+def _registered(name: str) -> Target | None:
+    """Return the registered target of a name; None if there is none."""
+    module = _TARGETS.get(name) or _LIBRARIES.get(name)
+    if module is None:
+        return None
+    (target,) = (each for each in import_module(module).TARGETS if each.name == name)
+    return target
 
 
 def target_names() -> tuple[str, ...]:
@@ -63,9 +72,8 @@ def find_target(name: str) -> Target:
     Raises:
         UsageError: There is none; lists those there are.
     """
-    if name in _LIBRARIES:
-        return _LIBRARIES[name]
-    if name not in _TARGETS:
+    target = _registered(name)
+    if target is None:
         known = (*target_names(), *library_target_names())
         near = closest(name, known)
         like = f"Try {near!r}. " if near is not None else ""
@@ -73,7 +81,7 @@ def find_target(name: str) -> Target:
             f"expected system.target to be one of {', '.join(known)}, got {name!r}. {like}A "
             "target of your own is named with --target module:name."
         )
-    return _TARGETS[name]
+    return target
 
 
 def name_of(target: Target) -> str:
@@ -83,7 +91,7 @@ def name_of(target: Target) -> str:
         target: A registered one; one that a module has under a name; or an object without any
             state, which its class makes as well.
     """
-    if (_TARGETS.get(target.name) or _LIBRARIES.get(target.name)) is target:
+    if _registered(target.name) is target:
         return target.name
     made_by = type(target)
     module = sys.modules.get(made_by.__module__)

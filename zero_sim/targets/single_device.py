@@ -154,3 +154,9 @@ def _master_of(param: nn.Parameter) -> nn.Parameter:
     if param.dtype is torch.float32:
         return param
     return nn.Parameter(param.detach().to(torch.float32))
+
+
+TARGETS = (
+    SingleDevice(),
+    SingleDevice(name="single-device-keeping-grads", keeps_grads=True),
+)

@@ -13,17 +13,17 @@ from typing import Any
 
 from hypothesis import settings
 
-from zero_sim.backends import WorldPool
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import UsageError
 from zero_sim.findings.records import CaseResult
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.excluded import why_none_fits
 from zero_sim.fuzz.strategies import drawn_cases
-from zero_sim.judge.rules import SEES_FACTORS
 from zero_sim.report.text import count_verdicts, render_case, render_reduced
 from zero_sim.rules.cases import clip_cases, telling_cases
 from zero_sim.rules.declared import Asked, declared_by, with_change, without_advice
-from zero_sim.run import run_case
+from zero_sim.rules.explainer import SEES_FACTORS
+from zero_sim.rules.judging import run_case
 from zero_sim.run.sgd_twin import TWIN_EVERY, marked, with_twin
 from zero_sim.run.small_cases import BASE, changed
 from zero_sim.scenario.dump import to_chosen_toml

@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from zero_sim.calculators.ledger import Sample
 from zero_sim.calculators.memory_meter import MemoryMeter, sample_at_modules
+from zero_sim.layout import LayoutPolicy
 from zero_sim.report.walks import Bars, Cell, Mark, Step, Table, Walk
 from zero_sim.sim import CollectiveRecord, World
 from zero_sim.sim.call import Call
@@ -74,9 +75,8 @@ def _train(meter: MemoryMeter, *, prefetch: int, moments: list[Moment]) -> None:
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     # A bucket closes with the bias of a layer.
-    config = ZeroConfig(
-        stage=3, bucket_elems=WIDTH * WIDTH + 1, overlap_grads=True, prefetch=prefetch
-    )
+    layout = LayoutPolicy(bucket_elems=WIDTH * WIDTH + 1)
+    config = ZeroConfig(stage=3, layout=layout, overlap_grads=True, prefetch=prefetch)
     ddp = DistributedDataParallel(module, config=config, group=group)
     optimizer = DistributedOptimizer(ddp, optim_factory=_adam)
     units = [unit for buffer in ddp.buffers for unit in buffer.units]

@@ -23,8 +23,7 @@ from zero_sim.workloads.draws import (
     weight_generator,
     working_dtype,
 )
-from zero_sim.workloads.losses import share_of
-from zero_sim.workloads.protocol import Batch
+from zero_sim.workloads.protocol import Batch, share_of
 
 
 class BareParams(nn.Module):

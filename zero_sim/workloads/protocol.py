@@ -1,4 +1,4 @@
-"""The protocol of a workload: a module, batches, a loss, maybe an accuracy."""
+"""Protocol of a workload: a module, batches, a loss and its shares, maybe an accuracy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
 from torch import Tensor, nn
+
+from zero_sim.scenario.spec import Scenario
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,3 +106,16 @@ def build_module(
     if has_experts(workload):
         return workload.build_share(expert_index)
     return workload.build()
+
+
+def share_of(loss: Tensor, *, scenario: Scenario) -> Tensor:
+    """Return the loss that a rank runs backward from, where that is a mean or a part of one.
+
+    Args:
+        loss: Mean over the rank's rows, 0D.
+        scenario: A case without a summed loss.
+    """
+    if scenario.data.loss == "mean":
+        return loss
+    # A tensor: by a Python number some devices multiply with its rounded reciprocal.
+    return loss / loss.new_full((), scenario.world.size)

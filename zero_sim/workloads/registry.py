@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import assert_never
+from importlib import import_module
 
-from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario
-from zero_sim.workloads.bit_hash import BitHashWorkload
-from zero_sim.workloads.digits import DigitsWorkload
-from zero_sim.workloads.fp8 import Fp8Workload
-from zero_sim.workloads.mlp import MlpWorkload
-from zero_sim.workloads.moe import MoeWorkload
-from zero_sim.workloads.params import ParamsWorkload
+from zero_sim.scenario.spec import ModelName, ModelSpec, RunSpec, Scenario
 from zero_sim.workloads.protocol import Workload
-from zero_sim.workloads.ternary import TernaryWorkload
-from zero_sim.workloads.tp_block import TpBlockWorkload
-from zero_sim.workloads.transformer import TransformerWorkload
-from zero_sim.workloads.unusual import UnusualWorkload
 
 _MODELS_KEPT = 512
+
+# Modules by name: a case imports the workload that it names, and no other.
+_WORKLOADS: Mapping[ModelName, tuple[str, str]] = {
+    "mlp": ("zero_sim.workloads.mlp", "MlpWorkload"),
+    "params": ("zero_sim.workloads.params", "ParamsWorkload"),
+    "transformer-260": ("zero_sim.workloads.transformer", "TransformerWorkload"),
+    "digits": ("zero_sim.workloads.digits", "DigitsWorkload"),
+    "unusual": ("zero_sim.workloads.unusual", "UnusualWorkload"),
+    "moe": ("zero_sim.workloads.moe", "MoeWorkload"),
+    "fp8": ("zero_sim.workloads.fp8", "Fp8Workload"),
+    "bit-hash": ("zero_sim.workloads.bit_hash", "BitHashWorkload"),
+    "ternary": ("zero_sim.workloads.ternary", "TernaryWorkload"),
+    "tp-block": ("zero_sim.workloads.tp_block", "TpBlockWorkload"),
+}
+"""Module and class by the name of a model."""
 
 
 def build_workload(scenario: Scenario) -> Workload:
@@ -31,29 +37,8 @@ def build_workload(scenario: Scenario) -> Workload:
     Raises:
         EnvironmentProblem: The workload needs an optional package that is not installed.
     """
-    match scenario.model.name:
-        case "mlp":
-            return MlpWorkload(scenario)
-        case "params":
-            return ParamsWorkload(scenario)
-        case "transformer-260":
-            return TransformerWorkload(scenario)
-        case "digits":
-            return DigitsWorkload(scenario)
-        case "unusual":
-            return UnusualWorkload(scenario)
-        case "moe":
-            return MoeWorkload(scenario)
-        case "fp8":
-            return Fp8Workload(scenario)
-        case "bit-hash":
-            return BitHashWorkload(scenario)
-        case "ternary":
-            return TernaryWorkload(scenario)
-        case "tp-block":
-            return TpBlockWorkload(scenario)
-        case unknown:
-            assert_never(unknown)
+    module, name = _WORKLOADS[scenario.model.name]
+    return getattr(import_module(module), name)(scenario)
 
 
 def params_of(model: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:

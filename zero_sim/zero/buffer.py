@@ -24,11 +24,13 @@ from torch import Tensor, nn
 
 from zero_sim.errors import LayoutError, UsageError
 from zero_sim.layout import BucketPlan, BufferPlan, Span
-from zero_sim.zero.collectives import SumAll, size_and_rank
+from zero_sim.zero.collectives import size_and_rank
+from zero_sim.zero.groups import KindGroups
 from zero_sim.zero.model import PlainCast
 from zero_sim.zero.sharding import Sharding
+from zero_sim.zero.states import ParamState
 from zero_sim.zero.storage import FlatStorage, Storage, TransientStorage
-from zero_sim.zero.unit import ParamMemory, ParamState, Unit, absent, set_main_grad
+from zero_sim.zero.unit import ParamMemory, Unit, absent, set_main_grad
 
 
 class Buffer:
@@ -41,13 +43,10 @@ class Buffer:
     `shard_params`.
 
     Args:
-        plan: The layout. Its shard count must be the size of `group`, and 1 without one.
+        plan: The layout. Its shard count must be the size of the shard group, and 1 without one.
         params: The plan's params by name, all on one device.
-        sharding: What is cut over the ranks of `group`.
-        group: The ranks that hold a shard each; None where nothing is sharded.
-        replica_group: The ranks that hold this rank's shard; None where nobody else does.
-        sum_all: How gradients are summed to all ranks of `group`, each of which keeps its shards;
-            None where each gets its shards alone.
+        sharding: What is cut over the ranks of the shard group.
+        groups: The shard group of this rank and its replica group.
         unit: Builds a unit.
         grad_dtype: Dtype of the gradients.
         cast: How masters become working params.
@@ -75,9 +74,7 @@ class Buffer:
         *,
         params: Mapping[str, nn.Parameter],
         sharding: Sharding,
-        group: dist.ProcessGroup | None,
-        replica_group: dist.ProcessGroup | None,
-        sum_all: SumAll | None = None,
+        groups: KindGroups,
         unit: Callable[..., Unit] = Unit,
         grad_dtype: torch.dtype,
         cast: PlainCast | None = None,
@@ -86,22 +83,17 @@ class Buffer:
         self.plan = plan
         self.sharding = sharding
         self._cast = cast or PlainCast()
-        self.shard = _find_own_shard(plan, group=group)
+        self.shard = _find_own_shard(plan, group=groups.shard_group)
         _check_params(plan, params)
         first = next(iter(params.values()))
-        self.device, self._dtype, self.grad_dtype = first.device, first.dtype, grad_dtype
+        self.device, self.grad_dtype = first.device, grad_dtype
         # Zeros, not empty: padding takes part in every sum, and must stay zero through all of them.
         self.grad_data = self.param_data = self.shard_data = self.total_data = None
         if not sharding.grads:
             self.grad_data = self._zeros(plan.span.numel, dtype=grad_dtype)
         if sharding.state and not sharding.params:
             self.param_data = self._zeros(plan.span.numel, dtype=first.dtype)
-        by_index = self._build_units(
-            group=group,
-            replica_group=replica_group,
-            sum_all=sum_all,
-            unit=unit,
-        )
+        by_index = self._build_units(groups=groups, unit=unit, dtype=first.dtype)
         if sharding.params:
             self.shard_data = self._zeros(
                 sum(unit.own_span.numel for unit in by_index.values()), dtype=first.dtype
@@ -113,11 +105,6 @@ class Buffer:
         self._give_parts(by_index.values())
         self.units = tuple(by_index.values())
         self._memory = self._adopt(params, units=by_index)
-        self._unit_of = {
-            params[placed.name]: by_index[placed.bucket]
-            for placed in plan.params
-            if placed.bucket in by_index
-        }
 
     @property
     def memory(self) -> Mapping[nn.Parameter, ParamMemory]:
@@ -173,8 +160,7 @@ class Buffer:
         Raises:
             LayoutError: If the param is not in this buffer.
         """
-        self._find(param)
-        return self._unit_of.get(param)
+        return self._find(param).unit
 
     def allgather_params(self) -> None:
         """Fill every rank's working params with what their owners wrote."""
@@ -228,9 +214,8 @@ class Buffer:
                 f"got shape {tuple(data.shape)} for param {memory.name!r}, "
                 f"shard {self.shard} of {self.plan.policy.shard_count}."
             )
-        unit = self._unit_of.get(param)
-        if unit is not None:
-            unit.update()
+        if memory.unit is not None:
+            memory.unit.update()
         data = data.detach().to(working.device).view(working.shape)
         self._cast.write_(param, working, data)
 
@@ -281,8 +266,8 @@ class Buffer:
                 flat = _view(self.param_data, placed.span).view(param.shape)
                 flat.copy_(param.detach())
                 param.data = flat
-            nothing = Span(placed.span.start, placed.span.start)
-            own = nothing if fragment is None else fragment.in_buffer
+            start = placed.span.start
+            own = Span(start, start) if fragment is None else fragment.in_buffer
             in_shard = Span(0, 0) if fragment is None else fragment.in_shard
             own_grad = self._zeros(0, dtype=self.grad_dtype)
             if unit is not None and unit.grad_total is not None:
@@ -302,6 +287,7 @@ class Buffer:
                 fragment=fragment,
                 own_grad=own_grad,
                 own_working=own_working,
+                unit=unit,
             )
             if unit is not None:
                 unit.members.append(memory[param])
@@ -310,29 +296,25 @@ class Buffer:
     def _build_units(
         self,
         *,
-        group: dist.ProcessGroup | None,
-        replica_group: dist.ProcessGroup | None,
-        sum_all: SumAll | None,
+        groups: KindGroups,
         unit: Callable[..., Unit],
+        dtype: torch.dtype,
     ) -> dict[int, Unit]:
         return {
             plan.index: unit(
                 name=f"bucket {plan.index} of {self.plan.key}",
                 plan=plan,
-                shard=self.shard,
-                grad_storage=self._storage(self.grad_data, plan, of_grads=True),
-                frees_grads=self.sharding.grads,
-                grad_total=None,
+                own_span=plan.shard_span(self.shard).shift(-plan.span.start),
+                groups=groups,
+                # Gradients are added to; params are all written.
+                grad_storage=self._storage(
+                    self.grad_data, plan, dtype=self.grad_dtype, zeroed=True
+                ),
                 param_storage=(
-                    self._storage(self.param_data, plan, of_grads=False)
+                    self._storage(self.param_data, plan, dtype=dtype, zeroed=False)
                     if self.sharding.state
                     else None
                 ),
-                frees_params=self.sharding.params,
-                param_shard=None,
-                group=group,
-                replica_group=replica_group,
-                sum_all=sum_all,
             )
             for plan in self.plan.buckets
             if not plan.span.empty
@@ -351,16 +333,12 @@ class Buffer:
                 unit.grad_total = self.total_data.narrow(0, sums_start, unit.own_span.numel)
                 sums_start += unit.own_span.numel
 
-    def _storage(self, flat: Tensor | None, plan: BucketPlan, *, of_grads: bool) -> Storage:
+    def _storage(
+        self, flat: Tensor | None, plan: BucketPlan, *, dtype: torch.dtype, zeroed: bool
+    ) -> Storage:
         if flat is not None:
             return FlatStorage(_view(flat, plan.span))
-        return TransientStorage(
-            plan.span.numel,
-            dtype=self.grad_dtype if of_grads else self._dtype,
-            device=self.device,
-            # Gradients are added to; params are all written.
-            zeroed=of_grads,
-        )
+        return TransientStorage(plan.span.numel, dtype=dtype, device=self.device, zeroed=zeroed)
 
     def _find(self, param: nn.Parameter) -> ParamMemory:
         memory = self._memory.get(param)
@@ -373,7 +351,7 @@ class Buffer:
 
 
 def _view(flat: Tensor, span: Span) -> Tensor:
-    return flat.narrow(0, span.start, span.numel)
+    return flat.narrow(0, span.start, span.stop - span.start)
 
 
 def _find_own_shard(plan: BufferPlan, *, group: dist.ProcessGroup | None) -> int:

@@ -168,10 +168,6 @@ def all_reduce_sum(
     return dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
 
 
-SumAll = Callable[..., dist.Work | None]
-"""As `all_reduce_sum`."""
-
-
 def all_reduce_max(flat: Tensor, *, group: dist.ProcessGroup) -> None:
     """Replace `flat` (any shape, no NaN) by its maximum over the ranks, on every rank."""
     dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)

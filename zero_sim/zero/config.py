@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, get_args
 
 from zero_sim.errors import UsageError
-from zero_sim.layout import ParamOrder, PartitionRule
+from zero_sim.layout import LayoutPolicy
 from zero_sim.zero.sharding import STAGES, Sharding, Stage, sharding_of
 
 Divide = Literal["none", "pre", "post", "premul"]
 DivideBy = Literal["ranks", "micro-batches", "tokens"]
 Sync = Literal["last", "every"]
 GradDtype = Literal["param", "fp32"]
+
+_LAYOUT = LayoutPolicy(bucket_elems=40_000_000)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,17 +48,9 @@ class ZeroConfig:
     grad_dtype: GradDtype = "param"
     """Dtype in which gradients are accumulated and summed: the param's own (its `grad_dtype`
     if that is set), or fp32."""
-    bucket_elems: int | None = 40_000_000
-    """A bucket closes once it holds at least this many elements; None for one bucket a buffer. The
-    default is that of Megatron-LM."""
-    align_elems: int = 1
-    """Every shard starts at a multiple of this many elements."""
-    align_bytes: int = 1
-    """Every shard starts at a multiple of this many bytes of the working param, too."""
-    param_order: ParamOrder = "registration"
-    """Order of params in a buffer."""
-    partition: PartitionRule = "padded"
-    """Which rank owns what of a unit; see `zero_sim.layout.partition`."""
+    layout: LayoutPolicy = _LAYOUT
+    """Placement of params into buffers, buckets and shards. The default bucket is that of
+    Megatron-LM. The number of shards follows from the groups, so it is not set here."""
     overlap_grads: bool = True
     """Whether a bucket is reduced while backward runs, as soon as its gradients are there: in a
     backward after `begin_last_micro_batch`."""
@@ -67,9 +62,6 @@ class ZeroConfig:
     reshard_after_forward: bool = True
     """With sharded params: whether they are freed between a forward and its backward, all but the
     last unit."""
-    broadcast_params: bool = True
-    """Whether group rank 0's params and module buffers replace all others' at construction; where
-    False, the caller vouches that every rank built the same bits."""
 
     def __post_init__(self) -> None:
         choices = {
@@ -111,16 +103,20 @@ class ZeroConfig:
     def _check_unused(self) -> None:
         """Refuse settings of what this stage does not do."""
         sharding, stage = self.sharding, self.stage
+        if self.layout.shard_count != 1:
+            raise UsageError(
+                f"expected a layout whose shard_count is left at 1, since the groups have as many "
+                f"shards as ranks, got {self.layout.shard_count}. Remove shard_count."
+            )
         unused: dict[str, object] = {}
         if not sharding.state:
-            unused |= {"redundancy": 1, "partition": "padded"}
-            unused |= {"overlap_params": False}
+            unused |= {"redundancy": 1, "layout.partition": "padded", "overlap_params": False}
         if sharding.params:
             unused |= {"overlap_params": False}
         else:
             unused |= {"prefetch": 1, "reshard_after_forward": True}
         for name, default in unused.items():
-            value = getattr(self, name)
+            value = attrgetter(name)(self)
             if value != default:
                 why = "shards nothing" if not sharding.state else "gathers params as they are used"
                 if name in ("prefetch", "reshard_after_forward"):

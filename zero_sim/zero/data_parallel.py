@@ -28,20 +28,27 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.zero.buffer import Buffer
-from zero_sim.zero.buffered_module import BufferedModule, KindOf, all_dense
+from zero_sim.zero.buffered_module import build_buffers, find_replicated_tensors
 from zero_sim.zero.collectives import broadcast_from_first, size_and_rank
 from zero_sim.zero.config import ZeroConfig
 from zero_sim.zero.division import build_divisor
 from zero_sim.zero.gathers import ParamSchedule
-from zero_sim.zero.groups import KindGroups, check_groups, check_kind_groups
-from zero_sim.zero.model import find_trainable_params
-from zero_sim.zero.schedule import GradSchedule
+from zero_sim.zero.groups import (
+    Holders,
+    KindGroups,
+    KindOf,
+    all_dense,
+    check_groups,
+    check_kind_groups,
+)
+from zero_sim.zero.model import PlainCast, find_trainable_params
+from zero_sim.zero.schedule import GradSchedule, Wrapped, order_by_forward
 from zero_sim.zero.seams import TEXTBOOK, Seams
 from zero_sim.zero.step_count import StepCount
 from zero_sim.zero.unit import ParamMemory, Unit
 
 
-class DistributedDataParallel(BufferedModule):
+class DistributedDataParallel:
     """A module whose trainable params and gradients live in flat buffers.
 
     It lives as long as somebody holds it, an optimizer for instance; the module does not. Frozen
@@ -51,16 +58,17 @@ class DistributedDataParallel(BufferedModule):
     Args:
         module: What is trained; its params are re-pointed into buffers.
         config: Stage, numerics and layout.
-        group: The ranks that train together.
-        shard_group: With redundancy, the block of consecutive ranks of `group` that shard together,
-            from `build_redundancy_groups`; else left out.
-        replica_group: With redundancy, the ranks that hold the same shard in all blocks.
+        group: The ranks that train together; with redundancy also the block of consecutive ranks
+            that shard together, and the ranks that hold the same shard in all blocks, from
+            `build_redundancy_groups`.
         kind_of: Tells kinds apart, such as `dense` and `expert`; all are `dense` where left out.
         kind_groups: By kind: the groups of params that not all of `group` hold, such as experts,
             from `build_expert_groups`. A kind without an entry is held by all. The groups must lie
             inside `group`, and no rank may be without a param of such a kind.
         buffer_of: By name: params with different numbers share no buffer, such as those of
             different param groups. They differ in kind and dtype alone where left out.
+        broadcast_params: True if group rank 0's params and module buffers replace all others' here.
+            If False, the caller vouches that every rank built the same bits.
         seams: The parts that are exchanged for others.
 
     Raises:
@@ -69,6 +77,10 @@ class DistributedDataParallel(BufferedModule):
         UsageError: If a group is missing, is not as said above or does not hold this process.
     """
 
+    params: dict[str, nn.Parameter]
+    """Trainable params by name, in registration order; a tied param once."""
+    cast: PlainCast
+    """How masters become working params."""
     divisor: Tensor  # 0D fp32
     """What gradients are divided by: the count of the step once it is known, before the world size.
     """
@@ -81,44 +93,43 @@ class DistributedDataParallel(BufferedModule):
         module: nn.Module,
         *,
         config: ZeroConfig,
-        group: dist.ProcessGroup,
-        shard_group: dist.ProcessGroup | None = None,
-        replica_group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | KindGroups,
         kind_of: KindOf | None = None,
         kind_groups: Mapping[str, KindGroups] | None = None,
         buffer_of: Callable[[str], int] | None = None,
+        broadcast_params: bool = True,
         seams: Seams = TEXTBOOK,
     ) -> None:
         self.module = module
         self.config = config
-        self.group = group
-        self.world_size, self.rank = size_and_rank(group)
-        self._dense_groups = check_groups(
-            KindGroups(group=group, shard_group=shard_group, replica_group=replica_group),
-            config=config,
-        )
-        self.shard_group = self._dense_groups.shard_group
-        self.replica_group = self._dense_groups.replica_group
-        self._kind_groups = check_kind_groups(kind_groups or {}, within=group, config=config)
-        self.seams = seams
+        given = group if isinstance(group, KindGroups) else KindGroups(group=group)
+        dense = check_groups(given, config=config)
+        parts = check_kind_groups(kind_groups or {}, within=dense.group, config=config)
         self.params = find_trainable_params(module, dtypes=seams.cast.dtype_names)
-        self.kind_of = kind_of or all_dense
-        self.kinds = {name: self.kind_of(name, param) for name, param in self.params.items()}
-        self.cast = seams.cast.build(
-            module, params=self.params, kinds=self.kinds, owners_of=self.owners_of
+        kind_of = kind_of or all_dense
+        kinds = {name: kind_of(name, param) for name, param in self.params.items()}
+        self.holders = Holders(dense=dense, parts=parts, kind_of=kind_of, kinds=kinds)
+        self.cast = seams.cast.build(module, params=self.params, holders=self.holders)
+        self.buffers = build_buffers(
+            self.params,
+            holders=self.holders,
+            config=config,
+            cast=self.cast,
+            unit=seams.unit,
+            buffer_of=buffer_of,
         )
-        self._buffer_of = buffer_of
-        self.buffers = tuple(self._build_buffer(plan) for plan in self._plan())
-        if config.broadcast_params:
+        if broadcast_params:
             # After the params moved into their buffers: before, each would be in memory twice.
-            for tensors, holders in self._replicated_tensors():
+            for tensors, holders in find_replicated_tensors(
+                module, buffers=self.buffers, holders=self.holders
+            ):
                 broadcast_from_first(tensors, group=holders)
         for buffer in self.buffers:
             buffer.shard_params()
-        self.divisor = build_divisor(self.world_size, device=self.buffers[0].device)
-        self.step_count = seams.step_count(config, group=group, divisor=self.divisor)
-        self._grads_reduced = self._is_unwrapped = False
-        wrapped = self._wrapped(self._scale_before_sum)
+        self.divisor = build_divisor(size_and_rank(dense.group)[0], device=self.buffers[0].device)
+        self.step_count = seams.step_count(config, group=dense.group, divisor=self.divisor)
+        self._grads_reduced = False
+        wrapped = self._as_wrapped()
         self.grad_schedule = seams.grads(wrapped)
         self.param_schedule = seams.params(wrapped, grads=self.grad_schedule)
         self._handles = list(self._add_hooks())
@@ -126,6 +137,16 @@ class DistributedDataParallel(BufferedModule):
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the module's forward."""
         return self.module(*args, **kwargs)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that train together."""
+        return self.holders.dense.group
+
+    @property
+    def rank(self) -> int:
+        """This rank inside the group."""
+        return size_and_rank(self.group)[1]
 
     @property
     def grads_reduced(self) -> bool:
@@ -136,15 +157,6 @@ class DistributedDataParallel(BufferedModule):
     def micro_batches(self) -> int:
         """Micro-batches of this step that have ended."""
         return self.step_count.micro_batches
-
-    def is_first_copy(self, kind: str) -> bool:
-        """Tell whether this rank holds the first copy of what it owns of a kind.
-
-        Every element is in the first copy once, on one rank. Where nothing is sharded that is the
-        first rank of the kind's group; with redundancy, every rank of its first block.
-        """
-        replicas = self.groups_of(kind).replica_group
-        return replicas is None or replicas.rank() == 0
 
     def add_rows(self, rows: int) -> None:
         """Count rows of this rank's micro-batch, for `divide_by="tokens"`.
@@ -266,6 +278,16 @@ class DistributedDataParallel(BufferedModule):
         """Wait for all params: before anything but a module's forward reads them."""
         self.param_schedule.finish()
 
+    def whole_params(self) -> dict[str, Tensor]:
+        """Return all working params of this rank; a collective where they are sharded.
+
+        For looking at them between steps, after `finish_param_gather`: of sharded params copies.
+        """
+        copies = {
+            param: copy for buffer in self.buffers for param, copy in buffer.whole_params().items()
+        }
+        return {name: copies.get(param, param.detach()) for name, param in self.params.items()}
+
     def unwrap(self) -> nn.Module:
         """Give the module back: no hooks, no gradients, each param in contiguous memory of its own.
 
@@ -283,8 +305,22 @@ class DistributedDataParallel(BufferedModule):
             param.data = whole[name].clone(memory_format=torch.contiguous_format)
             param.grad = None
             vars(param).pop("main_grad", None)
-        self._is_unwrapped = True
+        self._handles.clear()
         return self.module
+
+    def _as_wrapped(self) -> Wrapped:
+        units = order_by_forward(self.buffers, params=list(self.params.values()))
+        members = ((memory.param, unit) for unit in units for memory in unit.members)
+        return Wrapped(
+            module=self.module,
+            config=self.config,
+            buffers=self.buffers,
+            units=units,
+            unit_of={param: unit for param, unit in members if param.numel()},
+            params=self.params,
+            holders=self.holders,
+            before_sum=self._scale_before_sum,
+        )
 
     def _add_hooks(self) -> Iterator[RemovableHandle]:
         yield from self.param_schedule.handles
@@ -304,7 +340,8 @@ class DistributedDataParallel(BufferedModule):
         self.grad_schedule.finish()
 
     def _require_own_grads(self, call: str) -> None:
-        if self._is_unwrapped:
+        # A wrapped module has a hook for each of its params.
+        if not self._handles:
             raise UsageError(
                 f"expected a wrapped module, got {call}() after unwrap(), which gave it back. "
                 f"Try a new DistributedDataParallel."

@@ -28,7 +28,8 @@ from torch.utils.hooks import RemovableHandle
 from zero_sim.errors import ModelError
 from zero_sim.zero.hooks import find_users, on_gradients_of
 from zero_sim.zero.schedule import GradSchedule, UnderBackward, Wrapped
-from zero_sim.zero.unit import ParamState, Unit
+from zero_sim.zero.states import ParamState
+from zero_sim.zero.unit import Unit
 
 
 class StayWhole:

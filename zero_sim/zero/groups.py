@@ -1,23 +1,23 @@
-"""The groups of a rank: for copies of the optimizer state, for experts, and for parts of a model.
+"""Groups of ranks: shard groups, and replica groups with copies of a shard.
 
 With redundancy K, N ranks are cut into K blocks of N / K consecutive ranks. A block shards the
 whole state: its ranks reduce-scatter and gather among themselves. The K ranks that hold the same
 shard, one a block, then sum what their blocks reduced. With K = 2 and 6 ranks: blocks 0 1 2 and
 3 4 5, and replicas 0 3, 1 4 and 2 5.
 
-Experts are held by some of the ranks only: with ep-fold expert parallelism by those at places e,
-e + ep, e + 2 ep, ... for an expert-parallel index e. For their experts these ranks are what all
-ranks are for dense params, copies of the state included.
+Params of some kinds may be held by some of the ranks only. For these params they are what all ranks
+are for dense ones, copies of the state included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from zero_sim.errors import LayoutError, UsageError
 from zero_sim.zero.collectives import size_and_rank
@@ -36,74 +36,58 @@ class KindGroups:
 
     group: dist.ProcessGroup
     """All ranks that hold them."""
-    shard_group: dist.ProcessGroup | None
+    shard_group: dist.ProcessGroup | None = None
     """The ranks that hold a shard each; with one copy of the state it is `group`, and None where
     each of them holds all."""
     replica_group: dist.ProcessGroup | None = None
     """The ranks that hold the same shard; None with one copy of the state."""
 
 
-def build_expert_groups(
-    group: dist.ProcessGroup,
-    *,
-    expert_parallel: int,
-    redundancy: int = 1,
-) -> KindGroups:
-    """Make the groups of this rank's experts.
-
-    Every rank of `group` must call it, at the same point among its other calls of `new_group`.
-
-    Args:
-        group: The ranks that train together, in the order in which experts are dealt to them.
-        expert_parallel: Number of shares of the experts, ep; a rank's is its place modulo this.
-        redundancy: Copies of the experts' state.
-
-    Returns:
-        The groups of the ranks that hold the same experts; with one share those of all ranks.
-
-    Raises:
-        LayoutError: If the shares, or their blocks, would not be on equally many ranks.
-        UsageError: If `group` is None or does not hold this process.
-    """
-    world_size, rank = size_and_rank(group)
-    if expert_parallel < 1 or world_size % expert_parallel:
-        raise LayoutError(
-            f"expected expert_parallel to divide the number of ranks, so that every share of the "
-            f"experts is on equally many, got {expert_parallel} for {world_size} ranks. Try 1."
-        )
-    own = group
-    if expert_parallel > 1:
-        ranks = dist.get_process_group_ranks(group)
-        shares = [ranks[index::expert_parallel] for index in range(expert_parallel)]
-        own = _new_groups(shares, own=rank % expert_parallel)
-    shard_group, replica_group = build_redundancy_groups(own, redundancy=redundancy)
-    return KindGroups(group=own, shard_group=shard_group, replica_group=replica_group)
+KindOf = Callable[[str, Tensor], str]
+"""Returns the kind of a param, trained or not, or of a module buffer, from its name and the tensor;
+params of different kinds share no buffer."""
 
 
-def build_model_parallel_group(places: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Make the groups of ranks that are at one place in the groups of a model's parts.
-
-    Every rank of the world must call it, at the same point among its other calls of `new_group`.
-
-    Args:
-        places: World ranks, one of each part, place by place; every rank once.
-
-    Returns:
-        The group of this rank.
-
-    Raises:
-        UsageError: If this process is at no place.
-    """
-    rank = dist.get_rank()
-    own = next((index for index, ranks in enumerate(places) if rank in ranks), None)
-    if own is None:
-        raise UsageError(f"expected places that hold rank {rank}, got {list(places)}.")
-    return _new_groups(places, own=own)
+def all_dense(name: str, tensor: Tensor) -> str:
+    """The kind of every param of a model without experts."""
+    return "dense"
 
 
-def build_redundancy_groups(
-    group: dist.ProcessGroup, *, redundancy: int
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Holders:
+    """The ranks that hold the params of each kind."""
+
+    dense: KindGroups
+    """Groups of params on all ranks."""
+    parts: Mapping[str, KindGroups]
+    """By kind: groups of params on some ranks only, such as experts."""
+    kind_of: KindOf
+    kinds: Mapping[str, str]
+    """Kind of each trained param, by name."""
+
+    def groups_of(self, kind: str) -> KindGroups:
+        """Return the groups over which params of a kind are summed, sharded and held in copies."""
+        return self.parts.get(kind, self.dense)
+
+    def are_all(self, kind: str) -> bool:
+        """True if all ranks hold the params of a kind."""
+        return kind not in self.parts
+
+    def owners_of(self, kind: str) -> dist.ProcessGroup | None:
+        """Return the ranks that own a shard of a kind each; None where each of them owns all."""
+        return self.groups_of(kind).shard_group
+
+    def is_first_copy(self, kind: str) -> bool:
+        """True if this rank holds the first copy of its shard of a kind.
+
+        Every element is in the first copy once, on one rank. Where nothing is sharded that is the
+        first rank of the kind's group; with redundancy, every rank of its first block.
+        """
+        replicas = self.groups_of(kind).replica_group
+        return replicas is None or replicas.rank() == 0
+
+
+def build_redundancy_groups(group: dist.ProcessGroup, *, redundancy: int) -> KindGroups:
     """Cut a group into blocks that shard and make the groups across them.
 
     Every rank of `group` must call it, at the same point among its other calls of `new_group`.
@@ -113,8 +97,8 @@ def build_redundancy_groups(
         redundancy: Number of blocks, K.
 
     Returns:
-        The block of this rank, and the ranks that hold its shard in all blocks; `group` itself and
-        None where there is one block.
+        The group with the block of this rank, and the ranks that hold its shard in all blocks. With
+        one block these are `group` itself and None.
 
     Raises:
         LayoutError: If the blocks would not be equally large.
@@ -123,14 +107,15 @@ def build_redundancy_groups(
     world_size, rank = size_and_rank(group)
     shard_count = split_ranks(world_size, redundancy=redundancy)
     if redundancy == 1:
-        return group, None
+        return KindGroups(group=group, shard_group=group)
     # new_group counts ranks of the world, and `group` may be a part of it.
     ranks = dist.get_process_group_ranks(group)
     blocks = [ranks[start : start + shard_count] for start in range(0, world_size, shard_count)]
     replicas = [ranks[shard::shard_count] for shard in range(shard_count)]
-    return (
-        _new_groups(blocks, own=rank // shard_count),
-        _new_groups(replicas, own=rank % shard_count),
+    return KindGroups(
+        group=group,
+        shard_group=new_groups(blocks, own=rank // shard_count),
+        replica_group=new_groups(replicas, own=rank % shard_count),
     )
 
 
@@ -150,7 +135,7 @@ def split_ranks(world_size: int, *, redundancy: int) -> int:
     return world_size // redundancy
 
 
-def _new_groups(members: Sequence[Sequence[int]], *, own: int) -> dist.ProcessGroup:
+def new_groups(members: Sequence[Sequence[int]], *, own: int) -> dist.ProcessGroup:
     """Make all groups, in one order on all ranks, and return the one that this rank is in.
 
     Args:
@@ -201,26 +186,19 @@ def check_groups(given: KindGroups, *, config: ZeroConfig) -> KindGroups:
     Raises:
         UsageError: If a group has other ranks in it, or is missing.
     """
-    shard_group, replica_group = _check_blocks(given, config=config)
-    return KindGroups(group=given.group, shard_group=shard_group, replica_group=replica_group)
-
-
-def _check_blocks(
-    given: KindGroups, *, config: ZeroConfig
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     group, shard_group, replica_group = given.group, given.shard_group, given.replica_group
     redundancy = config.redundancy
     size, rank = size_and_rank(group)
     shard_count = split_ranks(size, redundancy=redundancy)
     if not config.sharding.state:
         # Every rank is a shard group of its own, and all hold the same shard.
-        return None, group
+        return KindGroups(group=group, replica_group=group)
     if redundancy == 1 and replica_group is None and shard_group is None:
-        return group, None
+        return KindGroups(group=group, shard_group=group)
     if redundancy > 1 and (shard_group is None or replica_group is None):
         raise UsageError(
             f"expected shard_group and replica_group with redundancy={redundancy}, got None."
-            f" Try shard_group, replica_group = build_redundancy_groups(group, redundancy=...)."
+            f" Try group=build_redundancy_groups(group, redundancy={redundancy})."
         )
     for name, subgroup, expected in (
         ("shard_group", shard_group, (shard_count, rank % shard_count)),
@@ -233,4 +211,8 @@ def _check_blocks(
                 f"of {size}, as its rank {expected[1]}, got {got[0]} ranks and "
                 f"rank {got[1]}. Try build_redundancy_groups(group, redundancy={redundancy})."
             )
-    return shard_group or group, replica_group if redundancy > 1 else None
+    return KindGroups(
+        group=group,
+        shard_group=shard_group or group,
+        replica_group=replica_group if redundancy > 1 else None,
+    )

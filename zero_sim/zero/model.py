@@ -1,4 +1,4 @@
-"""Params of a module that are trained, how their values are stored, and modules to refuse."""
+"""Trained params of a module, and how their values are stored."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import ClassVar, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from zero_sim.errors import ModelError
+from zero_sim.zero.groups import Holders
+from zero_sim.zero.refusals import check_params
 
 DTYPE_NAMES: Final = {
     torch.float32: "fp32",
@@ -32,16 +32,14 @@ class PlainCast:
         module: nn.Module,
         *,
         params: Mapping[str, nn.Parameter],
-        kinds: Mapping[str, str],
-        owners_of: Callable[[str], dist.ProcessGroup | None],
+        holders: Holders,
     ) -> PlainCast:
         """Return the cast of a model.
 
         Args:
             module: The whole model.
             params: Its trainable params, by name.
-            kinds: The kind of each of them, by name.
-            owners_of: By kind the ranks that own a shard each; None where each of them owns all.
+            holders: The ranks that hold each kind of them.
         """
         return cls()
 
@@ -73,33 +71,8 @@ def find_trainable_params(
             dtype or layout that cannot be trained, is not materialized, or is already wrapped.
     """
     params = dict(module.named_parameters())
-    for name, param in params.items():
-        if is_lazy(param) or param.is_meta:
-            raise ModelError(
-                f"expected params with values, got {name!r}, which has none yet. "
-                f"Try a forward pass (lazy modules) or to_empty() (meta device) first."
-            )
-    trainable = {name: param for name, param in params.items() if param.requires_grad}
-    if not trainable:
-        raise ModelError(
-            f"expected at least one trainable param, got {type(module).__name__} with "
-            f"{len(params)} params, all frozen. Try requires_grad_(True) on what is to be trained."
-        )
-    _check_one_device(params)
-    for name, param in trainable.items():
-        _check_trainable(name, param, dtypes)
-    _check_no_shared_memory(params)
-    return trainable
-
-
-def _check_one_device(params: dict[str, nn.Parameter]) -> None:
-    first_name, first = next(iter(params.items()))
-    for name, param in params.items():
-        if param.device != first.device:
-            raise ModelError(
-                f"expected all params on one device, got {first_name!r} on {first.device} and "
-                f"{name!r} on {param.device}. Try module.to({str(first.device)!r})."
-            )
+    check_params(params, of=type(module).__name__, dtypes=dtypes)
+    return {name: param for name, param in params.items() if param.requires_grad}
 
 
 def find_grad_dtype(params: Mapping[str, nn.Parameter]) -> torch.dtype:
@@ -116,43 +89,3 @@ def find_grad_dtype(params: Mapping[str, nn.Parameter]) -> torch.dtype:
             f"{found}. Try the same param.grad_dtype for all, or grad_dtype='fp32'."
         )
     return next(iter(by_dtype))
-
-
-def _check_trainable(name: str, param: nn.Parameter, dtypes: Collection[torch.dtype]) -> None:
-    if param.layout is not torch.strided:
-        raise ModelError(
-            f"expected dense params, got {name!r} with layout {param.layout}. Try to_dense()."
-        )
-    if param.dtype not in dtypes:
-        expected = ", ".join(map(str, dtypes))
-        raise ModelError(
-            f"expected params of {expected}, got {name!r} of {param.dtype}. "
-            f"Try module.to(torch.float32), or freeze the param."
-        )
-    if hasattr(param, "main_grad"):
-        raise ModelError(
-            f"expected a module that is not wrapped yet, got {name!r} with a main_grad. "
-            f"Its hooks would count every gradient twice; try a fresh module."
-        )
-
-
-def _check_no_shared_memory(params: dict[str, nn.Parameter]) -> None:
-    """Refuse two params in one memory: a buffer would silently give each its own."""
-    spans: list[tuple[int, int, str]] = []
-    for name, param in params.items():
-        if param.numel() == 0 or param.layout is not torch.strided:
-            continue
-        extent = 1 + sum(
-            (dim - 1) * stride for dim, stride in zip(param.shape, param.stride(), strict=True)
-        )
-        start_bytes = param.data_ptr()
-        spans.append((start_bytes, start_bytes + extent * param.element_size(), name))
-    spans.sort()
-    reach_bytes, reach_name = 0, ""
-    for start_bytes, stop_bytes, name in spans:
-        if start_bytes < reach_bytes:
-            raise ModelError(
-                f"expected params with memory of their own, got {reach_name!r} and {name!r}, "
-                f"which overlap. Try one nn.Parameter for both, or clone() one of them."
-            )
-        reach_bytes, reach_name = stop_bytes, name

@@ -18,39 +18,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from zero_sim.errors import UsageError
-from zero_sim.layout import Fragment, Span
-from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.collectives import all_reduce_sum
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.division import divide_
-from zero_sim.zero.elementwise import Attached, check_groups, check_optimizer, check_state
+from zero_sim.zero.masters import Master, OwnedFragment, build_masters
 from zero_sim.zero.norm import clip_by_norm_, clip_by_value_, measure_grads, root_of_squares
+from zero_sim.zero.refusals import Attached, check_groups, check_optimizer, check_state
 
 OptimFactory = Callable[[ParamsT], Optimizer]
 """Builds the optimizer of one rank from the fp32 masters, or groups of them, that it is given."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class OwnedFragment:
-    """One fragment that this rank owns, with all its state: what a judge compares.
-
-    The tensors are the engine's own memory: valid until the next call into it, and read only.
-    """
-
-    param: str
-    """Name of the param."""
-    buffer: int
-    """Index into `ddp.buffers`."""
-    bucket: int
-    shard: int
-    in_param: Span
-    in_buffer: Span
-    grad: Tensor  # 1D, in the gradient's dtype
-    """The gradient as reduced, before any division after the sum; until `zero_grad`."""
-    master: Tensor  # 1D fp32
-    state: Mapping[str, Tensor]
-    """The optimizer's own state, under its names; empty before the first step. A 0D tensor is the
-    whole param's, and equal on all owners; any other has the shape of `master`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,17 +43,6 @@ class StepResult:
     """Whether a gradient overflowed under loss scaling, so that nothing was stepped."""
     loss_scale: float | None
     """The loss scale used in this step; None without a loss scaler."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Master:
-    """One owned fragment and the fp32 leaf that the inner optimizer steps."""
-
-    buffer_index: int
-    buffer: Buffer
-    param: nn.Parameter
-    fragment: Fragment
-    leaf: nn.Parameter  # 1D fp32, a view of the bucket's master shard
 
 
 class LossScale(Protocol):
@@ -126,6 +91,30 @@ class AllAtOnce:
         self._grads.clear()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepSeams:
+    """The part at each seam of a step; the defaults are the textbook's.
+
+    Example:
+        DistributedOptimizer(ddp, optim_factory=make, seams=StepSeams(loss_scaler=LossScaler()))
+    """
+
+    stepper: Callable[[DistributedOptimizer], AllAtOnce] = AllAtOnce
+    """Makes gradients as fp32, and steps masters with them."""
+    loss_scaler: LossScale | None = None
+    """This rank's loss scaler, with which the caller scales each loss."""
+    state_device: torch.device | None = None
+    """Device of masters and state, where the step is taken, such as the CPU. Reduced gradients go
+    there and new params come from there. None for the device of the params."""
+    model_parallel_group: dist.ProcessGroup | None = None
+    """If ranks train different parts of one model (tensor or pipeline parallel): this rank and
+    those at its place in the other parts' groups. The norm is over all parts. An overflow in one is
+    one in all, so all take a step or none."""
+    is_counted: Callable[[str], bool] = lambda name: True
+    """True, by name, if the norm and the zeros count a param here. Of a param that several parts
+    hold, one should. All are clipped alike."""
+
+
 class DistributedOptimizer:
     """An elementwise `torch.optim` optimizer over this rank's part of the params.
 
@@ -143,16 +132,8 @@ class DistributedOptimizer:
         group_of: Maps the name of a param to the index of its group.
         clip_norm: Bound for the norm of the gradient over all params; None for no clipping.
         clip_value: Bound for the magnitude of each element of it; None for no clipping.
-        loss_scaler: This rank's loss scaler, with which the caller scales each loss.
-        model_parallel_group: Where ranks train different parts of one model (tensor or pipeline
-            parallel): this rank and those at its place in the other parts' groups. The norm is over
-            all parts, an overflow in one is one in all, and so all take a step or none.
-        is_counted: By name: whether the norm and the zeros count a param here. Of a param that
-            several parts hold, one should. All are counted where left out; all are clipped alike.
         elementwise: Vouches that an optimizer of a class that is not known here is elementwise.
-        state_device: Where masters and state are and the step is taken, such as the CPU, to which
-            reduced gradients go and from which new params come; that of the params where left out.
-        stepper: Makes gradients as fp32, and steps masters with them.
+        seams: Parts in the place of the textbook's.
 
     Raises:
         UsageError: If the optimizer is not elementwise, is fused, or does not step what it was
@@ -161,7 +142,6 @@ class DistributedOptimizer:
 
     inner: Optimizer
     """The rank's optimizer; on a rank that owns nothing, with the same groups, all empty."""
-    loss_scaler: LossScale | None
     state_device: torch.device
     master_shards: Mapping[tuple[int, int], Tensor]  # 1D fp32 each
     """Masters by (buffer, bucket) index, as long as a shard; padding is zero. Only where owned."""
@@ -178,29 +158,28 @@ class DistributedOptimizer:
         group_of: Callable[[str], int] | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        loss_scaler: LossScale | None = None,
-        model_parallel_group: dist.ProcessGroup | None = None,
-        is_counted: Callable[[str], bool] | None = None,
         elementwise: bool = False,
-        state_device: torch.device | None = None,
-        stepper: Callable[[DistributedOptimizer], AllAtOnce] = AllAtOnce,
+        seams: StepSeams | None = None,
     ) -> None:
         _check_bounds(clip_norm=clip_norm, clip_value=clip_value)
         self.ddp = ddp
-        self.loss_scaler = loss_scaler
-        self._model_parallel_group = model_parallel_group
-        self._is_counted = is_counted
+        self.seams = seams or StepSeams()
         self._clip_norm = clip_norm
         self._clip_value = clip_value
-        self.state_device = state_device or self._device
-        self.master_shards, self.masters = _build_masters(ddp, device=self.state_device)
+        self.state_device = self.seams.state_device or self._device
+        self.master_shards, self.masters = build_masters(ddp, device=self.state_device)
         self.inner = self._build_inner(optim_factory, group_of=group_of, declared=elementwise)
         self.base_lrs = [group.get("lr") for group in self.inner.param_groups]
-        self.stepper = stepper(self)
+        self.stepper = self.seams.stepper(self)
         if isinstance(self.inner, Attached):
             self.inner.attach(self)
         self._scale_of_step = 1.0
         self._unchecked = list(self.masters)
+
+    @property
+    def loss_scaler(self) -> LossScale | None:
+        """This rank's loss scaler; None without one."""
+        return self.seams.loss_scaler
 
     @torch.no_grad()
     def step(self) -> StepResult:
@@ -344,17 +323,17 @@ class DistributedOptimizer:
     def _agree_on(self, measured: Tensor) -> tuple[Tensor, int, bool]:
         """Sum what ranks measured, and return norm, zeros and overflow."""
         all_reduce_sum(measured, group=self.ddp.group)
-        if self._model_parallel_group is not None:
-            all_reduce_sum(measured, group=self._model_parallel_group)
+        if self.seams.model_parallel_group is not None:
+            all_reduce_sum(measured, group=self.seams.model_parallel_group)
         _, zeros, overflow_count = measured.tolist()
         return root_of_squares(measured[0]), int(zeros), overflow_count > 0
 
     def _counts(self, master: Master) -> bool:
         """Tell whether this rank counts what it owns: of all copies of an element one counts."""
         name = master.fragment.param
-        if self._is_counted is not None and not self._is_counted(name):
+        if not self.seams.is_counted(name):
             return False
-        return self.ddp.is_first_copy(master.buffer.plan.key.kind)
+        return self.ddp.holders.is_first_copy(master.buffer.plan.key.kind)
 
     def _clip(self, grads: list[Tensor], *, norm: Tensor) -> None:
         if self._clip_norm is not None:
@@ -389,31 +368,6 @@ class DistributedOptimizer:
             for key, state in self.inner.state.get(master.leaf, {}).items():
                 check_state(state, key=key, master=master.leaf, param=master.fragment.param)
         self._unchecked = stepless
-
-
-def _build_masters(
-    ddp: DistributedDataParallel, *, device: torch.device
-) -> tuple[dict[tuple[int, int], Tensor], tuple[Master, ...]]:
-    """Allocate one flat fp32 shard a bucket and cut it into one leaf an owned fragment."""
-    shards: dict[tuple[int, int], Tensor] = {}
-    masters: list[Master] = []
-    for index, buffer in enumerate(ddp.buffers):
-        for param, memory in buffer.memory.items():
-            fragment = memory.fragment
-            if fragment is None:
-                continue
-            key = (index, fragment.bucket)
-            if key not in shards:
-                span = buffer.plan.buckets[fragment.bucket].shard_span(fragment.shard)
-                shards[key] = torch.zeros(span.numel, dtype=torch.float32, device=device)
-            place = fragment.in_shard
-            view = shards[key].narrow(0, place.start, place.numel)
-            view.copy_(buffer.get_param_shard(param))
-            leaf = nn.Parameter(view, requires_grad=False)
-            masters.append(
-                Master(buffer_index=index, buffer=buffer, param=param, fragment=fragment, leaf=leaf)
-            )
-    return shards, tuple(masters)
 
 
 def _count_groups(ddp: DistributedDataParallel, *, group_of: Callable[[str], int] | None) -> int:

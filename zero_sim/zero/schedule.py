@@ -21,7 +21,7 @@ from torch import nn
 from zero_sim.errors import UsageError
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.config import ZeroConfig
-from zero_sim.zero.groups import KindGroups
+from zero_sim.zero.groups import Holders
 from zero_sim.zero.unit import ParamMemory, Unit
 
 
@@ -38,8 +38,8 @@ class Wrapped:
     """The unit of each param that has elements."""
     params: Mapping[str, nn.Parameter]
     """By name, in registration order."""
-    groups_of: Callable[[str], KindGroups]
-    """The groups of a kind of params."""
+    holders: Holders
+    """Ranks by kind of params."""
     before_sum: Callable[[Unit], None]
     """Called with what is reduced right before it is issued."""
 

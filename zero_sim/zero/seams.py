@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zero_sim.zero.collectives import SumAll
 from zero_sim.zero.gathers import ParamSchedule, schedule_params
 from zero_sim.zero.model import PlainCast
 from zero_sim.zero.schedule import GradSchedule, Wrapped, schedule_grads
@@ -24,10 +23,7 @@ class Seams:
     cast: type[PlainCast] = PlainCast
     """How masters become working params."""
     unit: Callable[..., Unit] = Unit
-    """Builds a unit."""
-    sum_all: SumAll | None = None
-    """How gradients of a unit are summed to all ranks that shard it, each of which keeps its shard;
-    None where each gets its shard alone."""
+    """Builds a unit, which issues the collectives over its gradients and params."""
     step_count: type[StepCount] = StepCount
     """What gradients are divided by."""
     grads: Callable[[Wrapped], GradSchedule] = schedule_grads

@@ -17,6 +17,9 @@ from torch import Tensor
 class Storage(Protocol):
     """The whole memory of one unit, of params or of gradients."""
 
+    stays: bool
+    """True if it is there for good, whoever uses it."""
+
     @property
     def whole(self) -> Tensor | None:
         """1D, all elements of the unit with its padding; None while it is not there."""
@@ -34,6 +37,8 @@ class FlatStorage:
     Args:
         view: 1D, the unit's part of the buffer.
     """
+
+    stays = True
 
     def __init__(self, view: Tensor) -> None:
         self._view = view
@@ -63,6 +68,8 @@ class TransientStorage:
         device: Where they lie.
         zeroed: Whether it begins as zeros, as gradients that are added to; params are all written.
     """
+
+    stays = False
 
     def __init__(
         self, elems: int, *, dtype: torch.dtype, device: torch.device, zeroed: bool

@@ -1,28 +1,15 @@
 """A unit: the params that one collective moves, with the life of their gradients and values.
 
-One bucket of a layout with its memory. Its collectives are issued here and nowhere else. Two state
-machines say what its memory holds; every transition has a name and is checked, so that a schedule
-that leaves one out is told which, and for which params:
-
-    gradients  EMPTY -fill-> FILLING -reduce-> REDUCING -finish-> REDUCED -reset-> EMPTY
-                                 ^---------------------fill-----------|   (the next micro-batch)
-    params     SHARDED -gather-> GATHERING -finish-> WHOLE -use-> IN USE -leave-> WHOLE
-                  ^---------------------free-----------|
-               SHARDED or WHOLE -update-> UPDATED SHARD -gather-> GATHERING
-
-Where gradients are not sharded, their memory is kept through all of its states. Where params are
-not sharded they are never SHARDED, and between an update and a gather whole params are old.
+One bucket of a layout with its memory. Its collectives are issued here and nowhere else.
+`zero_sim.zero.states` has the states of its memory.
 
 Source: ZeRO (arXiv 1910.02054), section 5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
-from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,7 +18,6 @@ from torch import Tensor, nn
 from zero_sim.errors import UsageError
 from zero_sim.layout import BucketPlan, Fragment, Span
 from zero_sim.zero.collectives import (
-    SumAll,
     all_gather,
     all_gather_uneven,
     all_reduce_sum,
@@ -42,57 +28,16 @@ from zero_sim.zero.collectives import (
 )
 from zero_sim.zero.config import Divide
 from zero_sim.zero.division import scale_before_sum_
+from zero_sim.zero.groups import KindGroups
+from zero_sim.zero.states import (
+    GradState,
+    GradStep,
+    ParamState,
+    ParamStep,
+    next_grad_state,
+    next_param_state,
+)
 from zero_sim.zero.storage import Storage
-
-
-class GradState(StrEnum):
-    """What the memory of a unit's gradients holds."""
-
-    EMPTY = "empty"
-    """Nothing of this step."""
-    FILLING = "filling"
-    """This rank's own gradients, as far as they came."""
-    REDUCING = "reducing"
-    """A sum over ranks is in flight."""
-    REDUCED = "reduced"
-    """This rank's shard is the sum over all ranks that train."""
-
-
-class ParamState(StrEnum):
-    """What of a unit's params is in this rank's memory."""
-
-    SHARDED = "sharded"
-    """This rank's shard alone."""
-    GATHERING = "gathering"
-    """Whole memory that a gather in flight fills."""
-    WHOLE = "whole"
-    IN_USE = "in use"
-    """Whole, and read by a module that runs."""
-    UPDATED = "updated shard"
-    """This rank's shard is new; whole memory, if it stays, has old values of the others."""
-
-
-GradStep = Literal["fill", "reduce", "finish", "reset"]
-ParamStep = Literal["gather", "finish", "use", "leave", "update", "free"]
-
-_GRAD_STEPS: Final[Mapping[GradStep, tuple[tuple[GradState, ...], GradState]]] = {
-    "fill": ((GradState.EMPTY, GradState.REDUCED), GradState.FILLING),
-    "reduce": ((GradState.FILLING,), GradState.REDUCING),
-    "finish": ((GradState.REDUCING,), GradState.REDUCED),
-    "reset": ((GradState.FILLING, GradState.REDUCED), GradState.EMPTY),
-}
-_PARAM_STEPS: Final[Mapping[ParamStep, tuple[tuple[ParamState, ...], ParamState]]] = {
-    "gather": (
-        (ParamState.SHARDED, ParamState.WHOLE, ParamState.UPDATED),
-        ParamState.GATHERING,
-    ),
-    "finish": ((ParamState.GATHERING,), ParamState.WHOLE),
-    "use": ((ParamState.WHOLE,), ParamState.IN_USE),
-    "leave": ((ParamState.IN_USE,), ParamState.WHOLE),
-    "update": ((ParamState.SHARDED, ParamState.WHOLE), ParamState.UPDATED),
-    "free": ((ParamState.WHOLE,), ParamState.SHARDED),
-}
-"""Each step with the states that it may be taken in, and the one that it leads to."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -112,6 +57,8 @@ class ParamMemory:
     """This rank's part of the gradient; the sum over ranks once the gradients are reduced."""
     own_working: Tensor  # 1D; where nothing is sharded: ND, the whole param in its own storage
     """This rank's part of the working param."""
+    unit: Unit | None
+    """None for a param without elements in a bucket of such."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -126,25 +73,17 @@ class Unit:
     name: str
     """As errors name it: `bucket 2 of dense/bf16`."""
     plan: BucketPlan
-    shard: int
-    """Index of the shard that this rank owns, its rank in `group`."""
+    own_span: Span
+    """This rank's shard, from the start of the unit."""
+    groups: KindGroups
+    """Its shard group and its replica group."""
     grad_storage: Storage
-    frees_grads: bool
-    """Whether whole gradients leave once they are reduced, and into `grad_total`."""
-    grad_total: Tensor | None  # 1D, as long as a shard; None without accumulated sums
+    """Whole gradients; if these do not stay, they leave into `grad_total` once they are reduced."""
+    grad_total: Tensor | None = None  # 1D, as long as a shard; None without accumulated sums
     param_storage: Storage | None
-    """None where nothing is sharded: params stay where the module has them."""
-    frees_params: bool
-    """Whether whole params leave once nobody uses them."""
-    param_shard: Tensor | None  # 1D; None where nothing is sharded
+    """Whole params. None where nothing is sharded: they stay where the module has them."""
+    param_shard: Tensor | None = None  # 1D; None where nothing is sharded
     """This rank's shard of the params, which it alone writes."""
-    group: dist.ProcessGroup | None
-    """The ranks that hold a shard each; None where each rank holds all."""
-    replica_group: dist.ProcessGroup | None
-    """The ranks that hold the same shard; None where nobody else does."""
-    sum_all: SumAll | None = None
-    """How every rank of `group` gets the sum of all, of which it keeps its shard; None where it
-    gets no more than its shard."""
     members: list[ParamMemory] = field(default_factory=list)
     grad_state: GradState = GradState.EMPTY
     param_state: ParamState = ParamState.WHOLE
@@ -153,14 +92,26 @@ class Unit:
     _gathering: dist.Work | None = None
     _has_sum: bool = False
     _users: int = 0
-    own_span: Span = field(init=False)
-    """This rank's shard, from the start of the unit."""
-    _kept_shard: Tensor | None = field(init=False, default=None)  # 1D, of gradients that stay
 
-    def __post_init__(self) -> None:
-        self.own_span = self.plan.shard_span(self.shard).shift(-self.plan.span.start)
-        if not self.frees_grads:
-            self._kept_shard = _view(self.grads, self.own_span)
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold a shard each; None where each rank holds all."""
+        return self.groups.shard_group
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shard; None where nobody else does."""
+        return self.groups.replica_group
+
+    @property
+    def frees_grads(self) -> bool:
+        """True if whole gradients leave once they are reduced."""
+        return not self.grad_storage.stays
+
+    @property
+    def frees_params(self) -> bool:
+        """True if whole params leave once nobody uses them."""
+        return self.param_storage is not None and not self.param_storage.stays
 
     @property
     def grads(self) -> Tensor:
@@ -173,7 +124,7 @@ class Unit:
     @property
     def grad_shard(self) -> Tensor:
         """This rank's shard of them, 1D."""
-        return _view(self.grads, self.own_span) if self._kept_shard is None else self._kept_shard
+        return _view(self.grads, self.own_span)
 
     @property
     def params(self) -> Tensor | None:
@@ -368,16 +319,13 @@ class Unit:
     def _sum_shards(self, *, async_op: bool) -> dist.Work | None:
         if self.group is None:
             return None
-        if self.sum_all is not None:
-            return self.sum_all(self.grads, group=self.group, async_op=async_op)
         return self._scatter(self.grad_shard, self.grads, group=self.group, async_op=async_op)
 
     def _sum_replicas(self, *, async_op: bool) -> dist.Work | None:
         if not self._has_replica_sum:
             return None
         assert self.replica_group is not None
-        add = (self.sum_all if self.group is None else None) or all_reduce_sum
-        return add(self.grad_shard, group=self.replica_group, async_op=async_op)
+        return all_reduce_sum(self.grad_shard, group=self.replica_group, async_op=async_op)
 
     def _gather_shards(self, *, async_op: bool) -> dist.Work | None:
         assert self.param_storage is not None
@@ -425,59 +373,16 @@ class Unit:
         self.grad_state = next_grad_state(self.grad_state, step, of=self._described)
 
     def _step_params(self, step: ParamStep) -> None:
-        allowed, then = _PARAM_STEPS[step]
-        if self.param_state not in allowed:
-            raise _out_of_step(
-                f"params of {self._described}", self.param_state, step, steps=_PARAM_STEPS
-            )
-        self.param_state = then
+        self.param_state = next_param_state(self.param_state, step, of=self._described)
 
     def _without_memory(self) -> UsageError:
         return UsageError(
-            f"expected the gradients of {self._described} to be in memory but they are "
+            f"expected the gradients of {self._described()} to be in memory but they are "
             f"{self.grad_state.upper()}: 'fill' was left out."
         )
 
-    @property
     def _described(self) -> str:
         return f"{self.name} ({', '.join(repr(memory.name) for memory in self.members)})"
-
-
-def next_grad_state(state: GradState, step: GradStep, *, of: str) -> GradState:
-    """Return the state that a step of a unit's gradients leads to.
-
-    Args:
-        state: The state that they are in.
-        step: What is to be done with them.
-        of: The unit, as errors name it.
-
-    Raises:
-        UsageError: If the step may not be taken in that state.
-    """
-    allowed, then = _GRAD_STEPS[step]
-    if state not in allowed:
-        raise _out_of_step(f"gradients of {of}", state, step, steps=_GRAD_STEPS)
-    return then
-
-
-def _out_of_step(
-    what: str,
-    state: GradState | ParamState,
-    step: GradStep | ParamStep,
-    *,
-    steps: Mapping[Any, tuple[tuple[Any, ...], Any]],
-) -> UsageError:
-    allowed = steps[step][0]
-    left_out = [
-        repr(other)
-        for other, (before, then) in steps.items()
-        if state in before and then in allowed
-    ]
-    why = f"{' or '.join(left_out)} was left out" if left_out else f"{step!r} came twice"
-    wanted = " or ".join(map(str.upper, allowed))
-    return UsageError(
-        f"expected the {what} to be {wanted} for {step!r} but they are {state.upper()}: {why}."
-    )
 
 
 def absent(param: nn.Parameter) -> Tensor:
@@ -501,4 +406,4 @@ def _index_of(sizes: tuple[int, ...]) -> int:
 
 
 def _view(flat: Tensor, span: Span) -> Tensor:
-    return flat.narrow(0, span.start, span.numel)
+    return flat.narrow(0, span.start, span.stop - span.start)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from zero_sim.rules.judging import EXPLAINER
 from zero_sim.run.real_judge import on_workers
 from zero_sim.run.setup import Setup
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
@@ -37,7 +38,7 @@ def judge_on_gloo(tmp_path_factory, told):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parents[3]}")
         patch.setenv("ZERO_SIM_TEST_TELLS", str(told))
-        with on_workers(Setup(backend="gloo")) as judge:
+        with on_workers(Setup(backend="gloo"), explainer=EXPLAINER) as judge:
             yield judge
 
 

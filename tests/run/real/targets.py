@@ -12,11 +12,10 @@ import torch.distributed as dist
 from tests.run.summing import ShowsMeans, Undivided
 from zero_sim.errors import UsageError
 from zero_sim.reference import Reference
-from zero_sim.targets import find_target
+from zero_sim.targets import Numerics
 from zero_sim.targets.own import ZeroSimEngine
 
 _REFERENCE_BEGINS = Reference.begin
-OWN = find_target("zero_sim")
 
 
 class _Target:
@@ -215,3 +214,5 @@ misreads = _Target(_Misreads)
 hangs_in_a, dies_in_a = _Target(_HangsInA), _Target(_DiesInA)
 hides, slow = _Target(_Hides), _Target(_Slow)
 shows_means, undivided = ShowsMeans(), Undivided()
+misdeclares = _Target(_Engine)
+misdeclares.numerics = Numerics(divide="premul")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero_sim.errors import EnvironmentProblem
+from zero_sim.rules.judging import EXPLAINER
 from zero_sim.run import real_judge
 from zero_sim.run.real_judge import on_workers
 from zero_sim.run.setup import Setup, own_setup
@@ -45,7 +46,7 @@ def standin():
 
 @pytest.fixture(scope="module")
 def judge_on_nccl(standin):
-    with on_workers(own_setup("nccl")) as judge:
+    with on_workers(own_setup("nccl"), explainer=EXPLAINER) as judge:
         yield judge
 
 
@@ -140,7 +141,7 @@ def test_avg_is_nccls_own_where_it_adds_as_it_likes(standin):
         chosen = {"model": exact, "world": WorldSpec(size=size), "system": FSDP2}
         return Scenario(schema=1, name="case", **chosen, run=RunSpec(steps=2))
 
-    with on_workers(setup) as judge:
+    with on_workers(setup, explainer=EXPLAINER) as judge:
         assert judge(case(2)).verdict == "pass"
     assert setup.why_left_out(case(3)).startswith("ranks divide before the sum")
     assert setup.why_left_out(replace(case(3), system=SystemSpec())) == ""

@@ -34,11 +34,7 @@ KINDS = {
     "gloo's own order": {"world": WorldSpec(size=3, order="gloo")},
     "a folded order": {"world": WorldSpec(size=3, order="random-tree")},
     "replicas and overlap": {"world": WorldSpec(size=4, order="gloo"), "system": REPLICAS},
-    "cells": {
-        "world": WorldSpec(size=4),
-        "topology": TopologySpec(tp=2),
-        "optimizer": CLIPPED,
-    },
+    "cells": {"world": WorldSpec(size=4), "topology": TopologySpec(tp=2), "optimizer": CLIPPED},
     "experts": {"model": ModelSpec(name="moe", experts=6), "topology": TopologySpec(ep=3)},
     "an overflow": {
         "data": DataSpec(nan=NanSpec(step=1, rank=1, value="inf")),
@@ -213,8 +209,7 @@ class TestABackendThatAddsOtherwiseThanItsModel:
     @pytest.mark.parametrize("stage", [0, 1])
     def test_clipping_and_overlap(self, drifted, stage):
         result = drifted(
-            system=SystemSpec(stage=stage, bucket_elems=50),
-            optimizer=OptimizerSpec(clip_norm=0.01),
+            system=SystemSpec(stage=stage, bucket_elems=50), optimizer=OptimizerSpec(clip_norm=0.01)
         )
         assert result.verdict == "pass", result.findings
 
@@ -299,3 +294,12 @@ def test_a_case_that_passes_by_params_only_is_judged_with_sgd(on_gloo):
     result = on_gloo("undivided", model=shapes, system=SystemSpec(stage=0))
     assert (result.verdict, result.twin.optimizer.name) == ("fail", "sgd")
     assert "found with SGD in place of AdamW" in result.findings[0].detail
+
+
+@pytest.mark.usefixtures("targets")
+def test_what_differs_is_explained_on_the_processes(on_gloo):
+    """By each rank's process, from what that rank shows; a rule has to fit all of them."""
+    first = on_gloo("misdeclares").findings[0]
+    assert first.check == "equality.grad"
+    assert "with divide = 'premul'" in first.detail
+    assert "these are the bits of divide = " in first.detail

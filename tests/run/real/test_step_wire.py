@@ -1,7 +1,5 @@
 """One process computes the reference for all, as long as all agrees; findings are as without."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 
@@ -9,9 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.judge.test_step_digests import taken
-from zero_sim.backends import RealRank
+from zero_sim.backends.side_channel import SideChannel
 from zero_sim.judge.step_digests import digests_of
-from zero_sim.run.step_wire import WiredSteps
+from zero_sim.run.real import WiredSteps
 from zero_sim.scenario.spec import (
     DataSpec,
     ExpectSpec,
@@ -111,9 +109,7 @@ def ends():
     other = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
 
     def of(stall_seconds=0.1):
-        ranks = [
-            RealRank(backend="gloo", rank=i, store=each) for i, each in enumerate((store, other))
-        ]
+        ranks = [SideChannel(rank=i, store=each) for i, each in enumerate((store, other))]
         for each in ranks:
             each.begin(0)
         return [WiredSteps(each, stall_seconds=stall_seconds) for each in ranks]
@@ -153,7 +149,7 @@ def test_nor_for_ever_for_one_that_was_begun(ends):
 
 
 def test_a_step_that_takes_longer_is_waited_for(monkeypatch, ends, step):
-    monkeypatch.setattr("zero_sim.run.step_wire._BEGIN_SECONDS", 0.0)
+    monkeypatch.setattr("zero_sim.run.real._BEGIN_SECONDS", 0.0)
     (teller, hearer), (own, group) = ends(60.0), step
     teller.begin(0)
     later = threading.Timer(0.2, lambda: teller.keep([own], groups=[group]))

@@ -6,11 +6,7 @@ import torch
 import torch.nn as nn
 from torch.distributed._tensor import Shard
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
 class ToyModel(nn.Module):

@@ -154,25 +154,21 @@ class TestEntries:
 
         assert world_of(3).run(program) == [[[0.0], [1.0] * 2, [2.0] * 3]] * 3
 
-    def test_reduced_and_scattered(self, world_of, violation_of):
+    @pytest.mark.parametrize(
+        ("call", "owner"),
+        [
+            (lambda rank, entries: dist.reduce_scatter(torch.empty(2), entries), 1),
+            (lambda rank, entries: dist.scatter(torch.empty(2), None if rank else entries), 0),
+            (lambda rank, entries: dist.gather(torch.ones(2), None if rank else entries), 0),
+        ],
+        ids=["reduced and scattered", "scattered by the root", "gathered by the root"],
+    )
+    def test_of_another_size(self, world_of, violation_of, call, owner):
         def program(rank):
-            dist.reduce_scatter(torch.empty(2), [torch.ones(2), torch.ones(3)])
+            call(rank, [torch.ones(2), torch.ones(3)])
 
-        assert "entry 1 of rank 1's list" in str(violation_of(world_of(2), program, "entry-size"))
-
-    def test_scattered_by_the_root(self, world_of, violation_of):
-        def program(rank):
-            entries = [torch.ones(2), torch.ones(3)] if rank == 0 else None
-            dist.scatter(torch.empty(2), entries, src=0)
-
-        assert "entry 1 of rank 0's list" in str(violation_of(world_of(2), program, "entry-size"))
-
-    def test_gathered_by_the_root(self, world_of, violation_of):
-        def program(rank):
-            entries = [torch.empty(2), torch.empty(3)] if rank == 0 else None
-            dist.gather(torch.ones(2), entries, dst=0)
-
-        assert "entry 1 of rank 0's list" in str(violation_of(world_of(2), program, "entry-size"))
+        text = str(violation_of(world_of(2), program, "entry-size"))
+        assert f"entry 1 of rank {owner}'s list" in text
 
     def test_exchanged_by_all(self, world_of, violation_of):
         def program(rank):

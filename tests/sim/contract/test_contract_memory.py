@@ -36,16 +36,17 @@ class TestShapes:
     def test_flat_memory_and_dimensions_of_one_are_fine(self, world_of, shapes):
         world_of(2).run(summing(lambda rank: torch.ones(shapes[rank])))
 
-    def test_shapes_of_outputs_count_too(self, world_of, violation_of):
+    @pytest.mark.parametrize(
+        "gather",
+        [
+            lambda mine: dist.all_gather_single(mine, torch.ones(3)),
+            lambda mine: dist.all_gather([mine.clone(), mine.clone()], mine),
+        ],
+        ids=["outputs", "entries"],
+    )
+    def test_others_count_too(self, world_of, violation_of, gather):
         def program(rank):
-            dist.all_gather_single(torch.empty((2, 3) if rank else (3, 2)), torch.ones(3))
-
-        violation_of(world_of(2), program, "shape")
-
-    def test_shapes_of_entries_count_too(self, world_of, violation_of):
-        def program(rank):
-            mine = torch.ones((2, 3) if rank else (3, 2))
-            dist.all_gather([torch.empty_like(mine) for _ in range(2)], mine)
+            gather(torch.ones((2, 3) if rank else (3, 2)))
 
         violation_of(world_of(2), program, "shape")
 
@@ -117,8 +118,7 @@ OVERLAPPING = {
         )
     ),
     "gather into entries on each other": lambda rank: dist.gather(
-        torch.ones(2),
-        list(torch.ones(3).as_strided((2, 2), (1, 1))) if rank == 0 else None,
+        torch.ones(2), list(torch.ones(3).as_strided((2, 2), (1, 1))) if rank == 0 else None
     ),
 }
 """Programs of two ranks that share memory within one call."""

@@ -24,11 +24,7 @@ def as_lent(*pairs):
 @pytest.mark.parametrize(
     ("call", "at_1", "at_0"),
     [
-        (
-            Call(kind="all_reduce", inputs=[A, B]),
-            [("output", A), ("output", B)],
-            None,
-        ),
+        (Call(kind="all_reduce", inputs=[A, B]), [("output", A), ("output", B)], None),
         (Call(kind="reduce", inputs=[A]), [("input", A)], [("output", A)]),
         (Call(kind="broadcast", inputs=[A]), [("output", A)], [("input", A)]),
         (

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from zero_sim.errors import UsageError
-from zero_sim.sim import World
+from zero_sim.sim import EventLog, World
 from zero_sim.sim.world.run import Run
 
 
@@ -35,8 +35,8 @@ def test_a_second_interrupt_leaves_the_ranks_to_themselves(monkeypatch: pytest.M
     raised: list[object] = []
     new_run = World._new_run
 
-    def watched_run(world: World) -> Run:
-        run = new_run(world)
+    def watched_run(world: World, log: EventLog) -> Run:
+        run = new_run(world, log)
         run.baton.all_ended = ended
         return run
 

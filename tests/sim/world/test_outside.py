@@ -12,9 +12,11 @@ from zero_sim.errors import UsageError
 from zero_sim.sim import ContractViolation, RankFailed, World
 
 
-def test_a_thread_that_a_rank_starts_is_told_that_it_is_none(world_of):
+@pytest.mark.parametrize("is_handed_a_group", [False, True])
+def test_a_thread_that_a_rank_starts_is_told_that_it_is_none(world_of, is_handed_a_group):
     def program(rank):
-        asyncio.run(asyncio.to_thread(dist.all_reduce, torch.ones(1)))
+        group = dist.new_group([0, 1]) if is_handed_a_group else None
+        asyncio.run(asyncio.to_thread(dist.all_reduce, torch.ones(1), group=group))
 
     with pytest.raises(RankFailed, match="is no rank: while a") as failure:
         world_of(2).run(program)
@@ -47,19 +49,6 @@ def test_what_a_thread_is_refused_ends_the_world_though_nobody_looks(world_of):
     assert world_of(2).run(lambda rank: rank) == [0, 1]
 
 
-@pytest.mark.filterwarnings("ignore:.*async_save:UserWarning")
-def test_a_checkpoint_is_not_written_by_each_rank_as_if_it_were_alone(world_of, tmp_path):
-    """DCP's asynchronous save asks in a thread of its own whether there are groups."""
-    from torch.distributed.checkpoint import async_save
-
-    def program(rank):
-        saved = async_save({"rank": torch.tensor(rank)}, checkpoint_id=tmp_path / "saved")
-        saved.result()
-
-    with pytest.raises(RankFailed, match="is no rank: while a"):
-        world_of(2).run(program)
-
-
 def test_a_thread_cannot_make_the_default_group_of_its_rank():
     world = World(2, initialized=False)
 
@@ -68,16 +57,6 @@ def test_a_thread_cannot_make_the_default_group_of_its_rank():
 
     with world, pytest.raises(RankFailed, match="is no rank: while a"):
         world.run(program)
-
-
-def test_a_thread_that_was_handed_a_group_is_told_too(world_of):
-    def program(rank):
-        group = dist.new_group([0, 1])
-        asyncio.run(asyncio.to_thread(dist.all_reduce, torch.ones(1), group=group))
-
-    with pytest.raises(RankFailed, match="is no rank: while a") as failure:
-        world_of(2).run(program)
-    assert isinstance(failure.value.error, UsageError)
 
 
 def test_os_exit_ends_the_world_and_not_the_process(world_of):

@@ -6,6 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -47,69 +51,49 @@ def plain_loop(size, steps, divide_first):
     return [param.detach().clone() for param in net.parameters()]
 
 
+def data_parallel():
+    net = DistributedDataParallel(model())
+    return net, torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+
+
+def fully_sharded():
+    net = model()
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return net, torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+
+
+def zero_redundancy():
+    net = DistributedDataParallel(model())
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01, foreach=False)
+    return net, optimizer
+
+
 @pytest.mark.parametrize(("timing", "seed"), TIMINGS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_distributed_data_parallel(world_of, size, timing, seed):
+@pytest.mark.parametrize(
+    ("build", "size"),
+    [
+        *((data_parallel, size) for size in (1, 2, 3, 4)),
+        *((fully_sharded, size) for size in (2, 3)),
+        (zero_redundancy, 3),
+    ],
+)
+def test_training_gives_the_bits_of_a_plain_loop(world_of, build, size, timing, seed):
     def program(rank):
-        net = nn.parallel.DistributedDataParallel(model())
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+        net, optimizer = build()
         for step in range(3):
             optimizer.zero_grad()
             net(batch(rank, step)).square().mean().backward()
             optimizer.step()
-        return [param.detach() for param in net.parameters()]
+        params = [param.detach() for param in net.parameters()]
+        return [param.full_tensor() if build is fully_sharded else param for param in params]
 
-    expected = plain_loop(size, 3, divide_first=True)
+    expected = plain_loop(size, 3, divide_first=build is not fully_sharded)
     for got in world_of(size, timing=timing, seed=seed).run(program):
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-@pytest.mark.parametrize(("timing", "seed"), TIMINGS)
-@pytest.mark.parametrize("size", [2, 3])
-def test_fully_shard(world_of, size, timing, seed):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    def program(rank):
-        net = model()
-        fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
-        for step in range(3):
-            optimizer.zero_grad()
-            net(batch(rank, step)).square().mean().backward()
-            optimizer.step()
-        return [param.full_tensor().detach() for param in net.parameters()]
-
-    expected = plain_loop(size, 3, divide_first=False)
-    for got in world_of(size, timing=timing, seed=seed).run(program):
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-@pytest.mark.parametrize(("timing", "seed"), TIMINGS)
-def test_zero_redundancy_optimizer(world_of, timing, seed):
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    def program(rank):
-        net = nn.parallel.DistributedDataParallel(model())
-        optimizer = ZeroRedundancyOptimizer(
-            net.parameters(), torch.optim.AdamW, lr=0.01, foreach=False
-        )
-        for step in range(3):
-            optimizer.zero_grad()
-            net(batch(rank, step)).square().mean().backward()
-            optimizer.step()
-        return [param.detach() for param in net.parameters()]
-
-    expected = plain_loop(3, 3, divide_first=True)
-    for got in world_of(3, timing=timing, seed=seed).run(program):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize(("timing", "seed"), TIMINGS)
 def test_a_mesh_of_replicas_and_shards(world_of, timing, seed):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     def program(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         net = model()
@@ -125,7 +109,6 @@ def test_a_mesh_of_replicas_and_shards(world_of, timing, seed):
 @pytest.mark.parametrize("timing", ["eager", "lazy", "hostile"])
 def test_a_work_that_torch_drops_need_not_be_waited_for(world_of, timing):
     """Join tells the others by an all-reduce of zeros that it drops, and nobody can read."""
-    from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
     class Shadow(JoinHook):
         def main_hook(self):
@@ -161,18 +144,6 @@ def test_a_work_that_torch_drops_need_not_be_waited_for(world_of, timing):
     assert world_of(2, timing=timing).run(program) == [4.0, 5.0]
 
 
-@pytest.mark.parametrize("timing", ["eager", "lazy", "hostile"])
-def test_a_work_that_a_program_drops_is_to_be_waited_for(world_of, timing):
-    def program(rank):
-        buffer = torch.zeros(6)
-        dist.all_reduce(buffer[:3], async_op=True)
-        dist.barrier()
-        return buffer
-
-    with pytest.raises(ContractViolation, match="without having waited for 1 asynchronous call"):
-        world_of(2, timing=timing).run(program)
-
-
 class _Mode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -181,7 +152,6 @@ class _Mode(TorchFunctionMode):
 @pytest.mark.parametrize("mode", [_Mode, lambda: torch.device("cpu")])
 def test_under_a_function_mode_a_work_is_whose_it_was(world_of, mode):
     """Functions of c10d go through such modes, so that frames of these lie in between."""
-    from torch.distributed.algorithms.join import Join
 
     def joining(rank):
         with mode():

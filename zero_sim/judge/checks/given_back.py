@@ -13,7 +13,7 @@ from functools import cache
 from torch import Tensor, nn
 
 from zero_sim.findings.compare import same_bits
-from zero_sim.findings.phase import Phase
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 

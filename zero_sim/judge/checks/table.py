@@ -1,8 +1,8 @@
-"""Table of the checks of a rank, by the point of a step at which they are made, in order.
+"""Checks of a rank, and their table by point of a step, in order.
 
-A check takes what a rank shows and yields findings. To add one, write a function in a module beside
-this one, and name it here. Findings travel in the order of the data flow, not in this one
-(`zero_sim.findings.dataflow`).
+A check takes what a rank shows and yields findings. To add one, write a function here, or in a
+module beside this one if it is long, and name it in the table at the end. Findings travel in the
+order of the data flow, not in this one (`zero_sim.findings.dataflow`).
 
 Beside these are checks of a whole group: who owns what (`Ownership.check`), what a load brought
 back (`judge.loaded`), a module that was given back (`checks.given_back`), and what calls cost
@@ -12,24 +12,137 @@ back (`judge.loaded`), a module that was given back (`checks.given_back`), and w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
+from zero_sim.cost.memory import bytes_held, check_memory
+from zero_sim.findings import describe as findings
+from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
-from zero_sim.judge.checks.buffers import (
-    check_padding,
-    check_param_padding,
-    check_same_places,
-    check_zero_gradients,
-)
-from zero_sim.judge.checks.memory import check_rank_memory
 from zero_sim.judge.checks.shown import Shown
-from zero_sim.judge.checks.step_result import check_result
-from zero_sim.judge.checks.working_params import (
-    check_repeated,
-    check_scales_and_casts,
-    check_untrained,
-)
+from zero_sim.reference import encode
+from zero_sim.scenario.checks import Check
+from zero_sim.targets.adapt import PARTS, UNTRAINED
 
-RankCheck = Callable[[Shown], Iterator[Finding]]
+
+def check_scales_and_casts(shown: Shown) -> Iterator[Finding]:
+    """Compare scales of params in fp8, and check that working params are their masters, cast.
+
+    A cast is by the rank's own scale, since this is about what it holds, right or wrong.
+    """
+    group, rank, step = shown.group, shown.rank, shown.step
+    held, comparison = group.ownership.held[rank], shown.comparison
+    scales = shown.engine.scales([n for n in comparison.scale_names(step) if n in held])
+    yield from comparison.compare_scales(scales, rank=rank, step=step)
+    params = shown.params
+    for part in shown.parts:
+        place = part.place
+        if place.param not in params:
+            continue
+        working = params[place.param].reshape(-1)[place.start : place.stop]
+        scale = scales.get(place.param)
+        cast = (
+            part.master.to(working.dtype)
+            if scale is None
+            else encode(part.master, scale=scale, dtype=working.dtype)
+        )
+        if group.comparer.differs(cast, working):
+            at = findings.owned(Check.INVARIANT_CAST, "", step, rank, place)
+            yield findings.differing(at, cast, working)
+
+
+def check_repeated(shown: Shown) -> Iterator[Finding]:
+    """Check that a param that is told under two names, such as a tied one, is one param."""
+    params = shown.params
+    for name, other, values in shown.engine.repeated():
+        if shown.group.comparer.differs(params[name], values):
+            at = findings.param(shown.step, shown.rank, name)
+            message = f"the engine has this param once more as {other!r}, with other values"
+            yield findings.differing(replace(at, message=message), params[name], values)
+
+
+def check_untrained(shown: Shown) -> Iterator[Finding]:
+    """Check that params which are never trained are what they were before the engine was built."""
+    group = shown.group
+    for name, values, now in shown.engine.untrained():
+        if now is None:
+            group.unobserved.add(UNTRAINED)
+        elif group.comparer.differs(values, now):
+            at = findings.param(shown.step, shown.rank, name)
+            at = replace(at, message="nobody may change this param, which is never trained")
+            differing = group.differing(at, values, now)
+            yield findings.with_index(differing, {name: tuple(values.shape)})
+
+
+def check_result(shown: Shown) -> Iterator[Finding]:
+    """Check that an engine says what it has to say, and no other things than happened."""
+    result, rank, step = shown.result, shown.rank, shown.step
+    expected, optimizer = shown.owed.steps.get(step), shown.group.scenario.optimizer
+    reported = {"norm": result.norm, "zeros": result.zeros, "skipped": result.skipped}
+    shown.group.unobserved.update(name for name, got in reported.items() if got is None)
+    if all(got is None for got in (*reported.values(), result.loss_scale)):
+        # It tells nothing of its steps; one that does so tells what it clips or scales by.
+        return
+    if result.norm is None and optimizer.clip_norm is not None:
+        yield findings.misreported("norm", step, rank, expected=float(expected.norm), got=None)
+    if result.loss_scale is None and optimizer.loss_scale is not None:
+        yield findings.misreported("loss_scale", step, rank, expected=expected.loss_scale, got=None)
+    said = (("skipped", result.skipped), ("loss_scale", result.loss_scale))
+    for name, got in said:
+        wanted = getattr(expected, name)
+        if got is not None and got != wanted:
+            yield findings.misreported(name, step, rank, expected=wanted, got=got)
+
+
+def check_same_places(shown: Shown) -> Iterator[Finding]:
+    """Check that a rank still owns what it owned at the start: what is not told is not compared."""
+    before = shown.group.ownership.places[shown.rank]
+    now = [part.place for part in shown.parts]
+    if before != now:
+        gone = sorted({place.param for place in before} - {place.param for place in now})
+        yield Finding(
+            check=Check.INVARIANT_OWNERSHIP,
+            message=f"this rank owned {len(before)} parts at the start and {len(now)} now"
+            + (f"; gone: {', '.join(gone)}" if gone else ""),
+            step=shown.step,
+            phase=Phase.FORWARD,
+            rank=shown.rank,
+        )
+
+
+def check_zero_gradients(shown: Shown) -> Iterator[Finding]:
+    """Check that gradient buffers are zero before the first micro-batch of a step."""
+    where = shown.engine.stray_gradients(padding_only=False)
+    if where:
+        yield Finding(
+            check=Check.INVARIANT_ZERO_GRADIENTS,
+            step=shown.step,
+            rank=shown.rank,
+            phase=Phase.FORWARD,
+            message=f"gradients are not zero before the first micro-batch: {where}",
+        )
+
+
+def check_padding(shown: Shown) -> Iterator[Finding]:
+    """Check that the padding of gradient buffers is still zero after a step."""
+    where = shown.engine.stray_gradients(padding_only=True)
+    return _written_padding("a gradient buffer", where, shown, phase=Phase.REDUCE)
+
+
+def check_param_padding(shown: Shown) -> Iterator[Finding]:
+    """Check that the padding of param buffers and master shards is still zero after a step."""
+    where = shown.engine.stray_padding()
+    return _written_padding("params or masters", where, shown, phase=Phase.GATHER)
+
+
+def _written_padding(what: str, where: str, shown: Shown, *, phase: Phase) -> Iterator[Finding]:
+    if where:
+        yield Finding(
+            check=Check.INVARIANT_PADDING,
+            step=shown.step,
+            rank=shown.rank,
+            phase=phase,
+            message=f"padding of {what} was written: {where}",
+        )
 
 
 def compare_measured(shown: Shown) -> Iterator[Finding]:
@@ -60,6 +173,32 @@ def compare_params(shown: Shown) -> Iterator[Finding]:
     """Compare working params."""
     return shown.comparison.compare_params(shown.params, rank=shown.rank, step=shown.step)
 
+
+def check_rank_memory(shown: Shown) -> Iterator[Finding]:
+    """Compare the memory that a rank holds with the form that its target declares."""
+    notes, group = shown.notes, shown.group
+    held = shown.engine.held_bytes()
+    if notes.own_bytes is not None:
+        yield from check_memory(held, notes.own_bytes, step=shown.step, rank=shown.rank)
+        return
+    owed = bytes_held(
+        notes.sizes,
+        scenario=group.scenario,
+        rank=shown.rank,
+        # What state an element has was compared with the reference before.
+        stored=sum(
+            part.master.numel() * sum(value.dim() > 0 for value in part.state.values())
+            for part in shown.parts
+        ),
+    )
+    if PARTS in group.unobserved:
+        del owed["state"]  # How much of it an element has only parts tell.
+    yield from check_memory(held, owed, step=shown.step, rank=shown.rank)
+    if notes.memory is not None:
+        yield from notes.memory.findings()
+
+
+RankCheck = Callable[[Shown], Iterator[Finding]]
 
 BEFORE_BACKWARD: Sequence[RankCheck] = (check_zero_gradients,)
 

@@ -4,7 +4,7 @@
 NCCL documents one in-place form of each collective: the smaller tensor lies in the larger one, at
 the rank's own place. Everything else that overlaps is read while it is written, or written twice.
 Only a tensor that is an output several times is accepted: all of it is undefined afterwards, and
-no more than that (`zero_sim.sim.undefined`).
+no more than that (`zero_sim.sim.in_flight_buffers`).
 
 [Note: no shapes]
 NCCL moves memory and knows no shapes. So two ranks that see the same bytes as (2, 3) and as (3, 2)

@@ -18,7 +18,6 @@ from typing import Literal
 
 import torch
 
-from zero_sim.host.device import finish_streams
 from zero_sim.sim.call import SPARSE, Call
 from zero_sim.sim.failures import RankFailed, WorldFailure
 from zero_sim.sim.in_flight_buffers import InFlightBuffer, InFlightBuffers
@@ -26,6 +25,7 @@ from zero_sim.sim.inflight.races import unwatched
 from zero_sim.sim.inflight.snapshots import BufferSnapshots
 from zero_sim.sim.inflight.timing import Eager, RankOp, Timing, perform
 from zero_sim.sim.order import Order
+from zero_sim.sim.streams import finish_streams
 from zero_sim.sim.waits import Pending, Turns
 
 _ROUNDS_LATE_MAX = 4
@@ -175,8 +175,7 @@ class Late:
         self._open: dict[Pending, Operation] = {}
         self._full: dict[Operation, None] = {}
         """Operations that can be performed, the oldest first."""
-        self._due: list[tuple[int, int, Callable[[], None]]] = []
-        self._due_count = 0
+        self._agenda = _Agenda()
         self._idle_polls = 0
 
     def issue(self, awaited: Pending, call: Call, *, rank: int, member: int, record: int) -> RankOp:
@@ -222,8 +221,7 @@ class Late:
 
     def advance(self) -> None:
         """Do what is due; `Timing.advance`."""
-        while self._due and self._due[0][0] <= self._log.tick:
-            heapq.heappop(self._due)[2]()
+        self._agenda.do(self._log.tick)
 
     def start_wait(self, op: LateOp) -> None:
         """A rank begins to wait for an operation; may perform it.
@@ -340,8 +338,24 @@ class Late:
         self._log.note(op.rank, "write", op.record)
 
     def _do_after(self, calls: int, action: Callable[[], None]) -> None:
-        self._due_count += 1
-        heapq.heappush(self._due, (self._log.tick + calls, self._due_count, action))
+        self._agenda.add(self._log.tick + calls, action)
+
+
+class _Agenda:
+    """Actions by the tick at which they are due; for a tick, in the order of `add`."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[int, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def add(self, tick: int, action: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._due, (tick, self._count, action))
+
+    def do(self, tick: int) -> None:
+        """Do all that is due at a tick, also what is added meanwhile."""
+        while self._due and self._due[0][0] <= tick:
+            heapq.heappop(self._due)[2]()
 
 
 class _EndingTheWorld:

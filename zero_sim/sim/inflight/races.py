@@ -13,7 +13,7 @@ stack of modes; where it is not on top, it stays and looks away.
 [Note: only while it matters]
 An operation that passes a mode costs three times as much, and most pass while nothing is in flight.
 So the detector is on the stack of modes only while its rank has something in flight or undefined
-(`zero_sim.sim.undefined`), and in every backward, in which a hook may lend something; see
+(`zero_sim.sim.in_flight_buffers`), and in every backward, in which a hook may lend something; see
 [Note: modes in a backward]. A backward that C++ code begins of its own, as no part of torch does,
 is seen only if something was in flight before.
 """

@@ -15,7 +15,6 @@ from typing import Protocol
 
 import torch
 
-from zero_sim.host.device import finish_streams
 from zero_sim.sim.call import SPARSE, Call
 from zero_sim.sim.comm.collectives import PERFORM
 from zero_sim.sim.comm.planned_faults import perform_with_faults
@@ -26,6 +25,7 @@ from zero_sim.sim.inflight.races import unwatched
 from zero_sim.sim.inflight.snapshots import buffers_of
 from zero_sim.sim.order import Order
 from zero_sim.sim.roles import undefined_outputs
+from zero_sim.sim.streams import finish_streams
 from zero_sim.sim.waits import Pending, Turns
 
 _AS_IT_IS = nullcontext()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from zero_sim.host.device import finish_streams
 from zero_sim.sim.callsite import call_site, site_of
 from zero_sim.sim.comm.plain_memory import count_holders
 from zero_sim.sim.comm.timeouts import after_another
@@ -21,6 +20,7 @@ from zero_sim.sim.failures import TimedOut
 from zero_sim.sim.in_flight_buffers import InFlightBuffers
 from zero_sim.sim.inflight.futures import SimFuture
 from zero_sim.sim.inflight.timing import RankOp
+from zero_sim.sim.streams import finish_streams
 from zero_sim.sim.waits import Pending, Turns
 
 

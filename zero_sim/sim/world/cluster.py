@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from zero_sim.errors import UsageError
-from zero_sim.host.device import finish_streams
 from zero_sim.sim.call import IN_PLACE, SPARSE, Call
 from zero_sim.sim.callsite import call_site, here, is_of_torch, site_of
 from zero_sim.sim.comm.facade import present_devices
@@ -22,6 +21,7 @@ from zero_sim.sim.inflight.timing import aside
 from zero_sim.sim.inflight.work import SimWork, join_works
 from zero_sim.sim.log import CollectiveRecord
 from zero_sim.sim.roles import overwritten_inputs
+from zero_sim.sim.streams import finish_streams
 from zero_sim.sim.waits import Pending
 from zero_sim.sim.world.rank_threads import running_rank, starter
 from zero_sim.sim.world.run import Run

@@ -214,6 +214,20 @@ class _Values(NamedTuple):
     of_switches: list[Any]
 
 
+class _Beginning(NamedTuple):
+    """Values of the beginning as they are compared at every turn, in few operations."""
+
+    namespaces: list[Any]
+    readers: list[Callable[[Any], Any]]
+    """For each namespace, a function that reads all its names at once."""
+    unchanged: list[Any]
+    """Values that the readers return if nothing else was put in place."""
+    mutables: list[Any]
+    """Values among them that can change."""
+    images: list[Any]
+    """Copies of `mutables` as they were."""
+
+
 class ProcessState:
     """Moves the process's state between one owner at a time and its saved place.
 
@@ -233,14 +247,7 @@ class ProcessState:
         """Of each, the value in the place of whoever has not changed it."""
         self._images: dict[int, Any] = {}
         """What that held at the beginning, where it is something that can change; by index."""
-        self._readers: list[Callable[[Any], Any]] = []
-        """For each namespace, what reads all names of it at once."""
-        self._namespaces: list[Any] = []
-        self._unchanged: list[Any] = []
-        """What the readers give for who has put nothing else in place."""
-        self._mutables: list[Any] = []
-        """What of that can change, and what it holds if it has not."""
-        self._mutable_images: list[Any] = []
+        self._beginning = _Beginning([], [], [], [], [])
         self._switches: list[Any] = []
         self._last: tuple[list[Any], list[Any]] = ([], [])
         """What the readers gave where names were changed, and what came of that."""
@@ -291,15 +298,16 @@ class ProcessState:
             and len(sys.modules) == self._module_count
             and all(sys.modules.get(name) is module for name, module in self._modules.items())
             and _are_same(values, self._begun_with)
-            and [values[index] for index in self._images] == self._mutable_images
-            and self._mutables == self._mutable_images
+            and [values[index] for index in self._images] == self._beginning.images
+            and self._beginning.mutables == self._beginning.images
         )
 
     def _changed(self) -> list[Any]:
         """What lies in the places of the names; empty if all is as at the beginning."""
-        read = list(map(operator.call, self._readers, self._namespaces))
-        are_as_at_beginning = self._mutables == self._mutable_images
-        if are_as_at_beginning and read == self._unchanged:
+        beginning = self._beginning
+        read = list(map(operator.call, beginning.readers, beginning.namespaces))
+        are_as_at_beginning = beginning.mutables == beginning.images
+        if are_as_at_beginning and read == beginning.unchanged:
             return []
         found, before = list(chain.from_iterable(read)), self._last
         if are_as_at_beginning and _are_same(found, before[0]):
@@ -367,11 +375,13 @@ class ProcessState:
         places = {id(place): place for place, _ in self._names}
         for (place, key), value in zip(self._names, self._beginnings, strict=True):
             values.setdefault(id(place), {})[key] = value
-        self._namespaces = [vars(place) for place in places.values()]
-        self._readers = [_reader_of(list(values[each])) for each in places]
-        self._unchanged = [_reader_of(list(each))(each) for each in values.values()]
-        self._mutables = [self._beginnings[index] for index in self._images]
-        self._mutable_images = list(self._images.values())
+        self._beginning = _Beginning(
+            namespaces=[vars(place) for place in places.values()],
+            readers=[_reader_of(list(values[each])) for each in places],
+            unchanged=[_reader_of(list(each))(each) for each in values.values()],
+            mutables=[self._beginnings[index] for index in self._images],
+            images=list(self._images.values()),
+        )
         self._last = ([], [])
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zero_sim.host.device import random_state, seeded_state, set_random_state
+from zero_sim.host.device import has_accelerator, random_state, seeded_state, set_random_state
 
 _STATE_BYTES = 625 * 4
 _python_generator: Any = random._inst  # pyrefly: ignore [missing-attribute]
@@ -58,6 +58,7 @@ class Randomness:
         self._saved: dict[int, _Saved] = {}
         self._seeds: dict[int, int] = {}
         """Of owners that have not been put in place since they were given one."""
+        self._has_device = has_accelerator()
 
     def seed(self, owner: int, seed: int) -> None:
         """Give an owner the state that the three libraries have after being seeded with `seed`."""
@@ -82,19 +83,20 @@ class Randomness:
             _python_generator.gauss_next,
             words,
             numpy_state,
-            random_state(),
+            random_state() if self._has_device else None,
         )
 
     def put_in_place(self, owner: int, *, previous: int) -> None:
         """Make `owner`'s saved state the process's; `previous`'s was taken out just before."""
         seed = self._seeds.pop(owner, None)
         if seed is not None:
-            self._saved[owner] = _seed_in_place(seed)
+            self._saved[owner] = self._seed_in_place(seed)
             return
         saved, before = self._saved[owner], self._saved[previous]
         assert saved.torch_state is not None
         torch.default_generator.set_state(saved.torch_state)
-        set_random_state(saved.device_state)
+        if saved.device_state is not None:
+            set_random_state(saved.device_state)
         _set_python_words(saved.python_words)
         _python_generator.gauss_next = saved.python_gauss
         if _needs_accessor(saved) or _needs_accessor(before):
@@ -102,14 +104,14 @@ class Randomness:
         else:
             ctypes.memmove(_numpy_address(), saved.numpy_words, _STATE_BYTES)
 
-
-def _seed_in_place(seed: int) -> _Saved:
-    """Seed the process's generators; what is known of them then."""
-    torch.default_generator.manual_seed(seed)
-    set_random_state(seeded_state(seed))
-    _python_generator.seed(seed)
-    _numpy_generator.seed(seed % 2**32)
-    return _Saved(None, b"", None, _numpy_words(), _NOTHING_KEPT, None)
+    def _seed_in_place(self, seed: int) -> _Saved:
+        """Seed the process's generators; what is known of them then."""
+        torch.default_generator.manual_seed(seed)
+        if self._has_device:
+            set_random_state(seeded_state(seed))
+        _python_generator.seed(seed)
+        _numpy_generator.seed(seed % 2**32)
+        return _Saved(None, b"", None, _numpy_words(), _NOTHING_KEPT, None)
 
 
 def _needs_accessor(saved: _Saved) -> bool:

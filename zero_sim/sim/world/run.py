@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from zero_sim.errors import UsageError
 from zero_sim.sim.callsite import hide_simulator
 from zero_sim.sim.contract.groups import GroupRegistry
-from zero_sim.sim.contract.inversions import inversion_error
-from zero_sim.sim.contract.pending_works import never_waited
+from zero_sim.sim.contract.inversions import inversion_error, never_waited
 from zero_sim.sim.failures import ContractViolation, RankFailed, WorldFailure
 from zero_sim.sim.faults import Injector
 from zero_sim.sim.in_flight_buffers import InFlightBuffers
+from zero_sim.sim.inflight.races import unwatched
 from zero_sim.sim.inflight.timing import Timing
 from zero_sim.sim.log import EventLog
 from zero_sim.sim.world.baton import Baton
+
+_WATCHED: AbstractContextManager[object] = nullcontext()
 
 
 class ProgramTime:
@@ -38,23 +43,45 @@ class PausedClock:
         time: Of the run.
         rank: World rank.
         pause: False if its time counts again.
+        watched: False if the race detector ignores the block.
+        on_error: Called with an exception that leaves the block; may raise another one.
     """
 
-    __slots__ = ("_before", "_pause", "_rank", "_time")
+    # No generator: a small case has hundreds of these blocks.
+    __slots__ = ("_before", "_on_error", "_pause", "_rank", "_time", "_watch")
 
-    def __init__(self, time: ProgramTime, *, rank: int, pause: bool) -> None:
+    def __init__(
+        self,
+        time: ProgramTime,
+        *,
+        rank: int,
+        pause: bool,
+        watched: bool,
+        on_error: Callable[[BaseException], None] | None,
+    ) -> None:
         self._time = time
         self._rank = rank
         self._pause = pause
+        self._watch = _WATCHED if watched else unwatched()
+        self._on_error = on_error
 
     def __enter__(self) -> None:
         self._before = self._rank in self._time.paused
         self._set(self._pause)
         self._time.blocks[self._rank] += self._pause
+        self._watch.__enter__()
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._watch.__exit__(kind, error, trace)
         self._time.blocks[self._rank] -= self._pause
         self._set(self._before)
+        if error is not None and self._on_error is not None:
+            self._on_error(error)
 
     def _set(self, paused: bool) -> None:
         (self._time.paused.add if paused else self._time.paused.discard)(self._rank)

@@ -130,7 +130,7 @@ class World:
         self._program: Callable[[int], Any] | None = None
         self._results: list[Any] = []
         self._closed = False
-        self._run = self._new_run()
+        self._run = self._new_run(EventLog())
         self._cluster = SimCluster(self._run)
         c10d.install()
         process_ends.install()
@@ -174,11 +174,13 @@ class World:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def run(self, program: Callable[[int], Any]) -> list[Any]:
+    def run(self, program: Callable[[int], Any], *, log: EventLog | None = None) -> list[Any]:
         """Run `program(rank)` on every rank to its end.
 
         Args:
             program: Uses torch.distributed as it would anywhere; the default group exists already.
+            log: Gets the events of the run, for a reader that holds it already; an empty one. By
+                default a new one.
 
         Returns:
             What each rank returned, in rank order.
@@ -204,7 +206,7 @@ class World:
         if c10d.rank_state.c10d_world is not None:
             raise UsageError("expected World.run to be called outside of a rank, got a rank's call")
         check_program(program)
-        self._run = self._cluster.run = self._new_run()
+        self._run = self._cluster.run = self._new_run(EventLog() if log is None else log)
         self._store.clear()
         self._torch_stores.begin()
         # Names of groups depend on the program, so only the default group outlives it.
@@ -250,7 +252,13 @@ class World:
         process_ends.uninstall()
         c10d.uninstall()
 
-    def pause_clock(self, pause: bool = True) -> AbstractContextManager[None]:
+    def pause_clock(
+        self,
+        pause: bool = True,
+        *,
+        watched: bool = True,
+        on_error: Callable[[BaseException], None] | None = None,
+    ) -> AbstractContextManager[None]:
         """Do not count against `stall_seconds` what the calling rank does inside this block.
 
         For a harness that runs code of its own in a rank's turn. The log marks calls inside as the
@@ -258,8 +266,17 @@ class World:
 
         Args:
             pause: False counts again what is done inside, within a block that does not.
+            watched: False if `races` charges no access inside to the program.
+            on_error: Called with an exception that leaves the block; may raise another one.
         """
-        return PausedClock(self._run.program_time, rank=self._baton.holder, pause=pause)
+        run = self._run
+        return PausedClock(
+            run.program_time,
+            rank=run.baton.holder,
+            pause=pause,
+            watched=watched,
+            on_error=on_error,
+        )
 
     @property
     def closed(self) -> bool:
@@ -275,8 +292,8 @@ class World:
     def _baton(self) -> Baton:
         return self._run.baton
 
-    def _new_run(self) -> Run:
-        settings, log = self.settings, EventLog()
+    def _new_run(self, log: EventLog) -> Run:
+        settings = self.settings
         injector = Injector(settings.faults, seed=settings.seed, log=log)
         schedule = build_schedule(
             settings.schedule,

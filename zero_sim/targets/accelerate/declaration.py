@@ -226,9 +226,6 @@ class AccelerateDDP:
         return AccelerateDDPEngine(module, scenario=scenario, group=group, options=options)
 
 
-ACCELERATE_DDP = (AccelerateDDP(), AccelerateDDP(as_is=True))
-
-
 class AccelerateFSDP2:
     """`Accelerator.prepare(model, optimizer)` under FSDP2: stage 3.
 
@@ -313,4 +310,9 @@ class AccelerateFSDP2:
         return AccelerateFSDP2Engine(module, scenario=scenario, group=group, options=options)
 
 
-ACCELERATE_FSDP2 = (AccelerateFSDP2(), AccelerateFSDP2(as_is=True))
+TARGETS = (
+    AccelerateDDP(),
+    AccelerateDDP(as_is=True),
+    AccelerateFSDP2(),
+    AccelerateFSDP2(as_is=True),
+)

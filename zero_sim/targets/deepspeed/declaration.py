@@ -240,4 +240,4 @@ class DeepSpeedZero:
 
 ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (DeepSpeedZero(stage) for stage in (0, 1, 2, 3))
 AS_IS = tuple(DeepSpeedZero(stage, as_is=True) for stage in (0, 1, 3))
-DEEPSPEED = (ZERO_0, ZERO_1, ZERO_2, ZERO_3, *AS_IS)
+TARGETS = (ZERO_0, ZERO_1, ZERO_2, ZERO_3, *AS_IS)

@@ -170,3 +170,6 @@ class MegatronCore:
     ) -> MegatronEngine:
         """Wrap the module for training on this rank."""
         return MegatronEngine(module, scenario=scenario)
+
+
+TARGETS = (MegatronCore(),)

@@ -227,4 +227,4 @@ class MegatronFSDP:
         return MegatronFSDPEngine(module, scenario=scenario, options=options, as_is=self._as_is)
 
 
-MEGATRON_FSDP = (MegatronFSDP(), MegatronFSDP(as_is=True))
+TARGETS = (MegatronFSDP(), MegatronFSDP(as_is=True))

@@ -271,3 +271,6 @@ class TorchZeroRedundancy:
     ) -> ZeroRedundancyEngine:
         """Wrap the module for training on this rank."""
         return ZeroRedundancyEngine(module, scenario=scenario, group=group)
+
+
+TARGETS = (TorchDDP(), TorchDDP(as_is=True), TorchZeroRedundancy())

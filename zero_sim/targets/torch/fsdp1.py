@@ -299,3 +299,6 @@ def _known_to_go_wrong(scenario: Scenario) -> Iterator[Problem]:
             f"{copies} blocks. {UPSTREAM}",
             suggestion="Try stage 0, or fewer copies than ranks.",
         )
+
+
+TARGETS = (TorchFSDP1(), TorchFSDP1(as_is=True))

@@ -261,3 +261,6 @@ class TorchFSDP2:
         """Shard the module for training on this rank."""
         options = chosen_options(self, scenario)
         return FSDP2Engine(module, scenario=scenario, group=group, options=options)
+
+
+TARGETS = (TorchFSDP2(), TorchFSDP2(as_is=True))

@@ -17,17 +17,16 @@ and what all ranks sum lies in the same place on each of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from zero_sim.errors import UsageError
 from zero_sim.layout import Span, plan_arena
-from zero_sim.zero.buffer import Buffer
-from zero_sim.zero.config import ZeroConfig
+from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.schedule import order_by_forward
 from zero_sim.zero.storage import Storage
 from zero_sim.zero.unit import Unit
+from zero_sim.zero.variants.reduce_buffers import BufferedGrads
 
 
 class Arena:
@@ -71,6 +70,8 @@ class ArenaStorage:
         otherwise: Where they lie while others use the place.
     """
 
+    stays = False
+
     def __init__(
         self, arena: Arena, *, place: Span, dtype: torch.dtype, otherwise: Storage
     ) -> None:
@@ -106,22 +107,27 @@ class ArenaStorage:
         self._whole, self.is_outside = None, False
 
 
-def move_grads(buffers: Sequence[Buffer], *, order: Sequence[Unit], config: ZeroConfig) -> Arena:
+def move_grads(ddp: DistributedDataParallel) -> Arena:
     """Give the whole gradients of all units places in a new arena.
 
     Args:
-        buffers: All buffers, whose whole gradients are to come and go.
-        order: Their units, in the order in which they are reduced.
-        config: Says how many are in memory at a time.
+        ddp: A module at stage 2 or 3, whose whole gradients come and go.
 
     Raises:
-        UsageError: If whole gradients stay.
+        UsageError: If whole gradients stay, or do not lie in units of their params.
     """
+    config, buffers = ddp.config, ddp.buffers
+    if isinstance(ddp.grad_schedule, BufferedGrads):
+        raise UsageError(
+            "expected gradients that fill the units of their params with an arena, got a "
+            "DistributedDataParallel with reduce buffers, in which they lie instead. Remove either."
+        )
     if not config.sharding.grads:
         raise UsageError(
             f"expected stage 2 or 3 with an arena, got stage={config.stage}, which keeps gradients "
             f"whole in memory that stays. Remove the arena, or choose another stage."
         )
+    order = order_by_forward(buffers, params=list(ddp.params.values()))[::-1]
     dtypes = {unit: buffer.grad_dtype for buffer in buffers for unit in buffer.units}
     kinds = {unit: buffer.plan.key.kind for buffer in buffers for unit in buffer.units}
     stay = config.sync == "last" and config.micro_batches != 1

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from zero_sim.errors import ModelError
 from zero_sim.zero.collectives import all_reduce_max
+from zero_sim.zero.groups import Holders
 from zero_sim.zero.model import PlainCast
 
 DTYPE_NAMES: Final = {torch.float8_e4m3fn: "fp8-e4m3", torch.float8_e5m2: "fp8-e5m2"}
@@ -124,7 +125,7 @@ class Fp8Cast(PlainCast):
         scales: Of each fp8 param its scale, 0D fp32, a buffer of the module. It belongs to the
             param's values and is to be read when they are.
         kinds: The kind of each of these params.
-        owners_of: As in `build`.
+        holders: The ranks that hold each kind.
     """
 
     dtype_names = MappingProxyType({**PlainCast.dtype_names, **DTYPE_NAMES})
@@ -134,11 +135,11 @@ class Fp8Cast(PlainCast):
         scales: Mapping[nn.Parameter, Tensor],
         *,
         kinds: Mapping[nn.Parameter, str],
-        owners_of: Callable[[str], dist.ProcessGroup | None],
+        holders: Holders,
     ) -> None:
         self.scales = scales
         self._kinds = kinds
-        self._owners_of = owners_of
+        self._holders = holders
         self._updates: list[ScaleUpdate] | None = None
 
     @classmethod
@@ -147,8 +148,7 @@ class Fp8Cast(PlainCast):
         module: nn.Module,
         *,
         params: Mapping[str, nn.Parameter],
-        kinds: Mapping[str, str],
-        owners_of: Callable[[str], dist.ProcessGroup | None],
+        holders: Holders,
     ) -> Fp8Cast:
         """Return the cast of a model, with the scales that it has.
 
@@ -157,8 +157,8 @@ class Fp8Cast(PlainCast):
         """
         names = {p: name for name, p in params.items() if p.dtype in DTYPE_NAMES}
         scales = {param: find_scale(module, name=names[param], param=param) for param in names}
-        own_kinds = {param: kinds[name] for param, name in names.items()}
-        return cls(scales, kinds=own_kinds, owners_of=owners_of)
+        kinds = {param: holders.kinds[name] for param, name in names.items()}
+        return cls(scales, kinds=kinds, holders=holders)
 
     def read(self, param: nn.Parameter, working: Tensor) -> Tensor:
         """Return the weights that a part of a working param stands for, of fp8 ones in fp32."""
@@ -180,7 +180,8 @@ class Fp8Cast(PlainCast):
             for param, scale in self.scales.items():
                 by_kind.setdefault(self._kinds[param], {})[param] = scale
             self._updates = [
-                ScaleUpdate(scales, group=self._owners_of(kind)) for kind, scales in by_kind.items()
+                ScaleUpdate(scales, group=self._holders.owners_of(kind))
+                for kind, scales in by_kind.items()
             ]
         for update in self._updates:
             update.run(masters())

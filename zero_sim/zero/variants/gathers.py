@@ -45,12 +45,15 @@ class ChunkedUnit(Unit):
                 whole.narrow(0, start + min(first, whole.numel() - start), part).copy_(got)
 
 
-def chunked_units(chunk_elems: int, *, config: ZeroConfig) -> Callable[..., Unit]:
-    """Return what builds units that gather in chunks.
+def chunked_units(
+    chunk_elems: int, *, config: ZeroConfig, unit: type[ChunkedUnit] = ChunkedUnit
+) -> Callable[..., Unit]:
+    """Return a builder of units that gather in chunks.
 
     Args:
         chunk_elems: As in `ChunkedUnit`.
         config: Of the engine.
+        unit: Class of the units.
 
     Raises:
         UsageError: If gathers in chunks do not go with the config, or have no such length.
@@ -69,12 +72,12 @@ def chunked_units(chunk_elems: int, *, config: ZeroConfig) -> Callable[..., Unit
             "expected overlap_params=False with chunk_elems, as one chunk's memory serves all of "
             "them in turn, got True. Remove either."
         )
-    if config.partition == "one-owner":
+    if config.layout.partition == "one-owner":
         raise UsageError(
             "expected partition='padded', 'uneven' or 'rows' with chunk_elems, of which every rank "
             "has a stretch, got 'one-owner'. Set bucket_elems for smaller units."
         )
-    return partial(ChunkedUnit, chunk_elems=chunk_elems)
+    return partial(unit, chunk_elems=chunk_elems)
 
 
 class GatheredAfterStep(OnUse):

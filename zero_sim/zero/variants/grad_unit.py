@@ -20,8 +20,9 @@ from zero_sim.layout import GradUnitPlan, Span
 from zero_sim.zero.collectives import all_reduce_sum, reduce_to_owner_sum
 from zero_sim.zero.config import Divide
 from zero_sim.zero.division import scale_before_sum_
+from zero_sim.zero.states import GradState, GradStep, next_grad_state
 from zero_sim.zero.storage import Storage
-from zero_sim.zero.unit import GradState, GradStep, ParamMemory, next_grad_state
+from zero_sim.zero.unit import ParamMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -182,11 +183,10 @@ class GradUnit:
     def _step(self, step: GradStep) -> None:
         self.grad_state = next_grad_state(self.grad_state, step, of=self._described)
 
-    @property
     def _described(self) -> str:
         names = ", ".join(repr(each.memory.name) for each in self.slices)
         return f"grad unit {self.plan.turn} of {self.plan.lane} ({names})"
 
 
 def _view(flat: Tensor, span: Span) -> Tensor:
-    return flat.narrow(0, span.start, span.numel)
+    return flat.narrow(0, span.start, span.stop - span.start)

@@ -9,7 +9,7 @@ sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,11 +19,12 @@ from zero_sim.errors import UsageError
 from zero_sim.layout import GradUnitPlan, Span, plan_grad_units
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.config import ZeroConfig
-from zero_sim.zero.groups import KindGroups
+from zero_sim.zero.groups import Holders
 from zero_sim.zero.schedule import UnderBackward, Wrapped
 from zero_sim.zero.storage import Storage, TransientStorage
 from zero_sim.zero.unit import ParamMemory, Unit
 from zero_sim.zero.variants.grad_unit import GradSlice, GradUnit
+from zero_sim.zero.variants.root_reduce import WholeSumUnit
 
 
 class LentStorage:
@@ -36,6 +37,8 @@ class LentStorage:
         lender: The memory, at least as long as the unit.
         elems: Elements of the unit.
     """
+
+    stays = False
 
     def __init__(self, lender: TransientStorage, *, elems: int) -> None:
         self._lender = lender
@@ -88,7 +91,7 @@ class ReduceBuffers:
         params: The params by name, in registration order; their gradients come in reverse.
         config: Of the engine; with overlapped gradients two buffers take turns.
         settings: Length of the buffers, and what is copied when.
-        groups_of: The groups of a kind of params.
+        holders: The ranks that hold each kind of params.
     """
 
     units: tuple[GradUnit, ...]
@@ -103,7 +106,7 @@ class ReduceBuffers:
         params: Mapping[str, nn.Parameter],
         config: ZeroConfig,
         settings: BufferSettings,
-        groups_of: Callable[[str], KindGroups],
+        holders: Holders,
     ) -> None:
         self._elems = settings.elems
         self._config, self._settings = config, settings
@@ -123,7 +126,7 @@ class ReduceBuffers:
                 members=[
                     (home_of[params[placed.name]], params[placed.name]) for placed in plan.grads
                 ],
-                groups_of=groups_of,
+                holders=holders,
             )
             for plan in plans
         )
@@ -144,10 +147,10 @@ class ReduceBuffers:
         plan: GradUnitPlan,
         *,
         members: Sequence[tuple[Buffer, nn.Parameter]],
-        groups_of: Callable[[str], KindGroups],
+        holders: Holders,
     ) -> GradUnit:
         config, home = self._config, members[0][0]
-        group = groups_of(home.plan.key.kind).shard_group
+        group = holders.owners_of(home.plan.key.kind)
         assert group is not None
         slices = [
             _slice_of(buffer.memory[param], span=placed.span)
@@ -188,18 +191,19 @@ class BufferedGrads(UnderBackward):
         settings: Length of the buffers, and what is copied when.
 
     Raises:
-        UsageError: If the config has what reduce buffers do not go with.
+        UsageError: If reduce buffers do not go with the config, or with the units.
     """
 
     def __init__(self, wrapped: Wrapped, *, settings: BufferSettings) -> None:
         _check_config(wrapped.config)
+        _check_units(wrapped.units)
         super().__init__(wrapped)
         self.buffers = ReduceBuffers(
             wrapped.buffers,
             params=wrapped.params,
             config=wrapped.config,
             settings=settings,
-            groups_of=wrapped.groups_of,
+            holders=wrapped.holders,
         )
         # They have all that a schedule calls.
         self._units = cast("Sequence[Unit]", self.buffers.units)
@@ -264,6 +268,17 @@ def _check_config(config: ZeroConfig) -> None:
             "backward goes and none stays for the next micro-batch, got 'last'. Try stage=1, or "
             "sync='every'."
         )
+
+
+def _check_units(units: Sequence[Unit]) -> None:
+    """Refuse units with sums of their own, which would never be issued."""
+    for unit in units:
+        if isinstance(unit, WholeSumUnit):
+            raise UsageError(
+                f"expected units without sums of their own with reduce buffers, which sum "
+                f"gradients in their place, got {type(unit).__name__} for {unit.name}. Remove "
+                f"`unit` from the seams; for an all-reduce pass BufferSettings(sums_whole=True)."
+            )
 
 
 def _slice_of(memory: ParamMemory, *, span: Span) -> GradSlice:

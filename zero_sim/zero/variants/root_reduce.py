@@ -1,23 +1,23 @@
 """Sums of whole gradients: by an all-reduce, or on the first rank of a group.
 
-A unit's `sum_all` sends every rank the sum of all, of which it keeps its shard. That moves as much
-again as a reduce-scatter. On the first rank, the naive way, it moves far more.
+Every rank gets the sum of a whole unit, of which it keeps its shard. That moves as much again as a
+reduce-scatter. On the first rank, the naive way, it moves far more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_sim.zero.collectives import SumAll, all_reduce_sum, size_and_rank
+from zero_sim.errors import UsageError
+from zero_sim.zero.collectives import all_reduce_sum, size_and_rank
 from zero_sim.zero.schedule import UnderBackward
-
-SumBy = Literal["reduce-scatter", "all-reduce", "first-rank"]
+from zero_sim.zero.unit import Unit
 
 
 def sum_at_first(
@@ -66,12 +66,49 @@ class _SumAtFirst:
         dist.broadcast(self.flat, group_src=0, group=self.group)
 
 
-SUMS_OF_ALL: Final[Mapping[SumBy, SumAll | None]] = {
-    "reduce-scatter": None,
-    "all-reduce": all_reduce_sum,
-    "first-rank": sum_at_first,
-}
-"""How whole gradients are summed; None where shards are."""
+@dataclass(kw_only=True, slots=True, eq=False)
+class WholeSumUnit(Unit):
+    """A unit whose whole gradients are summed to all ranks that shard it."""
+
+    sum_all: ClassVar[Callable[..., dist.Work | None]]
+    """Sums a tensor to all ranks of a group; arguments as `all_reduce_sum`."""
+
+    def _sum_shards(self, *, async_op: bool) -> dist.Work | None:
+        if self.group is None:
+            return None
+        return self.sum_all(self.grads, group=self.group, async_op=async_op)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class AllReducedUnit(WholeSumUnit):
+    """A unit whose whole gradients are summed by an all-reduce.
+
+    Raises:
+        UsageError: If nothing is sharded.
+    """
+
+    sum_all = staticmethod(all_reduce_sum)
+
+    def __post_init__(self) -> None:
+        # Stage 0 sums by an all-reduce as it is. Accepted there, the unit would change nothing.
+        if self.group is None:
+            raise UsageError(
+                f"expected stage 1, 2 or 3 with AllReducedUnit, of whose sum each rank keeps its "
+                f"shard, got {self.name} of stage 0, which sums to all ranks by itself. Remove "
+                f"`unit`, or pass SummedAtFirstUnit."
+            )
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class SummedAtFirstUnit(WholeSumUnit):
+    """A unit whose whole gradients are summed on the first rank, at stage 0 too."""
+
+    sum_all = staticmethod(sum_at_first)
+
+    def _sum_replicas(self, *, async_op: bool) -> dist.Work | None:
+        if self.group is not None or self.replica_group is None:
+            return Unit._sum_replicas(self, async_op=async_op)
+        return sum_at_first(self.grad_shard, group=self.replica_group, async_op=async_op)
 
 
 class UnderBackwardAtFirst(UnderBackward):
@@ -84,5 +121,5 @@ class UnderBackwardAtFirst(UnderBackward):
         """Wait for the sum that was issued last, if it was in that group."""
         if self._issued_count:
             last = self._units[self._issued_count - 1]
-            if last.sum_all is sum_at_first and last.group is group:
+            if isinstance(last, SummedAtFirstUnit) and last.group is group:
                 last.finish_reduce()

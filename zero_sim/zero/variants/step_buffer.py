@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from zero_sim.errors import UsageError
+from zero_sim.zero.masters import Master
 from zero_sim.zero.norm import measure_grads
-from zero_sim.zero.optimizer import AllAtOnce, DistributedOptimizer, Master
+from zero_sim.zero.optimizer import AllAtOnce, DistributedOptimizer
 
 
 class _WithLeaf(Protocol):

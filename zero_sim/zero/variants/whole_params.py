@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from zero_sim.errors import UsageError
-from zero_sim.zero.optimizer import AllAtOnce, DistributedOptimizer, Master
+from zero_sim.zero.masters import Master
+from zero_sim.zero.optimizer import AllAtOnce, DistributedOptimizer
 from zero_sim.zero.unit import Unit
 
 Parts = Mapping[Tensor, tuple[Tensor, ...]]

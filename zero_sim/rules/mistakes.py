@@ -8,7 +8,7 @@ param by param, once it is compared.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from typing import Any
@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_sim.reference.norms import Holding
-from zero_sim.reference.otherwise import OtherUpdate, Otherwise
-from zero_sim.reference.partial_sums import PartialSum, partial_sums
-from zero_sim.reference.quantization import WorkingParams
+from zero_sim.reference import Again, StepAgain, Terms
 from zero_sim.reference.replay import isolated
 from zero_sim.reference.stepping import Stepper, lr_factor, torch_defaults
-from zero_sim.scenario.spec import OptimizerSpec, Scenario
+from zero_sim.reference.steps import OptimizerHistory, OptimizerStep
+from zero_sim.scenario.spec import OptimizerSpec
 
 _WHOLE_PARAM_OPTIMIZERS = {
     "muon": "with each shard orthogonalised by itself",
@@ -32,69 +30,6 @@ Cut = Callable[[str, Tensor], Sequence[Tensor]]
 """Cuts a param into the tensors that a system steps by themselves; views."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepTaken:
-    """One step of the reference's optimizer."""
-
-    step: int
-    grads: Mapping[str, Tensor]  # each ND, fp32
-    """What the optimizer was given, by param that it stepped."""
-
-
-class StepHistory:
-    """The steps of the reference's optimizer, as far as they are kept.
-
-    Args:
-        masters: Before the first step, copied.
-        elems_max: Elements to keep, of all steps; beyond that none are.
-    """
-
-    def __init__(self, masters: Mapping[str, Tensor], *, elems_max: int) -> None:
-        self._elems, self._elems_max = sum(each.numel() for each in masters.values()), elems_max
-        self._starts: dict[str, Tensor] = {}
-        if self._elems <= elems_max:
-            self._starts = {name: master.clone() for name, master in masters.items()}
-        self._steps: tuple[StepTaken, ...] = ()
-
-    def add(
-        self,
-        step: int,
-        grads: Mapping[str, Tensor],
-        *,
-        scenario: Scenario,
-        working: WorkingParams,
-        holdings: Callable[[], Sequence[Sequence[Holding]]],
-        otherwise: Otherwise | None,
-    ) -> Mistakes | None:
-        """Note a step, and return the mistakes that it can be taken with.
-
-        Args:
-            step: Its index, from 0.
-            grads: As `StepTaken` has them; none of a step that was skipped.
-            scenario: The case as it is from this step on.
-            working: The form of the working params in the step.
-            holdings: As `Mistakes` has them.
-            otherwise: As `Mistakes` has it.
-        """
-        if not self._starts or not grads:
-            return None
-        self._steps += (StepTaken(step=step, grads=grads),)
-        if len(self._steps) * self._elems > self._elems_max:
-            self._starts, self._steps = {}, ()
-            return None
-        system = scenario.system
-        return Mistakes(
-            spec=scenario.optimizer,
-            starts=self._starts,
-            steps=self._steps,
-            working=working,
-            on_host=system.offload_state,
-            shard_count=scenario.world.size // system.redundancy,
-            holdings=holdings,
-            otherwise=otherwise,
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Mistakes:
     """The steps so far, and how a faulty system would have taken them.
@@ -102,46 +37,52 @@ class Mistakes:
     A mistake is named as a part of a sentence: `with torch's default lr 0.001 in place of 0.02`.
     """
 
-    spec: OptimizerSpec
-    starts: Mapping[str, Tensor]  # each ND, fp32
-    """Masters before the first of the steps."""
-    steps: Sequence[StepTaken]
-    working: WorkingParams
-    on_host: bool
-    shard_count: int
-    """Ranks that share a param, where each has a shard."""
-    holdings: Callable[[], Sequence[Sequence[Holding]]]
-    """Gives the parts of params that each rank owns; none if nobody reported them."""
-    otherwise: Otherwise | None
-    """What the last update started from, if gradients are not compared by themselves."""
+    again: Again
+    """The last of the steps; earlier ones are in its history."""
+    sums: Mapping[str, Terms]
+    """Terms of gradients that lack others, by name."""
 
     assumed = "as the reference"
 
-    def singles(self) -> list[str]:
-        """Mistakes in one thing."""
-        settings = [name for name, changes in self._settings.items() if len(changes) == 1]
-        return [*settings, *self._cuts, *self._sums]
+    def singles(self) -> dict[str, StepAgain]:
+        """Return the step with a mistake in one thing."""
+        settings = {name: each for name, each in self._settings.items() if len(each) == 1}
+        cuts = {name: self._stepped(self._spec, cut) for name, cut in self._cuts.items()}
+        sums = {
+            f"by the gradient of {name}": self.again.by(terms=terms)
+            for name, terms in self.sums.items()
+        }
+        return self._by(settings) | cuts | sums
 
-    def pairs(self) -> list[str]:
-        """Mistakes in several settings, the fewest first."""
-        return [name for name, changes in self._settings.items() if len(changes) > 1]
+    def pairs(self) -> dict[str, StepAgain]:
+        """Return it with mistakes in several settings, the fewest first."""
+        return self._by({name: each for name, each in self._settings.items() if len(each) > 1})
 
-    def update(self, rule: str) -> Callable[[int], OtherUpdate]:
-        """Return what gives the update of a rank.
+    def _by(self, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, StepAgain]:
+        return {
+            name: self._stepped(replace(self._spec, **changes), _uncut)
+            for name, changes in settings.items()
+        }
 
-        Args:
-            rule: One of `singles` or `pairs`, or `assumed`.
-        """
-        if rule in self._sums:
-            return _ByRank(mistakes=self, partial=self._sums[rule])
-        spec = replace(self.spec, **self._settings.get(rule, {}))
-        update = self._update(spec, cut=self._cuts.get(rule, _uncut))
-        return lambda rank: update
+    @property
+    def _spec(self) -> OptimizerSpec:
+        return self.again.scenario.optimizer
+
+    @property
+    def _history(self) -> OptimizerHistory:
+        history = self.again.start.history
+        assert history is not None
+        return history
+
+    @cached_property
+    def _steps(self) -> Sequence[OptimizerStep]:
+        taken = self.again.taken
+        return [*self._history.steps, OptimizerStep(step=taken.step, grads=taken.stepped)]
 
     @cached_property
     def _settings(self) -> dict[str, dict[str, Any]]:
         """By name: fields of the spec that a system may not have read."""
-        spec = self.spec
+        spec = self._spec
         single: dict[str, dict[str, Any]] = {}
         for option, default in torch_defaults(spec.name).items():
             own = getattr(spec, option)
@@ -162,11 +103,12 @@ class Mistakes:
     @cached_property
     def _cuts(self) -> dict[str, Cut]:
         """By name: shards that a system may have stepped by themselves."""
-        name = _WHOLE_PARAM_OPTIMIZERS.get(self.spec.name)
+        name = _WHOLE_PARAM_OPTIMIZERS.get(self._spec.name)
         if name is None:
             return {}
         cuts: dict[str, Cut] = {}
-        is_muon, count = self.spec.name == "muon", self.shard_count
+        is_muon, scenario = self._spec.name == "muon", self.again.scenario
+        count = scenario.world.size // scenario.system.redundancy
         if is_muon:
             cuts["with no param orthogonalised"] = lambda _, tensor: [tensor.reshape(-1)]
         if spans := self._spans():
@@ -184,47 +126,42 @@ class Mistakes:
     def _sizes(self, cut: Cut) -> tuple[tuple[int, ...], ...]:
         return tuple(
             tuple(piece.numel() for piece in cut(name, tensor) if piece.numel())
-            for name, tensor in self.starts.items()
+            for name, tensor in self._history.masters.items()
         )
 
     def _spans(self) -> dict[str, list[tuple[int, int]]]:
         spans: dict[str, list[tuple[int, int]]] = {}
-        for held in self.holdings():
+        for held in self.again.holdings:
             for part in held:
                 spans.setdefault(part.param, []).append((part.start, part.stop))
         return {name: sorted(found) for name, found in spans.items()}
 
-    @cached_property
-    def _sums(self) -> dict[str, PartialSum]:
-        """By name: gradients that lack terms."""
-        if self.otherwise is None or self.otherwise.sums is None:
-            return {}
-        return {
-            f"by the gradient of {partial.name}": partial
-            for partial in partial_sums(self.otherwise.sums)
-        }
-
-    def _update(self, spec: OptimizerSpec, *, cut: Cut) -> OtherUpdate:
-        stepped = self.steps[-1].grads
+    def _stepped(self, spec: OptimizerSpec, cut: Cut) -> StepAgain:
+        """The step by the same gradients; each param is stepped when it is compared."""
+        taken, working = self.again.taken, self.again.start.working
         moved = _PerParam(lambda name: self._moved(name, spec, cut))
-        return OtherUpdate(
+
+        def cast(name: str) -> Tensor:
+            return working.cast(name, moved[name][0], is_stepped=name in taken.stepped)
+
+        step = replace(
+            taken,
             masters=_PerParam(lambda name: moved[name][0]),
             state=_PerParam(lambda name: moved[name][1]),
-            params=_PerParam(
-                lambda name: self.working.cast(name, moved[name][0], is_stepped=name in stepped)
-            ),
+            params=_PerParam(cast),
         )
+        return replace(self.again.by(), finish=lambda by: step)
 
     def _moved(
         self, name: str, spec: OptimizerSpec, cut: Cut
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The master and the optimizer state of a param after all steps."""
-        start = self.starts[name]
+        start, on_host = self._history.masters[name], self.again.scenario.system.offload_state
         # The end of the name, by which groups match, stays.
         pieces = {f"{index}.{name}": each for index, each in enumerate(cut(name, start))}
         with isolated():
-            stepper = Stepper(spec, params=pieces, on_host=self.on_host)
-            for taken in self.steps:
+            stepper = Stepper(spec, params=pieces, on_host=on_host)
+            for taken in self._steps:
                 if name in taken.grads:
                     grads = dict(zip(pieces, cut(name, taken.grads[name]), strict=True))
                     grads = {key: grad.contiguous() for key, grad in grads.items()}
@@ -235,29 +172,6 @@ class Mistakes:
             for key, value in states[0].items()
         }
         return _joined(list(stepper.masters.values()), like=start), state
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ByRank:
-    """The update by a partial sum, which may be another one on every rank."""
-
-    mistakes: Mistakes
-    partial: PartialSum
-    known: dict[int, OtherUpdate] = field(default_factory=dict)
-
-    def __call__(self, rank: int) -> OtherUpdate:
-        observer = rank if self.partial.is_local else 0
-        if observer not in self.known:
-            otherwise = self.mistakes.otherwise
-            assert otherwise is not None
-            assert otherwise.sums is not None
-            sums = {
-                name: self.partial.of_param(otherwise.sums, name, rank=observer)
-                for name in otherwise.grads
-            }
-            held = {name: each for name, each in sums.items() if each is not None}
-            self.known[observer] = otherwise.update_by(held)
-        return self.known[observer]
 
 
 class _PerParam(dict[str, Any]):

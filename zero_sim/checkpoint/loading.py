@@ -16,6 +16,8 @@ from zero_sim.checkpoint.compatibility import (
     find_optimizer_problems,
     find_param_problems,
     find_span_problems,
+    probe_state,
+    read_new_settings,
 )
 from zero_sim.checkpoint.decode import decode_manifest
 from zero_sim.checkpoint.folder import Folder, read_manifest
@@ -26,7 +28,6 @@ from zero_sim.checkpoint.manifest import (
     ParamRecord,
     name_state,
 )
-from zero_sim.checkpoint.settings import probe_state, read_new_settings
 from zero_sim.checkpoint.snapshot import (
     iterate_module_tensors,
     list_params,
@@ -146,7 +147,7 @@ def _list_all_params(
 ) -> tuple[ParamRecord, ...]:
     """Return the trained params of all ranks, on all ranks."""
     params = list_params(ddp)
-    if not ddp.has_parts:
+    if not ddp.holders.parts:
         return params
     merged = coordinator.gather_and_decide(
         lambda: list_part_params(ddp), lambda parts: merge_params(params, parts), what=WHAT

@@ -1,0 +1,195 @@
+"""Steps taken again: by other rules, or with fewer terms in their sums.
+
+The ranks are replayed once more. Their gradients are kept by micro-batch, so another rule costs one
+sum and one update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from zero_sim.reference.division import DivideBy, Division, count_contributions
+from zero_sim.reference.norms import Holdings
+from zero_sim.reference.ranks import Adding, Contributions, Ranks
+from zero_sim.reference.replay import RankReplay, isolated
+from zero_sim.reference.rules import Rules
+from zero_sim.reference.steps import ReferenceStep, StepStart
+from zero_sim.scenario.spec import Scenario
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """The terms a faulty system adds in the place of all; by default, all."""
+
+    micros: frozenset[int] | None = None
+    """Micro-batches; None for all."""
+    is_local: bool = False
+    """True if only one rank brings terms, the observer."""
+    is_divided: bool = True
+    """True if the sum is divided as the sum of all terms would be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    """A step, ready to be taken again."""
+
+    scenario: Scenario
+    taken: ReferenceStep
+    """The step as it was taken."""
+    start: StepStart
+    """What it began with."""
+    rules: Rules
+    """The rules by which it was taken."""
+    ranks: Ranks
+    replays: Sequence[RankReplay]
+    """By rank, with gradients by micro-batch."""
+    holdings: Holdings
+    """Owned parts, by rank; empty if not reported."""
+    finish: Callable[[StepAgain], ReferenceStep]
+    """Computes the update from the sums."""
+    _known: dict[object, StepAgain] = field(default_factory=dict)
+
+    def by(
+        self, rules: Rules | None = None, terms: Terms | None = None, *, rank: int = 0
+    ) -> StepAgain:
+        """Return the step by other rules, or from other terms.
+
+        Args:
+            rules: The rules; None for those by which it was taken.
+            terms: The terms of its sums; None for all.
+            rank: The observer, if the terms are local.
+        """
+        terms = terms or Terms()
+        by = StepAgain(
+            again=self,
+            rules=rules or self.rules,
+            terms=terms,
+            rank=rank if terms.is_local else 0,
+            finish=self.finish,
+        )
+        return self._known.setdefault((by.rules, by.terms, by.rank), by)
+
+    def count(self, by: DivideBy) -> float:
+        """Count the contributions to a sum.
+
+        Args:
+            by: Unit in which they are counted.
+        """
+        return count_contributions(
+            by,
+            rank_count=len(self.replays),
+            micro_batches=sum(len(replay.losses) for replay in self.replays),
+            rows=sum(replay.rows for replay in self.replays),
+        )
+
+    @cached_property
+    def unused(self) -> Sequence[str]:
+        """Names of params without a use on any rank, whatever rule holds for these."""
+        used = frozenset[str]().union(*(replay.reached for replay in self.replays))
+        return [name for name in self.ranks.trained(self.taken.step) if name not in used]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepAgain:
+    """The step by some rules, from some terms. Each part is computed when it is first read."""
+
+    again: Again
+    rules: Rules
+    terms: Terms
+    rank: int
+    """The observer, if the terms are local."""
+    finish: Callable[[StepAgain], ReferenceStep]
+    """As in `Again`, except for a mistake made after the sums."""
+    _sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def at(self, rank: int) -> StepAgain:
+        """Return the step as a rank takes it.
+
+        Args:
+            rank: The observer.
+        """
+        return self.again.by(self.rules, self.terms, rank=rank) if self.terms.is_local else self
+
+    @cached_property
+    def division(self) -> Division:
+        """The division of its sums."""
+        if not self.terms.is_divided:
+            return Division(how="none", count=1)
+        return self.again.ranks.contributions([], self.again.replays, self.rules).division
+
+    @cached_property
+    def step(self) -> ReferenceStep:
+        """The whole step; its tensors are not live."""
+        return self.finish(self)
+
+    @property
+    def differs_in_clip_alone(self) -> bool:
+        """True if the gradients before clipping are those of the step as it was taken."""
+        clipped = replace(self.again.rules, clip=self.rules.clip)
+        return self.terms == Terms() and self.rules == clipped
+
+    @cached_property
+    def active(self) -> Sequence[str]:
+        """Names of params with a gradient, in order."""
+        ranks, replays, step = self.again.ranks, self.again.replays, self.again.taken.step
+        return [name for name in ranks.active(step, replays, self.rules) if self.holds(name)]
+
+    def holds(self, name: str) -> bool:
+        """Return True if any rank with terms has a param.
+
+        Args:
+            name: The param.
+        """
+        return any(name in replay.rounds[0] for replay in self._replays.values())
+
+    def sum(self, name: str) -> Tensor:
+        """Add a param's gradients.
+
+        Args:
+            name: The param; `holds` must be True for it.
+        """
+        if name not in self._sums:
+            with isolated():
+                self._sums[name] = self._summed(name)
+        return self._sums[name]
+
+    def contributions(self) -> Contributions:
+        """Return everything about the sums except their terms."""
+        local = self.again.ranks.contributions(self.active, self.again.replays, self.rules)
+        names = [name for name in local.names if self.holds(name)]
+        return replace(local, names=names, division=self.division)
+
+    @property
+    def _replays(self) -> Mapping[int, RankReplay]:
+        replays = dict(enumerate(self.again.replays))
+        return {self.rank: replays[self.rank]} if self.terms.is_local else replays
+
+    def _summed(self, name: str) -> Tensor:
+        ranks, start = self.again.ranks, self.again.start
+        if name not in self.active:
+            return torch.zeros_like(self.again.taken.grads[name])
+        replays = [self._accumulated(rank, name) for rank in self._replays]
+        local = ranks.contributions([name], replays, self.rules)
+        local = replace(local, division=self.division)
+        if self.terms.is_local:
+            return local.reduce_param(name, Adding(order="linear"), spans=None)
+        return local.reduce_param(name, start.adding, spans=start.orders.get(name))
+
+    def _accumulated(self, rank: int, name: str) -> RankReplay:
+        """What a rank brings to the sums of one param."""
+        replay, micros = self.again.replays[rank], self.terms.micros
+        held = [
+            {name: grads[name]}
+            if name in grads and (micros is None or micro in micros)
+            else dict[str, Tensor]()
+            for micro, grads in enumerate(replay.micro_grads)
+        ]
+        # Another rank's expert is in none of the sums.
+        names = [name] if name in replay.rounds[0] else []
+        rounds = self.again.ranks.accumulate(rank, held, names, self.rules)
+        return replace(replay, rounds=tuple(rounds))

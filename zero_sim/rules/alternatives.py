@@ -1,0 +1,264 @@
+"""Table of alternatives to a step.
+
+- other rules, by name as a target declares them: one thing changes, or two different things
+- partial sums: gradients from some micro-batches only, or from one rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+from zero_sim.findings.compare import same_bits
+from zero_sim.reference import (
+    CLIP_FORMS,
+    DIVIDE_RULES,
+    NORMS,
+    POSITION_FREE,
+    ROOTED,
+    Again,
+    ClipForm,
+    ClipFunction,
+    Norm,
+    Rules,
+    StepAgain,
+    Terms,
+    takes_root,
+)
+from zero_sim.reference.division import DivideBy
+from zero_sim.reference.oracle import KEPT_ELEMS_MAX
+
+LOCAL = Terms(is_local=True)
+"""The terms if nobody reduces a gradient."""
+
+Change = Mapping[str, Any]
+"""Fields of a target's declaration, by name, and what they would be."""
+
+_COUNTS: tuple[DivideBy, ...] = ("ranks", "micro-batches", "tokens")
+_ROUNDS: tuple[Change, ...] = (
+    {"sync": "last"},
+    {"sync": "every"},
+    {"sync": "every", "divide_each": "round"},
+    {"sync": "every-in-block"},
+)
+_DTYPES: tuple[Change, ...] = (
+    {"grad_dtype": "param"},
+    {"grad_dtype": "fp32"},
+    {"accumulate_dtype": "fp32", "reduce_dtype": "param"},
+    {"accumulate_dtype": "param", "reduce_dtype": "fp32"},
+    {"reduce_dtype": "bf16"},
+    {"reduce_dtype": "fp16"},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumRules:
+    """Rules for the sums of gradients."""
+
+    again: Again
+
+    @classmethod
+    def of(cls, again: Again) -> SumRules | None:
+        """Return those of a step; None if it has so many elements that trying them takes long.
+
+        Args:
+            again: The step that differs.
+        """
+        ranks, micros = len(again.replays), again.scenario.run.micro_batches
+        elems = sum(grad.numel() for grad in again.taken.grads.values())
+        return cls(again=again) if elems * ranks * micros <= KEPT_ELEMS_MAX else None
+
+    @property
+    def assumed(self) -> str:
+        """The rules that the reference followed."""
+        return in_words(self._assumed)
+
+    @cached_property
+    def _assumed(self) -> dict[str, object]:
+        rules, system = self.again.rules, self.again.scenario.system
+        named: dict[str, object] = {
+            "divide": rules.divide or system.divide,
+            "divide_by": rules.divide_by or system.divide_by,
+            "sync": rules.sync or system.sync,
+            "grad_dtype": system.grad_dtype,
+        }
+        for name in ("predivide_by", "accumulate_dtype", "reduce_dtype"):
+            if getattr(rules, name) is not None:
+                named[name] = getattr(rules, name)
+        if rules.divide_each != "step":
+            named["divide_each"] = rules.divide_each
+        return named
+
+    def singles(self) -> dict[str, StepAgain]:
+        """Return the step by rules that differ in one thing."""
+        return self._by((change,) for thing in self._things for change in thing)
+
+    def pairs(self) -> dict[str, StepAgain]:
+        """Return it by those that differ in two."""
+        return self._by(
+            (change, other)
+            for first, second in combinations(self._things, 2)
+            for change in first
+            for other in second
+        )
+
+    @cached_property
+    def _things(self) -> list[list[Change]]:
+        """Changes by the thing that they are about."""
+        scenario = self.again.scenario
+        things: list[Sequence[Change]] = [
+            [{"divide": rule} for rule in DIVIDE_RULES],
+            [{"divide_by": count} for count in _COUNTS],
+        ]
+        if scenario.run.micro_batches > 1:
+            things.append(_ROUNDS if scenario.system.redundancy > 1 else _ROUNDS[:-1])
+        things.append(_DTYPES)
+        return [[change for change in thing if self._differs(change)] for thing in things]
+
+    def _differs(self, change: Change) -> bool:
+        return any(self._assumed.get(name) != value for name, value in change.items())
+
+    def _by(self, changes: Iterator[tuple[Change, ...]]) -> dict[str, StepAgain]:
+        joined = [
+            {name: value for each in some for name, value in each.items()} for some in changes
+        ]
+        return {in_words(change): self.again.by(self._changed(change)) for change in joined}
+
+    def _changed(self, change: Change) -> Rules:
+        """The rules of the reference that are declared so."""
+        rules = self.again.rules
+        if "grad_dtype" in change:
+            dtype = change["grad_dtype"]
+            rules = replace(rules, accumulate_dtype=dtype, reduce_dtype=dtype)
+        if "sync" in change:
+            rules = replace(rules, divide_each="step")
+        plain = {name: value for name, value in change.items() if name != "grad_dtype"}
+        if "divide_by" in plain:
+            plain["divide_by"] = self.again.count(plain["divide_by"])
+        if "divide" in plain:
+            plain["predivide_by"] = None
+        return replace(rules, **plain)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRules:
+    """Rules for all that leads to an update: clipping, params that nobody used, and sums."""
+
+    again: Again
+    sums: SumRules | None
+
+    @property
+    def assumed(self) -> str:
+        """The rule that the reference followed."""
+        if self._clips:
+            return _declared(self.again.rules.clip)
+        return f"unused = {self.again.rules.unused!r}" if self.sums is None else self.sums.assumed
+
+    def singles(self) -> dict[str, StepAgain]:
+        """Return the step by rules that differ in one thing."""
+        rules = self.again.rules
+        clips = self._other_clips
+        found = {_declared(clip): replace(rules, clip=clip) for clip in clips}
+        if self.again.unused:
+            unused = "zeros" if rules.unused == "left-alone" else "left-alone"
+            other, name = replace(rules, unused=unused), f"unused = {unused!r}"
+            found[name] = other
+            found |= {f"{name}, {_declared(clip)}": replace(other, clip=clip) for clip in clips}
+        steps = {name: self.again.by(each) for name, each in found.items()}
+        return steps | ({} if self.sums is None else self.sums.singles())
+
+    def pairs(self) -> dict[str, StepAgain]:
+        """Return it by those that differ in two."""
+        return {} if self.sums is None else self.sums.pairs()
+
+    @property
+    def _clips(self) -> bool:
+        """True if some form clips."""
+        bound = self.again.scenario.optimizer.clip_norm
+        return bound is not None and not bool(self.again.taken.norm < bound / 2)
+
+    @cached_property
+    def _other_clips(self) -> list[ClipForm]:
+        """Forms of clipping with other bits than the one that was followed."""
+        rules, taken = self.again.rules, self.again.by().step
+        if not self._clips:
+            return []
+        # Of norms of norms no root is known that was not rounded.
+        has_root = rules.norm in ROOTED
+        forms = [form for form in CLIP_FORMS if has_root or not takes_root(form)]
+        return [
+            form
+            for form in forms
+            if not _same(self.again.by(replace(rules, clip=form)).step.stepped, taken.stepped)
+        ]
+
+
+def norm_steps(again: Again) -> dict[str, StepAgain]:
+    """Return the step by the other rules for the norm of a gradient.
+
+    Args:
+        again: The step that differs.
+    """
+    rules = again.rules
+    # Where an order depends on positions, nothing is known of a call that adds squares.
+    is_free = again.scenario.world.order in POSITION_FREE
+    known: Sequence[Norm] = NORMS if is_free else ("of-elements", "of-params")
+    unknown = () if any(again.holdings) else ("of-own-params", "of-shards")
+    others = [norm for norm in known if norm not in (rules.norm, "told", *unknown)]
+    return {f"norm = {norm!r}": again.by(replace(rules, norm=norm)) for norm in others}
+
+
+def partial_sums(again: Again) -> dict[str, Terms]:
+    """Return the terms that a faulty system may add, the likeliest first.
+
+    Args:
+        again: The step that differs.
+
+    Returns:
+        Terms by name, as in `the last micro-batch alone`.
+    """
+    replays = again.replays
+    micros = max((len(replay.micro_grads) for replay in replays), default=0)
+    some = {name: Terms(micros=each) for name, each in _some_of(micros)}
+    if len(replays) == 1:
+        return some
+    found = {"this rank alone, not reduced": LOCAL, **some}
+    for name, terms in some.items():
+        found[f"{name}, of this rank, not reduced"] = replace(terms, is_local=True)
+    if again.by().division.how != "none":
+        local = {name: terms for name, terms in found.items() if terms.is_local}
+        for name, terms in local.items():
+            found[f"{name} and not divided"] = replace(terms, is_divided=False)
+    return found
+
+
+def _some_of(micros: int) -> Iterator[tuple[str, frozenset[int]]]:
+    """Micro-batches that a system may keep of so many, the last one first."""
+    if micros < 2:
+        return
+    words = {0: "the first micro-batch", micros - 1: "the last micro-batch"}
+    for micro in reversed(range(micros)):
+        yield f"{words.get(micro, f'micro-batch {micro}')} alone", frozenset({micro})
+    for micro in range(micros) if micros > 2 else ():
+        others = frozenset(range(micros)) - {micro}
+        yield f"all micro-batches but {words.get(micro, str(micro))}", others
+
+
+def in_words(change: Change) -> str:
+    """Return fields and their values as a target declares them: `divide = 'pre', sync = 'every'`.
+
+    Args:
+        change: Values by field.
+    """
+    return ", ".join(f"{name} = {value!r}" for name, value in change.items())
+
+
+def _declared(clip: ClipForm | ClipFunction) -> str:
+    return "clip, a function of its own" if callable(clip) else f"clip = {clip!r}"
+
+
+def _same(grads: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    return all(same_bits(grad, others[name]) for name, grad in grads.items())

@@ -1,0 +1,173 @@
+"""Explainer of the differences in one step: it takes the step again, by other rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from zero_sim.findings.compare import same_bits
+from zero_sim.findings.ratio import Ratio
+from zero_sim.findings.recognition import Known
+from zero_sim.judge.explaining import Seen
+from zero_sim.judge.factors import FactorCauses
+from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.rules_tried import RulesTried
+from zero_sim.judge.told import sum_as_reported
+from zero_sim.reference import Reference, ReferenceStep, StepAgain
+from zero_sim.rules.alternatives import LOCAL, SumRules, UpdateRules, norm_steps, partial_sums
+from zero_sim.rules.mistakes import Mistakes
+from zero_sim.rules.trial import Trial
+from zero_sim.scenario.spec import OptimizerName, Scenario
+
+SEES_FACTORS: tuple[OptimizerName, ...] = ("sgd", "asgd")
+"""Optimizers whose steps are as long as the gradient."""
+
+
+class Explainer:
+    """Explains the differences in one step, as `zero_sim.judge.explaining.Explainer` requires.
+
+    Args:
+        expected: The step as the reference took it.
+        reference: The reference, which may be some steps ahead.
+        group: The judged group, and what is known of it.
+        agreed: Places that agreed so far.
+    """
+
+    def __init__(
+        self,
+        expected: ReferenceStep,
+        *,
+        reference: Reference,
+        group: JudgedGroup,
+        agreed: Sequence[Seen],
+    ) -> None:
+        again = reference.again(expected)
+        assert again is not None, "only a step whose start was kept is explained"
+        self._again, self._group = again, group
+        self._sums = sums = SumRules.of(again)
+        self._gradients = self._mistakes = None
+        if sums is not None:
+            self._gradients = Trial("gradient", sums, expected=again.by())
+        updates = UpdateRules(again=again, sums=sums)
+        self._updates = Trial("update", updates, expected=again.by())
+        if again.start.history is not None:
+            mistakes = Mistakes(again=again, sums={} if sums is None else partial_sums(again))
+            self._mistakes = Trial("mistake", mistakes, expected=again.by())
+        for seen in agreed:
+            self._agree(seen)
+
+    def look(self, seen: Seen, got: Mapping[str, Tensor], *, agrees: bool) -> None:
+        """Note another place; arguments as in the protocol."""
+        if agrees:
+            self._agree(seen)
+        elif seen.what == "gradient":
+            if self._gradients is not None:
+                self._gradients.differ(seen, got)
+        # A gradient comes before what is made of it.
+        elif self._gradients is None or self._gradients.fitting is None:
+            self._updates.differ(seen, got)
+            if self._mistakes is not None:
+                self._mistakes.differ(seen, got)
+
+    def _agree(self, seen: Seen) -> None:
+        if seen.what == "gradient" and self._gradients is not None:
+            self._gradients.agree(seen)
+        # Of a gradient that is as expected, only a rule for what comes after it can be another.
+        self._updates.agree(seen)
+        if seen.what == "update" and self._mistakes is not None:
+            self._mistakes.agree(seen)
+
+    def known_grads(self, name: str, *, rank: int, start: int) -> Iterator[Known]:
+        """Yield gradients that lack terms; of those with the same bits, the likeliest alone."""
+        again = self._again
+        if self._sums is None or name not in again.by().active:
+            return
+        partials = [(rank, what, terms) for what, terms in partial_sums(again).items()]
+        for other, world_rank in enumerate(self._group.world_ranks):
+            if other != rank:
+                partials.append((other, f"rank {world_rank} alone, not reduced", LOCAL))
+        seen: list[Tensor] = []
+        for observer, what, terms in partials:
+            by = again.by(terms=terms, rank=observer)
+            if not by.holds(name):
+                continue
+            values = sum_as_reported(by, name, numerics=self._group.numerics)
+            if not any(same_bits(values, each) for each in seen):
+                seen.append(values)
+                yield Known(what=f"the gradient of {what}", values=values, start=start)
+
+    def explain_norm(self, norm: Tensor) -> str:
+        """Return the rules that give a norm, and how to declare the first; empty if none does."""
+        again = self._again
+        if again.taken.skipped:
+            return ""
+        steps = norm_steps(again) | ({} if self._sums is None else self._sums.singles())
+        fitting = [rule for rule, by in steps.items() if same_bits(by.step.norm, norm)]
+        if not fitting:
+            return ""
+        advice = why_blind(self._group.scenario, shows_factor=True) or (
+            f"If this is intended, declare Numerics({fitting[0].replace(' = ', '=')})"
+        )
+        return f"these are the bits of {' or '.join(fitting)}.\n{advice}"
+
+    def tried(self) -> RulesTried | None:
+        """Return what came of trying rules; None if no gradient and no update differs."""
+        if self._gradients is not None and self._gradients.fitting is not None:
+            return self._outcome(self._gradients)
+        rules = self._outcome(self._updates)
+        mistakes = None if self._mistakes is None else self._mistakes.outcome()
+        if mistakes is not None and mistakes.fitting:
+            return replace(mistakes, also=rules)
+        return rules
+
+    def _outcome(self, trial: Trial) -> RulesTried | None:
+        tried = trial.outcome()
+        if tried is None:
+            return None
+        # Forms of the clip differ by a few units in the last place, no factor.
+        is_factor = tried.what == "update" and not tried.assumed.startswith("clip")
+        shows_factor = trial.shows_state or not is_factor
+        factors = {self._factor(by) for by in (trial.fitting or {}).values()}
+        return replace(
+            tried,
+            blind=why_blind(self._group.scenario, shows_factor),
+            factor=factors.pop() if len(factors) == 1 else "",
+        )
+
+    def _factor(self, by: StepAgain) -> str:
+        """Return the factor of the gradient by a rule, and its cause; empty if it has none."""
+        again = self._again
+        divisor, expected = _divisor(by), _divisor(again.by())
+        causes = FactorCauses.of(
+            again.taken.losses,
+            divisor=expected,
+            replicas=again.scenario.system.redundancy,
+            is_mean=expected != 1,
+        )
+        larger, smaller = max(expected, divisor), min(expected, divisor)
+        if larger % smaller:
+            return ""
+        number = int(larger // smaller)
+        is_multiple = divisor < expected
+        return causes.explain(Ratio(number=number, is_multiple=is_multiple, is_rounded=False))
+
+
+def _divisor(by: StepAgain) -> float:
+    return 1 if by.division.how == "none" else by.division.count
+
+
+def why_blind(scenario: Scenario, shows_factor: bool) -> str:
+    """Return why a case does not tell rules apart; empty if it does.
+
+    Args:
+        scenario: The case that was judged.
+        shows_factor: True if a gradient, or state that is made of it, is observed.
+    """
+    name = scenario.optimizer.name
+    if scenario.world.size == 1:
+        return "No rule is proposed: a case of one rank does not tell rules apart"
+    if not shows_factor and name not in SEES_FACTORS:
+        return f"No rule is proposed: params that {name} stepped hardly show a gradient's factor"
+    return ""
