@@ -317,7 +317,7 @@ def _by_design(module: Module) -> str:
     return ""
 
 
-def piece_of(tensor: Tensor) -> Piece:
+def piece_of(tensor: Any) -> Piece:
     """What the calling rank has of a tensor, as a view of its memory where possible."""
     dtype = str(native(tensor)).removeprefix("torch.")
     shape = tuple(tensor.shape)
