@@ -258,7 +258,9 @@ class _Probe:
         for record, tensors in reversed(self._calls.get(rank, ())):
             match = next(filter(None, (_match(piece.values, each) for each in tensors)), None)
             if match is not None:
-                feed = replace(feed, call=record.text, start=match[0], factor=match[1])
+                # Buffers of torch's C++ code have no dtype of the script's.
+                call = record.text.replace("(float64, ", "(")
+                feed = replace(feed, call=call, start=match[0], factor=match[1])
                 break
         self.feeds[rank] = feed
 
