@@ -141,7 +141,7 @@ def _owners(pieces: Mapping[int, Piece], shape: torch.Size) -> dict[int, tuple[i
             return {}
         rows[rank] = piece.shards[0][1], piece.values.shape[0]
     row_elems = 1
-    for size in shape[1:]:
+    for size in () if any(piece.is_flat for piece in pieces.values()) else shape[1:]:
         row_elems *= size
     for rank, (index, _) in rows.items():
         start = sum({i: count for i, count in rows.values() if i < index}.values())

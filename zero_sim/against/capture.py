@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import optimizer as optimizer_hooks
 
+from zero_sim.against.flat_params import FlatPlace, flat_places
 from zero_sim.against.native_dtypes import native, stored_dtypes
 from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink
 from zero_sim.against.rows import RowsRead
@@ -74,6 +75,8 @@ class RankCapture:
         """Params that got other values before their first forward."""
         self.refusals: dict[str, str] = {}
         """Modules whose result depends on the number of ranks by design, with the reason."""
+        self.sharers: set[int] = set()
+        """Ranks of the meshes of DTensors that forwards use: they compute one forward together."""
         self._rank = rank
         self._sink = sink
         self._rows = rows
@@ -134,12 +137,13 @@ class RankCapture:
         prefix = self._names.of_module(module)
         if module.training and torch.is_grad_enabled() and (reason := _by_design(module)):
             self.refusals[f"{type(module).__name__} {prefix or ''}".strip()] = reason
-        if prefix is None or not module._parameters:
+        if prefix is None:
             return
         moment: Moment = "forward" if torch.is_grad_enabled() else "evaluation"
-        for name, tensor in module._parameters.items():
-            if tensor is None:
-                continue
+        for name, tensor in _used(module):
+            mesh = getattr(tensor, "device_mesh", None)
+            if mesh is not None:
+                self.sharers.update(mesh.mesh.flatten().tolist())
             full = f"{prefix}.{name}".lstrip(".")
             if (moment, full) not in self._seen:
                 self._seen.add((moment, full))
@@ -164,7 +168,7 @@ class RankCapture:
         if not self._depth["backward"]:
             for name, param in self._names.params():
                 if param.grad is not None:
-                    self._observe("backward", name, param.grad)
+                    self._observe("backward", name, param.grad, owner=param)
 
     def begin_step(self, optimizer: Any) -> None:
         """Before each `Optimizer.step`."""
@@ -179,7 +183,8 @@ class RankCapture:
                     self._observe_number("gradient", f"{key} of group {index}", value)
             for param in group["params"]:
                 if param.grad is not None:
-                    self._observe("gradient", self._names.of_param(param), param.grad)
+                    name = self._names.of_param(param)
+                    self._observe("gradient", name, param.grad, owner=param)
 
     def end_step(self, optimizer: Any) -> None:
         """After each `Optimizer.step`."""
@@ -191,10 +196,10 @@ class RankCapture:
                 name = self._names.of_param(param)
                 for key, value in optimizer.state.get(param, {}).items():
                     if isinstance(value, Tensor):
-                        self._observe("state", f"{name}:{key}", value)
+                        self._observe("state", f"{name}:{key}", value, owner=param)
                     elif isinstance(value, (int, float)) and not isinstance(value, bool):
                         self._observe_number("state", f"{name}:{key}", float(value))
-                self._observe("param", name, param)
+                self._observe("param", name, param, owner=param)
         self.steps += 1
         self._seen.clear()
 
@@ -208,7 +213,7 @@ class RankCapture:
 
     def _observe_end(self) -> None:
         for name, param in self._names.params():
-            self._observe("end", name, param, step=END_STEP)
+            self._observe("end", name, param, step=END_STEP, owner=param)
         for name, buffer in self._names.buffers():
             self._observe("end", name, buffer, step=END_STEP, is_buffer=True)
 
@@ -226,12 +231,16 @@ class RankCapture:
         tensor: Tensor,
         *,
         step: int | None = None,
+        owner: Tensor | None = None,
         is_buffer: bool = False,
     ) -> None:
         with self._aside():
             point = Point(self.steps if step is None else step, moment, name)
             if tensor.layout is torch.strided and self._sink.wants(point):
                 piece = replace(piece_of(tensor), is_buffer=is_buffer)
+                place = self._names.flat.get(id(owner))
+                if place is not None and owner is not None and tensor.shape == owner.shape:
+                    piece = place.placed(piece)
                 self._sink.take(self._rank, point, piece)
 
     @staticmethod
@@ -249,6 +258,8 @@ class _Names:
         self._modules: dict[int, str] = {}
         self._params: dict[int, str] = {}
         self._optimizers: list[Any] = []
+        self.flat: dict[int, FlatPlace] = {}
+        """Places of params by identity, if they are parts of flat ones."""
         self.others: dict[str, Tensor] = {}
         """Params of optimizers that no module names."""
 
@@ -262,6 +273,7 @@ class _Names:
             self._modules.setdefault(id(each), prefix + plain_name(name))
         for name, param in module.named_parameters():
             self._params.setdefault(id(param), prefix + plain_name(name))
+        self.flat.update((id(param), place) for param, place in flat_places(module))
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Name the params of an optimizer that no module names, by their places."""
@@ -308,6 +320,19 @@ class _Names:
                     yield prefix + plain_name(name), buffer
 
 
+def _used(module: Module) -> Iterator[tuple[str, Tensor]]:
+    """The module's own params as its forward uses them.
+
+    FSDP with flat params puts views of them in their place, which are plain attributes.
+    """
+    for name, tensor in module._parameters.items():
+        if tensor is not None:
+            yield name, tensor
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            yield name, value
+
+
 def _by_design(module: Module) -> str:
     """Why a module's result depends on the number of ranks by design; empty if it does not."""
     if isinstance(module, _DropoutNd) and module.p > 0:
@@ -326,20 +351,26 @@ def piece_of(tensor: Tensor) -> Piece:
         return Piece(values=_as_float64(tensor), shape=shape, dtype=dtype)
     mesh = tensor.device_mesh
     coordinates = mesh.get_coordinate() or [0] * mesh.ndim
+    strided = [index for index, each in enumerate(placements) if _is_strided(each)]
+    # A strided shard is cut last, from what the mesh dimensions after it have cut.
+    order = [*(i for i in range(len(placements)) if i not in strided), *strided]
     shards = tuple(
-        (placement.dim, coordinates[index], mesh.shape[index])
-        for index, placement in enumerate(placements)
-        if placement.is_shard()
+        (placements[index].dim, coordinates[index], mesh.shape[index])
+        for index in order
+        if index in strided or placements[index].is_shard()
     )
-    strided = any(type(each).__name__ == "_StridedShard" for each in placements)
     local = tensor.to_local()
     return Piece(
         values=_as_float64(local),
         shape=shape,
         shards=shards,
-        is_partial=strided or any(each.is_partial() for each in placements),
+        is_partial=len(strided) > 1 or any(each.is_partial() for each in placements),
         dtype=str(native(local)).removeprefix("torch."),
     )
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
 
 
 def _local(tensor: Tensor) -> Tensor:

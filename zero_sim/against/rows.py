@@ -46,6 +46,9 @@ class RowsRead(Protocol):
 class RowLog:
     """Rows that one rank read, by step and slot."""
 
+    rank: int = 0
+    sharers: set[int] = field(default_factory=set)
+    """Ranks that share this rank's forwards: those of meshes of the DTensors that it uses there."""
     keeps_values: bool = False
     """True to keep the rows themselves, so that they can be dealt."""
     digests: dict[tuple[int, Slot], list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -74,7 +77,7 @@ class DealtRows:
     """
 
     def __init__(self, source: RowLog, *, rank: int, world_size: int) -> None:
-        self.log = RowLog()
+        self.log = RowLog(rank=rank)
         self._source = source
         self._rank = rank
         self._world_size = world_size
@@ -180,8 +183,8 @@ def first_row_difference(
     slots = {key for log in (*expected, *got) for key in log.digests}
     dealt: set[tuple[int, str]] = set()
     for step, slot in sorted(slots):
-        ones = Counter(row for log in expected for row in log.digests.get((step, slot), ()))
-        each = [Counter(log.digests.get((step, slot), ())) for log in got]
+        ones = sum(_read_once(expected, step, slot), Counter())
+        each = _read_once(got, step, slot)
         many = sum(each, Counter())
         if ones == many:
             dealt.add((step, slot.module))
@@ -201,3 +204,13 @@ def first_row_difference(
         (each for each in found if not each.is_repeated or (each.step, each.slot.module) not in dealt),
         None,
     )
+
+
+def _read_once(logs: Sequence[RowLog], step: int, slot: Slot) -> list[Counter[str]]:
+    """Rows of each rank; of ranks that share forwards and read the same rows, those of one."""
+    kept: list[tuple[RowLog, Counter[str]]] = []
+    for log in logs:
+        rows = Counter(log.digests.get((step, slot), ()))
+        if not any(log.rank in other.sharers and rows == known for other, known in kept):
+            kept.append((log, rows))
+    return [rows for _, rows in kept]

@@ -110,7 +110,7 @@ class _Observer:
         """Observe one rank."""
         way = self._way
         if way.dealt is None:
-            rows = log = RowLog(keeps_values=way.keeps_rows)
+            rows = log = RowLog(rank=rank, keeps_values=way.keeps_rows)
         else:
             rows = DealtRows(way.dealt, rank=rank, world_size=self._world_size)
             log = rows.log
@@ -126,6 +126,7 @@ class _Observer:
             )
         with mode, capture.observing():
             yield
+        log.sharers |= capture.sharers
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
         """Learn from a gather, and pass the call on."""
