@@ -90,11 +90,11 @@ for step in range(STEPS):
     scale = (use.clip / (square.sqrt() + 1e-6)).clamp(max=1.0)
     for bucket in buckets if use.clip else []:
         bucket.master.grad.mul_(scale)
-    if FAULT == "gather-before-step":
+    if FAULT == "gather-before-step" and ranks > 1:
         for bucket in buckets:
             bucket.gather()
     optimizer.step()
-    if FAULT != "gather-before-step":
+    if FAULT != "gather-before-step" or ranks == 1:
         for bucket in buckets:
             bucket.gather()
 dist.destroy_process_group()
