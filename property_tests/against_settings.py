@@ -127,7 +127,7 @@ def _faults() -> Iterator[Fault]:
     ):
         yield Fault("fsdp2.py", f"fault={name}")
     yield Fault("fsdp2.py", "fault=sum-of-losses size=6")
-    yield Fault("fsdp2.py", "fault=ignored dtype=float32")
+    yield Fault("fsdp2.py", "fault=ignored dtype=float32 clip=0")
     yield Fault("fsdp2.py", "fault=block-never-synced load=0")
     for name in (
         "small-unreduced",

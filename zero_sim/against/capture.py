@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed import checkpoint
 from torch.nn import Module
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -71,6 +72,8 @@ class RankCapture:
     ) -> None:
         self.steps = steps
         """Outermost calls of `Optimizer.step` so far."""
+        self.saved_at = -1
+        """Optimizer steps before the last checkpoint that the rank saved; -1 if it saved none."""
         self.restarted: list[str] = []
         """Params that got other values before their first forward."""
         self.refusals: dict[str, str] = {}
@@ -116,7 +119,7 @@ class RankCapture:
             if self._start:
                 self._restart()
             if trains:
-                return self._rows.read(self.steps, type(module).__name__, args, kwargs)
+                return self._rows.read(self.steps, _class_name(module), args, kwargs)
         return None
 
     def _restart(self) -> None:
@@ -205,6 +208,8 @@ class RankCapture:
 
     def observe_file(self, moment: Moment, content: Any, site: tuple[str, int]) -> None:
         """Observe the tensors of a checkpoint by their places in it."""
+        if moment == "saved":
+            self.saved_at = self.steps
         key = (moment, *site)
         self._files[key] += 1
         label = f"checkpoint of line {site[1]}, #{self._files[key]}"
@@ -318,6 +323,18 @@ class _Names:
             for name, buffer in root.named_buffers():
                 if buffer.is_floating_point():
                     yield prefix + plain_name(name), buffer
+
+
+def _class_name(module: Module) -> str:
+    """The class of the model within its wrappers, of which two layouts may have different ones."""
+    while len(module._modules) == 1 and not module._parameters:
+        (inner,) = module._modules.values()
+        if inner is None:
+            break
+        module = inner
+    # `fully_shard` makes a class of its own, derived from FSDPModule and the model's class.
+    names = [each.__name__ for each in type(module).__mro__]
+    return names[2] if names[1] == "FSDPModule" else names[0]
 
 
 def _used(module: Module) -> Iterator[tuple[str, Tensor]]:
@@ -474,6 +491,19 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
             _thread.capture.observe_file("loaded", content, call_site())
         return content
 
+    def saved_by_parts(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if _thread.capture is not None:
+            _thread.capture.observe_file("saved", state_dict, call_site())
+        return save_parts(state_dict, *args, **kwargs)
+
+    def loaded_by_parts(state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        load_parts(state_dict, *args, **kwargs)
+        if _thread.capture is not None:
+            _thread.capture.observe_file("loaded", state_dict, call_site())
+
+    save_parts, load_parts = checkpoint.save, checkpoint.load
+    yield checkpoint, "save", saved_by_parts
+    yield checkpoint, "load", loaded_by_parts
     functional = torch.nn.functional
     dropout, attention = functional.dropout, functional.scaled_dot_product_attention
 

@@ -64,6 +64,12 @@ class RowLog:
                 self.values[step, slot].append(tensor.detach().clone())
 
 
+    def until(self, step: int) -> RowLog:
+        """The log of the steps before one."""
+        digests = {key: rows for key, rows in self.digests.items() if key[0] < step}
+        return RowLog(rank=self.rank, sharers=self.sharers, digests=digests)
+
+
 class DealtRows:
     """Gives each rank the rows that are its share of those that another run read.
 

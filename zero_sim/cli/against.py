@@ -77,7 +77,9 @@ def judge_script(
 
     expected, sides = _sides(options, settings, words=words)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    prepared = prepare(expected, seed=seed, keeps_rows=options.feed)
+    prepared = prepare(
+        expected, seed=seed, keeps_rows=options.feed, by_rank=options.against == "resumed"
+    )
     statuses, reports, cases = [], [], []
     for side in sides:
         begun = time.perf_counter()
