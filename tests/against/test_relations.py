@@ -29,9 +29,7 @@ for step in range(start, stop):
 
 @pytest.mark.parametrize("stop", ["2", "3"])
 def test_resumed_run_is_equal_wherever_it_stopped(judged, stop):
-    comparison = judged(
-        "train.py", "4", "", code=RESUMED, ranks=2, one_ranks=2, stopped=(stop, "")
-    )
+    comparison = judged("train.py", "4", "", code=RESUMED, ranks=2, one_ranks=2, stopped=(stop, ""))
     assert comparison.verdict.outcome == "equal"
     assert comparison.verdict.steps == 4
 
@@ -133,13 +131,17 @@ for step in range(3):
     [("", "equal"), ("shard-scaled", "different"), ("not-reduced", "different")],
 )
 def test_tensor_parallel_layout_is_compared_with_a_data_parallel_one(judged, fault, expected):
-    verdict = judged("train.py", "2", fault, code=LAYOUT, ranks=4, one=("1", ""), one_ranks=4).verdict
+    verdict = judged(
+        "train.py", "2", fault, code=LAYOUT, ranks=4, one=("1", ""), one_ranks=4
+    ).verdict
     assert verdict.outcome == expected, verdict
     assert verdict.unobserved == verdict.undecided == ()
 
 
 def test_ranks_that_share_a_forward_read_the_same_rows(judged):
-    assert judged("train.py", "2", "", code=LAYOUT, ranks=4, one=("1", "")).verdict.outcome == "equal"
+    assert (
+        judged("train.py", "2", "", code=LAYOUT, ranks=4, one=("1", "")).verdict.outcome == "equal"
+    )
 
 
 def test_ranks_that_share_no_forward_and_read_the_same_rows_are_inconclusive(judged):

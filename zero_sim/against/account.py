@@ -124,9 +124,7 @@ def account_of(comparison: Comparison) -> Account | None:
 
 def _worst(whole: Whole, expected: Tensor) -> tuple[int, Tensor]:
     """The rank whose tensor is farthest off, and the tensor."""
-    return max(
-        whole.candidates.items(), key=lambda item: float((item[1] - expected).abs().max())
-    )
+    return max(whole.candidates.items(), key=lambda item: float((item[1] - expected).abs().max()))
 
 
 def _worst_by_rank(baseline: Baseline, point: Point, whole: Whole) -> tuple[Tensor, Whole]:

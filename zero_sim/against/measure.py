@@ -151,8 +151,15 @@ class Measurement:
     def take(self, rank: int, point: Point, piece: Piece) -> None:
         """Measure a piece, or keep it until all ranks have theirs."""
         expected = self._baseline.expected(point, rank)
-        self._ranks[point].pop(rank, None)  # An earlier backward of the step may have had all of it.
-        if expected is None or piece.shards or piece.is_partial or piece.values.shape != expected.shape:
+        self._ranks[point].pop(
+            rank, None
+        )  # An earlier backward of the step may have had all of it.
+        if (
+            expected is None
+            or piece.shards
+            or piece.is_partial
+            or piece.values.shape != expected.shape
+        ):
             self.kept[point][rank] = replace(piece, values=piece.values.clone())
             return
         relative = relative_difference(piece.values, expected)

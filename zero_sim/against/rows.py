@@ -63,7 +63,6 @@ class RowLog:
             if self.keeps_values:
                 self.values[step, slot].append(tensor.detach().clone())
 
-
     def until(self, step: int) -> RowLog:
         """The log of the steps before one."""
         digests = {key: rows for key, rows in self.digests.items() if key[0] < step}
@@ -176,9 +175,7 @@ class RowDifference:
         return head + ("; every rank read every row" if self.is_repeated else "")
 
 
-def first_row_difference(
-    expected: Sequence[RowLog], got: Sequence[RowLog]
-) -> RowDifference | None:
+def first_row_difference(expected: Sequence[RowLog], got: Sequence[RowLog]) -> RowDifference | None:
     """The first difference in rows; None if each row was read once on both sides.
 
     Args:
@@ -207,7 +204,11 @@ def first_row_difference(
         )
     # Masks and tables of positions are equal in each forward, so all ranks read them.
     return next(
-        (each for each in found if not each.is_repeated or (each.step, each.slot.module) not in dealt),
+        (
+            each
+            for each in found
+            if not each.is_repeated or (each.step, each.slot.module) not in dealt
+        ),
         None,
     )
 

@@ -29,7 +29,7 @@ from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
 
 COPY_LIMIT_BYTES = 2 << 30
-_NOT_COPIED = frozenset({".git", ".venv", "__pycache__", ".zero_sim", "node_modules"})
+NOT_COPIED = frozenset({".git", ".venv", "__pycache__", ".zero-sim", "node_modules"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,6 @@ class Observed:
     gathers: GatherLog = field(default_factory=GatherLog)
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Modules that depend on the number of ranks by design, with the reason."""
-
 
     @property
     def resumed_at(self) -> int:
@@ -143,9 +142,7 @@ class _Observer:
         """Learn from a gather, and pass the call on."""
         capture = self.captures[record.rank]
         with torch.no_grad(), native_dtypes.stored_dtypes():
-            self.gathers.called(
-                record, call, step=capture.steps, params=capture.unnamed_params
-            )
+            self.gathers.called(record, call, step=capture.steps, params=capture.unnamed_params)
         if self._way.called is not None:
             self._way.called(record, call)
 
@@ -231,13 +228,13 @@ def _in_copy(side: Side) -> Iterator[str]:
 
 
 def _skipped(folder: str, names: Sequence[str]) -> set[str]:
-    return {name for name in names if name in _NOT_COPIED}
+    return {name for name in names if name in NOT_COPIED}
 
 
 def _check_size(folder: Path) -> None:
     total = 0
     for place, folders, files in os.walk(folder):
-        folders[:] = [each for each in folders if each not in _NOT_COPIED]
+        folders[:] = [each for each in folders if each not in NOT_COPIED]
         for name in files:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(place, name)).st_size

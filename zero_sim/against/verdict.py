@@ -92,9 +92,7 @@ class Comparison:
     measurement: Measurement | None = None
 
 
-def prepare(
-    side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = False
-) -> Prepared:
+def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = False) -> Prepared:
     """Run the side that others are compared with, and measure what rounding does to it.
 
     Args:
@@ -298,7 +296,9 @@ def _judged(
         if left:
             more = f", nor of {len(left) - 1} other params" if len(left) > 1 else ""
             reason = f"No tensor of the param {left[0]} could be decided{more}."
-        remedy = "Shard it by DTensor, so the places of its elements are known, or use whole params."
+        remedy = (
+            "Shard it by DTensor, so the places of its elements are known, or use whole params."
+        )
         return AgainstVerdict(outcome="inconclusive", reason=reason, remedy=remedy, **common)
     notes = ()
     if found:

@@ -28,7 +28,17 @@ EXACT_BITS = 12
 """Zeros at the end of a float64's 53 digits with which a result counts as exact."""
 _EXACT_MASK = (1 << EXACT_BITS) - 1
 _FACTORIES_WITHOUT_DRAWS = frozenset(
-    {"empty", "zeros", "ones", "full", "empty_strided", "arange", "linspace", "eye", "scalar_tensor"}
+    {
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "empty_strided",
+        "arange",
+        "linspace",
+        "eye",
+        "scalar_tensor",
+    }
 )
 _BY_AUTOCAST = frozenset(
     {
@@ -337,8 +347,6 @@ def _update_scale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     else:
         tracker.add_(1)
     return scale
-
-
 
 
 _SPECIAL = {

@@ -58,12 +58,16 @@ for step in range(4):
     loss = (model(rows) - rows[:, :4].sin()).square().mean()
     loss.backward()
     if use.fault == "norm-reduced-twice":
-        dist.all_reduce(model[1].norm.weight.grad.to_local() if use.fsdp else model[1].norm.weight.grad)
+        dist.all_reduce(
+            model[1].norm.weight.grad.to_local() if use.fsdp else model[1].norm.weight.grad
+        )
     if use.clip:
         norm = torch.nn.utils.get_total_norm([p.grad for p in params]) if tp == 1 else None
         if norm is None:
             squares = [torch.nn.utils.get_total_norm([p.grad]) for p in params]
-            whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in squares]
+            whole = [
+                each.full_tensor() if hasattr(each, "full_tensor") else each for each in squares
+            ]
             norm = torch.stack(whole).norm()
         elif hasattr(norm, "full_tensor"):
             norm = norm.full_tensor()
