@@ -1,5 +1,7 @@
 """Verdicts on scripts in `scripts/`, and on scripts that a test writes."""
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,9 +35,13 @@ def average():
 
 @pytest.fixture
 def judged(monkeypatch, tmp_path):
-    """Judges a script on some ranks by the same on one."""
+    """Judges a script on some ranks by the same on one, or by other arguments.
 
-    def run(script, *arguments, ranks=2, one=None, code=None, **ways):
+    `one` are the arguments of the side to compare with, on `one_ranks` ranks. `stopped` are those
+    of a run that stops before the judged one resumes.
+    """
+
+    def run(script, *arguments, ranks=2, one=None, one_ranks=1, stopped=None, code=None, **ways):
         folder = SCRIPTS
         if code is not None:
             folder = tmp_path
@@ -48,9 +54,16 @@ def judged(monkeypatch, tmp_path):
                 is_module=False,
                 arguments=tuple(words),
             )
-            for count, words in ((1, arguments if one is None else one), (ranks, arguments))
+            for count, words in ((one_ranks, arguments if one is None else one), (ranks, arguments))
         ]
-        prepared = prepare(sides[0], seed=0, keeps_rows=ways.get("feeds", False))
+        if stopped is not None:
+            sides[1] = replace(sides[1], earlier_arguments=stopped)
+        # Warnings of torch are the script's own.
+        monkeypatch.setattr(warnings, "filters", [])
+        warnings.simplefilter("ignore")
+        prepared = prepare(
+            sides[0], seed=0, keeps_rows=ways.get("feeds", False), by_rank=stopped is not None
+        )
         return judge(prepared, sides[1], **ways)
 
     return run

@@ -15,7 +15,7 @@ from zero_sim.against.native_dtypes import native
 from zero_sim.against.points import Piece, Point
 from zero_sim.against.runs import Side, Way, observe
 from zero_sim.against.verdict import Comparison, Difference
-from zero_sim.against.whole import Whole, whole_of
+from zero_sim.against.whole import Whole, relative_difference, whole_of
 from zero_sim.findings.compare import spans_of
 from zero_sim.findings.records import BufferMap, MappedBucket, MappedPiece, MappedShard
 from zero_sim.sim.call import IN_PLACE, Call
@@ -89,6 +89,8 @@ def account_of(comparison: Comparison) -> Account | None:
         expected, joined = measurement.joined[first.point]
         holders = tuple(range(side.settings.world_size))
         whole = Whole(kind="sharded", candidates={0: joined}, holders=holders)
+    elif whole is not None and expected is not None and not prepared.baseline.is_alike(first.point):
+        expected, whole = _worst_by_rank(prepared.baseline, first.point, whole)
     assert expected is not None
     assert whole is not None
     bound = max(first.rounding * 64, FLOOR * 64) * float(expected.abs().max() or 1.0)
@@ -126,6 +128,15 @@ def _worst(whole: Whole, expected: Tensor) -> tuple[int, Tensor]:
     return max(whole.candidates.items(), key=lambda item: float((item[1] - expected).abs().max()))
 
 
+def _worst_by_rank(baseline: Baseline, point: Point, whole: Whole) -> tuple[Tensor, Whole]:
+    """The rank that is farthest from its own expected tensor, of ranks whose tensors differ."""
+    expected = {rank: baseline.expected(point, rank) for rank in whole.candidates}
+    known = {rank: tensor for rank, tensor in expected.items() if tensor is not None}
+    rank = max(known, key=lambda each: relative_difference(whole.candidates[each], known[each]))
+    candidates = {rank: whole.candidates[rank]}
+    return known[rank], Whole(kind="replicated", candidates=candidates, holders=whole.holders)
+
+
 def _is_alike(whole: Whole) -> bool:
     first, *others = whole.candidates.values()
     return all(torch.equal(each, first) for each in others)
@@ -140,7 +151,7 @@ def _owners(pieces: Mapping[int, Piece], shape: torch.Size) -> dict[int, tuple[i
             return {}
         rows[rank] = piece.shards[0][1], piece.values.shape[0]
     row_elems = 1
-    for size in shape[1:]:
+    for size in () if any(piece.is_flat for piece in pieces.values()) else shape[1:]:
         row_elems *= size
     for rank, (index, _) in rows.items():
         start = sum({i: count for i, count in rows.values() if i < index}.values())

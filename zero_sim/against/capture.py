@@ -20,12 +20,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed import checkpoint
 from torch.nn import Module
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import optimizer as optimizer_hooks
 
+from zero_sim.against.flat_params import FlatPlace, flat_places
 from zero_sim.against.native_dtypes import native, stored_dtypes
 from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink
 from zero_sim.against.rows import RowsRead
@@ -70,10 +72,14 @@ class RankCapture:
     ) -> None:
         self.steps = steps
         """Outermost calls of `Optimizer.step` so far."""
+        self.saved_at = -1
+        """Optimizer steps before the last checkpoint that the rank saved; -1 if it saved none."""
         self.restarted: list[str] = []
         """Params that got other values before their first forward."""
         self.refusals: dict[str, str] = {}
         """Modules whose result depends on the number of ranks by design, with the reason."""
+        self.sharers: set[int] = set()
+        """Ranks of the meshes of DTensors that forwards use: they compute one forward together."""
         self._rank = rank
         self._sink = sink
         self._rows = rows
@@ -113,7 +119,7 @@ class RankCapture:
             if self._start:
                 self._restart()
             if trains:
-                return self._rows.read(self.steps, _plain_class(module), args, kwargs)
+                return self._rows.read(self.steps, _class_name(module), args, kwargs)
         return None
 
     def _restart(self) -> None:
@@ -134,12 +140,13 @@ class RankCapture:
         prefix = self._names.of_module(module)
         if module.training and torch.is_grad_enabled() and (reason := _by_design(module)):
             self.refusals[f"{type(module).__name__} {prefix or ''}".strip()] = reason
-        if prefix is None or not module._parameters:
+        if prefix is None:
             return
         moment: Moment = "forward" if torch.is_grad_enabled() else "evaluation"
-        for name, tensor in module._parameters.items():
-            if tensor is None:
-                continue
+        for name, tensor in _used(module):
+            mesh = getattr(tensor, "device_mesh", None)
+            if mesh is not None:
+                self.sharers.update(mesh.mesh.flatten().tolist())
             full = f"{prefix}.{name}".lstrip(".")
             if (moment, full) not in self._seen:
                 self._seen.add((moment, full))
@@ -164,7 +171,7 @@ class RankCapture:
         if not self._depth["backward"]:
             for name, param in self._names.params():
                 if param.grad is not None:
-                    self._observe("backward", name, param.grad)
+                    self._observe("backward", name, param.grad, owner=param)
 
     def begin_step(self, optimizer: Any) -> None:
         """Before each `Optimizer.step`."""
@@ -179,7 +186,8 @@ class RankCapture:
                     self._observe_number("gradient", f"{key} of group {index}", value)
             for param in group["params"]:
                 if param.grad is not None:
-                    self._observe("gradient", self._names.of_param(param), param.grad)
+                    name = self._names.of_param(param)
+                    self._observe("gradient", name, param.grad, owner=param)
 
     def end_step(self, optimizer: Any) -> None:
         """After each `Optimizer.step`."""
@@ -191,15 +199,17 @@ class RankCapture:
                 name = self._names.of_param(param)
                 for key, value in optimizer.state.get(param, {}).items():
                     if isinstance(value, Tensor):
-                        self._observe("state", f"{name}:{key}", value)
+                        self._observe("state", f"{name}:{key}", value, owner=param)
                     elif isinstance(value, (int, float)) and not isinstance(value, bool):
                         self._observe_number("state", f"{name}:{key}", float(value))
-                self._observe("param", name, param)
+                self._observe("param", name, param, owner=param)
         self.steps += 1
         self._seen.clear()
 
     def observe_file(self, moment: Moment, content: Any, site: tuple[str, int]) -> None:
         """Observe the tensors of a checkpoint by their places in it."""
+        if moment == "saved":
+            self.saved_at = self.steps
         key = (moment, *site)
         self._files[key] += 1
         label = f"checkpoint of line {site[1]}, #{self._files[key]}"
@@ -208,7 +218,7 @@ class RankCapture:
 
     def _observe_end(self) -> None:
         for name, param in self._names.params():
-            self._observe("end", name, param, step=END_STEP)
+            self._observe("end", name, param, step=END_STEP, owner=param)
         for name, buffer in self._names.buffers():
             self._observe("end", name, buffer, step=END_STEP, is_buffer=True)
 
@@ -226,12 +236,16 @@ class RankCapture:
         tensor: Tensor,
         *,
         step: int | None = None,
+        owner: Tensor | None = None,
         is_buffer: bool = False,
     ) -> None:
         with self._aside():
             point = Point(self.steps if step is None else step, moment, name)
             if tensor.layout is torch.strided and self._sink.wants(point):
                 piece = replace(piece_of(tensor), is_buffer=is_buffer)
+                place = self._names.flat.get(id(owner))
+                if place is not None and owner is not None and tensor.shape == owner.shape:
+                    piece = place.placed(piece)
                 self._sink.take(self._rank, point, piece)
 
     @staticmethod
@@ -249,6 +263,8 @@ class _Names:
         self._modules: dict[int, str] = {}
         self._params: dict[int, str] = {}
         self._optimizers: list[Any] = []
+        self.flat: dict[int, FlatPlace] = {}
+        """Places of params by identity, if they are parts of flat ones."""
         self.others: dict[str, Tensor] = {}
         """Params of optimizers that no module names."""
 
@@ -266,6 +282,7 @@ class _Names:
                 # A step before the first forward named it by its place.
                 self.others.pop(known or "", None)
                 self._params[id(param)] = prefix + plain_name(name)
+        self.flat.update((id(param), place) for param, place in flat_places(module))
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Name the params of an optimizer that no module names, by their places."""
@@ -312,17 +329,29 @@ class _Names:
                     yield prefix + plain_name(name), buffer
 
 
-def _plain_class(module: Module) -> str:
-    """A module's class without wrappers, which may differ from run to run."""
-    while True:
-        inner = next((module._modules[name] for name in _WRAPPERS if name in module._modules), None)
-        if inner is None or len(module._modules) > 1:
+def _class_name(module: Module) -> str:
+    """The class of the model within its wrappers, of which two layouts may have different ones."""
+    while len(module._modules) == 1 and not module._parameters:
+        (inner,) = module._modules.values()
+        if inner is None:
             break
         module = inner
-    # `fully_shard` makes a class of its own from a module's.
-    plain = [each for each in type(module).__mro__ if each.__name__ != "FSDPModule"]
-    shards = len(plain) < len(type(module).__mro__)
-    return plain[1 if shards else 0].__name__
+    # `fully_shard` makes a class of its own, derived from FSDPModule and the model's class.
+    names = [each.__name__ for each in type(module).__mro__]
+    return names[2] if names[1] == "FSDPModule" else names[0]
+
+
+def _used(module: Module) -> Iterator[tuple[str, Tensor]]:
+    """The module's own params as its forward uses them.
+
+    FSDP with flat params puts views of them in their place, which are plain attributes.
+    """
+    for name, tensor in module._parameters.items():
+        if tensor is not None:
+            yield name, tensor
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            yield name, value
 
 
 def _by_design(module: Module) -> str:
@@ -343,20 +372,26 @@ def piece_of(tensor: Any) -> Piece:
         return Piece(values=_as_float64(tensor), shape=shape, dtype=dtype)
     mesh = tensor.device_mesh
     coordinates = mesh.get_coordinate() or [0] * mesh.ndim
+    strided = [index for index, each in enumerate(placements) if _is_strided(each)]
+    # A strided shard is cut last, from what the mesh dimensions after it have cut.
+    order = [*(i for i in range(len(placements)) if i not in strided), *strided]
     shards = tuple(
-        (placement.dim, coordinates[index], mesh.shape[index])
-        for index, placement in enumerate(placements)
-        if placement.is_shard()
+        (placements[index].dim, coordinates[index], mesh.shape[index])
+        for index in order
+        if index in strided or placements[index].is_shard()
     )
-    strided = any(type(each).__name__ == "_StridedShard" for each in placements)
     local = tensor.to_local()
     return Piece(
         values=_as_float64(local),
         shape=shape,
         shards=shards,
-        is_partial=strided or any(each.is_partial() for each in placements),
+        is_partial=len(strided) > 1 or any(each.is_partial() for each in placements),
         dtype=str(native(local)).removeprefix("torch."),
     )
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -460,6 +495,19 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
             _thread.capture.observe_file("loaded", content, call_site())
         return content
 
+    def saved_by_parts(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if _thread.capture is not None:
+            _thread.capture.observe_file("saved", state_dict, call_site())
+        return save_parts(state_dict, *args, **kwargs)
+
+    def loaded_by_parts(state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        load_parts(state_dict, *args, **kwargs)
+        if _thread.capture is not None:
+            _thread.capture.observe_file("loaded", state_dict, call_site())
+
+    save_parts, load_parts = checkpoint.save, checkpoint.load
+    yield checkpoint, "save", saved_by_parts
+    yield checkpoint, "load", loaded_by_parts
     functional = torch.nn.functional
     dropout, attention = functional.dropout, functional.scaled_dot_product_attention
 

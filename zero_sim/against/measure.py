@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.against.gathers import GatherLog, gathered
-from zero_sim.against.points import Moment, Piece, Point
+from zero_sim.against.points import LOCALISING, Piece, Point
 from zero_sim.against.whole import Whole, relative_difference, whole_of
 
 FLOOR = 2.0**-52
@@ -27,9 +27,16 @@ float32, so a script's own rounding and its faults lie on both sides at equal di
 
 
 class Baseline:
-    """Keeps the tensors of the run that others are compared with."""
+    """Keeps the tensors of the run that others are compared with.
 
-    def __init__(self) -> None:
+    Args:
+        by_rank: True if a rank has the same part of each tensor in all runs, so tensors that differ
+            among ranks are compared rank by rank. Else nobody knows which places they have.
+    """
+
+    def __init__(self, *, by_rank: bool = False) -> None:
+        self._by_rank = by_rank
+        self._alike: dict[Point, bool] = {}
         self.pieces: dict[Point, dict[int, Piece]] = defaultdict(dict)
         self._latest: dict[str, Piece] = {}
         self._wholes: dict[Point, Whole | None] = {}
@@ -65,12 +72,34 @@ class Baseline:
     @property
     def comparable(self) -> set[Point]:
         """Points whose whole tensor is known."""
-        return {point for point in self.pieces if self.whole(point) is not None}
+        return {point for point in self.pieces if self.expected(point) is not None}
 
-    def expected(self, point: Point) -> Tensor | None:
-        """The tensor to compare with: that of the lowest rank."""
+    def expected(self, point: Point, rank: int | None = None) -> Tensor | None:
+        """The tensor to compare with.
+
+        Args:
+            point: Where it was observed.
+            rank: The rank whose tensor is compared; None for the lowest.
+
+        Returns:
+            None if the places of its elements are not known.
+        """
         whole = self.whole(point)
-        return None if whole is None else whole.candidates[min(whole.candidates)]
+        if whole is None:
+            return None
+        lowest = whole.candidates[min(whole.candidates)]
+        if whole.kind == "replicated" and not self.is_alike(point):
+            own = lowest if rank is None else whole.candidates.get(rank)
+            return own if self._by_rank else None
+        return lowest
+
+    def is_alike(self, point: Point) -> bool:
+        """True if all ranks have the same values of a tensor that is not sharded."""
+        if point not in self._alike:
+            whole = self.whole(point)
+            values = [] if whole is None else list(whole.candidates.values())
+            self._alike[point] = all(torch.equal(each, values[0]) for each in values)
+        return self._alike[point]
 
 
 def _all_same(ranks: Mapping[int, float], kept: Mapping[int, Piece]) -> bool:
@@ -121,11 +150,16 @@ class Measurement:
 
     def take(self, rank: int, point: Point, piece: Piece) -> None:
         """Measure a piece, or keep it until all ranks have theirs."""
-        expected = self._baseline.expected(point)
-        if expected is None:
-            self.unobserved.add(point)
-            return
-        if piece.shards or piece.is_partial or piece.values.shape != expected.shape:
+        expected = self._baseline.expected(point, rank)
+        self._ranks[point].pop(
+            rank, None
+        )  # An earlier backward of the step may have had all of it.
+        if (
+            expected is None
+            or piece.shards
+            or piece.is_partial
+            or piece.values.shape != expected.shape
+        ):
             self.kept[point][rank] = replace(piece, values=piece.values.clone())
             return
         relative = relative_difference(piece.values, expected)
@@ -193,12 +227,11 @@ class Measurement:
     ) -> float | None:
         """How far the mean over ranks is off, if a gradient differs among them."""
         expected = self._baseline.expected(point)
-        if point.moment not in _GRADIENTS or len(kept) < len(ranks) or expected is None:
+        if point.moment not in LOCALISING or len(kept) < len(ranks) or expected is None:
+            return None
+        if not self._baseline.is_alike(point):
             return None
         values = [piece.values for piece in kept.values()]
         if len(values) < 2 or _all_same(ranks, kept):
             return None
         return relative_difference(torch.stack(values).mean(0), expected)
-
-
-_GRADIENTS: frozenset[Moment] = frozenset({"backward", "gradient"})

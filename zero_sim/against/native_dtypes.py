@@ -266,10 +266,7 @@ def _bytes_ratio(storage: Any) -> int:
 
 def _storage_patches() -> Iterator[tuple[Any, str, Any]]:
     """A storage's size in native bytes, with which libraries free and allocate it."""
-    size, nbytes, resize = _storage_class.size, _storage_class.nbytes, _storage_class.resize_
-
-    def shown_size(self: Any) -> int:
-        return size(self) // _bytes_ratio(self) if _shows_native() else size(self)
+    nbytes, resize = _storage_class.nbytes, _storage_class.resize_
 
     def shown_nbytes(self: Any) -> int:
         return nbytes(self) // _bytes_ratio(self) if _shows_native() else nbytes(self)
@@ -277,7 +274,8 @@ def _storage_patches() -> Iterator[tuple[Any, str, Any]]:
     def resize_native(self: Any, size_bytes: int, /) -> Any:
         return resize(self, size_bytes * _bytes_ratio(self) if _shows_native() else size_bytes)
 
-    yield _storage_class, "size", shown_size
+    # torch's `size` calls `nbytes`, which would divide twice.
+    yield _storage_class, "size", shown_nbytes
     yield _storage_class, "nbytes", shown_nbytes
     yield _storage_class, "resize_", resize_native
 

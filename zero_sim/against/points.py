@@ -64,6 +64,8 @@ class Piece:
     this rank's coordinate, and the number of ranks. Empty for a tensor that is not sharded."""
     is_partial: bool = False
     """True for a DTensor whose ranks hold addends of its values."""
+    is_flat: bool = False
+    """True if the shards are consecutive parts of the flattened tensor, perhaps with padding."""
     is_buffer: bool = False
     """True for a buffer of a module, which may be a rank's own, such as a running mean."""
     dtype: str = "float32"

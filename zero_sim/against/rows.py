@@ -46,6 +46,9 @@ class RowsRead(Protocol):
 class RowLog:
     """Rows that one rank read, by step and slot."""
 
+    rank: int = 0
+    sharers: set[int] = field(default_factory=set)
+    """Ranks that share this rank's forwards: those of meshes of the DTensors that it uses there."""
     keeps_values: bool = False
     """True to keep the rows themselves, so that they can be dealt."""
     digests: dict[tuple[int, Slot], list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -59,6 +62,11 @@ class RowLog:
             self.digests[step, slot] += _digests(tensor)
             if self.keeps_values:
                 self.values[step, slot].append(tensor.detach().clone())
+
+    def until(self, step: int) -> RowLog:
+        """The log of the steps before one."""
+        digests = {key: rows for key, rows in self.digests.items() if key[0] < step}
+        return RowLog(rank=self.rank, sharers=self.sharers, digests=digests)
 
 
 class DealtRows:
@@ -74,7 +82,7 @@ class DealtRows:
     """
 
     def __init__(self, source: RowLog, *, rank: int, world_size: int) -> None:
-        self.log = RowLog()
+        self.log = RowLog(rank=rank)
         self._source = source
         self._rank = rank
         self._world_size = world_size
@@ -178,8 +186,8 @@ def first_row_difference(expected: Sequence[RowLog], got: Sequence[RowLog]) -> R
     slots = {key for log in (*expected, *got) for key in log.digests}
     dealt: set[tuple[int, str]] = set()
     for step, slot in sorted(slots):
-        ones = Counter(row for log in expected for row in log.digests.get((step, slot), ()))
-        each = [Counter(log.digests.get((step, slot), ())) for log in got]
+        ones = sum(_read_once(expected, step, slot), Counter())
+        each = _read_once(got, step, slot)
         many = sum(each, Counter())
         if ones == many:
             dealt.add((step, slot.module))
@@ -203,3 +211,13 @@ def first_row_difference(expected: Sequence[RowLog], got: Sequence[RowLog]) -> R
         ),
         None,
     )
+
+
+def _read_once(logs: Sequence[RowLog], step: int, slot: Slot) -> list[Counter[str]]:
+    """Rows of each rank; of ranks that share forwards and read the same rows, those of one."""
+    kept: list[tuple[RowLog, Counter[str]]] = []
+    for log in logs:
+        rows = Counter(log.digests.get((step, slot), ()))
+        if not any(log.rank in other.sharers and rows == known for other, known in kept):
+            kept.append((log, rows))
+    return [rows for _, rows in kept]

@@ -29,7 +29,7 @@ from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
 
 COPY_LIMIT_BYTES = 2 << 30
-_NOT_COPIED = frozenset({".git", ".venv", "__pycache__", ".zero_sim", "node_modules"})
+NOT_COPIED = frozenset({".git", ".venv", "__pycache__", ".zero-sim", "node_modules"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +64,16 @@ class Observed:
     """Digest and number of operations, by rank."""
     steps_of_ranks: tuple[int, ...] = ()
     """Calls of `Optimizer.step`, by rank."""
+    saved_at: int = -1
+    """Optimizer steps before the last checkpoint was saved; -1 if none was."""
     gathers: GatherLog = field(default_factory=GatherLog)
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Modules that depend on the number of ranks by design, with the reason."""
+
+    @property
+    def resumed_at(self) -> int:
+        """Optimizer steps that a run which resumes need not take again."""
+        return self.saved_at if self.saved_at >= 0 else max(self.steps_of_ranks, default=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +85,9 @@ class Way:
     """True to compute in the script's own dtypes."""
     noise_seed: int | None = None
     """Seed of rounding noise, or None for none."""
-    dealt: RowLog | None = None
-    """Rows to deal to the ranks, or None to let them read their own."""
+    dealt: tuple[RowLog, ...] | None = None
+    """Logs of the ranks whose rows are dealt: of one for all ranks, or of as many ranks as there
+    are. None to let ranks read their own."""
     keeps_rows: bool = False
     start: Mapping[str, Tensor] | None = None
     """Values that params have at their first forward, by name; None to leave them as they are."""
@@ -93,10 +101,10 @@ class _Observer:
     Args:
         way: How to observe it.
         world_size: Number of ranks.
-        steps: Optimizer steps of an earlier run that this one continues, by rank.
+        steps: Optimizer steps of an earlier run that this one continues.
     """
 
-    def __init__(self, way: Way, *, world_size: int, steps: Mapping[int, int]) -> None:
+    def __init__(self, way: Way, *, world_size: int, steps: int) -> None:
         self.captures: dict[int, RankCapture] = {}
         self.rows: dict[int, RowLog] = {}
         self.operations: dict[int, WideOperations] = {}
@@ -110,13 +118,15 @@ class _Observer:
         """Observe one rank."""
         way = self._way
         if way.dealt is None:
-            rows = log = RowLog(keeps_values=way.keeps_rows)
+            rows = log = RowLog(rank=rank, keeps_values=way.keeps_rows)
         else:
-            rows = DealtRows(way.dealt, rank=rank, world_size=self._world_size)
+            own = len(way.dealt) == self._world_size
+            source, place = (way.dealt[rank], 0) if own else (way.dealt[0], rank)
+            rows = DealtRows(source, rank=place, world_size=1 if own else self._world_size)
             log = rows.log
         self.rows[rank] = log
         capture = self.captures[rank] = RankCapture(
-            rank, sink=way.sink, rows=rows, steps=self._steps.get(rank, 0), start=way.start or {}
+            rank, sink=way.sink, rows=rows, steps=self._steps, start=way.start or {}
         )
         mode: AbstractContextManager[object] = contextlib.nullcontext()
         if not way.is_native or way.noise_seed is not None:
@@ -126,6 +136,7 @@ class _Observer:
             )
         with mode, capture.observing():
             yield
+        log.sharers |= capture.sharers
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
         """Learn from a gather, and pass the call on."""
@@ -158,13 +169,15 @@ def observe(side: Side, way: Way, *, seed: int) -> Observed:
         before = _observe(side, way, side.earlier_arguments, path=name, seed=seed, before=None)
         if before.script.failure is not None:
             return before
+        # Params that the run resumes with are its own.
+        way = replace(way, start=None)
         return _observe(side, way, side.arguments, path=name, seed=seed, before=before)
 
 
 def _observe(
     side: Side, way: Way, arguments: Sequence[str], *, path: str, seed: int, before: Observed | None
 ) -> Observed:
-    steps = {} if before is None else dict(enumerate(before.steps_of_ranks))
+    steps = 0 if before is None else before.resumed_at
     guest = _Observer(way, world_size=side.settings.world_size, steps=steps)
     script = read_script(path, is_module=side.is_module, arguments=arguments)
     with Launcher(replace(script, name=side.name), side.settings, guest=guest) as launcher:
@@ -174,11 +187,12 @@ def _observe(
     rows = [guest.rows[rank] for rank in ranks]
     return Observed(
         script=run,
-        rows=rows if before is None else [*before.rows, *rows],
+        rows=rows if before is None else [*(log.until(steps) for log in before.rows), *rows],
         operations=tuple(
             (each.digest, each.operation_count) for _, each in sorted(guest.operations.items())
         ),
         steps_of_ranks=tuple(each.steps for each in captures),
+        saved_at=max((each.saved_at for each in captures), default=-1),
         gathers=guest.gathers,
         reasons={name: reason for each in captures for name, reason in each.refusals.items()},
     )
@@ -214,13 +228,13 @@ def _in_copy(side: Side) -> Iterator[str]:
 
 
 def _skipped(folder: str, names: Sequence[str]) -> set[str]:
-    return {name for name in names if name in _NOT_COPIED}
+    return {name for name in names if name in NOT_COPIED}
 
 
 def _check_size(folder: Path) -> None:
     total = 0
     for place, folders, files in os.walk(folder):
-        folders[:] = [each for each in folders if each not in _NOT_COPIED]
+        folders[:] = [each for each in folders if each not in NOT_COPIED]
         for name in files:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(place, name)).st_size

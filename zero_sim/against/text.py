@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from zero_sim.against.account import Account, Feed
+from zero_sim.against.points import MOMENTS
 from zero_sim.against.verdict import EXIT_STATUS, AgainstVerdict
 from zero_sim.report.junit import TestCase
+from zero_sim.report.schemas import DIALECT, VERSION, record_schema
 from zero_sim.report.text_buffer_map import describe_spread, draw_buffer_map, equal_elems
 
 NAMES_SHOWN = 4
 _UNFED = "no collective of this rank wrote these values"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reported:
+    """A verdict with all that is reported about it."""
+
+    verdict: AgainstVerdict
+    account: Account | None
+    command: str
+    """The command that judges again."""
+    seconds: float
+    bundle: str | None = None
+    """Id of its bundle, if one was written."""
 
 
 def headline(verdict: AgainstVerdict) -> str:
@@ -103,36 +119,84 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + more
 
 
-def as_dict(
-    verdict: AgainstVerdict, account: Account | None, *, words: Sequence[str]
-) -> dict[str, object]:
-    """The verdict, ready for JSON."""
-    first = {} if account is None else {"first": _plain(dataclasses.asdict(account))}
+def as_dict(reported: Reported) -> dict[str, object]:
+    """A verdict, ready for JSON."""
+    verdict, account = reported.verdict, reported.account
+    facts = {} if account is None else dataclasses.asdict(account)
+    first = {key: _plain(value) for key, value in facts.items() if key != "difference"} or None
     differences = [
         {
             "step": each.point.step,
             "moment": each.point.moment,
             "tensor": each.point.name,
-            "relative": each.measured.relative,
-            "multiple_of_rounding": each.multiple,
+            "relative": _finite(each.measured.relative),
+            "multiple_of_rounding": _finite(each.multiple),
         }
         for each in verdict.differences
     ]
     rest = {
-        field.name: getattr(verdict, field.name)
+        field.name: _plain(getattr(verdict, field.name))
         for field in dataclasses.fields(verdict)
         if field.name != "differences"
     }
     return {
-        "command": shlex.join(words),
-        "exit_status": EXIT_STATUS[verdict.outcome],
         **rest,
+        "largest_multiple": _finite(verdict.largest_multiple),
         "differences": differences,
-        **first,
+        "first": first,
+        "command": reported.command,
+        "bundle": reported.bundle,
+        "seconds": reported.seconds,
+        "exit_status": EXIT_STATUS[verdict.outcome],
     }
 
 
+def verdicts_schema() -> dict[str, object]:
+    """The JSON Schema of the file that `zero-sim torchrun --against` writes with `--json`."""
+    number: dict[str, object] = {"type": ["number", "null"], "description": "Null if infinite."}
+    difference = {
+        "step": {"type": "integer", "minimum": 0},
+        "moment": {"enum": list(MOMENTS)},
+        "tensor": {"type": "string"},
+        "relative": number,
+        "multiple_of_rounding": number,
+    }
+    fields = {
+        **record_schema(AgainstVerdict)["properties"],
+        "largest_multiple": number,
+        "differences": {"type": "array", "items": _object(difference)},
+        "first": {"anyOf": [_without(record_schema(Account), "difference"), {"type": "null"}]},
+        "command": {"type": "string"},
+        "bundle": {"type": ["string", "null"], "description": "Id of its bundle."},
+        "seconds": {"type": "number", "minimum": 0},
+        "exit_status": {"enum": sorted(EXIT_STATUS.values())},
+    }
+    verdicts = {"type": "array", "items": _object(fields)}
+    whole = _object({"schema": {"const": VERSION}, "verdicts": verdicts})
+    return {"$schema": DIALECT, "title": "zero-sim torchrun --against --json", **whole}
+
+
+def _object(properties: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "type": "object",
+        "properties": dict(properties),
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _without(node: Mapping[str, object], field: str) -> dict[str, object]:
+    properties = dict(node["properties"])  # pyrefly: ignore [no-matching-overload]
+    del properties[field]
+    return _object(properties)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _plain(value: object) -> object:
+    """JSON has no infinity, and tuples are lists there."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -140,19 +204,18 @@ def _plain(value: object) -> object:
     return value
 
 
-def junit_case(
-    verdict: AgainstVerdict, account: Account | None, *, script: str, seconds: float
-) -> TestCase:
-    """The verdict as one test: inconclusive and unsupported ones are errors."""
+def junit_case(reported: Reported) -> TestCase:
+    """A verdict as one test: inconclusive and unsupported ones are errors."""
+    verdict = reported.verdict
     outcome = {"equal": "passed", "different": "failure"}.get(verdict.outcome, "error")
     return TestCase(
-        name=f"{script} on {verdict.got} against {verdict.expected}",
-        source=script,
-        seconds=seconds,
+        name=f"{verdict.got} against {verdict.expected}",
+        source=reported.command,
+        seconds=reported.seconds,
         outcome=outcome,
         kind=f"zero_sim.against.{verdict.outcome}",
         message=headline(verdict),
-        text=render(verdict, account),
+        text=render(verdict, reported.account),
         properties={
             "compared_tensors": str(verdict.compared_count),
             "largest_multiple_of_rounding": f"{verdict.largest_multiple:.3g}",

@@ -92,15 +92,16 @@ class Comparison:
     measurement: Measurement | None = None
 
 
-def prepare(side: Side, *, seed: int, keeps_rows: bool = False) -> Prepared:
+def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = False) -> Prepared:
     """Run the side that others are compared with, and measure what rounding does to it.
 
     Args:
         side: The side that is taken to be right, such as one rank.
         seed: Seed of schedules and of random numbers that the script does not seed.
         keeps_rows: True if its rows are to be dealt to others.
+        by_rank: True if ranks of the sides that are judged have the same parts of tensors.
     """
-    baseline = Baseline()
+    baseline = Baseline(by_rank=by_rank)
     observed = observe(side, Way(sink=baseline, keeps_rows=keeps_rows), seed=seed)
     prepared = Prepared(side=side, seed=seed, baseline=baseline, observed=observed)
     if observed.script.failure is not None:
@@ -135,7 +136,7 @@ def judge(
     measurement = Measurement(prepared.baseline)
     way = Way(
         sink=measurement,
-        dealt=prepared.observed.rows[0] if feeds else None,
+        dealt=tuple(prepared.observed.rows) if feeds else None,
         start=prepared.baseline.start() if starts_alike else None,
     )
     got = observe(side, way, seed=prepared.seed)
@@ -226,7 +227,7 @@ def _took_same_way(prepared: Prepared, other: Observed, measurement: Measurement
     return (
         other.operations == prepared.observed.operations
         and other.steps_of_ranks == prepared.observed.steps_of_ranks
-        and measurement.measured.keys() == prepared.baseline.comparable
+        and measurement.measured.keys() >= prepared.baseline.comparable
     )
 
 
@@ -270,8 +271,10 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
         if measured.relative > LIMIT * rounding:
             found.append(Difference(point=point, measured=measured, rounding=rounding))
     found.sort(key=lambda each: (each.point.order, -each.measured.relative, each.point.name))
-    unobserved = {point.name for point in measurement.unobserved}
-    names = {point.name for point in prepared.rounding} - unobserved
+    deciding = {p for p in prepared.rounding if p.moment not in LOCALISING}
+    unknown = deciding - measurement.measured.keys()
+    unobserved = {p.name for p in measurement.unobserved | unknown if p.moment not in LOCALISING}
+    names = {point.name for point in measurement.measured} - unobserved
     equal = AgainstVerdict(
         outcome="equal",
         reason="",

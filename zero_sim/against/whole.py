@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -44,15 +45,24 @@ def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
         known = groups.setdefault(coordinates, (rank, pieces[rank]))
         if not torch.equal(known[1].values, pieces[rank].values):
             return _replicas_differ(pieces)
-    tensor = _joined({place: piece.values for place, (_, piece) in groups.items()}, first.shards)
+    parts = {place: piece.values for place, (_, piece) in groups.items()}
+    tensor = _joined(parts, first.shards, allows_gaps=first.is_flat)
+    if tensor is not None and first.is_flat:
+        tensor = _unpadded(tensor, first.shape)
     if tensor is None or tuple(tensor.shape) != first.shape:
         return None
     return Whole(kind="sharded", candidates={min(pieces): tensor}, holders=tuple(sorted(pieces)))
 
 
+def _unpadded(flat: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    numel = math.prod(shape)
+    return flat[:numel].reshape(shape) if flat.numel() >= numel else None
+
+
 def _replicas_differ(pieces: Mapping[int, Piece]) -> Whole | None:
     """One candidate for each replica of a sharded tensor, if ranks are laid out in blocks."""
-    shards = next(iter(pieces.values())).shards
+    first = next(iter(pieces.values()))
+    shards = first.shards
     replicas: list[dict[tuple[int, ...], tuple[int, Tensor]]] = []
     for rank in sorted(pieces):
         place = tuple(shard[1] for shard in pieces[rank].shards)
@@ -63,7 +73,10 @@ def _replicas_differ(pieces: Mapping[int, Piece]) -> Whole | None:
         home[place] = rank, pieces[rank].values
     candidates: dict[int, Tensor] = {}
     for home in replicas:
-        tensor = _joined({place: values for place, (_, values) in home.items()}, shards)
+        parts = {place: values for place, (_, values) in home.items()}
+        tensor = _joined(parts, shards, allows_gaps=first.is_flat)
+        if tensor is not None and first.is_flat:
+            tensor = _unpadded(tensor, first.shape)
         if tensor is None:
             return None
         candidates[min(rank for rank, _ in home.values())] = tensor
@@ -71,16 +84,25 @@ def _replicas_differ(pieces: Mapping[int, Piece]) -> Whole | None:
 
 
 def _joined(
-    parts: Mapping[tuple[int, ...], Tensor], shards: tuple[tuple[int, int, int], ...]
+    parts: Mapping[tuple[int, ...], Tensor],
+    shards: tuple[tuple[int, int, int], ...],
+    *,
+    allows_gaps: bool = False,
 ) -> Tensor | None:
-    """Put shards together, the innermost mesh dimension first."""
+    """Put shards together, the innermost mesh dimension first.
+
+    Args:
+        parts: By the coordinates of their ranks.
+        shards: As in `Piece`.
+        allows_gaps: True if a rank may have no part.
+    """
     for depth in reversed(range(len(shards))):
         dim, _, count = shards[depth]
         joined: dict[tuple[int, ...], Tensor] = {}
         for prefix in {place[:depth] for place in parts}:
             row = [parts.get((*prefix, index)) for index in range(count)]
             present = [each for each in row if each is not None]
-            if len(present) < count:
+            if len(present) < count and not allows_gaps:
                 return None
             joined[prefix] = torch.cat(present, dim=dim)
         parts = joined

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zero_sim.cli.parts import FILE, option
+from zero_sim.cli.parts import FILE, FOLDER, option
 from zero_sim.errors import UsageError
+from zero_sim.host.files import unwritten, write_whole
 from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
     from zero_sim.against.runs import Side
+    from zero_sim.against.text import Reported
+    from zero_sim.against.verdict import AgainstVerdict, Prepared
     from zero_sim.script.launch import Settings
 
 RELATIONS = ("1", "resumed", "mesh", "micro")
@@ -55,8 +58,15 @@ class AgainstOptions:
     start_of_one: bool = option(
         "--start-of-one", is_flag=True, help="Start all ranks with the params of one rank."
     )
-    json: Path | None = option("--json", type=FILE, help="Write the verdict as JSON.")
-    junit: Path | None = option("--junit", type=FILE, help="Write the verdict as JUnit XML.")
+    json: Path | None = option("--json", type=FILE, help="Write the verdicts as JSON.")
+    junit: Path | None = option("--junit", type=FILE, help="Write the verdicts as JUnit XML.")
+    html: Path | None = option("--html", type=FILE, help="Write the verdicts as an HTML page.")
+    bundles: Path | None = option(
+        "--bundles",
+        type=FOLDER,
+        metavar="DIR",
+        help="Write a bundle of the script that `zero-sim replay` judges again, unless it is equal.",
+    )
 
 
 def judge_script(
@@ -71,30 +81,143 @@ def judge_script(
         words: The script and its arguments, with `-m` before a module.
     """
     from zero_sim.against.account import account_of
-    from zero_sim.against.text import as_dict, junit_case, render
+    from zero_sim.against.text import Reported, render
     from zero_sim.against.verdict import EXIT_STATUS, judge, prepare
-    from zero_sim.report.junit import junit_xml, write_junit
 
     expected, sides = _sides(options, settings, words=words)
+    by_rank = options.against == "resumed"
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    prepared = prepare(expected, seed=seed, keeps_rows=options.feed)
-    statuses, reports, cases = [], [], []
+    prepared = prepare(expected, seed=seed, keeps_rows=options.feed, by_rank=by_rank)
+    reported: list[Reported] = []
     for side in sides:
         begun = time.perf_counter()
         comparison = judge(prepared, side, feeds=options.feed, starts_alike=options.start_of_one)
         verdict, account = comparison.verdict, account_of(comparison)
         click.echo(printable(render(verdict, account), lines=True))
-        statuses.append(EXIT_STATUS[verdict.outcome])
-        reports.append(as_dict(verdict, account, words=words))
+        bundle = None
+        if options.bundles is not None and verdict.outcome != "equal":
+            bundle = _write_bundle(options, prepared, side, verdict, by_rank=by_rank)
+            again = ["zero-sim", "replay", "--bundles", str(options.bundles), bundle, "--trust"]
+            click.echo(f"  replay: {shlex.join(again)}")
         seconds = time.perf_counter() - begun
-        cases.append(junit_case(verdict, account, script=shlex.join(words), seconds=seconds))
-    if options.json is not None:
-        options.json.write_text(json.dumps(reports, indent=2) + "\n")
-    if options.junit is not None:
-        total = sum(case.seconds for case in cases)
-        write_junit(options.junit, junit_xml(cases, seconds=total, started=started))
+        command = _command(options, side, words=words)
+        reported.append(
+            Reported(
+                verdict=verdict, account=account, command=command, seconds=seconds, bundle=bundle
+            )
+        )
+    _write_reports(options, reported, started=started)
     sys.stdout.flush()
+    statuses = [EXIT_STATUS[each.verdict.outcome] for each in reported]
     return next((status for status in _ORDER_OF_STATUS if status in statuses), 0)
+
+
+def _write_reports(options: AgainstOptions, reported: Sequence[Reported], *, started: str) -> None:
+    from zero_sim.against.page import write_against_page
+    from zero_sim.against.text import as_dict, junit_case
+    from zero_sim.report.junit import junit_xml, write_junit
+    from zero_sim.report.schemas import versioned
+
+    if options.json is not None:
+        verdicts = versioned({"verdicts": [as_dict(each) for each in reported]})
+        try:
+            write_whole(options.json, (json.dumps(verdicts, indent=2) + "\n").encode())
+        except OSError as error:
+            raise unwritten("JSON", options.json, error) from None
+    if options.junit is not None:
+        seconds = sum(each.seconds for each in reported)
+        cases = [junit_case(each) for each in reported]
+        write_junit(options.junit, junit_xml(cases, seconds=seconds, started=started))
+    if options.html is not None:
+        write_against_page(options.html, reported)
+
+
+def _command(options: AgainstOptions, side: Side, *, words: Sequence[str]) -> str:
+    """The command that judges one side again."""
+    settings = side.settings
+    given = ["--against", str(options.against), "--nproc-per-node", str(settings.ranks_per_node)]
+    given += ["--nnodes", str(settings.nodes)] if settings.nodes > 1 else []
+    for flag, value in (
+        ("--arguments-of-one", options.arguments_of_one),
+        ("--arguments-of-stopped", options.arguments_of_stopped),
+    ):
+        given += [] if value is None else [flag, value]
+    given += ["--feed"] if options.feed else []
+    given += ["--start-of-one"] if options.start_of_one else []
+    return shlex.join(["zero-sim", "torchrun", *given, *words])
+
+
+def _write_bundle(
+    options: AgainstOptions,
+    prepared: Prepared,
+    side: Side,
+    verdict: AgainstVerdict,
+    *,
+    by_rank: bool,
+) -> str:
+    """Write a bundle; its id."""
+    from zero_sim.against.bundles import ScriptBundle, first_of, write_script_bundle
+
+    bundle = ScriptBundle(
+        expected=prepared.side,
+        got=side,
+        seed=prepared.seed,
+        by_rank=by_rank,
+        feeds=options.feed,
+        starts_alike=options.start_of_one,
+        outcome=verdict.outcome,
+        reason=verdict.reason,
+        first=first_of(verdict),
+    )
+    assert options.bundles is not None
+    return write_script_bundle(bundle, folder=options.bundles).name
+
+
+def script_bundle(name: str, *, folder: Path) -> Path | None:
+    """The folder of a bundle of a script; None if there is none of the name."""
+    if not any(Path(name).glob("script.json")) and not any(folder.glob("*/script.json")):
+        return None  # Before anything of that wing is imported.
+    from zero_sim.against.bundles import find_script_bundle
+
+    return find_script_bundle(name, folder=folder)
+
+
+def replay_script(path: Path, *, trust: bool) -> int:
+    """Judge the script of a bundle again; the exit status.
+
+    Args:
+        path: The bundle's folder.
+        trust: True if the script may run.
+    """
+    from zero_sim.against.account import account_of
+    from zero_sim.against.bundles import first_of, in_code_of, read_script_bundle
+    from zero_sim.against.text import render
+    from zero_sim.against.verdict import EXIT_STATUS, judge, prepare
+
+    bundle = read_script_bundle(path)
+    if not trust:
+        raise UsageError(
+            f"expected --trust for a bundle of a script, because its code runs here, got none. "
+            f"Read {path / 'code'} first."
+        )
+    with in_code_of(path):
+        prepared = prepare(
+            bundle.expected, seed=bundle.seed, keeps_rows=bundle.feeds, by_rank=bundle.by_rank
+        )
+        comparison = judge(
+            prepared, bundle.got, feeds=bundle.feeds, starts_alike=bundle.starts_alike
+        )
+        verdict = comparison.verdict
+        text = render(verdict, account_of(comparison))
+    if verdict.outcome == "equal":
+        head = "FIXED"
+    elif (verdict.outcome, first_of(verdict)) == (bundle.outcome, bundle.first):
+        head = "FAILED as in the bundle"
+    else:
+        then = bundle.first or bundle.reason
+        head = f"FAILED otherwise than in the bundle, which had {bundle.outcome}: {then}"
+    click.echo(printable(f"{head}\n{text}", lines=True))
+    return EXIT_STATUS[verdict.outcome]
 
 
 def _sides(

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-VOCAB, WIDTH, LAYERS, LENGTH, ROWS = 32, 16, 2, 8, 24
+VOCAB, WIDTH, LAYERS, LENGTH, ROWS = 32, 16, 2, 8, 48
 
 
 class Block(nn.Module):

@@ -1,16 +1,15 @@
 """ZeRO-1 with masters in float32: each bucket's gradients are split over ranks, updated, gathered.
 
-The first argument plants a fault; the second is the dtype of the model.
+`fault` plants a fault.
 """
-
-import sys
 
 import torch
 import torch.distributed as dist
 from gpt import GPT, rows_of
+from setting import OPTIMIZERS, setting
 
-FAULT, DTYPE = sys.argv[1], getattr(torch, sys.argv[2] if len(sys.argv) > 2 else "bfloat16")
-STEPS, BUCKET = 4, 2000
+use = setting(dtype="bfloat16", optimizer="adam", bucket=2000, clip=0.5)
+STEPS, FAULT, DTYPE = 4, use.fault, use.dtype
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
@@ -50,6 +49,10 @@ class Bucket:
             return
         shard = torch.empty(size)
         dist.reduce_scatter_tensor(shard, self.grads)
+        if FAULT == "last-bucket-unreduced" and self is buckets[-1]:
+            shard = self.grads[self.own] * ranks
+        if FAULT == "stale-gradient" and self.master.grad is not None and rank == 1:
+            return
         self.master.grad = shard / (ranks if FAULT != "sum-for-mean" else 1)
 
     def gather(self):
@@ -57,18 +60,23 @@ class Bucket:
             own = self.flat[self.own].clone()
         else:
             own = self.master.detach().to(DTYPE)
+        if FAULT == "own-shifted" and ranks > 1:
+            own = own.roll(1)
+        if FAULT == "last-bucket-not-gathered" and self is buckets[-1]:
+            self.flat[self.own] = own
+            return
         dist.all_gather_into_tensor(self.flat, own)
 
 
 buckets, waiting = [], []
 for p in params:
     waiting.append(p)
-    if sum(each.numel() for each in waiting) >= BUCKET:
+    if sum(each.numel() for each in waiting) >= use.bucket:
         buckets.append(Bucket(waiting))
         waiting = []
 if waiting:
     buckets.append(Bucket(waiting))
-optimizer = torch.optim.Adam([bucket.master for bucket in buckets], lr=1e-2)
+optimizer = OPTIMIZERS[use.optimizer]([bucket.master for bucket in buckets])
 for step in range(STEPS):
     mine = rows_of(step, rank, ranks)
     model(mine[:, :-1], mine[:, 1:]).backward()
@@ -79,14 +87,14 @@ for step in range(STEPS):
         dist.all_reduce(square)
     if FAULT == "norm-twice":
         dist.all_reduce(square)
-    scale = (0.5 / (square.sqrt() + 1e-6)).clamp(max=1.0)
-    for bucket in buckets:
+    scale = (use.clip / (square.sqrt() + 1e-6)).clamp(max=1.0)
+    for bucket in buckets if use.clip else []:
         bucket.master.grad.mul_(scale)
-    if FAULT == "gather-before-step":
+    if FAULT == "gather-before-step" and ranks > 1:
         for bucket in buckets:
             bucket.gather()
     optimizer.step()
-    if FAULT != "gather-before-step":
+    if FAULT != "gather-before-step" or ranks == 1:
         for bucket in buckets:
             bucket.gather()
 dist.destroy_process_group()
