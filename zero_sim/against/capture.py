@@ -27,12 +27,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import optimizer as optimizer_hooks
 
 from zero_sim.against.native_dtypes import native, stored_dtypes
-from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink
+from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, plain_name
 from zero_sim.against.rows import RowsRead
 from zero_sim.sim import unwatched
 from zero_sim.sim.callsite import call_site
 
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _TREE_DEPTH = 8
 
 
@@ -41,11 +40,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def plain_name(name: str) -> str:
-    """A param's name without the names that wrappers of modules add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class RankCapture:
