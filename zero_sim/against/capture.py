@@ -28,6 +28,7 @@ from torch.optim import optimizer as optimizer_hooks
 
 from zero_sim.against.native_dtypes import native, stored_dtypes
 from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, plain_name
+from zero_sim.against.replicas import RankReplicas
 from zero_sim.against.rows import RowsRead
 from zero_sim.sim import unwatched
 from zero_sim.sim.callsite import call_site
@@ -51,6 +52,7 @@ class RankCapture:
         rows: Receives the rows that outermost forwards read, and may replace them.
         steps: Optimizer steps of an earlier run that this one continues.
         start: Values that params get before their first forward, by name.
+        replicas: Compares tensors that several ranks have.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RankCapture:
         rows: RowsRead,
         steps: int = 0,
         start: Mapping[str, Tensor],
+        replicas: RankReplicas,
     ) -> None:
         self.steps = steps
         """Outermost calls of `Optimizer.step` so far."""
@@ -74,6 +77,7 @@ class RankCapture:
         self._depth = {"forward": 0, "backward": 0, "step": 0}
         self._names = _Names()
         self._start = dict(start)
+        self._replicas = replicas
         self._seen: set[tuple[Moment, str]] = set()
         self._files: dict[tuple[str, str, int], int] = defaultdict(int)
 
@@ -99,16 +103,19 @@ class RankCapture:
     def begin_forward(self, module: Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Before each module's forward; new arguments if rows are dealt."""
         self._depth["forward"] += 1
-        if self._depth["forward"] > 1:
-            return None
+        replaced = None
         trains = torch.is_grad_enabled()
         with self._aside():
-            self._names.add(module)
-            if self._start:
-                self._restart()
-            if trains:
-                return self._rows.read(self.steps, type(module).__name__, args, kwargs)
-        return None
+            if self._depth["forward"] == 1:
+                self._names.add(module)
+                if self._start:
+                    self._restart()
+                self._replicas.begin_outermost(module, trains=trains)
+                if trains:
+                    replaced = self._rows.read(self.steps, type(module).__name__, args, kwargs)
+            name = self._names.of_module(module)
+            self._replicas.begin_forward(module, name, steps=self.steps, trains=trains)
+        return replaced
 
     def _restart(self) -> None:
         for name, param in self._names.params():
@@ -126,6 +133,8 @@ class RankCapture:
         """After each module's forward."""
         self._depth["forward"] -= 1
         prefix = self._names.of_module(module)
+        with self._aside():
+            self._replicas.end_forward(module, prefix, steps=self.steps)
         if module.training and torch.is_grad_enabled() and (reason := _by_design(module)):
             self.refusals[f"{type(module).__name__} {prefix or ''}".strip()] = reason
         if prefix is None or not module._parameters:
@@ -180,6 +189,7 @@ class RankCapture:
         self._depth["step"] -= 1
         if self._depth["step"]:
             return
+        self._replicas.end_step(optimizer)
         for group in optimizer.param_groups:
             for param in group["params"]:
                 name = self._names.of_param(param)
@@ -368,14 +378,20 @@ def _leaves(content: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str,
 
 
 @contextlib.contextmanager
-def hooks_installed() -> Iterator[None]:
-    """Let torch's hooks lead to the capture of the thread that runs."""
+def hooks_installed(*, observes_all: bool = True) -> Iterator[None]:
+    """Let torch's hooks lead to the capture of the thread that runs.
+
+    Args:
+        observes_all: False to observe forwards and optimizer steps alone, which replaces no
+            function that a script may compile or compare.
+    """
 
     def before_forward(module: Module, args: Any, kwargs: Any) -> Any:
         return _thread.capture and _thread.capture.begin_forward(module, args, kwargs)
 
     def after_forward(module: Module, *_: Any) -> None:
-        if _thread.capture is not None:
+        # A compiler traces this too, and must find nothing here.
+        if not torch.compiler.is_compiling() and _thread.capture is not None:
             _thread.capture.end_forward(module)
 
     def before_step(optimizer: Any, *_: Any) -> None:
@@ -394,7 +410,7 @@ def hooks_installed() -> Iterator[None]:
         ):
             stack.callback(handle.remove)
         stack.enter_context(mock.patch.object(Module, "_call_impl", _call(before_forward)))
-        for place, name, value in _patches():
+        for place, name, value in _patches() if observes_all else ():
             stack.enter_context(mock.patch.object(place, name, value))
         yield
 
@@ -407,7 +423,7 @@ def _call(before_forward: Callable[..., Any]) -> Callable[..., Any]:
     original = Module._call_impl
 
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
-        if _thread.capture is None:
+        if torch.compiler.is_compiling() or _thread.capture is None:
             return original(self, *args, **kwargs)
         replaced = before_forward(self, args, kwargs)
         if replaced is not None:

@@ -129,7 +129,15 @@ def _slots(
     module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Slot, Tensor]]:
     for key, value in (*enumerate(args), *kwargs.items()):
-        if type(value) is Tensor and value.dim() and not value.requires_grad:
+        if (
+            type(value) is Tensor
+            and value.dim()
+            and value.numel()
+            and not value.requires_grad
+            and value.layout is torch.strided
+            and value.device.type == "cpu"
+            and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        ):
             yield Slot(module, str(key)), value
 
 

@@ -19,6 +19,7 @@ from zero_sim.against import native_dtypes
 from zero_sim.against.capture import RankCapture, hooks_installed
 from zero_sim.against.gathers import GatherLog
 from zero_sim.against.points import Sink
+from zero_sim.against.replicas import RankReplicas, ReplicaCheck
 from zero_sim.against.rows import DealtRows, RowLog
 from zero_sim.against.wide_operations import WideOperations
 from zero_sim.errors import UsageError
@@ -44,6 +45,8 @@ class Side:
     """Arguments of a run before it in the same folder, which stops early; None for no such run."""
     label: str = ""
     """The side in words; empty for the number of its ranks."""
+    allowed_drift: tuple[str, ...] = ()
+    """Patterns of names of tensors that ranks may have different values of."""
 
     @property
     def text(self) -> str:
@@ -65,6 +68,7 @@ class Observed:
     steps_of_ranks: tuple[int, ...] = ()
     """Calls of `Optimizer.step`, by rank."""
     gathers: GatherLog = field(default_factory=GatherLog)
+    replicas: ReplicaCheck
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Modules that depend on the number of ranks by design, with the reason."""
 
@@ -94,9 +98,12 @@ class _Observer:
         way: How to observe it.
         world_size: Number of ranks.
         steps: Optimizer steps of an earlier run that this one continues, by rank.
+        replicas: Compares tensors that several ranks have.
     """
 
-    def __init__(self, way: Way, *, world_size: int, steps: Mapping[int, int]) -> None:
+    def __init__(
+        self, way: Way, *, world_size: int, steps: Mapping[int, int], replicas: ReplicaCheck
+    ) -> None:
         self.captures: dict[int, RankCapture] = {}
         self.rows: dict[int, RowLog] = {}
         self.operations: dict[int, WideOperations] = {}
@@ -104,6 +111,7 @@ class _Observer:
         self._way = way
         self._world_size = world_size
         self._steps = steps
+        self._replicas = replicas
 
     @contextlib.contextmanager
     def in_rank(self, rank: int) -> Iterator[None]:
@@ -116,7 +124,12 @@ class _Observer:
             log = rows.log
         self.rows[rank] = log
         capture = self.captures[rank] = RankCapture(
-            rank, sink=way.sink, rows=rows, steps=self._steps.get(rank, 0), start=way.start or {}
+            rank,
+            sink=way.sink,
+            rows=rows,
+            steps=self._steps.get(rank, 0),
+            start=way.start or {},
+            replicas=RankReplicas(rank, self._replicas),
         )
         mode: AbstractContextManager[object] = contextlib.nullcontext()
         if not way.is_native or way.noise_seed is not None:
@@ -167,7 +180,9 @@ def _observe(
     side: Side, way: Way, arguments: Sequence[str], *, path: str, seed: int, before: Observed | None
 ) -> Observed:
     steps = {} if before is None else dict(enumerate(before.steps_of_ranks))
-    guest = _Observer(way, world_size=side.settings.world_size, steps=steps)
+    world_size = side.settings.world_size
+    replicas = ReplicaCheck(world_size=world_size, allowed=side.allowed_drift)
+    guest = _Observer(way, world_size=world_size, steps=steps, replicas=replicas)
     script = read_script(path, is_module=side.is_module, arguments=arguments)
     with Launcher(replace(script, name=side.name), side.settings, guest=guest) as launcher:
         run = launcher.run(seed=seed, quiet=True)
@@ -182,6 +197,7 @@ def _observe(
         ),
         steps_of_ranks=tuple(each.steps for each in captures),
         gathers=guest.gathers,
+        replicas=replicas,
         reasons={name: reason for each in captures for name, reason in each.refusals.items()},
     )
 

@@ -105,6 +105,8 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False) -> Prepared:
     prepared = Prepared(side=side, seed=seed, baseline=baseline, observed=observed)
     if observed.script.failure is not None:
         prepared.failure = _failed_first(prepared)
+    elif observed.replicas.findings:
+        prepared.failure = _drifted(observed)
     elif observed.reasons:
         prepared.failure = _by_design(observed.reasons)
     else:
@@ -141,6 +143,11 @@ def judge(
     got = observe(side, way, seed=prepared.seed)
     if got.script.failure is not None:
         verdict = _failed_second(prepared, side, got, sides=sides)
+    elif got.replicas.findings:
+        outcome, reason, remedy, ending = _drifted(got)
+        verdict = AgainstVerdict(
+            outcome=outcome, reason=reason, remedy=remedy, ending=ending, **sides
+        )
     elif (rows := first_row_difference(prepared.observed.rows, got.rows)) is not None:
         verdict = AgainstVerdict(
             outcome="inconclusive",
@@ -187,6 +194,12 @@ def _failed_second(
         ending=failed.failure.report if failed.failure else "",
         **sides,
     )
+
+
+def _drifted(observed: Observed) -> tuple[Outcome, str, str, str]:
+    reason, *lines = observed.replicas.finding.splitlines()
+    ending = "\n".join(line.removeprefix("  ") for line in lines[:-1])
+    return "different", reason[0].upper() + reason[1:], lines[-1].strip(), ending
 
 
 def _by_design(reasons: Mapping[str, str]) -> tuple[Outcome, str, str, str]:

@@ -60,7 +60,12 @@ class AgainstOptions:
 
 
 def judge_script(
-    options: AgainstOptions, settings: Settings, *, seed: int, words: Sequence[str]
+    options: AgainstOptions,
+    settings: Settings,
+    *,
+    seed: int,
+    words: Sequence[str],
+    allowed_drift: Sequence[str] = (),
 ) -> int:
     """Judge a script; the exit status.
 
@@ -69,13 +74,14 @@ def judge_script(
         settings: The world of the side that is judged.
         seed: Seed of all runs.
         words: The script and its arguments, with `-m` before a module.
+        allowed_drift: Patterns of names of tensors that may differ among ranks.
     """
     from zero_sim.against.account import account_of
     from zero_sim.against.text import as_dict, junit_case, render
     from zero_sim.against.verdict import EXIT_STATUS, judge, prepare
     from zero_sim.report.junit import junit_xml, write_junit
 
-    expected, sides = _sides(options, settings, words=words)
+    expected, sides = _sides(options, settings, words=words, allowed_drift=tuple(allowed_drift))
     started = datetime.now(UTC).isoformat(timespec="seconds")
     prepared = prepare(expected, seed=seed, keeps_rows=options.feed)
     statuses, reports, cases = [], [], []
@@ -100,7 +106,11 @@ def judge_script(
 
 
 def _sides(
-    options: AgainstOptions, settings: Settings, *, words: Sequence[str]
+    options: AgainstOptions,
+    settings: Settings,
+    *,
+    words: Sequence[str],
+    allowed_drift: tuple[str, ...],
 ) -> tuple[Side, list[Side]]:
     """The side to compare with, and those that are judged."""
     from zero_sim.against.runs import Side
@@ -108,7 +118,11 @@ def _sides(
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
     side = Side(
-        settings=settings, name=name, is_module=is_module, arguments=tuple(arguments)
+        settings=settings,
+        name=name,
+        is_module=is_module,
+        arguments=tuple(arguments),
+        allowed_drift=allowed_drift,
     )
     other = side
     if options.arguments_of_one is not None:
