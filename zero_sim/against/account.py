@@ -10,8 +10,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from zero_sim.against.native_dtypes import native
 from zero_sim.against.measure import FLOOR, Baseline, Measurement
+from zero_sim.against.native_dtypes import native
 from zero_sim.against.points import Piece, Point
 from zero_sim.against.runs import Side, Way, observe
 from zero_sim.against.verdict import Comparison, Difference

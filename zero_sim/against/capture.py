@@ -25,6 +25,7 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import optimizer as optimizer_hooks
+from torch.utils.data import DataLoader
 
 from zero_sim.against.native_dtypes import native, stored_dtypes
 from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, plain_name
@@ -155,6 +156,10 @@ class RankCapture:
         with self._aside():
             replaced = self._rows.read(self.steps, loss, (), {"target": target})
         return target if replaced is None else replaced[1]["target"]
+
+    def begin_pass(self) -> None:
+        """Before each pass over a DataLoader."""
+        self._rows.begin_pass()
 
     @contextlib.contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -402,7 +407,15 @@ def hooks_installed(*, observes_all: bool = True) -> Iterator[None]:
         if _thread.capture is not None:
             _thread.capture.end_step(optimizer)
 
+    iterate = DataLoader.__iter__
+
+    def iterated(self: Any) -> Any:
+        if _thread.capture is not None:
+            _thread.capture.begin_pass()
+        return iterate(self)
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(DataLoader, "__iter__", iterated))
         for handle in (
             module_hooks.register_module_forward_hook(after_forward, always_call=True),
             optimizer_hooks.register_optimizer_step_pre_hook(before_step),

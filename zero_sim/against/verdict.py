@@ -13,6 +13,7 @@ from zero_sim.against.measure import FLOOR, LIMIT, Baseline, Measured, Measureme
 from zero_sim.against.points import LOCALISING, Point
 from zero_sim.against.rows import first_row_difference
 from zero_sim.against.runs import Observed, Side, Way, observe
+from zero_sim.against.shares import wrongly_dealt
 
 Outcome = Literal["equal", "different", "script-fails", "inconclusive", "unsupported"]
 EXIT_STATUS: dict[Outcome, int] = {
@@ -147,6 +148,13 @@ def judge(
         outcome, reason, remedy, ending = _drifted(got)
         verdict = AgainstVerdict(
             outcome=outcome, reason=reason, remedy=remedy, ending=ending, **sides
+        )
+    elif wrong_rows := wrongly_dealt(prepared.observed.rows, got.rows):
+        verdict = AgainstVerdict(
+            outcome="different",
+            reason=wrong_rows,
+            remedy="Let samplers of all ranks draw one order, with one seed, and take their shares.",
+            **sides,
         )
     elif (rows := first_row_difference(prepared.observed.rows, got.rows)) is not None:
         verdict = AgainstVerdict(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 
 from zero_sim.against.capture import RankCapture, hooks_installed
@@ -11,6 +12,8 @@ from zero_sim.against.replicas import RankReplicas, ReplicaCheck
 from zero_sim.against.rows import RowLog
 from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
+
+_OF_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
 class _Nothing:
@@ -52,6 +55,8 @@ class ScriptWatch:
             start={},
             replicas=RankReplicas(rank, self.replicas),
         )
+        # torch.compile warns of hooks on all modules, which the script has not asked for.
+        warnings.filterwarnings("ignore", message=_OF_HOOKS)
         with capture.observing():
             yield
 

@@ -279,11 +279,16 @@ def _run(
 
 def _tell_watched(watch: ScriptWatch, *, is_first: bool) -> bool:
     """Tell of tensors that differ among ranks; True if that is a finding."""
+    from zero_sim.against.shares import shared_rows_note
+
     replicas = watch.replicas
     if replicas.findings:
         _say(f"Error: {replicas.finding}")
     elif is_first and replicas.warnings:
         _say(f"Warning: {replicas.warning}")
+    rows = shared_rows_note([log for _, log in sorted(watch.rows.items())])
+    if is_first and rows:
+        _say(f"Note: {rows}")
     return bool(replicas.findings)
 
 
