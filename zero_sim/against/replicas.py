@@ -83,7 +83,7 @@ class Drift:
     steps: int
     """Optimizer steps on the tensor before it."""
     ranks: tuple[int, int]
-    """The rank compared with, and the rank that differs from it."""
+    """The first two ranks that were found to differ, the lower first."""
     differ_count: int
     elems: int
     element: int
@@ -187,17 +187,20 @@ class ReplicaCheck:
         element = int(differs.nonzero()[0])
         if not key.declared:
             excuse = "nothing declares it to be a replica"
+        (low, of_low), (high, of_high) = sorted(
+            ((entry.rank, _number(one[element])), (rank, _number(other[element])))
+        )
         drift = Drift(
             name=key.name,
             declared=key.declared,
             excuse=excuse,
             when=index.text,
             steps=index.steps,
-            ranks=(entry.rank, rank),
+            ranks=(low, high),
             differ_count=int(differs.sum()),
             elems=one.numel(),
             element=element,
-            values=(_number(one[element]), _number(other[element])),
+            values=(of_low, of_high),
         )
         (self.warnings if excuse else self.findings).append(drift)
 
