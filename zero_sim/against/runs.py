@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ from torch import Tensor
 from zero_sim.against import native_dtypes
 from zero_sim.against.capture import RankCapture, hooks_installed
 from zero_sim.against.gathers import GatherLog
+from zero_sim.against.integers import IntegerSums
 from zero_sim.against.points import Sink
 from zero_sim.against.replicas import RankReplicas, ReplicaCheck
 from zero_sim.against.rows import DealtRows, RowLog
@@ -69,6 +71,7 @@ class Observed:
     """Calls of `Optimizer.step`, by rank."""
     gathers: GatherLog = field(default_factory=GatherLog)
     replicas: ReplicaCheck
+    integers: IntegerSums = field(default_factory=IntegerSums)
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Modules that depend on the number of ranks by design, with the reason."""
 
@@ -108,6 +111,7 @@ class _Observer:
         self.rows: dict[int, RowLog] = {}
         self.operations: dict[int, WideOperations] = {}
         self.gathers = GatherLog()
+        self.integers = IntegerSums()
         self._way = way
         self._world_size = world_size
         self._steps = steps
@@ -135,7 +139,10 @@ class _Observer:
         if not way.is_native or way.noise_seed is not None:
             seed = None if way.noise_seed is None else way.noise_seed * 1000 + rank
             mode = self.operations[rank] = WideOperations(
-                noise_seed=seed, counts=capture.is_computing
+                noise_seed=seed,
+                counts=capture.is_computing,
+                # Noise leaves few numbers whole.
+                added=functools.partial(self.integers.added, rank) if seed is None else None,
             )
         with mode, capture.observing():
             yield
@@ -147,6 +154,8 @@ class _Observer:
             self.gathers.called(
                 record, call, step=capture.steps, params=capture.unnamed_params
             )
+            if not self._way.is_native and self._way.noise_seed is None:
+                self.integers.called(record, call)
         if self._way.called is not None:
             self._way.called(record, call)
 
@@ -198,6 +207,7 @@ def _observe(
         steps_of_ranks=tuple(each.steps for each in captures),
         gathers=guest.gathers,
         replicas=replicas,
+        integers=guest.integers,
         reasons={name: reason for each in captures for name, reason in each.refusals.items()},
     )
 

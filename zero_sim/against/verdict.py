@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -167,6 +167,9 @@ def judge(
     else:
         measurement.finish(expected_log=prepared.observed.gathers, got_log=got.gathers)
         verdict = _judged(prepared, measurement, got, sides=sides)
+    # One rank counts what all ranks count together, so it may lose integers that they do not.
+    lost = got.integers.notes or prepared.observed.integers.notes
+    verdict = replace(verdict, notes=(*verdict.notes, *lost))
     return Comparison(verdict=verdict, prepared=prepared, side=side, measurement=measurement)
 
 

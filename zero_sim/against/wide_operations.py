@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero_sim.against.integers import ADDITIONS
 from zero_sim.against.native_dtypes import WIDE, native, note, stored, thread
 from zero_sim.errors import UnsupportedByFloat64
 from zero_sim.sim.dispatch import has_own_dispatch, is_fake
@@ -91,16 +92,24 @@ class WideOperations(TorchDispatchMode):
         noise_seed: Seed of the rounding noise; None for no noise.
         counts: True while operations belong to the script's forwards and backwards. Others depend
             on what torch has cached.
+        added: Receives name and result of each operation of `ADDITIONS`.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, *, noise_seed: int | None = None, counts: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        *,
+        noise_seed: int | None = None,
+        counts: Callable[[], bool],
+        added: Callable[[str, Any], None] | None = None,
+    ) -> None:
         super().__init__()
         self._noise = None
         if noise_seed is not None:
             self._noise = torch.Generator().manual_seed(noise_seed)
         self._counts = counts
+        self._added = added
         self._taken = hashlib.blake2b(digest_size=16)
         self.operation_count = 0
 
@@ -146,6 +155,8 @@ class WideOperations(TorchDispatchMode):
             result = self._run(func, plan, args, kwargs)
             if self._noise is not None and not plan.is_exact:
                 self._move(result)
+            if self._added is not None and plan.name in ADDITIONS:
+                self._added(plan.name, args[0] if result is None else result)
             return result
         finally:
             thread.active = True
