@@ -20,6 +20,7 @@ from zero_sim.against import native_dtypes
 from zero_sim.against.capture import RankCapture, hooks_installed
 from zero_sim.against.gathers import GatherLog
 from zero_sim.against.integers import IntegerSums
+from zero_sim.against.native_noise import NativeNoise
 from zero_sim.against.points import Sink
 from zero_sim.against.replicas import RankReplicas, ReplicaCheck
 from zero_sim.against.rows import DealtRows, RowLog
@@ -136,8 +137,10 @@ class _Observer:
             replicas=RankReplicas(rank, self._replicas),
         )
         mode: AbstractContextManager[object] = contextlib.nullcontext()
-        if not way.is_native or way.noise_seed is not None:
-            seed = None if way.noise_seed is None else way.noise_seed * 1000 + rank
+        seed = None if way.noise_seed is None else way.noise_seed * 1000 + rank
+        if way.is_native:
+            mode = mode if seed is None else NativeNoise(seed)
+        else:
             mode = self.operations[rank] = WideOperations(
                 noise_seed=seed,
                 counts=capture.is_computing,

@@ -55,6 +55,11 @@ class AgainstOptions:
     start_of_one: bool = option(
         "--start-of-one", is_flag=True, help="Start all ranks with the params of one rank."
     )
+    precision: bool = option(
+        "--precision",
+        is_flag=True,
+        help="Compare in the script's own dtypes, too, and warn of what rounding does not explain.",
+    )
     json: Path | None = option("--json", type=FILE, help="Write the verdict as JSON.")
     junit: Path | None = option("--junit", type=FILE, help="Write the verdict as JUnit XML.")
 
@@ -77,6 +82,7 @@ def judge_script(
         allowed_drift: Patterns of names of tensors that may differ among ranks.
     """
     from zero_sim.against.account import account_of
+    from zero_sim.against.precision import measure_precision
     from zero_sim.against.text import as_dict, junit_case, render
     from zero_sim.against.verdict import EXIT_STATUS, judge, prepare
     from zero_sim.report.junit import junit_xml, write_junit
@@ -91,6 +97,9 @@ def judge_script(
             prepared, side, feeds=options.feed, starts_alike=options.start_of_one
         )
         verdict, account = comparison.verdict, account_of(comparison)
+        if options.precision and verdict.outcome == "equal":
+            report = measure_precision(expected, side, seed=seed, feeds=options.feed)
+            verdict = replace(verdict, notes=(*verdict.notes, report.text))
         click.echo(printable(render(verdict, account), lines=True))
         statuses.append(EXIT_STATUS[verdict.outcome])
         reports.append(as_dict(verdict, account, words=words))
