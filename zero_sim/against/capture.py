@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -86,6 +86,20 @@ class RankCapture:
     def unnamed_params(self) -> Mapping[str, Tensor]:
         """Params of optimizers that no module names."""
         return self._names.others
+
+    @property
+    def is_in_backward(self) -> bool:
+        """True within a backward."""
+        return bool(self._depth["backward"])
+
+    def named_params(self) -> Iterator[tuple[str, Tensor]]:
+        """All params with their names."""
+        return self._names.params()
+
+    @property
+    def outermost(self) -> Sequence[Module]:
+        """Modules whose forwards no other contained."""
+        return self._names.roots
 
     def is_computing(self) -> bool:
         """True within a forward or backward."""
@@ -254,7 +268,8 @@ class _Names:
     """Names of a rank's modules and params, in the order in which forwards meet them."""
 
     def __init__(self) -> None:
-        self._roots: list[Module] = []
+        self.roots: list[Module] = []
+        """Outermost modules in the order of their first forwards."""
         self._modules: dict[int, str] = {}
         self._params: dict[int, str] = {}
         self._optimizers: list[Any] = []
@@ -265,8 +280,8 @@ class _Names:
         """Name an outermost module, unless it is part of one that has names."""
         if id(module) in self._modules:
             return
-        self._roots.append(module)
-        prefix = "" if len(self._roots) == 1 else f"module {len(self._roots)}: "
+        self.roots.append(module)
+        prefix = "" if len(self.roots) == 1 else f"module {len(self.roots)}: "
         for name, each in module.named_modules():
             self._modules.setdefault(id(each), prefix + plain_name(name))
         for name, param in module.named_parameters():
@@ -295,7 +310,7 @@ class _Names:
     def params(self) -> Iterator[tuple[str, Tensor]]:
         """All named params as they are now, each once."""
         met: set[int] = set()
-        for root in self._roots:
+        for root in self.roots:
             for module in root.modules():
                 prefix = self._modules.get(id(module))
                 if prefix is None or id(module) in met:
@@ -310,7 +325,7 @@ class _Names:
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """All named buffers of floats."""
-        for index, root in enumerate(self._roots):
+        for index, root in enumerate(self.roots):
             prefix = "" if not index else f"module {index + 1}: "
             for name, buffer in root.named_buffers():
                 if buffer.is_floating_point():

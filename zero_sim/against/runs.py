@@ -22,6 +22,7 @@ from zero_sim.against.gathers import GatherLog
 from zero_sim.against.integers import IntegerSums
 from zero_sim.against.native_noise import NativeNoise
 from zero_sim.against.points import Sink
+from zero_sim.against.reductions import Reductions
 from zero_sim.against.replicas import RankReplicas, ReplicaCheck
 from zero_sim.against.rows import DealtRows, RowLog
 from zero_sim.against.wide_operations import WideOperations
@@ -73,6 +74,7 @@ class Observed:
     gathers: GatherLog = field(default_factory=GatherLog)
     replicas: ReplicaCheck
     integers: IntegerSums = field(default_factory=IntegerSums)
+    reductions: Reductions = field(default_factory=Reductions)
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Modules that depend on the number of ranks by design, with the reason."""
 
@@ -113,6 +115,7 @@ class _Observer:
         self.operations: dict[int, WideOperations] = {}
         self.gathers = GatherLog()
         self.integers = IntegerSums()
+        self.reductions = Reductions()
         self._way = way
         self._world_size = world_size
         self._steps = steps
@@ -159,6 +162,7 @@ class _Observer:
             )
             if not self._way.is_native and self._way.noise_seed is None:
                 self.integers.called(record, call)
+                self.reductions.called(record, call, capture)
         if self._way.called is not None:
             self._way.called(record, call)
 
@@ -211,6 +215,7 @@ def _observe(
         gathers=guest.gathers,
         replicas=replicas,
         integers=guest.integers,
+        reductions=guest.reductions,
         reasons={name: reason for each in captures for name, reason in each.refusals.items()},
     )
 

@@ -169,7 +169,7 @@ def judge(
         verdict = _judged(prepared, measurement, got, sides=sides)
     # One rank counts what all ranks count together, so it may lose integers that they do not.
     lost = got.integers.notes or prepared.observed.integers.notes
-    verdict = replace(verdict, notes=(*verdict.notes, *lost))
+    verdict = replace(verdict, notes=(*verdict.notes, *lost, *got.reductions.notes))
     return Comparison(verdict=verdict, prepared=prepared, side=side, measurement=measurement)
 
 
