@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from zero_sim.against.native_dtypes import native, stored_dtypes
 from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, plain_name
-from zero_sim.against.replicas import RankReplicas
+from zero_sim.against.rank_replicas import RankReplicas
 from zero_sim.against.rows import RowsRead
 from zero_sim.sim import unwatched
 from zero_sim.sim.callsite import call_site

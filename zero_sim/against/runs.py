@@ -22,8 +22,9 @@ from zero_sim.against.gathers import GatherLog
 from zero_sim.against.integers import IntegerSums
 from zero_sim.against.native_noise import NativeNoise
 from zero_sim.against.points import Sink
+from zero_sim.against.rank_replicas import RankReplicas
 from zero_sim.against.reductions import Reductions
-from zero_sim.against.replicas import RankReplicas, ReplicaCheck
+from zero_sim.against.replicas import ReplicaCheck
 from zero_sim.against.rows import DealtRows, RowLog
 from zero_sim.against.wide_operations import WideOperations
 from zero_sim.errors import UsageError

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from zero_sim.against.capture import RankCapture, hooks_installed
 from zero_sim.against.points import Piece, Point
-from zero_sim.against.replicas import RankReplicas, ReplicaCheck
+from zero_sim.against.rank_replicas import RankReplicas
+from zero_sim.against.replicas import ReplicaCheck
 from zero_sim.against.rows import RowLog
 from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
