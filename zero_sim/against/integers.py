@@ -122,9 +122,9 @@ class IntegerSums:
     @property
     def notes(self) -> tuple[str, ...]:
         """The losses in words, in the order in which they were found."""
-        first, *others = list(self.found.values()) or [None]
-        if first is None:
+        if not self.found:
             return ()
+        first, *others = self.found.values()
         more = f" So at {len(others)} more places: {_listed(others)}." if others else ""
         return (first.text + more,)
 

@@ -35,7 +35,7 @@ class NativeNoise(TorchDispatchMode):
         torch._C._push_on_torch_dispatch_stack(self)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         torch._C._pop_torch_dispatch_stack(None)
 
     def __torch_dispatch__(

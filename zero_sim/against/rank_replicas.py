@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -102,7 +103,7 @@ class RankReplicas:
             return
         for module in root.modules():
             for name, param in module._parameters.items():
-                if hasattr(param, "placements"):
+                if isinstance(param, DTensor):
                     self._meshes[id(module), name] = param.device_mesh
 
     def begin_forward(self, module: Module, name: str | None, *, steps: int, trains: bool) -> None:
@@ -187,15 +188,14 @@ class RankReplicas:
 
     def _compare_placed(self, name: str, param: Tensor, index: ValueIndex, mesh: Any) -> None:
         """A DTensor by its placements; a plain tensor by its name, or FSDP's unsharded param."""
-        placements = getattr(param, "placements", None)
-        if placements is None:
+        if not isinstance(param, DTensor):
             if _is_plain(param):
                 key = ReplicaKey("", name, tuple(param.shape))
                 if mesh is not None:
                     key = key._replace(declared="DTensor", place=_ranks(mesh))
                 self._compare(key, index, param, count=mesh.size() if mesh is not None else None)
             return
-        mesh, local = param.device_mesh, param.to_local()
+        mesh, local, placements = param.device_mesh, param.to_local(), param.placements
         coordinates = mesh.get_coordinate()
         if coordinates is None or any(each.is_partial() for each in placements):
             return

@@ -110,7 +110,7 @@ class ReplicaCheck:
         self.warnings: list[Drift] = []
         """Tensors that drift apart, and may do so rightly."""
         self.compared: set[ReplicaKey] = set()
-        """Declared replicas that were equal on all their ranks at least once."""
+        """Declared replicas that were equal on all their ranks whenever they were compared."""
         self._allowed = tuple(allowed)
         self._agreed: set[ReplicaKey] = set()
         self._done: set[ReplicaKey] = set()
@@ -146,6 +146,7 @@ class ReplicaCheck:
         entry.ranks.add(rank)
         if not _same(entry.values, tensor):
             self._done.add(key)
+            self.compared.discard(key)
             if key.declared or key in self._agreed:
                 # One rank that reduced gradients shows that the step was to be common.
                 self._differ(rank, key, index, tensor, entry, excuse=entry.excuse and excuse)

@@ -19,6 +19,7 @@ from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
     from zero_sim.against.watch import ScriptWatch
+    from zero_sim.against.watch import ScriptWatch
     from zero_sim.script.launch import Settings
     from zero_sim.script.record import ScriptRun
 
@@ -242,6 +243,7 @@ def _run(
     words: Sequence[str],
     runs: _RunOptions,
 ) -> int:
+    from zero_sim.against.shares import shared_rows_note
     from zero_sim.against.watch import ScriptWatch
     from zero_sim.script.launch import Launcher
     from zero_sim.script.own_modules import check_found
@@ -252,6 +254,7 @@ def _run(
     name, *arguments = words[is_module:]
     script = read_script(name, is_module=is_module, arguments=arguments)
     first: ScriptRun | None = None
+    of_first: ScriptWatch | None = None
     with Launcher(script, settings) as launcher:
         check_found(settings.packages, folder=script.folder)
         for seed in seeds:
@@ -264,7 +267,7 @@ def _run(
                 _tell_failure(run)
                 return _finish(settings, (seed,), words=words, runs=runs)
             if first is None:
-                first, compared = run, len(watch.replicas.compared)
+                first, of_first = run, watch
                 continue
             difference = first_difference(first, run, ignored=runs.ignore)
             if difference:
@@ -272,23 +275,22 @@ def _run(
                 if run.failure is not None:
                     _tell_failure(run)
                 return _finish(settings, (first.seed, seed), words=words, runs=runs)
-    assert first is not None
-    _say(_summary(first, settings, count=len(seeds), replicas=compared))
+    assert first is not None and of_first is not None
+    rows = shared_rows_note([log for _, log in sorted(of_first.rows.items())])
+    if rows:
+        _say(f"Note: {rows}")
+    replicas = len(of_first.replicas.compared)
+    _say(_summary(first, settings, count=len(seeds), replicas=replicas))
     return 0
 
 
 def _tell_watched(watch: ScriptWatch, *, is_first: bool) -> bool:
     """Tell of tensors that differ among ranks; True if that is a finding."""
-    from zero_sim.against.shares import shared_rows_note
-
     replicas = watch.replicas
     if replicas.findings:
         _say(f"Error: {replicas.finding}")
     elif is_first and replicas.warnings:
         _say(f"Warning: {replicas.warning}")
-    rows = shared_rows_note([log for _, log in sorted(watch.rows.items())])
-    if is_first and rows:
-        _say(f"Note: {rows}")
     return bool(replicas.findings)
 
 
