@@ -19,7 +19,6 @@ from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
     from zero_sim.against.watch import ScriptWatch
-    from zero_sim.against.watch import ScriptWatch
     from zero_sim.script.launch import Settings
     from zero_sim.script.record import ScriptRun
 
@@ -275,7 +274,8 @@ def _run(
                 if run.failure is not None:
                     _tell_failure(run)
                 return _finish(settings, (first.seed, seed), words=words, runs=runs)
-    assert first is not None and of_first is not None
+    assert first is not None
+    assert of_first is not None
     rows = shared_rows_note([log for _, log in sorted(of_first.rows.items())])
     if rows:
         _say(f"Note: {rows}")
