@@ -54,7 +54,7 @@ class Reductions:
         """Look at a reduction.
 
         Args:
-            record: The call.
+            record: Kind, group and site of the call.
             call: Its tensors.
             capture: Knows the modules of its rank.
         """
