@@ -187,6 +187,44 @@ model = DistributedDataParallel(
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
     + LOOP,
+    "a buffer that the outer module changes": """
+class Outer(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.inner.register_buffer("count", torch.zeros(2))
+    def forward(self, mine):
+        self.inner.count += mine.sum(0)[:2].detach()
+        return self.inner(mine)
+model = DistributedDataParallel(Outer(model.module))
+"""
+    + LOOP,
+    "two models that train by turns, the second with unused params": """
+spare = DistributedDataParallel(
+    torch.nn.ModuleDict({"used": torch.nn.Linear(4, 2), "unused": torch.nn.Linear(4, 2)}),
+    find_unused_parameters=True,
+)
+spare.module.forward = lambda mine: spare.module["used"](mine)
+second = torch.optim.AdamW(spare.parameters())
+for index in range(3):
+    step(rows(index))
+    if index:
+        loss_of(spare, rows(index)).backward()
+        second.step()
+        second.zero_grad()
+""",
+    "params recomputed in backward": """
+from torch.utils.checkpoint import checkpoint
+inner = model.module
+call = inner[0].forward
+inner[0].forward = lambda mine: checkpoint(call, mine, use_reentrant=False)
+"""
+    + LOOP,
+    "a sharded optimizer": """
+from torch.distributed.optim import ZeroRedundancyOptimizer
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+"""
+    + LOOP,
     "values that are no numbers": "model.module[0].bias.data.fill_(float('nan'))\n" + LOOP,
 }
 

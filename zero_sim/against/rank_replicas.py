@@ -12,7 +12,7 @@ gradients before a step, the difference after it is a warning; if some rank's di
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,8 +84,8 @@ class RankReplicas:
     _wrappers: list[_Wrapper] = field(default_factory=list)
     _wrapped: dict[int, tuple[_Wrapper, str]] = field(default_factory=dict)
     """The wrapper of each module that one contains, and the module's name in it."""
-    _meshes: dict[tuple[int, str], Any] = field(default_factory=dict)
-    """Meshes of DTensors that FSDP replaces by plain tensors in forwards, by module and name."""
+    _sharded: dict[tuple[int, str], tuple[Any, int]] = field(default_factory=dict)
+    """Mesh and id of DTensors, by module and name: FSDP replaces them in forwards."""
     _steps: Counter[int] = field(default_factory=Counter)
     """Optimizer steps on each tensor, by id."""
     _latest: dict[ReplicaKey, ValueIndex] = field(default_factory=dict)
@@ -104,10 +104,10 @@ class RankReplicas:
         for module in root.modules():
             for name, param in module._parameters.items():
                 if isinstance(param, DTensor):
-                    self._meshes[id(module), name] = param.device_mesh
+                    self._sharded[id(module), name] = param.device_mesh, id(param)
 
     def begin_forward(self, module: Module, name: str | None, *, steps: int, trains: bool) -> None:
-        """Before each forward; compares buffers, which a forward may change.
+        """Before each forward; compares buffers.
 
         Args:
             module: The module.
@@ -117,23 +117,28 @@ class RankReplicas:
         """
         if isinstance(module, DistributedDataParallel):
             self._wrapper(module).begin_forward(trains=trains)
-        if not self._trains or not module._buffers:
+        if not self._trains:
             return
-        wrapper, inner = self._wrapped.get(id(module), (None, ""))
-        if wrapper is not None:
-            if not wrapper.broadcasts_now:
-                return
-            index = ValueIndex(0, wrapper.broadcasts)
-        elif name is None or isinstance(module, _NormBase):
-            return  # Statistics of a rank's own rows.
-        else:
-            index = ValueIndex(steps)
-        label = wrapper.label if wrapper else ""
-        group = _members(wrapper.module) if wrapper else ()
-        for each, buffer in _plain(module._buffers):
-            full = f"{inner if wrapper else name}.{each}".lstrip(".")
-            key = ReplicaKey(label, full, tuple(buffer.shape), group)
-            self._compare(key, index, buffer, count=len(group) or None)
+        wrapper, _ = self._wrapped.get(id(module), (None, ""))
+        if wrapper is not None and module is wrapper.module.module:
+            self._compare_broadcast(wrapper)
+        # Norms have statistics of a rank's own rows.
+        elif wrapper is None and name is not None and not isinstance(module, _NormBase):
+            for each, buffer in module._buffers.items():
+                if buffer is not None and _is_plain(buffer):
+                    key = ReplicaKey("", f"{name}.{each}".lstrip("."), tuple(buffer.shape))
+                    self._compare(key, ValueIndex(steps), buffer)
+
+    def _compare_broadcast(self, wrapper: _Wrapper) -> None:
+        """Compare all buffers that were broadcast just now; forwards may change them."""
+        if not wrapper.broadcasts_now:
+            return
+        broadcast = {id(each) for each in wrapper.module.modules_buffers}
+        group = _members(wrapper.module)
+        for name, buffer in wrapper.module.module.named_buffers():
+            if id(buffer) in broadcast and _is_plain(buffer):
+                key = ReplicaKey(wrapper.label, plain_name(name), tuple(buffer.shape), group)
+                self._compare(key, ValueIndex(0, wrapper.broadcasts), buffer, count=len(group))
 
     def end_forward(self, module: Module, name: str | None, *, steps: int) -> None:
         """After each forward; compares the params that it used."""
@@ -149,10 +154,9 @@ class RankReplicas:
             if wrapper is not None and id(param) in wrapper.params:
                 self._compare_wrapped(wrapper, f"{inner}.{each}".lstrip("."), param)
             elif name is not None:
-                own = self._steps[id(param)]
-                full = f"{name}.{each}".lstrip(".")
-                mesh = self._meshes.get((id(module), each))
-                self._compare_placed(full, param, ValueIndex(own or steps), mesh)
+                mesh, held = self._sharded.get((id(module), each), (None, id(param)))
+                index = ValueIndex(self._steps[held] or steps)
+                self._compare_placed(f"{name}.{each}".lstrip("."), param, index, mesh)
 
     def end_step(self, optimizer: Any) -> None:
         """After each `Optimizer.step` that no other contains."""
@@ -237,12 +241,6 @@ def _members(module: Any) -> tuple[int, ...]:
 
 def _ranks(mesh: Any) -> tuple[int, ...]:
     return tuple(mesh.mesh.reshape(-1).tolist())
-
-
-def _plain(tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors.items():
-        if tensor is not None and _is_plain(tensor):
-            yield name, tensor
 
 
 def _is_plain(tensor: Tensor) -> bool:
