@@ -41,6 +41,10 @@ class RowsRead(Protocol):
         """Note the rows; return other arguments if they are to be replaced."""
         ...
 
+    def begin_pass(self) -> None:
+        """Note that a pass over a DataLoader begins."""
+        ...
+
 
 @dataclass(slots=True)
 class RowLog:
@@ -52,12 +56,20 @@ class RowLog:
     keeps_values: bool = False
     """True to keep the rows themselves, so that they can be dealt."""
     digests: dict[tuple[int, Slot], list[str]] = field(default_factory=lambda: defaultdict(list))
+    epochs: dict[int, int] = field(default_factory=dict)
+    """Passes over DataLoaders that had begun in each step; 0 for rows that no DataLoader gave."""
     values: dict[tuple[int, Slot], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    _passes: int = 0
+
+    def begin_pass(self) -> None:
+        """Note that a pass over a DataLoader begins."""
+        self._passes += 1
 
     def read(
         self, step: int, module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Note the rows."""
+        self.epochs.setdefault(step, self._passes)
         for slot, tensor in _slots(module, args, kwargs):
             self.digests[step, slot] += _digests(tensor)
             if self.keeps_values:
@@ -88,6 +100,10 @@ class DealtRows:
         self._world_size = world_size
         self._dealt: dict[tuple[int, Slot], int] = defaultdict(int)
         self._joined: dict[tuple[int, Slot], Tensor] = {}
+
+    def begin_pass(self) -> None:
+        """Note that a pass over a DataLoader begins."""
+        self.log.begin_pass()
 
     def read(
         self, step: int, module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -137,7 +153,15 @@ def _slots(
     module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Slot, Tensor]]:
     for key, value in (*enumerate(args), *kwargs.items()):
-        if type(value) is Tensor and value.dim() and not value.requires_grad:
+        if (
+            type(value) is Tensor
+            and value.dim()
+            and value.numel()
+            and not value.requires_grad
+            and value.layout is torch.strided
+            and value.device.type == "cpu"
+            and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        ):
             yield Slot(module, str(key)), value
 
 

@@ -13,6 +13,7 @@ from zero_sim.against.measure import FLOOR, LIMIT, Baseline, Measured, Measureme
 from zero_sim.against.points import LOCALISING, Point
 from zero_sim.against.rows import first_row_difference
 from zero_sim.against.runs import Observed, Side, Way, observe
+from zero_sim.against.shares import wrongly_dealt
 
 Outcome = Literal["equal", "different", "script-fails", "inconclusive", "unsupported"]
 EXIT_STATUS: dict[Outcome, int] = {
@@ -106,6 +107,8 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = 
     prepared = Prepared(side=side, seed=seed, baseline=baseline, observed=observed)
     if observed.script.failure is not None:
         prepared.failure = _failed_first(prepared)
+    elif observed.replicas.findings:
+        prepared.failure = _drifted(observed)
     elif observed.reasons:
         prepared.failure = _by_design(observed.reasons)
     else:
@@ -142,6 +145,15 @@ def judge(
     got = observe(side, way, seed=prepared.seed)
     if got.script.failure is not None:
         verdict = _failed_second(prepared, side, got)
+    elif got.replicas.findings:
+        outcome, reason, remedy, ending = _drifted(got)
+        verdict = AgainstVerdict(outcome=outcome, reason=reason, remedy=remedy, ending=ending)
+    elif wrong_rows := wrongly_dealt(prepared.observed.rows, got.rows):
+        verdict = AgainstVerdict(
+            outcome="different",
+            reason=wrong_rows,
+            remedy="Let samplers of all ranks draw one order, with one seed, and share it out.",
+        )
     elif (rows := first_row_difference(prepared.observed.rows, got.rows)) is not None:
         verdict = AgainstVerdict(
             outcome="inconclusive",
@@ -152,7 +164,9 @@ def judge(
     else:
         measurement.finish(expected_log=prepared.observed.gathers, got_log=got.gathers)
         verdict = _judged(prepared, measurement, got)
-    verdict = replace(verdict, **names)
+    # One rank counts what all ranks count together, so it may lose integers that they do not.
+    lost = got.integers.notes or prepared.observed.integers.notes
+    verdict = replace(verdict, **names, notes=(*verdict.notes, *lost, *got.reductions.notes))
     return Comparison(verdict=verdict, prepared=prepared, side=side, measurement=measurement)
 
 
@@ -185,6 +199,12 @@ def _failed_second(prepared: Prepared, side: Side, got: Observed) -> AgainstVerd
         reason=f"{side.text} fail{where}, and {prepared.side.text} does not: {failed.ending}",
         ending=failed.failure.report if failed.failure else "",
     )
+
+
+def _drifted(observed: Observed) -> tuple[Outcome, str, str, str]:
+    reason, *lines = observed.replicas.finding.splitlines()
+    ending = "\n".join(line.removeprefix("  ") for line in lines[:-1])
+    return "different", reason[0].upper() + reason[1:], lines[-1].strip(), ending
 
 
 def _by_design(reasons: Mapping[str, str]) -> tuple[Outcome, str, str, str]:

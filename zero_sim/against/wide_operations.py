@@ -1,12 +1,4 @@
-"""Runs every operation of one rank in float64 and notes native dtypes; may move results at random.
-
-[Note: rounding noise]
-Monte Carlo arithmetic (Parker 1997; CESTAC and Verrou are tools of the kind) measures how far
-rounding alone moves a result: each operation's result is moved at random by up to one unit in its
-last place. Results that are exact have no rounding and stay. An exact result of inputs with few
-digits has zeros in its last places, and a rounded one has them by chance in one case of 2^12; so
-numbers with `EXACT_BITS` zeros at their end stay. Counts and powers of two are among them.
-"""
+"""Runs every operation of one rank in float64, and notes native dtypes."""
 
 from __future__ import annotations
 
@@ -20,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero_sim.against.integers import ADDITIONS
 from zero_sim.against.native_dtypes import WIDE, native, note, stored, thread
+from zero_sim.against.noise import Noise
 from zero_sim.sim.dispatch import has_own_dispatch, is_fake
 
-EXACT_BITS = 12
-"""Zeros at the end of a float64's 53 digits with which a result counts as exact."""
-_EXACT_MASK = (1 << EXACT_BITS) - 1
 _FACTORIES_WITHOUT_DRAWS = frozenset(
     {
         "empty",
@@ -63,7 +54,7 @@ _COPIES = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class Plan:
     """Facts of one operator's schema."""
 
     name: str
@@ -78,12 +69,13 @@ class _Plan:
 
 
 @functools.cache
-def _plan_of(func: Any) -> _Plan:
+def plan_of(func: Any) -> Plan:
+    """Facts of an operator."""
     schema = func._schema
     name = schema.name.partition("::")[2]
     aliases = any(each.alias_info is not None for each in schema.returns)
     takes_tensor = any("Tensor" in str(each.type) for each in schema.arguments)
-    return _Plan(
+    return Plan(
         name=name,
         is_fresh=not aliases and bool(schema.returns),
         takes_dtype=any(each.name == "dtype" for each in schema.arguments),
@@ -100,16 +92,22 @@ class WideOperations(TorchDispatchMode):
         noise_seed: Seed of the rounding noise; None for no noise.
         counts: True while operations belong to the script's forwards and backwards. Others depend
             on what torch has cached.
+        added: Receives name and result of each operation of `ADDITIONS`.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, *, noise_seed: int | None = None, counts: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        *,
+        noise_seed: int | None = None,
+        counts: Callable[[], bool],
+        added: Callable[[str, Any], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._noise = None
-        if noise_seed is not None:
-            self._noise = torch.Generator().manual_seed(noise_seed)
+        self._noise = None if noise_seed is None else Noise(noise_seed)
         self._counts = counts
+        self._added = added
         self._taken = hashlib.blake2b(digest_size=16)
         self.operation_count = 0
 
@@ -143,7 +141,7 @@ class WideOperations(TorchDispatchMode):
                 return func(*args, **kwargs)
             if has_own_dispatch(each):
                 return NotImplemented
-        plan = _plan_of(func)
+        plan = plan_of(func)
         if self._counts():
             self.operation_count += 1
             self._taken.update(plan.name.encode())
@@ -154,12 +152,14 @@ class WideOperations(TorchDispatchMode):
                 return special(func, args, kwargs)
             result = self._run(func, plan, args, kwargs)
             if self._noise is not None and not plan.is_exact:
-                self._move(result)
+                self._noise.move(result)
+            if self._added is not None and plan.name in ADDITIONS:
+                self._added(plan.name, args[0] if result is None else result)
             return result
         finally:
             thread.active = True
 
-    def _run(self, func: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not plan.is_fresh:
             if plan.takes_dtype and kwargs.get("dtype") in WIDE:
                 kwargs = {**kwargs, "dtype": WIDE[kwargs["dtype"]]}
@@ -201,22 +201,6 @@ class WideOperations(TorchDispatchMode):
             _note_fresh(result, dtype)
         return result
 
-    def _move(self, result: Any) -> None:
-        """Move rounded numbers by up to one unit in the last place."""
-        for each in result if isinstance(result, (list, tuple)) else (result,):
-            if (
-                not isinstance(each, Tensor)
-                or stored(each) is not torch.float64
-                or not each.numel()
-                or each.layout is not torch.strided
-            ):
-                continue
-            noise = torch.rand(each.shape, generator=self._noise, dtype=torch.float64)
-            noise.mul_(2 * torch.finfo(torch.float64).eps).add_(1 - torch.finfo(torch.float64).eps)
-            digits = each.contiguous().view(torch.int64)
-            noise.masked_fill_((digits & _EXACT_MASK) == 0, 1.0)
-            each.mul_(noise)
-
 
 def _is_meta(device: Any) -> bool:
     return device is not None and torch.device(device).type == "meta"
@@ -232,7 +216,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return found
 
 
-def _made(func: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _made(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A new tensor of no others; draws are those that the script's dtype would get."""
     dtype = kwargs.get("dtype")
     if plan.name in _FACTORIES_WITHOUT_DRAWS and dtype in WIDE:
@@ -252,7 +236,7 @@ def _made(func: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any])
     return result
 
 
-def _promoted(tensors: list[Tensor], plan: _Plan) -> torch.dtype | None:
+def _promoted(tensors: list[Tensor], plan: Plan) -> torch.dtype | None:
     """The dtype of a result by torch's rules: tensors with dimensions come before those without."""
     if thread.autocast and thread.autocast[-1] is not None and plan.name in _BY_AUTOCAST:
         return thread.autocast[-1]
