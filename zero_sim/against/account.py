@@ -239,7 +239,7 @@ def _is_unreduced(measurement: Measurement, point: Point) -> bool:
 def _feeds(side: Side, point: Point, ranks: Sequence[int], *, seed: int) -> tuple[Feed, ...]:
     probe = _Probe(point)
     observe(side, Way(sink=probe, called=probe.called), seed=seed)
-    return tuple(probe.feeds[rank] for rank in ranks[:2] if rank in probe.feeds)
+    return tuple(probe.feeds[rank] for rank in ranks if rank in probe.feeds)
 
 
 class _Probe:

@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict
 from torch.nn import Module
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -37,6 +38,7 @@ from zero_sim.sim import unwatched
 from zero_sim.sim.callsite import call_site
 
 _TREE_DEPTH = 8
+WATCHED_PARAMS = 3
 
 
 class _Thread(threading.local):
@@ -69,7 +71,7 @@ class RankCapture:
         replicas: RankReplicas,
     ) -> None:
         self.steps = steps
-        """Outermost calls of `Optimizer.step` so far."""
+        """Outermost calls of `Optimizer.step` so far, or changes of params without one."""
         self.saved_at = -1
         """Optimizer steps before the last checkpoint that the rank saved; -1 if it saved none."""
         self.restarted: list[str] = []
@@ -86,6 +88,8 @@ class RankCapture:
         self._start = dict(start)
         self._replicas = replicas
         self._seen: set[tuple[Moment, str]] = set()
+        self._watched: dict[str, Tensor] | None = None
+        """Values of a few params at the last forward, if no `Optimizer.step` came after it."""
         self._files: dict[tuple[str, str, int], int] = defaultdict(int)
 
     @property
@@ -117,6 +121,8 @@ class RankCapture:
         _thread.capture = self
         try:
             yield
+            with self._aside():
+                self._count_own_step()
             self._observe_end()
         finally:
             _thread.capture = None
@@ -131,12 +137,24 @@ class RankCapture:
                 self._names.add(module)
                 if self._start:
                     self._restart()
+                if trains:
+                    self._count_own_step()
                 self._replicas.begin_outermost(module, trains=trains)
                 if trains:
                     replaced = self._rows.read(self.steps, _class_name(module), args, kwargs)
             name = self._names.of_module(module)
             self._replicas.begin_forward(module, name, steps=self.steps, trains=trains)
         return replaced
+
+    def _count_own_step(self) -> None:
+        """Count a step of an optimizer that is none of torch's: params changed since a forward."""
+        now = {name: _local(param).clone() for name, param in self._names.smallest()}
+        before, self._watched = self._watched, now
+        if before is None or before.keys() != now.keys():
+            return
+        if any(not torch.equal(before[name], now[name]) for name in now):
+            self.steps += 1
+            self._seen.clear()
 
     def _restart(self) -> None:
         for name, param in self._names.params():
@@ -205,7 +223,7 @@ class RankCapture:
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if isinstance(value, float):
-                    self._observe_number("gradient", f"{key} of group {index}", value)
+                    self._observe_number("setting", f"{key} of group {index}", value)
             for param in group["params"]:
                 if param.grad is not None:
                     name = self._names.of_param(param)
@@ -228,6 +246,7 @@ class RankCapture:
                 self._observe("param", name, param, owner=param)
         self.steps += 1
         self._seen.clear()
+        self._watched = None
 
     def observe_file(self, moment: Moment, content: Any, site: tuple[str, int]) -> None:
         """Observe the tensors of a checkpoint by their places in it."""
@@ -343,6 +362,15 @@ class _Names:
                         default = f"{prefix}.{name}".lstrip(".")
                         yield self._params.get(id(param), default), param
         yield from self.others.items()
+
+    def smallest(self) -> list[tuple[str, Tensor]]:
+        """The smallest trained params that have memory."""
+        trained = [
+            (name, param)
+            for name, param in self.params()
+            if param.requires_grad and _local(param).untyped_storage().nbytes()
+        ]
+        return sorted(trained, key=lambda each: each[1].numel())[:WATCHED_PARAMS]
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """All named buffers of floats."""
@@ -564,6 +592,8 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield functional, "scaled_dot_product_attention", attended
     for name in _LOSSES:
         yield functional, name, _loss(name, getattr(functional, name))
+    # torch makes state by a step with gradients of 0, which is none of the script's.
+    yield state_dict, "_init_optim_state", _unobserved(state_dict._init_optim_state)
     yield torch.autograd, "backward", backward_observed
     yield torch, "save", saved
     yield torch, "load", loaded
@@ -590,6 +620,17 @@ def _loss(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return original(input, target, *args, **kwargs)
 
     return loss
+
+
+def _unobserved(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        capture, _thread.capture = _thread.capture, None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _thread.capture = capture
+
+    return call
 
 
 def _is_of_script() -> bool:

@@ -185,6 +185,8 @@ class RowDifference:
     expected_count: int
     got_count: int
     shared_count: int
+    several_count: int
+    """Rows that more than one rank read."""
     is_repeated: bool
     """True if every rank read every row."""
 
@@ -192,11 +194,28 @@ class RowDifference:
     def text(self) -> str:
         """The difference in words."""
         head = (
-            f"before step {self.step + 1} all ranks together read {self.got_count} rows of "
-            f"{self.slot}, and the run to compare with {self.expected_count}; "
-            f"{self.shared_count} are the same"
+            f"in step {self.step + 1} all ranks together read {self.got_count} rows of "
+            f"{self.slot}, and the other run read {self.expected_count}; {self.shared_count} are "
+            "the same"
         )
-        return head + ("; every rank read every row" if self.is_repeated else "")
+        if self.is_repeated:
+            return f"{head}; every rank read every row"
+        return f"{head}; several ranks read {self.several_count}" if self.several_count else head
+
+    @property
+    def remedy(self) -> str:
+        """How to let both runs read the same."""
+        if self.several_count:
+            return (
+                "Share the rows of a step out, for example with DistributedSampler and one seed "
+                "for all ranks."
+            )
+        if self.expected_count != self.got_count:
+            return "Give the other run as many rows with --arguments-of-one."
+        return (
+            "Draw the rows of a step alike for any number of ranks, and share them out; or let "
+            "--feed deal the rows of one rank to all."
+        )
 
 
 def first_row_difference(expected: Sequence[RowLog], got: Sequence[RowLog]) -> RowDifference | None:
@@ -223,6 +242,7 @@ def first_row_difference(expected: Sequence[RowLog], got: Sequence[RowLog]) -> R
                 expected_count=ones.total(),
                 got_count=many.total(),
                 shared_count=(ones & many).total(),
+                several_count=sum(1 for row in many if sum(row in rows for rows in each) > 1),
                 is_repeated=all(set(rows) == set(ones) for rows in each),
             )
         )

@@ -14,6 +14,7 @@ from zero_sim.against.points import LOCALISING, Point
 from zero_sim.against.rows import first_row_difference
 from zero_sim.against.runs import Observed, Side, Way, observe
 from zero_sim.against.shares import wrongly_dealt
+from zero_sim.errors import UsageError
 
 Outcome = Literal["equal", "different", "script-fails", "inconclusive", "unsupported"]
 EXIT_STATUS: dict[Outcome, int] = {
@@ -158,8 +159,7 @@ def judge(
         verdict = AgainstVerdict(
             outcome="inconclusive",
             reason=f"The data differ: {rows.text}.",
-            remedy="Keep the global batch with --arguments-of-one, or let --feed deal the rows of "
-            "one rank to all.",
+            remedy=rows.remedy,
         )
     else:
         measurement.finish(expected_log=prepared.observed.gathers, got_log=got.gathers)
@@ -191,12 +191,16 @@ def _failed_first(prepared: Prepared) -> tuple[Outcome, str, str, str]:
 
 
 def _failed_second(prepared: Prepared, side: Side, got: Observed) -> AgainstVerdict:
+    error = getattr(got.script.failure, "error", None)
+    if isinstance(error, UsageError):
+        raise error  # Of dealt rows, which no other run would mend.
     native = observe(side, Way(sink=Baseline(), is_native=True), seed=prepared.seed).script
     failed = got.script if native.failure is None else native
     where = " in float64 alone" if native.failure is None else ""
     return AgainstVerdict(
         outcome="unsupported" if native.failure is None else "different",
-        reason=f"{side.text} fail{where}, and {prepared.side.text} does not: {failed.ending}",
+        reason=f"The run on {side.text} fails{where}, and that on {prepared.side.text} does not: "
+        f"{failed.ending}",
         ending=failed.failure.report if failed.failure else "",
     )
 
@@ -210,10 +214,15 @@ def _drifted(observed: Observed) -> tuple[Outcome, str, str, str]:
 def _by_design(reasons: Mapping[str, str]) -> tuple[Outcome, str, str, str]:
     named = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
     more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+    remedies = []
+    if any("mask" in reason for reason in reasons.values()):
+        remedies.append("Set dropout to 0, for example by an argument of the script.")
+    if any("mean of its own rows" in reason for reason in reasons.values()):
+        remedies.append("Replace BatchNorm by SyncBatchNorm or another norm.")
     return (
         "unsupported",
         f"The result depends on the number of ranks by design: {named}{more}.",
-        "Set dropout to 0, and replace BatchNorm by SyncBatchNorm or another norm.",
+        " ".join(remedies),
         "",
     )
 

@@ -116,6 +116,8 @@ def judge_script(
             click.echo(f"  replay: {shlex.join(again)}")
         seconds = time.perf_counter() - begun
         command = _command(options, side, words=words)
+        if verdict.outcome != "equal":
+            click.echo(f"  repeat: {command}")
         reported.append(
             Reported(
                 verdict=verdict, account=account, command=command, seconds=seconds, bundle=bundle

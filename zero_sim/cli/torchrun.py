@@ -225,6 +225,11 @@ def torchrun(
     words = (*(["-m"] if module else []), script, *arguments)
     dependent = [each.name for each in fields(AgainstOptions) if each.name != "against"]
     require_with(ctx, "--against", *dependent, given=relation.against is not None)
+    if "--against" in arguments:
+        raise UsageError(
+            "expected options of zero-sim before the script, got --against after it, where it is "
+            f"an argument of {script}. Put it before the script."
+        )
     if relation.against is not None:
         if several:
             raise UsageError("expected --against, or several runs, got both.")
