@@ -81,9 +81,7 @@ def judge_script(
     statuses, reports, cases = [], [], []
     for side in sides:
         begun = time.perf_counter()
-        comparison = judge(
-            prepared, side, feeds=options.feed, starts_alike=options.start_of_one
-        )
+        comparison = judge(prepared, side, feeds=options.feed, starts_alike=options.start_of_one)
         verdict, account = comparison.verdict, account_of(comparison)
         click.echo(printable(render(verdict, account), lines=True))
         statuses.append(EXIT_STATUS[verdict.outcome])
@@ -107,9 +105,7 @@ def _sides(
 
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
-    side = Side(
-        settings=settings, name=name, is_module=is_module, arguments=tuple(arguments)
-    )
+    side = Side(settings=settings, name=name, is_module=is_module, arguments=tuple(arguments))
     other = side
     if options.arguments_of_one is not None:
         other = replace(side, arguments=tuple(shlex.split(options.arguments_of_one)))

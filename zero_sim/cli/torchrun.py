@@ -288,13 +288,19 @@ def _summary(run: ScriptRun, settings: Settings, *, count: int) -> str:
     else:
         calls = "no collective was called"
     if count == 1:
-        return f"{settings.world_size} ranks came to their end: seed {run.seed}, {how}; {calls}"
+        return f"{_ranks(run, settings)} came to their end: seed {run.seed}, {how}; {calls}"
     points = sum(map(len, run.points))
     compared = f"{points} points of all ranks" if points else "no zero_sim.checkpoint_here"
     return (
-        f"{count} runs of {settings.world_size} ranks are equal: {how}; {calls}; {compared}, "
+        f"{count} runs of {_ranks(run, settings)} are equal: {how}; {calls}; {compared}, "
         f"{len(run.output)} lines of rank 0"
     )
+
+
+def _ranks(run: ScriptRun, settings: Settings) -> str:
+    """The ranks in words; those that a script started itself by world."""
+    sizes = run.started or (settings.world_size,)
+    return f"{', then '.join(map(str, sizes))} ranks"
 
 
 def repeat_command(

@@ -2,100 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from zero_sim.errors import UsageError
-from zero_sim.script.cuda import CudaOnCpu
-from zero_sim.script.custom_ops import operators_of_ranks
-from zero_sim.script.output import RankOutput
-from zero_sim.script.points import record_with
-from zero_sim.script.process_calls import calls_of_ranks, processes_of_ranks
 from zero_sim.script.program import Script, run_script
+from zero_sim.script.rank_processes import StartsRanks
 from zero_sim.script.rank_state import RankState
-from zero_sim.script.record import PointRecorder, ScriptRun
-from zero_sim.sim import RankFailed, World, WorldFailure
-from zero_sim.sim.call import Call
-from zero_sim.sim.callsite import raising_site, site_of
-from zero_sim.sim.log import CollectiveRecord
+from zero_sim.script.record import ScriptRun
+from zero_sim.script.scene import Scene
+from zero_sim.script.settings import Guest, NoGuest, Settings
+from zero_sim.script.starting import StartingScript
+from zero_sim.sim import World, WorldFailure
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """Everything about the world that a script runs on."""
-
-    ranks_per_node: int
-    nodes: int = 1
-    order: str = "linear"
-    schedule: str = "round-robin"
-    timing: str = "eager"
-    depth: int = 3
-    races: bool = False
-    strict: bool = True
-    stall_seconds: float = 300.0
-    packages: tuple[str, ...] = ()
-    """Top-level packages that every rank imports for itself, besides the script's folder."""
-    cuda_is_cpu: bool = False
-    address: str = "localhost"
-    port: int = 29500
-    shown: frozenset[int] | None = None
-    """Ranks whose output is shown; None for all."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of all nodes."""
-        return self.ranks_per_node * self.nodes
-
-    def environment(self, rank: int) -> Mapping[str, str]:
-        """What torchrun puts into the environment of a rank."""
-        node, local_rank = divmod(rank, self.ranks_per_node)
-        facts = {
-            "RANK": rank,
-            "LOCAL_RANK": local_rank,
-            "GROUP_RANK": node,
-            "ROLE_RANK": rank,
-            "ROLE_NAME": "default",
-            "WORLD_SIZE": self.world_size,
-            "LOCAL_WORLD_SIZE": self.ranks_per_node,
-            "GROUP_WORLD_SIZE": self.nodes,
-            "ROLE_WORLD_SIZE": self.world_size,
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": self.port,
-            "OMP_NUM_THREADS": 1,
-            "TORCHELASTIC_RESTART_COUNT": 0,
-            "TORCHELASTIC_MAX_RESTARTS": 0,
-            "TORCHELASTIC_RUN_ID": "none",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        return {name: str(value) for name, value in facts.items()}
-
-
-class Guest(Protocol):
-    """Looks on at the ranks of a script from inside."""
-
-    def in_rank(self, rank: int) -> AbstractContextManager[object]:
-        """A context around one rank's program, entered in its thread."""
-        ...
-
-    def called(self, record: CollectiveRecord, call: Call) -> None:
-        """Receive each call of a collective, in the thread of its rank."""
-        ...
-
-
-class NoGuest:
-    """Leaves ranks alone."""
-
-    def in_rank(self, rank: int) -> AbstractContextManager[object]:
-        """Nothing around the program."""
-        return contextlib.nullcontext()
-
-    def called(self, record: CollectiveRecord, call: Call) -> None:
-        """Nothing to do."""
+__all__ = ["Guest", "Launcher", "NoGuest", "Settings"]
 
 
 class Launcher:
@@ -117,6 +38,8 @@ class Launcher:
                 f"expected to show the output of ranks below {settings.world_size}, got "
                 f"{unknown[0]}"
             )
+        self.starts: StartsRanks | None = None
+        """Set once the script was seen to start its ranks itself."""
         self._script = script
         self._settings = settings
         self._guest = guest or NoGuest()
@@ -128,14 +51,7 @@ class Launcher:
         )
         self._world = World(
             settings.world_size,
-            order=settings.order,
-            schedule=settings.schedule,
-            timing=settings.timing,
-            depth=settings.depth,
-            races=settings.races,
-            strict=settings.strict,
-            stall_seconds=settings.stall_seconds,
-            initialized=False,
+            **settings.of_world(),
             rank_local=self._state,
         )
 
@@ -153,74 +69,55 @@ class Launcher:
     def run(self, *, seed: int, quiet: bool = False) -> ScriptRun:
         """Run the script to its end, or to what ends it.
 
+        A script that starts its ranks itself runs again, as their starter.
+
         Args:
             seed: Of drawn schedules, of the hostile timing, and of whatever the script leaves to
                 chance.
             quiet: Whether to show nothing of what ranks print.
         """
+        if self.starts is None:
+            run = self._run_ranks(seed=seed, quiet=quiet)
+            if not isinstance(run.failure, StartsRanks):
+                return run
+            self.starts = run.failure
+            if not quiet:
+                sys.stderr.write(_note(self._script, self._settings, run.failure))
+        run = self._run_starter(seed=seed, quiet=quiet, all_own=self.starts.all_own)
+        if isinstance(run.failure, StartsRanks) and not self.starts.all_own:
+            self.starts = run.failure
+            run = self._run_starter(seed=seed, quiet=quiet, all_own=True)
+        return run
+
+    def _run_ranks(self, *, seed: int, quiet: bool) -> ScriptRun:
+        """Run the script on every rank, as torchrun does."""
         self._world.configure(seed=seed)
-        settings = self._settings
-        recorders = [PointRecorder() for _ in range(settings.world_size)]
-        cuda = CudaOnCpu(device_count=settings.ranks_per_node, rank=lambda: self._state.current)
+        state = self._state
+        scene = Scene(self._settings, self._guest, state_in_place=lambda: state)
         failure: WorldFailure | None = None
-        with contextlib.ExitStack() as stack:
-            out, err = stack.enter_context(self._output(quiet=quiet))
-            stack.enter_context(calls_of_ranks(self._state.owns))
-            stack.enter_context(processes_of_ranks())
-            stack.enter_context(operators_of_ranks())
-            if settings.cuda_is_cpu:
-                stack.enter_context(cuda.installed())
-
-            def program(rank: int) -> None:
-                self._world.log.watch = self._guest.called
-                record_with(recorders[rank])
-                device = cuda.in_rank() if settings.cuda_is_cpu else contextlib.nullcontext()
-                try:
-                    with device, self._guest.in_rank(rank):
-                        run_script(self._script)
-                finally:
-                    record_with(None)
-                    out.end_rank(rank)
-                    err.end_rank(rank)
-
+        with scene.set_up(writer=lambda: state.current, quiet=quiet):
             try:
-                self._world.run(program)
+                self._world.run(
+                    lambda rank: scene.run_in_rank(
+                        self._world, rank, lambda: run_script(self._script)
+                    )
+                )
             except WorldFailure as raised:
                 failure = raised
             finally:
-                self._state.forget()
-        return ScriptRun(
-            seed=seed,
-            failure=failure,
-            ending=ending_of(failure),
-            output=tuple(out.lines),
-            points=tuple(tuple(recorder.points) for recorder in recorders),
-            collective_count=len(self._world.log.collectives),
-        )
+                state.forget()
+        collectives = len(self._world.log.collectives)
+        return scene.recorded(seed=seed, failure=failure, collective_count=collectives)
 
-    @contextlib.contextmanager
-    def _output(self, *, quiet: bool) -> Iterator[tuple[RankOutput, RankOutput]]:
-        shown: Collection[int] | None = frozenset() if quiet else self._settings.shown
-        streams = sys.stdout, sys.stderr
-        out, err = (
-            RankOutput(stream, writer=lambda: self._state.current, shown=shown, kept=kept)
-            for stream, kept in zip(streams, (0, -1), strict=True)
-        )
-        sys.stdout, sys.stderr = out, err
-        try:
-            yield out, err
-        finally:
-            sys.stdout, sys.stderr = streams
+    def _run_starter(self, *, seed: int, quiet: bool, all_own: bool) -> ScriptRun:
+        """Run the script once, and the processes that it starts as ranks."""
+        starting = StartingScript(self._script, self._settings, self._guest, seed=seed)
+        return starting.run(quiet=quiet, all_own=all_own)
 
 
-def ending_of(failure: WorldFailure | None) -> str:
-    """How a run ended, in one line."""
-    if failure is None:
-        return "every rank came to its end"
-    if not isinstance(failure, RankFailed):
-        return str(failure).partition("\n")[0]
-    site = site_of(*raising_site(failure.error))
-    if isinstance(failure.error, SystemExit):
-        return f"rank {failure.rank} exited with {failure.error.code!r} at {site}"
-    name = type(failure.error).__name__
-    return f"rank {failure.rank} raised {name} at {site}: {failure.error}"
+def _note(script: Script, settings: Settings, starts: StartsRanks) -> str:
+    return (
+        f"Note: {script.name} starts ranks itself at {starts.site}. It runs again as `python` "
+        f"would run it, on a node of {settings.ranks_per_node} GPUs, and its processes are the "
+        "ranks.\n"
+    )

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 from typing import Any, TextIO
 
 CALLER = -1
+STARTER = -2
+"""Writer of a script that starts its ranks, outside of them."""
 
 
 class RankOutput(io.TextIOBase):
@@ -16,7 +18,7 @@ class RankOutput(io.TextIOBase):
 
     Args:
         stream: The stream in whose place it stands.
-        writer: Who writes: a rank, or -1, whose text goes on unchanged.
+        writer: Who writes: a rank, -1, whose text goes on unchanged, or -2, the ranks' starter.
         shown: Ranks whose lines are shown; None for all.
         kept: The rank whose lines are kept; -1 for none.
     """
@@ -79,9 +81,12 @@ class RankOutput(io.TextIOBase):
             self._end_line(rank, line)
 
     def _end_line(self, rank: int, line: str) -> None:
-        if rank == self._kept:
+        is_starter = rank == STARTER
+        if rank == self._kept or (is_starter and self._kept != CALLER):
             self.lines.append(line)
-        if self._shown is None or rank in self._shown:
+        if is_starter and self._shown != frozenset():
+            self._stream.write(f"{line}\n")
+        elif self._shown is None or rank in self._shown:
             self._stream.write(f"[rank {rank}]: {line}\n")
 
 

@@ -50,6 +50,8 @@ class ScriptRun:
     points: tuple[tuple[Point, ...], ...]
     """By rank, in the order in which it came to them."""
     collective_count: int
+    started: tuple[int, ...] = ()
+    """Sizes of the worlds that the script started itself; empty if none."""
 
 
 @dataclass(slots=True)
