@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from zero_sim.errors import UsageError
+from zero_sim.script.absent import wants_gpus, wants_kernels
 from zero_sim.script.program import Script, run_script
 from zero_sim.script.rank_processes import StartsRanks
 from zero_sim.script.rank_state import RankState
@@ -38,8 +40,10 @@ class Launcher:
                 f"expected to show the output of ranks below {settings.world_size}, got "
                 f"{unknown[0]}"
             )
-        self.starts: StartsRanks | None = None
-        """Set once the script was seen to start its ranks itself."""
+        # Not the stream of ranks, which tells who wrote.
+        self._errors = sys.stderr
+        self._notes: set[str] = set()
+        self._is_quiet = False
         self._script = script
         self._settings = settings
         self._guest = guest or NoGuest()
@@ -69,33 +73,60 @@ class Launcher:
     def run(self, *, seed: int, quiet: bool = False) -> ScriptRun:
         """Run the script to its end, or to what ends it.
 
-        A script that starts its ranks itself runs again, as their starter.
+        It runs again in another way if it starts its ranks itself, or fails because it wants GPUs
+        or kernels that are not there.
 
         Args:
             seed: Of drawn schedules, of the hostile timing, and of whatever the script leaves to
                 chance.
             quiet: Whether to show nothing of what ranks print.
         """
-        if self.starts is None:
-            run = self._run_ranks(seed=seed, quiet=quiet)
-            if not isinstance(run.failure, StartsRanks):
-                return run
-            self.starts = run.failure
-            if not quiet:
-                sys.stderr.write(_note(self._script, self._settings, run.failure))
-        run = self._run_starter(seed=seed, quiet=quiet, all_own=self.starts.all_own)
-        if isinstance(run.failure, StartsRanks) and not self.starts.all_own:
-            self.starts = run.failure
-            run = self._run_starter(seed=seed, quiet=quiet, all_own=True)
+        self._is_quiet = quiet
+        run = self._run(seed=seed)
+        while (other := self._other_settings(run)) is not None:
+            self._settings = other
+            run = self._run(seed=seed)
         return run
 
-    def _run_ranks(self, *, seed: int, quiet: bool) -> ScriptRun:
+    def _other_settings(self, run: ScriptRun) -> Settings | None:
+        """Settings with which a script gets on that did not with these; None if there are none."""
+        settings, failure, name = self._settings, run.failure, self._script.name
+        if isinstance(failure, StartsRanks) and settings.starter != "all":
+            self._note(
+                f"{name} starts ranks itself at {failure.site}. It runs again as `python` would "
+                f"run it, with {settings.ranks_per_node} for the number of GPUs, and its processes "
+                "are the ranks."
+            )
+            return replace(settings, starter="all" if failure.all_own else "visible")
+        if not settings.cuda_is_cpu and wants_gpus(run):
+            self._note(
+                f"{name} wants GPUs, and there is none. It runs again with devices named cuda on "
+                f"the CPU, as with --cuda-is-cpu: {run.ending}"
+            )
+            return replace(settings, cuda_is_cpu=True)
+        if not settings.kernels_are_stubs and wants_kernels(run):
+            self._note(
+                f"{name} imports kernels that are not installed. It runs again, and fails if it "
+                f"calls one: {run.ending}"
+            )
+            return replace(settings, kernels_are_stubs=True)
+        return None
+
+    def _run(self, *, seed: int) -> ScriptRun:
+        if not self._settings.starter:
+            return self._run_ranks(seed=seed)
+        starting = StartingScript(
+            self._script, self._settings, self._guest, seed=seed, note=self._note
+        )
+        return starting.run(quiet=self._is_quiet)
+
+    def _run_ranks(self, *, seed: int) -> ScriptRun:
         """Run the script on every rank, as torchrun does."""
         self._world.configure(seed=seed)
         state = self._state
-        scene = Scene(self._settings, self._guest, state_in_place=lambda: state)
+        scene = Scene(self._settings, self._guest, state_in_place=lambda: state, note=self._note)
         failure: WorldFailure | None = None
-        with scene.set_up(writer=lambda: state.current, quiet=quiet):
+        with scene.set_up(writer=lambda: state.current, quiet=self._is_quiet):
             try:
                 self._world.run(
                     lambda rank: scene.run_in_rank(
@@ -109,15 +140,8 @@ class Launcher:
         collectives = len(self._world.log.collectives)
         return scene.recorded(seed=seed, failure=failure, collective_count=collectives)
 
-    def _run_starter(self, *, seed: int, quiet: bool, all_own: bool) -> ScriptRun:
-        """Run the script once, and the processes that it starts as ranks."""
-        starting = StartingScript(self._script, self._settings, self._guest, seed=seed)
-        return starting.run(quiet=quiet, all_own=all_own)
-
-
-def _note(script: Script, settings: Settings, starts: StartsRanks) -> str:
-    return (
-        f"Note: {script.name} starts ranks itself at {starts.site}. It runs again as `python` "
-        f"would run it, on a node of {settings.ranks_per_node} GPUs, and its processes are the "
-        "ranks.\n"
-    )
+    def _note(self, text: str) -> None:
+        if text not in self._notes and not self._is_quiet:
+            self._notes.add(text)
+            sys.stdout.flush()
+            self._errors.write(f"Note: {text}\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import signal
 import sys
 import threading
@@ -17,6 +18,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
+
+import torch.multiprocessing
 
 from zero_sim.script.child_guard import REFUSED_STATUS, GuardedRun, NoRank, no_rank
 from zero_sim.script.rank_processes import StartsRanks, is_rank
@@ -82,6 +85,8 @@ def calls_of_ranks(owns: Callable[[str], bool]) -> Iterator[None]:
 def processes_of_ranks() -> Iterator[None]:
     """End the world where a rank starts ranks; others of its processes run as ever."""
     start, join = BaseProcess.start, BaseProcess.join
+    start_processes = torch.multiprocessing.start_processes
+    module = sys.modules[start_processes.__module__]
     sites: WeakKeyDictionary[BaseProcess, str] = WeakKeyDictionary()
 
     def start_in_rank(process: BaseProcess) -> None:
@@ -102,9 +107,18 @@ def processes_of_ranks() -> Iterator[None]:
         if process in sites and process.exitcode == REFUSED_STATUS:
             raise _started_at(sites[process], all_own=True)
 
+    @functools.wraps(start_processes)
+    def start_several(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **options: Any) -> Any:
+        if rank_state.join is not None and nprocs == 0 and not torch.cuda.device_count():
+            raise RuntimeError("expected processes to start, got none: the number of GPUs is 0")
+        return start_processes(fn, args, nprocs, *rest, **options)
+
     with (
         mock.patch.object(BaseProcess, "start", start_in_rank),
         mock.patch.object(BaseProcess, "join", join_in_rank),
+        mock.patch.object(torch.multiprocessing, "start_processes", start_several),
+        # The attribute `spawn` of the package is a function; the module of that name calls its own.
+        mock.patch.object(module, "start_processes", start_several),
     ):
         yield
 

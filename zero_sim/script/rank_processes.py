@@ -112,7 +112,7 @@ def _names(code: CodeType) -> Iterator[str]:
 def _own_modules(space: dict[str, Any], names: set[str]) -> Iterator[dict[str, Any]]:
     for name in names & space.keys():
         module = space[name]
-        if isinstance(module, ModuleType) and _is_own(getattr(module, "__file__", None)):
+        if isinstance(module, ModuleType) and is_of_user(getattr(module, "__file__", None)):
             yield vars(module)
 
 
@@ -120,11 +120,12 @@ def _functions(value: Any) -> Iterator[FunctionType]:
     found = vars(value).values() if isinstance(value, type) else [value]
     for each in found:
         function = inspect.unwrap(each) if callable(each) else None
-        if isinstance(function, FunctionType) and _is_own(function.__code__.co_filename):
+        if isinstance(function, FunctionType) and is_of_user(function.__code__.co_filename):
             yield function
 
 
-def _is_own(file: str | None) -> bool:
+def is_of_user(file: str | None) -> bool:
+    """True for a file that belongs to neither Python nor an installed package."""
     if not file:
         return False
     file = os.path.realpath(file)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from zero_sim.script.absent import stubs_of_kernels, without_compiler
 from zero_sim.script.cuda import CudaOnCpu
 from zero_sim.script.custom_ops import operators_of_ranks
 from zero_sim.script.output import RankOutput
@@ -26,11 +27,18 @@ class Scene:
         settings: The world.
         guest: Looks on from inside the ranks.
         state_in_place: Returns the state of the world whose rank runs.
+        note: Called with notes for the user.
     """
 
     def __init__(
-        self, settings: Settings, guest: Guest, *, state_in_place: Callable[[], RankState]
+        self,
+        settings: Settings,
+        guest: Guest,
+        *,
+        state_in_place: Callable[[], RankState],
+        note: Callable[[str], None],
     ) -> None:
+        self._note = note
         self._settings = settings
         self._guest = guest
         self._state_in_place = state_in_place
@@ -54,6 +62,9 @@ class Scene:
             stack.enter_context(calls_of_ranks(owns))
             stack.enter_context(processes_of_ranks())
             stack.enter_context(operators_of_ranks())
+            stack.enter_context(without_compiler(self._note))
+            if self._settings.kernels_are_stubs:
+                stack.enter_context(stubs_of_kernels())
             if self._settings.cuda_is_cpu:
                 stack.enter_context(self._cuda.installed())
             yield
@@ -95,6 +106,7 @@ class Scene:
             output=tuple(self._streams[0].lines),
             points=tuple(tuple(each.points) for _, each in sorted(self._recorders.items())),
             collective_count=collective_count,
+            settings=self._settings,
             started=started,
         )
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
@@ -28,6 +28,11 @@ class Settings:
     packages: tuple[str, ...] = ()
     """Top-level packages that every rank imports for itself, besides the script's folder."""
     cuda_is_cpu: bool = False
+    kernels_are_stubs: bool = False
+    """True if packages of kernels that are not installed are stubs."""
+    starter: Literal["", "visible", "all"] = ""
+    """Empty for a script whose ranks torchrun starts. Of a script that starts its own: which of its
+    processes are ranks, those that visibly join a group or all that run a function of its own."""
     address: str = "localhost"
     port: int = 29500
     shown: frozenset[int] | None = None

@@ -30,9 +30,18 @@ class StartingScript:
         settings: Settings of the worlds that it starts; their size comes from the script.
         guest: Looks on from inside the ranks.
         seed: Seed of the run.
+        note: Called with notes for the user.
     """
 
-    def __init__(self, script: Script, settings: Settings, guest: Guest, *, seed: int) -> None:
+    def __init__(
+        self,
+        script: Script,
+        settings: Settings,
+        guest: Guest,
+        *,
+        seed: int,
+        note: Callable[[str], None],
+    ) -> None:
         self._script = script
         self._settings = settings
         self._seed = seed
@@ -44,15 +53,14 @@ class StartingScript:
             packages=settings.packages,
         )
         self._state = self._starter_state
-        self._scene = Scene(settings, guest, state_in_place=lambda: self._state)
+        self._scene = Scene(settings, guest, state_in_place=lambda: self._state, note=note)
         self._collective_count = 0
 
-    def run(self, *, quiet: bool, all_own: bool) -> ScriptRun:
+    def run(self, *, quiet: bool) -> ScriptRun:
         """Run the script to its end.
 
         Args:
             quiet: True to show nothing of what is printed.
-            all_own: True to take every process for a rank that runs a function of the script.
         """
         failure: WorldFailure | None = None
         sizes: tuple[int, ...] = ()
@@ -71,7 +79,7 @@ class StartingScript:
                 nonlocal failure, sizes
                 ranks = StartedRanks(
                     lambda processes: self._run_beside(world, processes),
-                    all_own=all_own,
+                    all_own=self._settings.starter == "all",
                     main=lambda: sys.modules["__main__"],
                 )
                 stall_seconds = self._settings.stall_seconds
