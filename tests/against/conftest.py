@@ -35,11 +35,11 @@ def average():
 def judged(monkeypatch, tmp_path):
     """Judges a script on some ranks by the same on one."""
 
-    def run(script, *arguments, ranks=2, one=None, code=None, **ways):
+    def run(script, *arguments, ranks=2, one=None, code=None, begin=TINY, **ways):
         folder = SCRIPTS
         if code is not None:
             folder = tmp_path
-            (tmp_path / script).write_text(TINY + code)
+            (tmp_path / script).write_text(begin + code)
         monkeypatch.chdir(folder)
         sides = [
             Side(

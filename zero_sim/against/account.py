@@ -87,7 +87,7 @@ def account_of(comparison: Comparison) -> Account | None:
     whole = whole_of(measurement.kept.get(first.point) or {0: _NO_PIECE})
     if first.point in measurement.joined:
         expected, joined = measurement.joined[first.point]
-        holders = tuple(range(side.settings.world_size))
+        holders = tuple(range(side.world_size))
         whole = Whole(kind="sharded", candidates={0: joined}, holders=holders)
     assert expected is not None and whole is not None
     bound = max(first.rounding * 64, FLOOR * 64) * float(expected.abs().max() or 1.0)
@@ -101,7 +101,7 @@ def account_of(comparison: Comparison) -> Account | None:
     return Account(
         difference=first,
         ranks=ranks,
-        world_size=side.settings.world_size,
+        world_size=side.world_size,
         is_alike=_is_alike(whole),
         differ_count=int(differs.sum()),
         elems=expected.numel(),
@@ -115,7 +115,7 @@ def account_of(comparison: Comparison) -> Account | None:
         beside=tuple(each.point.name for each in same_point),
         later_count=len(differences) - 1 - len(same_point),
         picture=_picture(
-            first.point, expected, spans, owners, ranks, world_size=side.settings.world_size
+            first.point, expected, spans, owners, ranks, world_size=side.world_size
         ),
     )
 

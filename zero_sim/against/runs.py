@@ -27,8 +27,12 @@ from zero_sim.script.program import read_script
 from zero_sim.script.record import ScriptRun
 from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
+from zero_sim.sim.world.rank_threads import rank_state
+from zero_sim.sim.world.run import Run
 
 COPY_LIMIT_BYTES = 2 << 30
+_STARTER = 999
+"""Stands for a script's main part among the ranks, to draw rounding noise."""
 _NOT_COPIED = frozenset({".git", ".venv", "__pycache__", ".zero_sim", "node_modules"})
 
 
@@ -44,13 +48,31 @@ class Side:
     """Arguments of a run before it in the same folder, which stops early; None for no such run."""
     label: str = ""
     """The side in words; empty for the number of its ranks."""
+    started: int = 0
+    """Number of ranks that the script was seen to start itself; 0 if torchrun starts them."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of its ranks."""
+        return self.started or self.settings.world_size
+
+    def as_tried(self, other: Side) -> Side:
+        """This side, run as another side of the script was found to run."""
+        tried = other.settings
+        settings = replace(
+            self.settings,
+            starter=tried.starter,
+            cuda_is_cpu=tried.cuda_is_cpu,
+            kernels_are_stubs=tried.kernels_are_stubs,
+        )
+        return replace(self, settings=settings)
 
     @property
     def text(self) -> str:
         """The side in words, as in `4 ranks`."""
         if self.label:
             return self.label
-        count = self.settings.world_size
+        count = self.world_size
         return f"{count} rank{'s' if count != 1 else ''}"
 
 
@@ -59,6 +81,8 @@ class Observed:
     """One run, apart from its tensors, which its sink has."""
 
     script: ScriptRun
+    side: Side
+    """The side as it ran, for example with CUDA on the CPU."""
     rows: list[RowLog] = field(default_factory=list)
     operations: tuple[tuple[str, int], ...] = ()
     """Digest and number of operations, by rank."""
@@ -92,40 +116,61 @@ class _Observer:
 
     Args:
         way: How to observe it.
-        world_size: Number of ranks.
         steps: Optimizer steps of an earlier run that this one continues, by rank.
     """
 
-    def __init__(self, way: Way, *, world_size: int, steps: Mapping[int, int]) -> None:
+    def __init__(self, way: Way, *, steps: Mapping[int, int]) -> None:
         self.captures: dict[int, RankCapture] = {}
         self.rows: dict[int, RowLog] = {}
         self.operations: dict[int, WideOperations] = {}
         self.gathers = GatherLog()
+        self._readers: dict[int, RowLog | DealtRows] = {}
         self._way = way
-        self._world_size = world_size
-        self._steps = steps
+        self._steps = dict(steps)
 
     @contextlib.contextmanager
     def in_rank(self, rank: int) -> Iterator[None]:
         """Observe one rank."""
         way = self._way
-        if way.dealt is None:
-            rows = log = RowLog(keeps_values=way.keeps_rows)
-        else:
-            rows = DealtRows(way.dealt, rank=rank, world_size=self._world_size)
-            log = rows.log
-        self.rows[rank] = log
+        if rank in self.captures:
+            # The script starts one world after another.
+            self._steps[rank] = self.captures[rank].steps
+        if rank not in self._readers:
+            self._readers[rank] = self._reader(rank)
         capture = self.captures[rank] = RankCapture(
-            rank, sink=way.sink, rows=rows, steps=self._steps.get(rank, 0), start=way.start or {}
+            rank,
+            sink=way.sink,
+            rows=self._readers[rank],
+            steps=self._steps.get(rank, 0),
+            start=way.start or {},
         )
-        mode: AbstractContextManager[object] = contextlib.nullcontext()
-        if not way.is_native or way.noise_seed is not None:
-            seed = None if way.noise_seed is None else way.noise_seed * 1000 + rank
-            mode = self.operations[rank] = WideOperations(
-                noise_seed=seed, counts=capture.is_computing
-            )
-        with mode, capture.observing():
+        with self._mode(rank), capture.observing():
             yield
+
+    def in_starter(self) -> AbstractContextManager[object]:
+        """Compute as the ranks do, unobserved."""
+        return self._mode(_STARTER)
+
+    def _mode(self, rank: int) -> AbstractContextManager[object]:
+        way = self._way
+        if way.is_native and way.noise_seed is None:
+            return contextlib.nullcontext()
+        if rank not in self.operations:
+            self.operations[rank] = WideOperations(
+                noise_seed=None if way.noise_seed is None else way.noise_seed * 1000 + rank,
+                counts=lambda: rank in self.captures and self.captures[rank].is_computing(),
+            )
+        return self.operations[rank]
+
+    def _reader(self, rank: int) -> RowLog | DealtRows:
+        way, run = self._way, rank_state.run
+        if way.dealt is None:
+            rows = self.rows[rank] = RowLog(keeps_values=way.keeps_rows)
+            return rows
+        assert isinstance(run, Run)
+        dealt = DealtRows(way.dealt, rank=rank, world_size=len(run.buffers))
+        self.rows[rank] = dealt.log
+        return dealt
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
         """Learn from a gather, and pass the call on."""
@@ -160,25 +205,36 @@ def observe(side: Side, way: Way, *, seed: int) -> Observed:
         before = _observe(side, way, side.earlier_arguments, path=name, seed=seed, before=None)
         if before.script.failure is not None:
             return before
-        return _observe(side, way, side.arguments, path=name, seed=seed, before=before)
+        return _observe(before.side, way, side.arguments, path=name, seed=seed, before=before)
 
 
 def _observe(
     side: Side, way: Way, arguments: Sequence[str], *, path: str, seed: int, before: Observed | None
 ) -> Observed:
     steps = {} if before is None else dict(enumerate(before.steps_of_ranks))
-    guest = _Observer(way, world_size=side.settings.world_size, steps=steps)
+    guest = _Observer(way, steps=steps)
     script = read_script(path, is_module=side.is_module, arguments=arguments)
     with Launcher(replace(script, name=side.name), side.settings, guest=guest) as launcher:
-        run = launcher.run(seed=seed, quiet=True)
+        run = launcher.run(seed=seed, quiet=True, repeats=False)
+        other = None if before is not None else launcher.other_settings(run)
+    if other is not None:
+        # Nothing that was observed of an attempt counts.
+        way.sink.forget()
+        other_side = replace(side, settings=other)
+        return _observe(other_side, way, arguments, path=path, seed=seed, before=None)
     ranks = sorted(guest.captures)
+    if side.settings.starter:
+        side = replace(side, started=len(ranks))
     captures = [guest.captures[rank] for rank in ranks]
     rows = [guest.rows[rank] for rank in ranks]
     return Observed(
         script=run,
+        side=side,
         rows=rows if before is None else [*before.rows, *rows],
         operations=tuple(
-            (each.digest, each.operation_count) for _, each in sorted(guest.operations.items())
+            (guest.operations[rank].digest, guest.operations[rank].operation_count)
+            for rank in ranks
+            if rank in guest.operations
         ),
         steps_of_ranks=tuple(each.steps for each in captures),
         gathers=guest.gathers,

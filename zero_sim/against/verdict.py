@@ -102,6 +102,7 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False) -> Prepared:
     """
     baseline = Baseline()
     observed = observe(side, Way(sink=baseline, keeps_rows=keeps_rows), seed=seed)
+    side = observed.side
     prepared = Prepared(side=side, seed=seed, baseline=baseline, observed=observed)
     if observed.script.failure is not None:
         prepared.failure = _failed_first(prepared)
@@ -125,6 +126,7 @@ def judge(
         feeds: True to deal it the rows that rank 0 of the prepared side read.
         starts_alike: True to let its params start with the values of the prepared side.
     """
+    side = side.as_tried(prepared.side)
     sides = {"expected": prepared.side.text, "got": side.text}
     if prepared.failure is not None:
         outcome, reason, remedy, ending = prepared.failure
@@ -139,6 +141,8 @@ def judge(
         start=prepared.baseline.start() if starts_alike else None,
     )
     got = observe(side, way, seed=prepared.seed)
+    side = got.side
+    sides["got"] = side.text
     if got.script.failure is not None:
         verdict = _failed_second(prepared, side, got, sides=sides)
     elif (rows := first_row_difference(prepared.observed.rows, got.rows)) is not None:

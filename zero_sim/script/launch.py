@@ -70,25 +70,26 @@ class Launcher:
     ) -> None:
         self._world.close()
 
-    def run(self, *, seed: int, quiet: bool = False) -> ScriptRun:
+    def run(self, *, seed: int, quiet: bool = False, repeats: bool = True) -> ScriptRun:
         """Run the script to its end, or to what ends it.
 
-        It runs again in another way if it starts its ranks itself, or fails because it wants GPUs
-        or kernels that are not there.
+        With `repeats` it runs again in another way if it starts its ranks itself, or fails because
+        it wants GPUs or kernels that are not there.
 
         Args:
             seed: Of drawn schedules, of the hostile timing, and of whatever the script leaves to
                 chance.
             quiet: Whether to show nothing of what ranks print.
+            repeats: False to run it once in any case.
         """
         self._is_quiet = quiet
         run = self._run(seed=seed)
-        while (other := self._other_settings(run)) is not None:
+        while repeats and (other := self.other_settings(run)) is not None:
             self._settings = other
             run = self._run(seed=seed)
         return run
 
-    def _other_settings(self, run: ScriptRun) -> Settings | None:
+    def other_settings(self, run: ScriptRun) -> Settings | None:
         """Settings with which a script gets on that did not with these; None if there are none."""
         settings, failure, name = self._settings, run.failure, self._script.name
         if isinstance(failure, StartsRanks) and settings.starter != "all":

@@ -87,6 +87,10 @@ class Guest(Protocol):
         """A context around one rank's program, entered in its thread."""
         ...
 
+    def in_starter(self) -> AbstractContextManager[object]:
+        """A context around the main part of a script that starts its ranks, in its thread."""
+        ...
+
     def called(self, record: CollectiveRecord, call: Call) -> None:
         """Receive each call of a collective, in the thread of its rank."""
         ...
@@ -97,6 +101,10 @@ class NoGuest:
 
     def in_rank(self, rank: int) -> AbstractContextManager[object]:
         """Nothing around the program."""
+        return contextlib.nullcontext()
+
+    def in_starter(self) -> AbstractContextManager[object]:
+        """Nothing around the main part."""
         return contextlib.nullcontext()
 
     def called(self, record: CollectiveRecord, call: Call) -> None:

@@ -43,6 +43,7 @@ class StartingScript:
         note: Callable[[str], None],
     ) -> None:
         self._script = script
+        self._guest = guest
         self._settings = settings
         self._seed = seed
         # A plain process has none of torchrun's variables.
@@ -85,7 +86,7 @@ class StartingScript:
                 stall_seconds = self._settings.stall_seconds
                 try:
                     with started_as_ranks(ranks, stall_seconds=stall_seconds):
-                        with self._scene.devices_in_rank():
+                        with self._scene.devices_in_rank(), self._guest.in_starter():
                             run_script(self._script)
                         # Python joins children that a script leaves behind.
                         ranks.run()
