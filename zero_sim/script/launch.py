@@ -9,6 +9,8 @@ from typing import Self
 
 from zero_sim.errors import UsageError
 from zero_sim.script.absent import wants_gpus, wants_kernels
+from zero_sim.script.launch_commands import commands_of_ranks
+from zero_sim.script.process_calls import check_may_launch
 from zero_sim.script.program import Script, run_script
 from zero_sim.script.rank_processes import StartsRanks
 from zero_sim.script.rank_state import RankState
@@ -127,7 +129,8 @@ class Launcher:
         state = self._state
         scene = Scene(self._settings, self._guest, state_in_place=lambda: state, note=self._note)
         failure: WorldFailure | None = None
-        with scene.set_up(writer=lambda: state.current, quiet=self._is_quiet):
+        commands = commands_of_ranks((), lambda command: check_may_launch())
+        with scene.set_up(writer=lambda: state.current, quiet=self._is_quiet), commands:
             try:
                 self._world.run(
                     lambda rank: scene.run_in_rank(

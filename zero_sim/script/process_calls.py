@@ -123,6 +123,15 @@ def processes_of_ranks() -> Iterator[None]:
         yield
 
 
+def check_may_launch() -> None:
+    """End the world where a rank launches ranks by a command; the starter of ranks may.
+
+    Raises:
+        BaseException: The calling rank is one that torchrun started.
+    """
+    raise _started_at(here(), all_own=False)
+
+
 def _started_at(site: str, *, all_own: bool) -> BaseException:
     """The error for ranks that the calling rank starts."""
     world, run = rank_state.c10d_world, rank_state.run

@@ -56,6 +56,23 @@ class Settings:
             "initialized": False,
         }
 
+    def options(self, *, seed: int) -> list[str]:
+        """Options of `zero-sim torchrun` for such a world, apart from its size."""
+        flags = (
+            ("--races", self.races),
+            ("--no-strict", not self.strict),
+            ("--cuda-is-cpu", self.cuda_is_cpu),
+        )
+        values = {
+            "--order": self.order,
+            "--schedule": self.schedule,
+            "--timing": self.timing,
+            "--stall-seconds": self.stall_seconds,
+            "--seed": seed,
+        }
+        words = [word for name, value in values.items() for word in (name, str(value))]
+        return [*(flag for flag, given in flags if given), *words]
+
     def environment(self, rank: int) -> Mapping[str, str]:
         """What torchrun puts into the environment of a rank."""
         node, local_rank = divmod(rank, self.ranks_per_node)

@@ -10,12 +10,14 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
+from zero_sim.errors import UsageError
+from zero_sim.script.launch_commands import commands_of_ranks
 from zero_sim.script.output import CALLER, STARTER
 from zero_sim.script.program import Script, run_as_started, run_script
 from zero_sim.script.rank_state import RankState
 from zero_sim.script.record import ScriptRun
 from zero_sim.script.scene import Scene
-from zero_sim.script.settings import Guest, Settings
+from zero_sim.script.settings import Guest, NoGuest, Settings
 from zero_sim.script.started_ranks import RankPopen, StartedRanks, started_as_ranks
 from zero_sim.sim import World, WorldFailure
 
@@ -44,6 +46,7 @@ class StartingScript:
     ) -> None:
         self._script = script
         self._guest = guest
+        self._note = note
         self._settings = settings
         self._seed = seed
         # A plain process has none of torchrun's variables.
@@ -67,6 +70,7 @@ class StartingScript:
         sizes: tuple[int, ...] = ()
         with (
             self._scene.set_up(writer=self._writer, quiet=quiet),
+            commands_of_ranks(self._settings.options(seed=self._seed), self._before_launch),
             World(
                 1,
                 seed=self._seed,
@@ -107,6 +111,14 @@ class StartingScript:
             collective_count=self._collective_count,
             started=sizes,
         )
+
+    def _before_launch(self, command: str) -> None:
+        if not isinstance(self._guest, NoGuest):
+            raise UsageError(
+                f"expected a script whose ranks are in one process with it, got one that calls "
+                f"`{command}`. Give `zero-sim torchrun` the script that it launches."
+            )
+        self._note(f"`{command}` runs as `zero-sim torchrun`, in a process of its own.")
 
     def _writer(self) -> int:
         current = self._state.current
