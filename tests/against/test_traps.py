@@ -98,7 +98,9 @@ def test_counts_in_floats_stay_whole_under_rounding_noise(judged, average, expec
 
 
 def test_runs_leave_nothing_in_the_working_folder(judged, tmp_path):
-    code = RIGHT + "assert not os.path.exists('left.pt')\ntorch.save(model.state_dict(), 'left.pt')\n"
+    code = (
+        RIGHT + "assert not os.path.exists('left.pt')\ntorch.save(model.state_dict(), 'left.pt')\n"
+    )
     assert outcome(judged("train.py", code="dist.barrier()\n" + code, ranks=1)) == "equal"
     assert not (tmp_path / "left.pt").exists()
 

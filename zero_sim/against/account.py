@@ -10,8 +10,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from zero_sim.against.native_dtypes import native
 from zero_sim.against.measure import FLOOR, Baseline, Measurement
+from zero_sim.against.native_dtypes import native
 from zero_sim.against.points import Piece, Point
 from zero_sim.against.runs import Side, Way, observe
 from zero_sim.against.verdict import Comparison, Difference
@@ -89,7 +89,8 @@ def account_of(comparison: Comparison) -> Account | None:
         expected, joined = measurement.joined[first.point]
         holders = tuple(range(side.world_size))
         whole = Whole(kind="sharded", candidates={0: joined}, holders=holders)
-    assert expected is not None and whole is not None
+    assert expected is not None
+    assert whole is not None
     bound = max(first.rounding * 64, FLOOR * 64) * float(expected.abs().max() or 1.0)
     rank, got = _worst(whole, expected)
     differs = ((got - expected).abs() > bound).reshape(-1)
@@ -122,9 +123,7 @@ def account_of(comparison: Comparison) -> Account | None:
 
 def _worst(whole: Whole, expected: Tensor) -> tuple[int, Tensor]:
     """The rank whose tensor is farthest off, and the tensor."""
-    return max(
-        whole.candidates.items(), key=lambda item: float((item[1] - expected).abs().max())
-    )
+    return max(whole.candidates.items(), key=lambda item: float((item[1] - expected).abs().max()))
 
 
 def _is_alike(whole: Whole) -> bool:
@@ -186,9 +185,11 @@ def _manners(
         if _close(wrong, old) and not _close(right, old):
             found.append(f"it is stale: the value of step {point.step}")
     if expected.numel() > 2 and wrong.numel() > 1:
-        for shift in (1, -1):
-            if _close(wrong, expected.reshape(-1).roll(shift)[differs]):
-                found.append(f"the elements are shifted by {shift}")
+        found += [
+            f"the elements are shifted by {shift}"
+            for shift in (1, -1)
+            if _close(wrong, expected.reshape(-1).roll(shift)[differs])
+        ]
     return found
 
 
@@ -257,7 +258,9 @@ class _Probe:
         for record, tensors in reversed(self._calls.get(rank, ())):
             match = next(filter(None, (_match(piece.values, each) for each in tensors)), None)
             if match is not None:
-                feed = replace(feed, call=record.text, start=match[0], factor=match[1])
+                # Buffers of torch's C++ code have no dtype of the script's.
+                call = record.text.replace("(float64, ", "(")
+                feed = replace(feed, call=call, start=match[0], factor=match[1])
                 break
         self.feeds[rank] = feed
 

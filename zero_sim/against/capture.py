@@ -113,7 +113,7 @@ class RankCapture:
             if self._start:
                 self._restart()
             if trains:
-                return self._rows.read(self.steps, type(module).__name__, args, kwargs)
+                return self._rows.read(self.steps, _plain_class(module), args, kwargs)
         return None
 
     def _restart(self) -> None:
@@ -261,7 +261,11 @@ class _Names:
         for name, each in module.named_modules():
             self._modules.setdefault(id(each), prefix + plain_name(name))
         for name, param in module.named_parameters():
-            self._params.setdefault(id(param), prefix + plain_name(name))
+            known = self._params.get(id(param))
+            if known is None or known in self.others:
+                # A step before the first forward named it by its place.
+                self.others.pop(known or "", None)
+                self._params[id(param)] = prefix + plain_name(name)
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Name the params of an optimizer that no module names, by their places."""
@@ -308,6 +312,19 @@ class _Names:
                     yield prefix + plain_name(name), buffer
 
 
+def _plain_class(module: Module) -> str:
+    """A module's class without wrappers, which may differ from run to run."""
+    while True:
+        inner = next((module._modules[name] for name in _WRAPPERS if name in module._modules), None)
+        if inner is None or len(module._modules) > 1:
+            break
+        module = inner
+    # `fully_shard` makes a class of its own from a module's.
+    plain = [each for each in type(module).__mro__ if each.__name__ != "FSDPModule"]
+    shards = len(plain) < len(type(module).__mro__)
+    return plain[1 if shards else 0].__name__
+
+
 def _by_design(module: Module) -> str:
     """Why a module's result depends on the number of ranks by design; empty if it does not."""
     if isinstance(module, _DropoutNd) and module.p > 0:
@@ -317,7 +334,7 @@ def _by_design(module: Module) -> str:
     return ""
 
 
-def piece_of(tensor: Tensor) -> Piece:
+def piece_of(tensor: Any) -> Piece:
     """What the calling rank has of a tensor, as a view of its memory where possible."""
     dtype = str(native(tensor)).removeprefix("torch.")
     shape = tuple(tensor.shape)

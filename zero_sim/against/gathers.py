@@ -75,9 +75,7 @@ class GatherLog:
                 continue
             flat = contribution.detach().reshape(-1).to(torch.float64)
             for name, param in params.items():
-                self._search(
-                    flat, param, rank=rank, step=step, name=name, index=index, place=place
-                )
+                self._search(flat, param, rank=rank, step=step, name=name, index=index, place=place)
 
     def _search(
         self,

@@ -146,7 +146,7 @@ def _digests(tensor: Tensor) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowDifference:
-    """The first step in which ranks together read other rows than the run they are compared with."""
+    """The first step in which ranks together read other rows than the other run."""
 
     step: int
     slot: Slot
@@ -167,9 +167,7 @@ class RowDifference:
         return head + ("; every rank read every row" if self.is_repeated else "")
 
 
-def first_row_difference(
-    expected: Sequence[RowLog], got: Sequence[RowLog]
-) -> RowDifference | None:
+def first_row_difference(expected: Sequence[RowLog], got: Sequence[RowLog]) -> RowDifference | None:
     """The first difference in rows; None if each row was read once on both sides.
 
     Args:
@@ -198,6 +196,10 @@ def first_row_difference(
         )
     # Masks and tables of positions are equal in each forward, so all ranks read them.
     return next(
-        (each for each in found if not each.is_repeated or (each.step, each.slot.module) not in dealt),
+        (
+            each
+            for each in found
+            if not each.is_repeated or (each.step, each.slot.module) not in dealt
+        ),
         None,
     )

@@ -176,9 +176,7 @@ class _Observer:
         """Learn from a gather, and pass the call on."""
         capture = self.captures[record.rank]
         with torch.no_grad(), native_dtypes.stored_dtypes():
-            self.gathers.called(
-                record, call, step=capture.steps, params=capture.unnamed_params
-            )
+            self.gathers.called(record, call, step=capture.steps, params=capture.unnamed_params)
         if self._way.called is not None:
             self._way.called(record, call)
 

@@ -37,7 +37,9 @@ def render(verdict: AgainstVerdict, account: Account | None) -> str:
     if verdict.unobserved:
         lines.append(f"  not observed: {_listed(verdict.unobserved)}")
     if verdict.undecided:
-        lines.append(f"  undecided, because rounding alone changes it: {_listed(verdict.undecided)}")
+        lines.append(
+            f"  undecided, because rounding alone changes it: {_listed(verdict.undecided)}"
+        )
     lines += [f"  note: {note}" for note in verdict.notes]
     if verdict.ending:
         lines += [f"  {line}" for line in verdict.ending.splitlines()]

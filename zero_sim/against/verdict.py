@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -127,11 +127,11 @@ def judge(
         starts_alike: True to let its params start with the values of the prepared side.
     """
     side = side.as_tried(prepared.side)
-    sides = {"expected": prepared.side.text, "got": side.text}
+    names = {"expected": prepared.side.text, "got": side.text}
     if prepared.failure is not None:
         outcome, reason, remedy, ending = prepared.failure
         verdict = AgainstVerdict(
-            outcome=outcome, reason=reason, remedy=remedy, ending=ending, **sides
+            outcome=outcome, reason=reason, remedy=remedy, ending=ending, **names
         )
         return Comparison(verdict=verdict, prepared=prepared, side=side)
     measurement = Measurement(prepared.baseline)
@@ -142,20 +142,20 @@ def judge(
     )
     got = observe(side, way, seed=prepared.seed)
     side = got.side
-    sides["got"] = side.text
+    names["got"] = side.text
     if got.script.failure is not None:
-        verdict = _failed_second(prepared, side, got, sides=sides)
+        verdict = _failed_second(prepared, side, got)
     elif (rows := first_row_difference(prepared.observed.rows, got.rows)) is not None:
         verdict = AgainstVerdict(
             outcome="inconclusive",
             reason=f"The data differ: {rows.text}.",
             remedy="Keep the global batch with --arguments-of-one, or let --feed deal the rows of "
             "one rank to all.",
-            **sides,
         )
     else:
         measurement.finish(expected_log=prepared.observed.gathers, got_log=got.gathers)
-        verdict = _judged(prepared, measurement, got, sides=sides)
+        verdict = _judged(prepared, measurement, got)
+    verdict = replace(verdict, **names)
     return Comparison(verdict=verdict, prepared=prepared, side=side, measurement=measurement)
 
 
@@ -179,17 +179,14 @@ def _failed_first(prepared: Prepared) -> tuple[Outcome, str, str, str]:
     )
 
 
-def _failed_second(
-    prepared: Prepared, side: Side, got: Observed, *, sides: Mapping[str, str]
-) -> AgainstVerdict:
+def _failed_second(prepared: Prepared, side: Side, got: Observed) -> AgainstVerdict:
     native = observe(side, Way(sink=Baseline(), is_native=True), seed=prepared.seed).script
     failed = got.script if native.failure is None else native
     where = " in float64 alone" if native.failure is None else ""
     return AgainstVerdict(
         outcome="unsupported" if native.failure is None else "different",
-        reason=f"{side.text} fail{where}, and {sides['expected']} does not: {failed.ending}",
+        reason=f"{side.text} fail{where}, and {prepared.side.text} does not: {failed.ending}",
         ending=failed.failure.report if failed.failure else "",
-        **sides,
     )
 
 
@@ -260,9 +257,7 @@ def _order(point: Point) -> tuple[tuple[int, int], str]:
     return point.order, point.name
 
 
-def _judged(
-    prepared: Prepared, measurement: Measurement, got: Observed, *, sides: Mapping[str, str]
-) -> AgainstVerdict:
+def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> AgainstVerdict:
     found: list[Difference] = []
     largest = 0.0
     decided: set[str] = set()
@@ -281,31 +276,34 @@ def _judged(
     found.sort(key=lambda each: (each.point.order, -each.measured.relative, each.point.name))
     unobserved = {point.name for point in measurement.unobserved}
     names = {point.name for point in prepared.rounding} - unobserved
-    common = {
-        "steps": max(got.steps_of_ranks, default=0),
-        "compared_count": len(measurement.measured),
-        "unobserved": tuple(sorted(unobserved)),
-        "undecided": tuple(sorted(names - decided)),
-        "largest_multiple": largest,
-        **sides,
-    }
+    equal = AgainstVerdict(
+        outcome="equal",
+        reason="",
+        steps=max(got.steps_of_ranks, default=0),
+        compared_count=len(measurement.measured),
+        unobserved=tuple(sorted(unobserved)),
+        undecided=tuple(sorted(names - decided)),
+        largest_multiple=largest,
+    )
     if any(each.point.moment not in LOCALISING for each in found):
-        return AgainstVerdict(outcome="different", reason="", differences=tuple(found), **common)
+        return replace(equal, outcome="different", differences=tuple(found))
     left = [name for name in _trained(prepared.baseline) if name not in decided]
     if not measurement.measured or left:
         reason = "No tensor could be compared."
         if left:
             more = f", nor of {len(left) - 1} other params" if len(left) > 1 else ""
             reason = f"No tensor of the param {left[0]} could be decided{more}."
-        remedy = "Shard it by DTensor, so the places of its elements are known, or use whole params."
-        return AgainstVerdict(outcome="inconclusive", reason=reason, remedy=remedy, **common)
+        remedy = (
+            "Shard it by DTensor, so the places of its elements are known, or use whole params."
+        )
+        return replace(equal, outcome="inconclusive", reason=reason, remedy=remedy)
     notes = ()
     if found:
         notes = (
             f"{len({each.point.name for each in found})} gradients differ and no param does, such "
             f"as {found[0].point.text}: perhaps they are scaled otherwise.",
         )
-    return AgainstVerdict(outcome="equal", reason="", notes=notes, **common)
+    return replace(equal, notes=notes)
 
 
 def _trained(baseline: Baseline) -> list[str]:

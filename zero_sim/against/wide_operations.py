@@ -21,14 +21,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_sim.against.native_dtypes import WIDE, native, note, stored, thread
-from zero_sim.errors import UnsupportedByFloat64
 from zero_sim.sim.dispatch import has_own_dispatch, is_fake
 
 EXACT_BITS = 12
 """Zeros at the end of a float64's 53 digits with which a result counts as exact."""
 _EXACT_MASK = (1 << EXACT_BITS) - 1
 _FACTORIES_WITHOUT_DRAWS = frozenset(
-    {"empty", "zeros", "ones", "full", "empty_strided", "arange", "linspace", "eye", "scalar_tensor"}
+    {
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "empty_strided",
+        "arange",
+        "linspace",
+        "eye",
+        "scalar_tensor",
+    }
 )
 _BY_AUTOCAST = frozenset(
     {
@@ -114,7 +123,7 @@ class WideOperations(TorchDispatchMode):
         thread.active = True
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         thread.active = False
         torch._C._pop_torch_dispatch_stack(None)
 
@@ -163,9 +172,9 @@ class WideOperations(TorchDispatchMode):
                 return func(*args, **kwargs)
             return _made(func, plan, args, kwargs)
         tensors = [*_tensors(args), *_tensors(kwargs.values())]
-        if any(each.device.type == "meta" for each in tensors):
-            if all(each.device.type == "meta" for each in tensors) and not kwargs.get("device"):
-                return func(*args, **kwargs)
+        stays_meta = not kwargs.get("device") and all(_is_meta(each.device) for each in tensors)
+        if tensors and stays_meta:
+            return func(*args, **kwargs)
         if any(stored(each) in WIDE and each.device.type != "meta" for each in tensors):
             args = tuple(_stored_wide(each) for each in args)
         if dtype in WIDE:
@@ -260,13 +269,15 @@ def _promoted(tensors: list[Tensor], plan: _Plan) -> torch.dtype | None:
 
 
 def _note_fresh(value: Any, dtype: torch.dtype | None) -> None:
-    if isinstance(value, Tensor) and stored(value) in _STORED and value.device.type != "meta":
-        if dtype is not None and value.layout is torch.strided:
-            if stored(value) is torch.complex128 and dtype in _FLOATS:
-                dtype = torch.complex64 if dtype is not torch.float64 else torch.complex128
-            elif stored(value) is torch.float64 and dtype.is_complex:
-                dtype = torch.float32 if dtype is torch.complex64 else torch.float64
-            note(value, dtype)
+    if dtype is None or not isinstance(value, Tensor) or stored(value) not in _STORED:
+        return
+    if value.device.type == "meta" or value.layout is not torch.strided:
+        return
+    if stored(value) is torch.complex128 and dtype in _FLOATS:
+        dtype = torch.complex64 if dtype is not torch.float64 else torch.complex128
+    elif stored(value) is torch.float64 and dtype.is_complex:
+        dtype = torch.float32 if dtype is torch.complex64 else torch.float64
+    note(value, dtype)
 
 
 _STORED = (torch.float64, torch.complex128)
@@ -337,8 +348,6 @@ def _update_scale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     else:
         tracker.add_(1)
     return scale
-
-
 
 
 _SPECIAL = {

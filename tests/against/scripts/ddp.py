@@ -37,7 +37,9 @@ for step in range(STEPS):
         is_last = index == len(micros) - 1
         with contextlib.nullcontext() if is_last else model.no_sync():
             loss = model(micro[:, :-1], micro[:, 1:])
-            (loss if FAULT == "accumulation-not-divided" else loss / MICROS * ranks / ranks).backward()
+            (
+                loss if FAULT == "accumulation-not-divided" else loss / MICROS * ranks / ranks
+            ).backward()
     if FAULT == "reduced-twice":
         dist.all_reduce(net.tokens.weight.grad)
     if FAULT == "rank-factor":
@@ -46,7 +48,7 @@ for step in range(STEPS):
         params[5].grad.view(-1)[3] *= 1 + 1e-4
     norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5 if FAULT != "clip" else 0.5 * ranks)
     # A copy for the log, which natively shares no memory with a bfloat16 gradient.
-    logged = params[5].grad.float() if DTYPE != torch.float32 else params[5].grad.clone()
+    logged = params[5].grad.float() if torch.float32 != DTYPE else params[5].grad.clone()
     dist.all_reduce(logged)
     if FAULT == "lr-on-a-rank" and rank == 1:
         optimizer.param_groups[0]["lr"] *= 1 + 1e-6
