@@ -115,9 +115,7 @@ def account_of(comparison: Comparison) -> Account | None:
         feeds=_feeds(side, first.point, ranks or (rank,), seed=prepared.seed),
         beside=tuple(each.point.name for each in same_point),
         later_count=len(differences) - 1 - len(same_point),
-        picture=_picture(
-            first.point, expected, spans, owners, ranks, world_size=side.world_size
-        ),
+        picture=_picture(first.point, expected, spans, owners, ranks, world_size=side.world_size),
     )
 
 
@@ -242,6 +240,11 @@ class _Probe:
     def wants(self, point: Point) -> bool:
         """The one point."""
         return point == self._point
+
+    def forget(self) -> None:
+        """Forget all calls."""
+        self.feeds.clear()
+        self._calls.clear()
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
         """Keep a call and the tensors that it writes."""

@@ -1,4 +1,4 @@
-"""What scripts want and this machine or a rank lacks: GPUs, packages of kernels, the compiler.
+"""Stand-ins for GPUs, packages of kernels and the compiler, which a machine or a rank lacks.
 
 A script may ask for any of these and go on without. So nothing is put in their place until a run
 has failed for the lack of it. The compiler alone is off from the start: it keeps one state for the
@@ -8,6 +8,7 @@ process, and ranks that compile at different times break it.
 from __future__ import annotations
 
 import contextlib
+import importlib.abc
 import importlib.machinery
 import linecache
 import sys
@@ -106,7 +107,7 @@ def stubs_of_kernels() -> Iterator[None]:
             sys.modules.pop(name, None)
 
 
-class _Finder:
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds such packages, if a module of the user's imports them."""
 
     def __init__(self) -> None:

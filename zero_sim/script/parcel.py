@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable
 from multiprocessing import context
 from multiprocessing.connection import Connection
-from multiprocessing.process import AuthenticationString, BaseProcess
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType, ModuleType
 from typing import Any
@@ -51,7 +51,8 @@ class Parcel:
             self._space = vars(main)
         buffer = io.BytesIO()
         before = context.get_spawning_popen()
-        context.set_spawning_popen(self)
+        # Objects of multiprocessing refuse to be pickled at another time.
+        context.set_spawning_popen(self)  # pyrefly: ignore [bad-argument-type]
         try:
             _Pickler(buffer, self._keep).dump(process)
         except Exception:
@@ -101,7 +102,8 @@ class Parcel:
 def _is_shared(value: Any) -> bool:
     if isinstance(value, (torch.Tensor, *_SHARED)):
         return True
-    if isinstance(value, (BaseProcess, AuthenticationString, type)):
+    if isinstance(value, (BaseProcess, bytes, type)):
+        # Bytes: the key by which processes know each other.
         return False
     return any(each.__module__.startswith("multiprocessing.") for each in type(value).__mro__)
 

@@ -1,4 +1,4 @@
-"""Which processes that a script starts are to be ranks: those whose function joins a group."""
+"""Processes of a script that are to be ranks: those whose function joins a process group."""
 
 from __future__ import annotations
 
