@@ -205,3 +205,14 @@ def test_seeds_repeat_and_timing_is_the_settings(launch):
     source = MAIN + "    mp.spawn(work, args=(4, torch.rand(1).item()), nprocs=4)"
     runs = [launch(source, seed=seed, timing="hostile", races=True) for seed in (3, 3, 4)]
     assert runs[0].output == runs[1].output != runs[2].output
+
+
+def test_workers_of_a_data_loader_stay_processes(launch):
+    run = launch(
+        START + "def work(rank):\n    join(rank, 2)\n"
+        "    loader = torch.utils.data.DataLoader(range(8), batch_size=2, num_workers=2)\n"
+        "    total = sum(batch.sum() for batch in loader)\n    dist.all_reduce(total)\n"
+        "    print(total.item())\n"
+        "if __name__ == '__main__':\n    mp.spawn(work, nprocs=2)\n"
+    )
+    assert run.output == ("56",), run.ending

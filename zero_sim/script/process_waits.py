@@ -18,7 +18,7 @@ from unittest import mock
 
 from zero_sim.sim.callsite import here, shown_stack
 from zero_sim.sim.failures import RankStalled
-from zero_sim.sim.world.rank_threads import rank_state
+from zero_sim.sim.world.rank_threads import is_forked, rank_state
 
 _POLL_SECONDS = 0.001
 _PIPE = "to receive from a pipe"
@@ -97,7 +97,7 @@ def waits_of_ranks(starter: Starter, *, stall_seconds: float) -> Iterator[None]:
             if not is_ready():
                 starter.run()
             return False
-        if rank_state.rank is None:
+        if rank_state.rank is None or is_forked():
             return False
         await_in_rank(is_ready, doing, seconds=seconds, stall_seconds=stall_seconds)
         return True

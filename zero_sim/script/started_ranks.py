@@ -144,12 +144,13 @@ class StartedRanks:
         self._run_world = run_world
         self._all_own = all_own
         self._main = main
-        self._thread = threading.get_ident()
+        # A fork of the thread is another one.
+        self._thread = os.getpid(), threading.get_ident()
         self._pending: list[RankPopen] = []
 
     def is_running(self) -> bool:
         """True in the thread that starts the ranks."""
-        return threading.get_ident() == self._thread
+        return (os.getpid(), threading.get_ident()) == self._thread
 
     def takes(self, process: BaseProcess) -> bool:
         """True if a process that the starter is about to start is to be a rank."""
