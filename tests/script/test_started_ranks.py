@@ -216,3 +216,26 @@ def test_workers_of_a_data_loader_stay_processes(launch):
         "if __name__ == '__main__':\n    mp.spawn(work, nprocs=2)\n"
     )
     assert run.output == ("56",), run.ending
+
+
+def test_a_starter_that_is_rank_0_itself_is_refused(launch):
+    run = launch(
+        MAIN + "    processes = [mp.Process(target=work, args=(rank, 3)) for rank in (1, 2)]\n"
+        "    for process in processes: process.start()\n"
+        "    work(0, 3)\n"
+    )
+    assert "expected all ranks of a group to be started processes, got 2 of them" in run.ending
+
+
+def test_a_file_of_a_store_is_there_until_its_starter_ends(launch):
+    run = launch(
+        START + "import tempfile\n"
+        "def work(rank, name):\n"
+        "    store = dist.FileStore(name, 2)\n"
+        "    dist.init_process_group('gloo', store=store, rank=rank, world_size=2)\n"
+        "    store.set(str(rank), 'here')\n"
+        "if __name__ == '__main__':\n"
+        "    with tempfile.NamedTemporaryFile() as file:\n"
+        "        mp.spawn(work, args=(file.name,), nprocs=2)\n"
+    )
+    assert run.failure is None, run.ending

@@ -87,7 +87,8 @@ def judge_script(
     for side in sides:
         begun = time.perf_counter()
         comparison = judge(prepared, side, feeds=options.feed, starts_alike=options.start_of_one)
-        if options.against == "1" and comparison.side.world_size < 2:
+        was_run = comparison.measurement is not None
+        if was_run and options.against == "1" and comparison.side.world_size < 2:
             raise UsageError(_TOO_FEW_RANKS)
         verdict, account = comparison.verdict, account_of(comparison)
         click.echo(printable(render(verdict, account), lines=True))

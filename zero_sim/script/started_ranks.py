@@ -20,6 +20,8 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
+
 from zero_sim.script.child_guard import NoRank, no_rank
 from zero_sim.script.parcel import Parcel
 from zero_sim.script.process_waits import waits_of_ranks
@@ -121,6 +123,21 @@ def _status_of(code: object) -> int:
     return _FAILED
 
 
+def _keeping(stores: list[Any]) -> type[dist.FileStore]:
+    """A class of file stores that live as long as a list does.
+
+    The last one of a group removes the file. A process ends without that, so the starter may
+    expect the file.
+    """
+
+    class FileStore(dist.FileStore):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            stores.append(self)
+
+    return FileStore
+
+
 class StartedRanks:
     """Ranks that one thread starts.
 
@@ -170,6 +187,20 @@ class StartedRanks:
             # A reference would keep what the rank has alive.
             vars(process).pop(name, None)
         self._pending.append(state._popen)
+
+    def check_may_join(self) -> None:
+        """Refuse that the starter joins the group of ranks that it has started.
+
+        Raises:
+            NoRank: There are such ranks.
+        """
+        if self.is_running() and self._pending:
+            raise NoRank(
+                f"expected all ranks of a group to be started processes, got {len(self._pending)} "
+                f"of them and their starter, which joins at {here()}\n"
+                "Start a process for each rank, also for rank 0, or run the script with "
+                "`zero-sim torchrun --nproc-per-node N` if it can take its rank from there."
+            )
 
     def run(self) -> None:
         """Run the ranks that were started and have not run yet, to their end.
@@ -256,6 +287,7 @@ def started_as_ranks(ranks: StartedRanks, *, stall_seconds: float) -> Iterator[N
 
     with (
         mock.patch.object(BaseProcess, "start", start_in_place),
+        mock.patch.object(dist, "FileStore", _keeping([])),
         waits_of_ranks(ranks, stall_seconds=stall_seconds),
     ):
         yield
