@@ -41,11 +41,21 @@ def judged(monkeypatch, tmp_path):
     of a run that stops before the judged one resumes.
     """
 
-    def run(script, *arguments, ranks=2, one=None, one_ranks=1, stopped=None, code=None, **ways):
+    def run(
+        script,
+        *arguments,
+        ranks=2,
+        one=None,
+        one_ranks=1,
+        stopped=None,
+        code=None,
+        begin=TINY,
+        **ways,
+    ):
         folder = SCRIPTS
         if code is not None:
             folder = tmp_path
-            (tmp_path / script).write_text(TINY + code)
+            (tmp_path / script).write_text(begin + code)
         monkeypatch.chdir(folder)
         sides = [
             Side(

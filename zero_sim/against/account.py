@@ -87,7 +87,7 @@ def account_of(comparison: Comparison) -> Account | None:
     whole = whole_of(measurement.kept.get(first.point) or {0: _NO_PIECE})
     if first.point in measurement.joined:
         expected, joined = measurement.joined[first.point]
-        holders = tuple(range(side.settings.world_size))
+        holders = tuple(range(side.world_size))
         whole = Whole(kind="sharded", candidates={0: joined}, holders=holders)
     elif whole is not None and expected is not None and not prepared.baseline.is_alike(first.point):
         expected, whole = _worst_by_rank(prepared.baseline, first.point, whole)
@@ -104,7 +104,7 @@ def account_of(comparison: Comparison) -> Account | None:
     return Account(
         difference=first,
         ranks=ranks,
-        world_size=side.settings.world_size,
+        world_size=side.world_size,
         is_alike=_is_alike(whole),
         differ_count=int(differs.sum()),
         elems=expected.numel(),
@@ -117,9 +117,7 @@ def account_of(comparison: Comparison) -> Account | None:
         feeds=_feeds(side, first.point, ranks or (rank,), seed=prepared.seed),
         beside=tuple(each.point.name for each in same_point),
         later_count=len(differences) - 1 - len(same_point),
-        picture=_picture(
-            first.point, expected, spans, owners, ranks, world_size=side.settings.world_size
-        ),
+        picture=_picture(first.point, expected, spans, owners, ranks, world_size=side.world_size),
     )
 
 
@@ -253,6 +251,11 @@ class _Probe:
     def wants(self, point: Point) -> bool:
         """The one point."""
         return point == self._point
+
+    def forget(self) -> None:
+        """Forget all calls."""
+        self.feeds.clear()
+        self._calls.clear()
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
         """Keep a call and the tensors that it writes."""

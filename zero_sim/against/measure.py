@@ -45,6 +45,11 @@ class Baseline:
         """All points; a later observation of one replaces the earlier."""
         return True
 
+    def forget(self) -> None:
+        """Forget all tensors."""
+        for each in (self.pieces, self._latest, self._wholes):
+            each.clear()
+
     def take(self, rank: int, point: Point, piece: Piece) -> None:
         """Keep a piece."""
         others = self.pieces[point]
@@ -143,6 +148,11 @@ class Measurement:
         """Expected and got, flat, for shards whose places gathers told."""
         self._ranks: dict[Point, dict[int, float]] = defaultdict(dict)
         self._logs = GatherLog(), GatherLog()
+
+    def forget(self) -> None:
+        """Forget all tensors."""
+        for each in (self.measured, self.kept, self.unobserved, self.joined, self._ranks):
+            each.clear()
 
     def wants(self, point: Point) -> bool:
         """Points that the baseline has."""

@@ -97,6 +97,10 @@ class Sink(Protocol):
         """True if a point is worth a copy."""
         ...
 
+    def forget(self) -> None:
+        """Forget all, because the run begins anew."""
+        ...
+
     def take(self, rank: int, point: Point, piece: Piece) -> None:
         """Receive one rank's piece, whose values change after the call."""
         ...

@@ -33,8 +33,12 @@ from zero_sim.script.program import read_script
 from zero_sim.script.record import ScriptRun
 from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
+from zero_sim.sim.world.rank_threads import rank_state
+from zero_sim.sim.world.run import Run
 
 COPY_LIMIT_BYTES = 2 << 30
+_STARTER = 999
+"""Stands for a script's main part among the ranks, to draw rounding noise."""
 NOT_COPIED = frozenset({".git", ".venv", "__pycache__", ".zero-sim", "node_modules"})
 
 
@@ -52,13 +56,31 @@ class Side:
     """The side in words; empty for the number of its ranks."""
     allowed_drift: tuple[str, ...] = ()
     """Patterns of names of tensors that ranks may have different values of."""
+    started: int = 0
+    """Number of ranks that the script was seen to start itself; 0 if torchrun starts them."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of its ranks."""
+        return self.started or self.settings.world_size
+
+    def as_tried(self, other: Side) -> Side:
+        """This side, run as another side of the script was found to run."""
+        tried = other.settings
+        settings = replace(
+            self.settings,
+            starter=tried.starter,
+            cuda_is_cpu=tried.cuda_is_cpu,
+            kernels_are_stubs=tried.kernels_are_stubs,
+        )
+        return replace(self, settings=settings)
 
     @property
     def text(self) -> str:
         """The side in words, as in `4 ranks`."""
         if self.label:
             return self.label
-        count = self.settings.world_size
+        count = self.world_size
         return f"{count} rank{'s' if count != 1 else ''}"
 
 
@@ -67,6 +89,8 @@ class Observed:
     """One run, apart from its tensors, which its sink has."""
 
     script: ScriptRun
+    side: Side
+    """The side as it ran, for example with CUDA on the CPU."""
     rows: list[RowLog] = field(default_factory=list)
     operations: tuple[tuple[str, int], ...] = ()
     """Digest and number of operations, by rank."""
@@ -111,20 +135,19 @@ class _Observer:
 
     Args:
         way: How to observe it.
-        world_size: Number of ranks.
         steps: Optimizer steps of an earlier run that this one continues.
         replicas: Compares tensors that several ranks have.
     """
 
-    def __init__(self, way: Way, *, world_size: int, steps: int, replicas: ReplicaCheck) -> None:
+    def __init__(self, way: Way, *, steps: int, replicas: ReplicaCheck) -> None:
         self.captures: dict[int, RankCapture] = {}
         self.rows: dict[int, RowLog] = {}
         self.operations: dict[int, WideOperations] = {}
         self.gathers = GatherLog()
         self.integers = IntegerSums()
         self.reductions = Reductions()
+        self._readers: dict[int, RowLog | DealtRows] = {}
         self._way = way
-        self._world_size = world_size
         self._steps = steps
         self._replicas = replicas
 
@@ -132,36 +155,55 @@ class _Observer:
     def in_rank(self, rank: int) -> Iterator[None]:
         """Observe one rank."""
         way = self._way
-        if way.dealt is None:
-            rows = log = RowLog(rank=rank, keeps_values=way.keeps_rows)
-        else:
-            own = len(way.dealt) == self._world_size
-            source, place = (way.dealt[rank], 0) if own else (way.dealt[0], rank)
-            rows = DealtRows(source, rank=place, world_size=1 if own else self._world_size)
-            log = rows.log
-        self.rows[rank] = log
+        steps = self._steps
+        if rank in self.captures:
+            # The script starts one world after another.
+            steps = self.captures[rank].steps
+        run = rank_state.run
+        assert isinstance(run, Run)
+        self._replicas.world_size = len(run.buffers)
+        if rank not in self._readers:
+            self._readers[rank] = self._reader(rank, world_size=len(run.buffers))
         capture = self.captures[rank] = RankCapture(
             rank,
             sink=way.sink,
-            rows=rows,
-            steps=self._steps,
+            rows=self._readers[rank],
+            steps=steps,
             start=way.start or {},
             replicas=RankReplicas(rank, self._replicas),
         )
-        mode: AbstractContextManager[object] = contextlib.nullcontext()
+        with self._mode(rank), capture.observing():
+            yield
+        self.rows[rank].sharers |= capture.sharers
+
+    def in_starter(self) -> AbstractContextManager[object]:
+        """Compute as the ranks do, unobserved."""
+        return self._mode(_STARTER)
+
+    def _mode(self, rank: int) -> AbstractContextManager[object]:
+        way = self._way
         seed = None if way.noise_seed is None else way.noise_seed * 1000 + rank
         if way.is_native:
-            mode = mode if seed is None else NativeNoise(seed)
-        else:
-            mode = self.operations[rank] = WideOperations(
+            return contextlib.nullcontext() if seed is None else NativeNoise(seed)
+        if rank not in self.operations:
+            self.operations[rank] = WideOperations(
                 noise_seed=seed,
-                counts=capture.is_computing,
+                counts=lambda: rank in self.captures and self.captures[rank].is_computing(),
                 # Noise leaves few numbers whole.
                 added=functools.partial(self.integers.added, rank) if seed is None else None,
             )
-        with mode, capture.observing():
-            yield
-        log.sharers |= capture.sharers
+        return self.operations[rank]
+
+    def _reader(self, rank: int, *, world_size: int) -> RowLog | DealtRows:
+        way = self._way
+        if way.dealt is None:
+            log = self.rows[rank] = RowLog(rank=rank, keeps_values=way.keeps_rows)
+            return log
+        own = len(way.dealt) == world_size
+        source, place = (way.dealt[rank], 0) if own else (way.dealt[0], rank)
+        dealt = DealtRows(source, rank=place, world_size=1 if own else world_size)
+        self.rows[rank] = dealt.log
+        return dealt
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
         """Learn from a gather, and pass the call on."""
@@ -199,27 +241,37 @@ def observe(side: Side, way: Way, *, seed: int) -> Observed:
             return before
         # Params that the run resumes with are its own.
         way = replace(way, start=None)
-        return _observe(side, way, side.arguments, path=name, seed=seed, before=before)
+        return _observe(before.side, way, side.arguments, path=name, seed=seed, before=before)
 
 
 def _observe(
     side: Side, way: Way, arguments: Sequence[str], *, path: str, seed: int, before: Observed | None
 ) -> Observed:
     steps = 0 if before is None else before.resumed_at
-    world_size = side.settings.world_size
-    replicas = ReplicaCheck(world_size=world_size, allowed=side.allowed_drift)
-    guest = _Observer(way, world_size=world_size, steps=steps, replicas=replicas)
+    replicas = ReplicaCheck(world_size=side.world_size, allowed=side.allowed_drift)
+    guest = _Observer(way, steps=steps, replicas=replicas)
     script = read_script(path, is_module=side.is_module, arguments=arguments)
     with Launcher(replace(script, name=side.name), side.settings, guest=guest) as launcher:
-        run = launcher.run(seed=seed, quiet=True)
+        run = launcher.run(seed=seed, quiet=True, repeats=False)
+        other = None if before is not None else launcher.other_settings(run)
+    if other is not None:
+        # Nothing that was observed of an attempt counts.
+        way.sink.forget()
+        other_side = replace(side, settings=other)
+        return _observe(other_side, way, arguments, path=path, seed=seed, before=None)
     ranks = sorted(guest.captures)
+    if side.settings.starter:
+        side = replace(side, started=len(ranks))
     captures = [guest.captures[rank] for rank in ranks]
     rows = [guest.rows[rank] for rank in ranks]
     return Observed(
         script=run,
+        side=side,
         rows=rows if before is None else [*(log.until(steps) for log in before.rows), *rows],
         operations=tuple(
-            (each.digest, each.operation_count) for _, each in sorted(guest.operations.items())
+            (guest.operations[rank].digest, guest.operations[rank].operation_count)
+            for rank in ranks
+            if rank in guest.operations
         ),
         steps_of_ranks=tuple(each.steps for each in captures),
         saved_at=max((each.saved_at for each in captures), default=-1),

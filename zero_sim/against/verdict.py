@@ -105,6 +105,7 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = 
     """
     baseline = Baseline(by_rank=by_rank)
     observed = observe(side, Way(sink=baseline, keeps_rows=keeps_rows), seed=seed)
+    side = observed.side
     prepared = Prepared(side=side, seed=seed, baseline=baseline, observed=observed)
     if observed.script.failure is not None:
         prepared.failure = _failed_first(prepared)
@@ -130,6 +131,7 @@ def judge(
         feeds: True to deal it the rows that rank 0 of the prepared side read.
         starts_alike: True to let its params start with the values of the prepared side.
     """
+    side = side.as_tried(prepared.side)
     names = {"expected": prepared.side.text, "got": side.text}
     if prepared.failure is not None:
         outcome, reason, remedy, ending = prepared.failure
@@ -144,6 +146,8 @@ def judge(
         start=prepared.baseline.start() if starts_alike else None,
     )
     got = observe(side, way, seed=prepared.seed)
+    side = got.side
+    names["got"] = side.text
     if got.script.failure is not None:
         verdict = _failed_second(prepared, side, got)
     elif got.replicas.findings:

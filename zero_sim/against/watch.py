@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from zero_sim.against.capture import RankCapture, hooks_installed
@@ -13,6 +14,8 @@ from zero_sim.against.replicas import ReplicaCheck
 from zero_sim.against.rows import RowLog
 from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
+from zero_sim.sim.world.rank_threads import rank_state
+from zero_sim.sim.world.run import Run
 
 _OF_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 
@@ -27,6 +30,9 @@ class _Nothing:
     def take(self, rank: int, point: Point, piece: Piece) -> None:
         """Never called."""
 
+    def forget(self) -> None:
+        """Nothing is kept."""
+
 
 class ScriptWatch:
     """The guest of one run.
@@ -38,7 +44,7 @@ class ScriptWatch:
 
     def __init__(self, *, world_size: int, allowed: Sequence[str] = ()) -> None:
         self.replicas = ReplicaCheck(world_size=world_size, allowed=allowed)
-        self.rows = {rank: RowLog() for rank in range(world_size)}
+        self.rows: dict[int, RowLog] = defaultdict(RowLog)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -49,6 +55,9 @@ class ScriptWatch:
     @contextlib.contextmanager
     def in_rank(self, rank: int) -> Iterator[None]:
         """Around one rank's program."""
+        run = rank_state.run
+        assert isinstance(run, Run)
+        self.replicas.world_size = len(run.buffers)
         capture = RankCapture(
             rank,
             sink=_Nothing(),
@@ -60,6 +69,10 @@ class ScriptWatch:
         warnings.filterwarnings("ignore", message=_OF_HOOKS)
         with capture.observing():
             yield
+
+    def in_starter(self) -> contextlib.AbstractContextManager[object]:
+        """Nothing around the main part of a script that starts its ranks."""
+        return contextlib.nullcontext()
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
         """Nothing to do."""

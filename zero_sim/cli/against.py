@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 RELATIONS = ("1", "resumed", "mesh", "micro")
 _ORDER_OF_STATUS = (1, 2, 4, 3)
+_TOO_FEW_RANKS = (
+    "expected at least two ranks to compare with one, got 1. Add --nproc-per-node 4, or if the "
+    "script starts its ranks itself, give its number of ranks: in ARGUMENTS, and another one in "
+    "--arguments-of-one."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +109,9 @@ def judge_script(
     for side in sides:
         begun = time.perf_counter()
         comparison = judge(prepared, side, feeds=options.feed, starts_alike=options.start_of_one)
+        was_run = comparison.measurement is not None
+        if was_run and options.against == "1" and comparison.side.world_size < 2:
+            raise UsageError(_TOO_FEW_RANKS)
         verdict, account = comparison.verdict, account_of(comparison)
         if options.precision and verdict.outcome == "equal":
             report = measure_precision(expected, side, seed=seed, feeds=options.feed)
@@ -292,10 +300,9 @@ def _sides(
 
 def _sizes(options: AgainstOptions, settings: Settings) -> list[int]:
     if options.sizes is None:
-        if settings.world_size < 2:
-            raise UsageError(
-                "expected at least two ranks to compare with one, got 1. Add --nproc-per-node 4."
-            )
+        # The arguments may say how many ranks the script starts itself.
+        if settings.world_size < 2 and options.arguments_of_one is None:
+            raise UsageError(_TOO_FEW_RANKS)
         return [settings.world_size]
     words = options.sizes.split(",")
     if not all(word.isascii() and word.isdecimal() and int(word) for word in words):

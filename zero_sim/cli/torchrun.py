@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from zero_sim.script.record import ScriptRun
 
 EXIT_FOUND = 1
+GPUS_OF_A_NODE = 2
+"""Number of GPUs that `--nproc-per-node gpu` stands for where there is none."""
 _COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "show_default": True}
 _IGNORED = (
     "log-dir",
@@ -58,6 +61,33 @@ class _Numbers(click.ParamType):
         return tuple(map(int, words))
 
 
+class _RanksPerNode(click.ParamType):
+    """A number of ranks, or a word of torchrun's that stands for one."""
+
+    name = "N"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        text = str(value)
+        if text in ("auto", "cpu", "gpu"):
+            return _count_devices(text)
+        if not (text.isascii() and text.isdecimal() and int(text) > 0):
+            self.fail(f"expected a positive number, auto, gpu or cpu; got {text!r}", param, ctx)
+        return int(text)
+
+
+def _count_devices(kind: str) -> int:
+    """Number of GPUs for `gpu`, of processors for `cpu`; of GPUs, if there are any, for `auto`."""
+    with packages_needed():
+        import torch
+    gpus = 0 if kind == "cpu" else torch.cuda.device_count()
+    if kind == "gpu" and not gpus:
+        _say(f"Note: --nproc-per-node gpu: there is no GPU; {GPUS_OF_A_NODE} are simulated.")
+        return GPUS_OF_A_NODE
+    return gpus or os.cpu_count() or 1
+
+
 class _Pattern(click.ParamType):
     name = "regex"
 
@@ -75,7 +105,12 @@ class _WorldOptions:
     """Options of the world that a script runs on, by the names of `Settings`."""
 
     ranks_per_node: int = option(
-        *_spelled("nproc-per-node"), **_COUNT, default=1, metavar="N", help="Ranks a node."
+        *_spelled("nproc-per-node"),
+        type=_RanksPerNode(),
+        default=1,
+        show_default=True,
+        metavar="N|auto|gpu|cpu",
+        help="Ranks a node.",
     )
     nodes: int = option("--nnodes", **_COUNT, default=1, metavar="N", help="Nodes.")
     order: str = option(
@@ -108,7 +143,9 @@ class _WorldOptions:
         "folder, so that its globals are not shared.",
     )
     cuda_is_cpu: bool = option(
-        "--cuda-is-cpu", is_flag=True, help="Let devices named cuda be the CPU."
+        "--cuda-is-cpu",
+        is_flag=True,
+        help="Let devices named cuda be the CPU, also before the script fails without a GPU.",
     )
     shown: tuple[int, ...] | None = option(
         "--output-of", type=_Numbers(), help="Show what only these ranks print."
@@ -333,13 +370,19 @@ def _summary(run: ScriptRun, settings: Settings, *, count: int, replicas: int) -
     if replicas:
         calls += f"; {replicas} replicas are equal on all ranks"
     if count == 1:
-        return f"{settings.world_size} ranks came to their end: seed {run.seed}, {how}; {calls}"
+        return f"{_ranks(run, settings)} came to their end: seed {run.seed}, {how}; {calls}"
     points = sum(map(len, run.points))
     compared = f"{points} points of all ranks" if points else "no zero_sim.checkpoint_here"
     return (
-        f"{count} runs of {settings.world_size} ranks are equal: {how}; {calls}; {compared}, "
+        f"{count} runs of {_ranks(run, settings)} are equal: {how}; {calls}; {compared}, "
         f"{len(run.output)} lines of rank 0"
     )
+
+
+def _ranks(run: ScriptRun, settings: Settings) -> str:
+    """The ranks in words; those that a script started itself by world."""
+    sizes = run.started or (settings.world_size,)
+    return f"{', then '.join(map(str, sizes))} ranks"
 
 
 def repeat_command(
