@@ -139,6 +139,8 @@ class _Observer:
         replicas: Compares tensors that several ranks have.
     """
 
+    needs_all_ranks = True
+
     def __init__(self, way: Way, *, steps: int, replicas: ReplicaCheck) -> None:
         self.captures: dict[int, RankCapture] = {}
         self.rows: dict[int, RowLog] = {}

@@ -42,6 +42,8 @@ class ScriptWatch:
         allowed: Patterns of names of tensors that may drift apart.
     """
 
+    needs_all_ranks = False
+
     def __init__(self, *, world_size: int, allowed: Sequence[str] = ()) -> None:
         self.replicas = ReplicaCheck(world_size=world_size, allowed=allowed)
         self.rows: dict[int, RowLog] = defaultdict(RowLog)

@@ -100,6 +100,11 @@ class Settings:
 class Guest(Protocol):
     """Looks on at the ranks of a script from inside."""
 
+    @property
+    def needs_all_ranks(self) -> bool:
+        """True if a script whose ranks are in other processes is to be refused."""
+        ...
+
     def in_rank(self, rank: int) -> AbstractContextManager[object]:
         """A context around one rank's program, entered in its thread."""
         ...
@@ -115,6 +120,8 @@ class Guest(Protocol):
 
 class NoGuest:
     """Leaves ranks alone."""
+
+    needs_all_ranks = False
 
     def in_rank(self, rank: int) -> AbstractContextManager[object]:
         """Nothing around the program."""

@@ -17,7 +17,7 @@ from zero_sim.script.program import Script, run_as_started, run_script
 from zero_sim.script.rank_state import RankState
 from zero_sim.script.record import ScriptRun
 from zero_sim.script.scene import Scene
-from zero_sim.script.settings import Guest, NoGuest, Settings
+from zero_sim.script.settings import Guest, Settings
 from zero_sim.script.started_ranks import RankPopen, StartedRanks, started_as_ranks
 from zero_sim.sim import World, WorldFailure
 from zero_sim.sim.world.rank_threads import rank_state
@@ -118,7 +118,7 @@ class StartingScript:
         )
 
     def _before_launch(self, command: str) -> None:
-        if not isinstance(self._guest, NoGuest):
+        if self._guest.needs_all_ranks:
             raise UsageError(
                 f"expected a script whose ranks are in one process with it, got one that calls "
                 f"`{command}`. Give `zero-sim torchrun` the script that it launches."
