@@ -55,7 +55,7 @@ def test_other_rows_after_resumption_are_inconclusive(judged):
         "train.py", "4", "other-rows", code=RESUMED, ranks=2, one_ranks=2, stopped=stopped
     ).verdict
     assert verdict.outcome == "inconclusive"
-    assert "before step 3" in verdict.reason
+    assert "in step 3" in verdict.reason
 
 
 SHARDED_STATE = """
@@ -76,7 +76,8 @@ if os.path.exists(f"saved{rank}.pt"):
 def spread():
     full = torch.empty(len(flat))
     dist.all_gather_into_tensor(full, own.detach())
-    for p, values in zip(weights, full.split([p.numel() for p in weights] + [len(full) - sum(p.numel() for p in weights)])):
+    sizes = [p.numel() for p in weights]
+    for p, values in zip(weights, full.split([*sizes, len(full) - sum(sizes)])):
         p.data.copy_(values.view_as(p))
 spread()
 for step in range(start, stop):
@@ -153,7 +154,8 @@ def test_ranks_that_share_no_forward_and_read_the_same_rows_are_inconclusive(jud
 FLAT = """
 from torch.distributed.fsdp import FullyShardedDataParallel
 fault, original = sys.argv[1:]
-model = FullyShardedDataParallel(model, use_orig_params=original == "1", device_id=torch.device("cpu"))
+cpu = torch.device("cpu")
+model = FullyShardedDataParallel(model, use_orig_params=original == "1", device_id=cpu)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 for step in range(3):
     optimizer.zero_grad()

@@ -1,6 +1,9 @@
 """Scripts that a comparison in another precision easily judges wrongly."""
 
 import pytest
+from click.testing import CliRunner
+
+from zero_sim.cli.main import main
 
 STEP = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -143,14 +146,14 @@ def test_deadlock_of_ranks_alone_is_different(judged):
     code = RIGHT + "if ranks > 1 and rank == 0:\n    dist.barrier()\n"
     verdict = judged("train.py", code=code).verdict
     assert verdict.outcome == "different"
-    assert "1 rank does not" in verdict.reason
+    assert "that on 1 rank does not" in verdict.reason
 
 
 def test_other_rows_are_inconclusive(judged):
     code = RIGHT.replace("rows(step)", "rows(step + rank)")
     verdict = judged("train.py", code=code).verdict
     assert verdict.outcome == "inconclusive"
-    assert "before step 1" in verdict.reason
+    assert "in step 1" in verdict.reason
 
 
 def test_fed_rows_are_those_of_one_rank(judged):
@@ -160,3 +163,44 @@ def test_fed_rows_are_those_of_one_rank(judged):
     code = code.replace("loss_of(model,", "own_loss(model,")
     own = "def own_loss(model, mine):\n    return model(mine).square().mean()\n"
     assert outcome(judged("train.py", code=own + code, feeds=True)) == "equal"
+
+
+OWN = """
+average_of = [torch.zeros_like(p) for p in model.parameters()]
+for step in range(3):
+    model.zero_grad()
+    loss_of(model, rows(step)).backward()
+    average()
+    with torch.no_grad():
+        for p, kept in zip(model.parameters(), average_of):
+            kept.lerp_(p.grad, 0.1)
+            p -= (0.1 + 1e-7 * {fault}) * kept
+"""
+
+
+def test_steps_of_an_optimizer_of_its_own_are_told_apart(judged):
+    right = judged("train.py", code=OWN.format(fault="0")).verdict
+    assert (right.outcome, right.steps) == ("equal", 3)
+    wrong = judged("train.py", code=OWN.format(fault="(step == 1) * (ranks - 1)")).verdict
+    assert wrong.outcome == "different"
+    assert wrong.differences[0].point.step == 2
+
+
+def test_state_that_torch_makes_before_a_load_is_no_step(judged):
+    code = "from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict\n" + RIGHT
+    asked = code.replace("for step", "get_optimizer_state_dict(model, optimizer)\nfor step", 1)
+    verdict = judged("train.py", code=asked).verdict
+    assert (verdict.outcome, verdict.steps) == ("equal", 3)
+
+
+def test_rows_that_several_ranks_read_are_different(judged):
+    code = RIGHT.replace("rows(step)", "torch.cat([torch.ones(1, 4) * step, rows(step)[1:]])")
+    assert outcome(judged("train.py", code=code)) == "different"
+
+
+def test_options_after_the_script_are_refused(monkeypatch, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["torchrun", "train.py", "--against", "1"])
+    assert done.exit_code == 2
+    assert "Put it before the script" in done.output

@@ -10,8 +10,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from zero_sim.against.native_dtypes import native
 from zero_sim.against.measure import FLOOR, Baseline, Measurement
+from zero_sim.against.native_dtypes import native
 from zero_sim.against.points import Piece, Point
 from zero_sim.against.runs import Side, Way, observe
 from zero_sim.against.verdict import Comparison, Difference
@@ -91,7 +91,8 @@ def account_of(comparison: Comparison) -> Account | None:
         whole = Whole(kind="sharded", candidates={0: joined}, holders=holders)
     elif whole is not None and expected is not None and not prepared.baseline.is_alike(first.point):
         expected, whole = _worst_by_rank(prepared.baseline, first.point, whole)
-    assert expected is not None and whole is not None
+    assert expected is not None
+    assert whole is not None
     bound = max(first.rounding * 64, FLOOR * 64) * float(expected.abs().max() or 1.0)
     rank, got = _worst(whole, expected)
     differs = ((got - expected).abs() > bound).reshape(-1)
@@ -195,9 +196,11 @@ def _manners(
         if _close(wrong, old) and not _close(right, old):
             found.append(f"it is stale: the value of step {point.step}")
     if expected.numel() > 2 and wrong.numel() > 1:
-        for shift in (1, -1):
-            if _close(wrong, expected.reshape(-1).roll(shift)[differs]):
-                found.append(f"the elements are shifted by {shift}")
+        found += [
+            f"the elements are shifted by {shift}"
+            for shift in (1, -1)
+            if _close(wrong, expected.reshape(-1).roll(shift)[differs])
+        ]
     return found
 
 
@@ -236,7 +239,7 @@ def _is_unreduced(measurement: Measurement, point: Point) -> bool:
 def _feeds(side: Side, point: Point, ranks: Sequence[int], *, seed: int) -> tuple[Feed, ...]:
     probe = _Probe(point)
     observe(side, Way(sink=probe, called=probe.called), seed=seed)
-    return tuple(probe.feeds[rank] for rank in ranks[:2] if rank in probe.feeds)
+    return tuple(probe.feeds[rank] for rank in ranks if rank in probe.feeds)
 
 
 class _Probe:
@@ -266,7 +269,9 @@ class _Probe:
         for record, tensors in reversed(self._calls.get(rank, ())):
             match = next(filter(None, (_match(piece.values, each) for each in tensors)), None)
             if match is not None:
-                feed = replace(feed, call=record.text, start=match[0], factor=match[1])
+                # Buffers of torch's C++ code have no dtype of the script's.
+                call = record.text.replace("(float64, ", "(")
+                feed = replace(feed, call=call, start=match[0], factor=match[1])
                 break
         self.feeds[rank] = feed
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -21,21 +21,24 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict
 from torch.nn import Module
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import optimizer as optimizer_hooks
+from torch.utils.data import DataLoader
 
 from zero_sim.against.flat_params import FlatPlace, flat_places
 from zero_sim.against.native_dtypes import native, stored_dtypes
-from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink
+from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, plain_name
+from zero_sim.against.rank_replicas import RankReplicas
 from zero_sim.against.rows import RowsRead
 from zero_sim.sim import unwatched
 from zero_sim.sim.callsite import call_site
 
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _TREE_DEPTH = 8
+WATCHED_PARAMS = 3
 
 
 class _Thread(threading.local):
@@ -43,11 +46,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def plain_name(name: str) -> str:
-    """A param's name without the names that wrappers of modules add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class RankCapture:
@@ -59,6 +57,7 @@ class RankCapture:
         rows: Receives the rows that outermost forwards read, and may replace them.
         steps: Optimizer steps of an earlier run that this one continues.
         start: Values that params get before their first forward, by name.
+        replicas: Compares tensors that several ranks have.
     """
 
     def __init__(
@@ -69,9 +68,10 @@ class RankCapture:
         rows: RowsRead,
         steps: int = 0,
         start: Mapping[str, Tensor],
+        replicas: RankReplicas,
     ) -> None:
         self.steps = steps
-        """Outermost calls of `Optimizer.step` so far."""
+        """Outermost calls of `Optimizer.step` so far, or changes of params without one."""
         self.saved_at = -1
         """Optimizer steps before the last checkpoint that the rank saved; -1 if it saved none."""
         self.restarted: list[str] = []
@@ -86,13 +86,30 @@ class RankCapture:
         self._depth = {"forward": 0, "backward": 0, "step": 0}
         self._names = _Names()
         self._start = dict(start)
+        self._replicas = replicas
         self._seen: set[tuple[Moment, str]] = set()
+        self._watched: dict[str, Tensor] | None = None
+        """Values of a few params at the last forward, if no `Optimizer.step` came after it."""
         self._files: dict[tuple[str, str, int], int] = defaultdict(int)
 
     @property
     def unnamed_params(self) -> Mapping[str, Tensor]:
         """Params of optimizers that no module names."""
         return self._names.others
+
+    @property
+    def is_in_backward(self) -> bool:
+        """True within a backward."""
+        return bool(self._depth["backward"])
+
+    def named_params(self) -> Iterator[tuple[str, Tensor]]:
+        """All params with their names."""
+        return self._names.params()
+
+    @property
+    def outermost(self) -> Sequence[Module]:
+        """Modules whose forwards no other contained."""
+        return self._names.roots
 
     def is_computing(self) -> bool:
         """True within a forward or backward."""
@@ -104,6 +121,8 @@ class RankCapture:
         _thread.capture = self
         try:
             yield
+            with self._aside():
+                self._count_own_step()
             self._observe_end()
         finally:
             _thread.capture = None
@@ -111,16 +130,31 @@ class RankCapture:
     def begin_forward(self, module: Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Before each module's forward; new arguments if rows are dealt."""
         self._depth["forward"] += 1
-        if self._depth["forward"] > 1:
-            return None
+        replaced = None
         trains = torch.is_grad_enabled()
         with self._aside():
-            self._names.add(module)
-            if self._start:
-                self._restart()
-            if trains:
-                return self._rows.read(self.steps, _class_name(module), args, kwargs)
-        return None
+            if self._depth["forward"] == 1:
+                self._names.add(module)
+                if self._start:
+                    self._restart()
+                if trains:
+                    self._count_own_step()
+                self._replicas.begin_outermost(module, trains=trains)
+                if trains:
+                    replaced = self._rows.read(self.steps, _class_name(module), args, kwargs)
+            name = self._names.of_module(module)
+            self._replicas.begin_forward(module, name, steps=self.steps, trains=trains)
+        return replaced
+
+    def _count_own_step(self) -> None:
+        """Count a step of an optimizer that is none of torch's: params changed since a forward."""
+        now = {name: _local(param).clone() for name, param in self._names.smallest()}
+        before, self._watched = self._watched, now
+        if before is None or before.keys() != now.keys():
+            return
+        if any(not torch.equal(before[name], now[name]) for name in now):
+            self.steps += 1
+            self._seen.clear()
 
     def _restart(self) -> None:
         for name, param in self._names.params():
@@ -138,6 +172,8 @@ class RankCapture:
         """After each module's forward."""
         self._depth["forward"] -= 1
         prefix = self._names.of_module(module)
+        with self._aside():
+            self._replicas.end_forward(module, prefix, steps=self.steps)
         if module.training and torch.is_grad_enabled() and (reason := _by_design(module)):
             self.refusals[f"{type(module).__name__} {prefix or ''}".strip()] = reason
         if prefix is None:
@@ -159,6 +195,10 @@ class RankCapture:
         with self._aside():
             replaced = self._rows.read(self.steps, loss, (), {"target": target})
         return target if replaced is None else replaced[1]["target"]
+
+    def begin_pass(self) -> None:
+        """Before each pass over a DataLoader."""
+        self._rows.begin_pass()
 
     @contextlib.contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -183,7 +223,7 @@ class RankCapture:
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if isinstance(value, float):
-                    self._observe_number("gradient", f"{key} of group {index}", value)
+                    self._observe_number("setting", f"{key} of group {index}", value)
             for param in group["params"]:
                 if param.grad is not None:
                     name = self._names.of_param(param)
@@ -194,6 +234,7 @@ class RankCapture:
         self._depth["step"] -= 1
         if self._depth["step"]:
             return
+        self._replicas.end_step(optimizer)
         for group in optimizer.param_groups:
             for param in group["params"]:
                 name = self._names.of_param(param)
@@ -205,6 +246,7 @@ class RankCapture:
                 self._observe("param", name, param, owner=param)
         self.steps += 1
         self._seen.clear()
+        self._watched = None
 
     def observe_file(self, moment: Moment, content: Any, site: tuple[str, int]) -> None:
         """Observe the tensors of a checkpoint by their places in it."""
@@ -259,7 +301,8 @@ class _Names:
     """Names of a rank's modules and params, in the order in which forwards meet them."""
 
     def __init__(self) -> None:
-        self._roots: list[Module] = []
+        self.roots: list[Module] = []
+        """Outermost modules in the order of their first forwards."""
         self._modules: dict[int, str] = {}
         self._params: dict[int, str] = {}
         self._optimizers: list[Any] = []
@@ -272,12 +315,16 @@ class _Names:
         """Name an outermost module, unless it is part of one that has names."""
         if id(module) in self._modules:
             return
-        self._roots.append(module)
-        prefix = "" if len(self._roots) == 1 else f"module {len(self._roots)}: "
+        self.roots.append(module)
+        prefix = "" if len(self.roots) == 1 else f"module {len(self.roots)}: "
         for name, each in module.named_modules():
             self._modules.setdefault(id(each), prefix + plain_name(name))
         for name, param in module.named_parameters():
-            self._params.setdefault(id(param), prefix + plain_name(name))
+            known = self._params.get(id(param))
+            if known is None or known in self.others:
+                # A step before the first forward named it by its place.
+                self.others.pop(known or "", None)
+                self._params[id(param)] = prefix + plain_name(name)
         self.flat.update((id(param), place) for param, place in flat_places(module))
 
     def add_optimizer(self, optimizer: Any) -> None:
@@ -303,7 +350,7 @@ class _Names:
     def params(self) -> Iterator[tuple[str, Tensor]]:
         """All named params as they are now, each once."""
         met: set[int] = set()
-        for root in self._roots:
+        for root in self.roots:
             for module in root.modules():
                 prefix = self._modules.get(id(module))
                 if prefix is None or id(module) in met:
@@ -316,9 +363,18 @@ class _Names:
                         yield self._params.get(id(param), default), param
         yield from self.others.items()
 
+    def smallest(self) -> list[tuple[str, Tensor]]:
+        """The smallest trained params that have memory."""
+        trained = [
+            (name, param)
+            for name, param in self.params()
+            if param.requires_grad and _local(param).untyped_storage().nbytes()
+        ]
+        return sorted(trained, key=lambda each: each[1].numel())[:WATCHED_PARAMS]
+
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """All named buffers of floats."""
-        for index, root in enumerate(self._roots):
+        for index, root in enumerate(self.roots):
             prefix = "" if not index else f"module {index + 1}: "
             for name, buffer in root.named_buffers():
                 if buffer.is_floating_point():
@@ -359,7 +415,7 @@ def _by_design(module: Module) -> str:
     return ""
 
 
-def piece_of(tensor: Tensor) -> Piece:
+def piece_of(tensor: Any) -> Piece:
     """What the calling rank has of a tensor, as a view of its memory where possible."""
     dtype = str(native(tensor)).removeprefix("torch.")
     shape = tuple(tensor.shape)
@@ -422,14 +478,20 @@ def _leaves(content: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str,
 
 
 @contextlib.contextmanager
-def hooks_installed() -> Iterator[None]:
-    """Let torch's hooks lead to the capture of the thread that runs."""
+def hooks_installed(*, observes_all: bool = True) -> Iterator[None]:
+    """Let torch's hooks lead to the capture of the thread that runs.
+
+    Args:
+        observes_all: False to observe forwards and optimizer steps alone, which replaces no
+            function that a script may compile or compare.
+    """
 
     def before_forward(module: Module, args: Any, kwargs: Any) -> Any:
         return _thread.capture and _thread.capture.begin_forward(module, args, kwargs)
 
     def after_forward(module: Module, *_: Any) -> None:
-        if _thread.capture is not None:
+        # A compiler traces this too, and must find nothing here.
+        if not torch.compiler.is_compiling() and _thread.capture is not None:
             _thread.capture.end_forward(module)
 
     def before_step(optimizer: Any, *_: Any) -> None:
@@ -440,7 +502,15 @@ def hooks_installed() -> Iterator[None]:
         if _thread.capture is not None:
             _thread.capture.end_step(optimizer)
 
+    iterate = DataLoader.__iter__
+
+    def iterated(self: Any) -> Any:
+        if _thread.capture is not None:
+            _thread.capture.begin_pass()
+        return iterate(self)
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(DataLoader, "__iter__", iterated))
         for handle in (
             module_hooks.register_module_forward_hook(after_forward, always_call=True),
             optimizer_hooks.register_optimizer_step_pre_hook(before_step),
@@ -448,7 +518,7 @@ def hooks_installed() -> Iterator[None]:
         ):
             stack.callback(handle.remove)
         stack.enter_context(mock.patch.object(Module, "_call_impl", _call(before_forward)))
-        for place, name, value in _patches():
+        for place, name, value in _patches() if observes_all else ():
             stack.enter_context(mock.patch.object(place, name, value))
         yield
 
@@ -461,7 +531,7 @@ def _call(before_forward: Callable[..., Any]) -> Callable[..., Any]:
     original = Module._call_impl
 
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
-        if _thread.capture is None:
+        if torch.compiler.is_compiling() or _thread.capture is None:
             return original(self, *args, **kwargs)
         replaced = before_forward(self, args, kwargs)
         if replaced is not None:
@@ -522,6 +592,8 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield functional, "scaled_dot_product_attention", attended
     for name in _LOSSES:
         yield functional, name, _loss(name, getattr(functional, name))
+    # torch makes state by a step with gradients of 0, which is none of the script's.
+    yield state_dict, "_init_optim_state", _unobserved(state_dict._init_optim_state)
     yield torch.autograd, "backward", backward_observed
     yield torch, "save", saved
     yield torch, "load", loaded
@@ -548,6 +620,17 @@ def _loss(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return original(input, target, *args, **kwargs)
 
     return loss
+
+
+def _unobserved(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        capture, _thread.capture = _thread.capture, None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _thread.capture = capture
+
+    return call
 
 
 def _is_of_script() -> bool:

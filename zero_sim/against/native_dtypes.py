@@ -53,8 +53,8 @@ class _Thread(threading.local):
 
     active = False
     """True while the thread runs a script in float64."""
-    autocast: tuple[torch.dtype, ...] = ()
-    """Dtypes of the autocast contexts that are open, the innermost last."""
+    autocast: tuple[torch.dtype | None, ...] = ()
+    """Dtypes of the autocast contexts that are open, the innermost last; None if disabled."""
 
 
 thread = _Thread()
@@ -255,7 +255,7 @@ def _gradient(self: Tensor) -> Tensor | None:
     return grad
 
 
-_grad = torch._C.TensorBase.grad  # pyrefly: ignore [missing-attribute]
+_grad: Any = torch._C.TensorBase.grad
 _storage_class: Any = torch.UntypedStorage
 
 
@@ -396,13 +396,16 @@ def _function_patches() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _autocast_patches() -> Iterator[tuple[Any, str, Any]]:
-    """Autocast refuses float64 in some operations, so it is off; its dtype is noted all the same."""
+    """Autocast refuses float64 in some operations, so it is off; its dtype is noted."""
     autocast = torch.amp.autocast_mode.autocast
     init, enter, leave = autocast.__init__, autocast.__enter__, autocast.__exit__
 
-    def start(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, **rest: Any):
+    def start(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, **rest: Any
+    ) -> None:
         if not thread.active:
-            return init(self, device_type, dtype=dtype, enabled=enabled, **rest)
+            init(self, device_type, dtype=dtype, enabled=enabled, **rest)
+            return
         init(self, device_type, dtype=dtype, enabled=False, **rest)
         self._native_dtype = self.fast_dtype if enabled else None
 

@@ -8,13 +8,23 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 Moment = Literal[
-    "forward", "evaluation", "backward", "gradient", "state", "param", "saved", "loaded", "end"
+    "forward",
+    "evaluation",
+    "backward",
+    "gradient",
+    "setting",
+    "state",
+    "param",
+    "saved",
+    "loaded",
+    "end",
 ]
 MOMENTS: dict[Moment, str] = {
     "forward": "param as forward used it",
     "evaluation": "param as a forward without gradients used it",
     "backward": "gradient after the last backward",
     "gradient": "gradient at Optimizer.step",
+    "setting": "setting at Optimizer.step",
     "state": "optimizer state after the step",
     "param": "param after the step",
     "saved": "tensor of a checkpoint that was saved",
@@ -22,10 +32,18 @@ MOMENTS: dict[Moment, str] = {
     "end": "tensor at the end of the script",
 }
 """Moments within a step in the order in which a fault passes through them."""
-LOCALISING: frozenset[Moment] = frozenset({"backward", "gradient"})
+LOCALISING: frozenset[Moment] = frozenset({"backward", "gradient", "setting"})
 """Moments that only show where a difference came from: scaled gradients may be a convention."""
 END_STEP = 1 << 30
 """The step of what is observed after the script's last line."""
+
+
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def plain_name(name: str) -> str:
+    """A param's name without the names that wrappers of modules add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class Point(NamedTuple):

@@ -41,6 +41,10 @@ class RowsRead(Protocol):
         """Note the rows; return other arguments if they are to be replaced."""
         ...
 
+    def begin_pass(self) -> None:
+        """Note that a pass over a DataLoader begins."""
+        ...
+
 
 @dataclass(slots=True)
 class RowLog:
@@ -52,12 +56,20 @@ class RowLog:
     keeps_values: bool = False
     """True to keep the rows themselves, so that they can be dealt."""
     digests: dict[tuple[int, Slot], list[str]] = field(default_factory=lambda: defaultdict(list))
+    epochs: dict[int, int] = field(default_factory=dict)
+    """Passes over DataLoaders that had begun in each step; 0 for rows that no DataLoader gave."""
     values: dict[tuple[int, Slot], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    _passes: int = 0
+
+    def begin_pass(self) -> None:
+        """Note that a pass over a DataLoader begins."""
+        self._passes += 1
 
     def read(
         self, step: int, module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Note the rows."""
+        self.epochs.setdefault(step, self._passes)
         for slot, tensor in _slots(module, args, kwargs):
             self.digests[step, slot] += _digests(tensor)
             if self.keeps_values:
@@ -88,6 +100,10 @@ class DealtRows:
         self._world_size = world_size
         self._dealt: dict[tuple[int, Slot], int] = defaultdict(int)
         self._joined: dict[tuple[int, Slot], Tensor] = {}
+
+    def begin_pass(self) -> None:
+        """Note that a pass over a DataLoader begins."""
+        self.log.begin_pass()
 
     def read(
         self, step: int, module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -137,7 +153,15 @@ def _slots(
     module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Slot, Tensor]]:
     for key, value in (*enumerate(args), *kwargs.items()):
-        if type(value) is Tensor and value.dim() and not value.requires_grad:
+        if (
+            type(value) is Tensor
+            and value.dim()
+            and value.numel()
+            and not value.requires_grad
+            and value.layout is torch.strided
+            and value.device.type == "cpu"
+            and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        ):
             yield Slot(module, str(key)), value
 
 
@@ -154,13 +178,15 @@ def _digests(tensor: Tensor) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowDifference:
-    """The first step in which ranks together read other rows than the run they are compared with."""
+    """The first step in which ranks together read other rows than the other run."""
 
     step: int
     slot: Slot
     expected_count: int
     got_count: int
     shared_count: int
+    several_count: int
+    """Rows that more than one rank read."""
     is_repeated: bool
     """True if every rank read every row."""
 
@@ -168,11 +194,28 @@ class RowDifference:
     def text(self) -> str:
         """The difference in words."""
         head = (
-            f"before step {self.step + 1} all ranks together read {self.got_count} rows of "
-            f"{self.slot}, and the run to compare with {self.expected_count}; "
-            f"{self.shared_count} are the same"
+            f"in step {self.step + 1} all ranks together read {self.got_count} rows of "
+            f"{self.slot}, and the other run read {self.expected_count}; {self.shared_count} are "
+            "the same"
         )
-        return head + ("; every rank read every row" if self.is_repeated else "")
+        if self.is_repeated:
+            return f"{head}; every rank read every row"
+        return f"{head}; several ranks read {self.several_count}" if self.several_count else head
+
+    @property
+    def remedy(self) -> str:
+        """How to let both runs read the same."""
+        if self.several_count:
+            return (
+                "Share the rows of a step out, for example with DistributedSampler and one seed "
+                "for all ranks."
+            )
+        if self.expected_count != self.got_count:
+            return "Give the other run as many rows with --arguments-of-one."
+        return (
+            "Draw the rows of a step alike for any number of ranks, and share them out; or let "
+            "--feed deal the rows of one rank to all."
+        )
 
 
 def first_row_difference(expected: Sequence[RowLog], got: Sequence[RowLog]) -> RowDifference | None:
@@ -199,6 +242,7 @@ def first_row_difference(expected: Sequence[RowLog], got: Sequence[RowLog]) -> R
                 expected_count=ones.total(),
                 got_count=many.total(),
                 shared_count=(ones & many).total(),
+                several_count=sum(1 for row in many if sum(row in rows for rows in each) > 1),
                 is_repeated=all(set(rows) == set(ones) for rows in each),
             )
         )

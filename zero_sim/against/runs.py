@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
@@ -18,7 +19,12 @@ from torch import Tensor
 from zero_sim.against import native_dtypes
 from zero_sim.against.capture import RankCapture, hooks_installed
 from zero_sim.against.gathers import GatherLog
+from zero_sim.against.integers import IntegerSums
+from zero_sim.against.native_noise import NativeNoise
 from zero_sim.against.points import Sink
+from zero_sim.against.rank_replicas import RankReplicas
+from zero_sim.against.reductions import Reductions
+from zero_sim.against.replicas import ReplicaCheck
 from zero_sim.against.rows import DealtRows, RowLog
 from zero_sim.against.wide_operations import WideOperations
 from zero_sim.errors import UsageError
@@ -44,6 +50,8 @@ class Side:
     """Arguments of a run before it in the same folder, which stops early; None for no such run."""
     label: str = ""
     """The side in words; empty for the number of its ranks."""
+    allowed_drift: tuple[str, ...] = ()
+    """Patterns of names of tensors that ranks may have different values of."""
 
     @property
     def text(self) -> str:
@@ -67,6 +75,9 @@ class Observed:
     saved_at: int = -1
     """Optimizer steps before the last checkpoint was saved; -1 if none was."""
     gathers: GatherLog = field(default_factory=GatherLog)
+    replicas: ReplicaCheck
+    integers: IntegerSums = field(default_factory=IntegerSums)
+    reductions: Reductions = field(default_factory=Reductions)
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Modules that depend on the number of ranks by design, with the reason."""
 
@@ -102,16 +113,20 @@ class _Observer:
         way: How to observe it.
         world_size: Number of ranks.
         steps: Optimizer steps of an earlier run that this one continues.
+        replicas: Compares tensors that several ranks have.
     """
 
-    def __init__(self, way: Way, *, world_size: int, steps: int) -> None:
+    def __init__(self, way: Way, *, world_size: int, steps: int, replicas: ReplicaCheck) -> None:
         self.captures: dict[int, RankCapture] = {}
         self.rows: dict[int, RowLog] = {}
         self.operations: dict[int, WideOperations] = {}
         self.gathers = GatherLog()
+        self.integers = IntegerSums()
+        self.reductions = Reductions()
         self._way = way
         self._world_size = world_size
         self._steps = steps
+        self._replicas = replicas
 
     @contextlib.contextmanager
     def in_rank(self, rank: int) -> Iterator[None]:
@@ -126,13 +141,23 @@ class _Observer:
             log = rows.log
         self.rows[rank] = log
         capture = self.captures[rank] = RankCapture(
-            rank, sink=way.sink, rows=rows, steps=self._steps, start=way.start or {}
+            rank,
+            sink=way.sink,
+            rows=rows,
+            steps=self._steps,
+            start=way.start or {},
+            replicas=RankReplicas(rank, self._replicas),
         )
         mode: AbstractContextManager[object] = contextlib.nullcontext()
-        if not way.is_native or way.noise_seed is not None:
-            seed = None if way.noise_seed is None else way.noise_seed * 1000 + rank
+        seed = None if way.noise_seed is None else way.noise_seed * 1000 + rank
+        if way.is_native:
+            mode = mode if seed is None else NativeNoise(seed)
+        else:
             mode = self.operations[rank] = WideOperations(
-                noise_seed=seed, counts=capture.is_computing
+                noise_seed=seed,
+                counts=capture.is_computing,
+                # Noise leaves few numbers whole.
+                added=functools.partial(self.integers.added, rank) if seed is None else None,
             )
         with mode, capture.observing():
             yield
@@ -143,6 +168,9 @@ class _Observer:
         capture = self.captures[record.rank]
         with torch.no_grad(), native_dtypes.stored_dtypes():
             self.gathers.called(record, call, step=capture.steps, params=capture.unnamed_params)
+            if not self._way.is_native and self._way.noise_seed is None:
+                self.integers.called(record, call)
+                self.reductions.called(record, call, capture)
         if self._way.called is not None:
             self._way.called(record, call)
 
@@ -178,7 +206,9 @@ def _observe(
     side: Side, way: Way, arguments: Sequence[str], *, path: str, seed: int, before: Observed | None
 ) -> Observed:
     steps = 0 if before is None else before.resumed_at
-    guest = _Observer(way, world_size=side.settings.world_size, steps=steps)
+    world_size = side.settings.world_size
+    replicas = ReplicaCheck(world_size=world_size, allowed=side.allowed_drift)
+    guest = _Observer(way, world_size=world_size, steps=steps, replicas=replicas)
     script = read_script(path, is_module=side.is_module, arguments=arguments)
     with Launcher(replace(script, name=side.name), side.settings, guest=guest) as launcher:
         run = launcher.run(seed=seed, quiet=True)
@@ -194,6 +224,9 @@ def _observe(
         steps_of_ranks=tuple(each.steps for each in captures),
         saved_at=max((each.saved_at for each in captures), default=-1),
         gathers=guest.gathers,
+        replicas=replicas,
+        integers=guest.integers,
+        reductions=guest.reductions,
         reasons={name: reason for each in captures for name, reason in each.refusals.items()},
     )
 

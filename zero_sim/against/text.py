@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_sim.against.account import Account, Feed
+from zero_sim.against.measure import LIMIT
 from zero_sim.against.points import MOMENTS
 from zero_sim.against.verdict import EXIT_STATUS, AgainstVerdict
 from zero_sim.report.junit import TestCase
@@ -40,7 +41,7 @@ def headline(verdict: AgainstVerdict) -> str:
         return (
             f"{label} up to rounding: {verdict.got} against {verdict.expected}, "
             f"{verdict.compared_count:,} tensors of {verdict.steps} steps, largest difference "
-            f"{verdict.largest_multiple:.1f} times rounding"
+            f"{verdict.largest_multiple:.1f} times rounding (limit {LIMIT:.0e})"
         )
     return f"{label}: {verdict.reason}"
 
@@ -66,16 +67,19 @@ def render(verdict: AgainstVerdict, account: Account | None) -> str:
 
 def _account(verdict: AgainstVerdict, account: Account) -> list[str]:
     first = account.difference
-    sizes = f"{first.measured.relative:.1e} of the largest value, {first.multiple:.0e} x rounding"
+    sizes = (
+        f"{first.measured.relative:.1e} of the largest value, {first.multiple:.0e} x rounding "
+        f"(limit {LIMIT:.0e})"
+    )
     lines = [f"{_ranks(account)}: {sizes}"]
     lines.append(
         f"{account.differ_count:,} of {account.elems:,} elements differ; element "
         f"{account.element}: expected {account.expected:.9g}, got {account.got:.9g}"
     )
     lines += [f"{manner[0].upper()}{manner[1:]}." for manner in account.manners]
-    if account.is_unreduced and not account.manners:
+    if account.is_unreduced and not account.is_alike and not account.manners:
         lines.append("Its gradient is not reduced: the mean over ranks is right.")
-    lines += _fed(account.feeds)
+    lines += [] if first.point.moment == "setting" else _fed(account.feeds)
     if account.beside:
         lines.append(f"at the same point {len(account.beside)} more: {_listed(account.beside)}")
     if account.later_count:
@@ -85,7 +89,8 @@ def _account(verdict: AgainstVerdict, account: Account) -> list[str]:
 
 def _picture(account: Account) -> list[str]:
     if equal_elems(account.picture) == 0:
-        return [describe_spread(account.picture)]
+        several = len(account.picture.shards) > 1
+        return [describe_spread(account.picture)] if several else []
     return draw_buffer_map(account.picture)[1:]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -13,6 +13,8 @@ from zero_sim.against.measure import FLOOR, LIMIT, Baseline, Measured, Measureme
 from zero_sim.against.points import LOCALISING, Point
 from zero_sim.against.rows import first_row_difference
 from zero_sim.against.runs import Observed, Side, Way, observe
+from zero_sim.against.shares import wrongly_dealt
+from zero_sim.errors import UsageError
 
 Outcome = Literal["equal", "different", "script-fails", "inconclusive", "unsupported"]
 EXIT_STATUS: dict[Outcome, int] = {
@@ -106,6 +108,8 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = 
     prepared = Prepared(side=side, seed=seed, baseline=baseline, observed=observed)
     if observed.script.failure is not None:
         prepared.failure = _failed_first(prepared)
+    elif observed.replicas.findings:
+        prepared.failure = _drifted(observed)
     elif observed.reasons:
         prepared.failure = _by_design(observed.reasons)
     else:
@@ -126,11 +130,11 @@ def judge(
         feeds: True to deal it the rows that rank 0 of the prepared side read.
         starts_alike: True to let its params start with the values of the prepared side.
     """
-    sides = {"expected": prepared.side.text, "got": side.text}
+    names = {"expected": prepared.side.text, "got": side.text}
     if prepared.failure is not None:
         outcome, reason, remedy, ending = prepared.failure
         verdict = AgainstVerdict(
-            outcome=outcome, reason=reason, remedy=remedy, ending=ending, **sides
+            outcome=outcome, reason=reason, remedy=remedy, ending=ending, **names
         )
         return Comparison(verdict=verdict, prepared=prepared, side=side)
     measurement = Measurement(prepared.baseline)
@@ -141,18 +145,28 @@ def judge(
     )
     got = observe(side, way, seed=prepared.seed)
     if got.script.failure is not None:
-        verdict = _failed_second(prepared, side, got, sides=sides)
+        verdict = _failed_second(prepared, side, got)
+    elif got.replicas.findings:
+        outcome, reason, remedy, ending = _drifted(got)
+        verdict = AgainstVerdict(outcome=outcome, reason=reason, remedy=remedy, ending=ending)
+    elif wrong_rows := wrongly_dealt(prepared.observed.rows, got.rows):
+        verdict = AgainstVerdict(
+            outcome="different",
+            reason=wrong_rows,
+            remedy="Let samplers of all ranks draw one order, with one seed, and share it out.",
+        )
     elif (rows := first_row_difference(prepared.observed.rows, got.rows)) is not None:
         verdict = AgainstVerdict(
             outcome="inconclusive",
             reason=f"The data differ: {rows.text}.",
-            remedy="Keep the global batch with --arguments-of-one, or let --feed deal the rows of "
-            "one rank to all.",
-            **sides,
+            remedy=rows.remedy,
         )
     else:
         measurement.finish(expected_log=prepared.observed.gathers, got_log=got.gathers)
-        verdict = _judged(prepared, measurement, got, sides=sides)
+        verdict = _judged(prepared, measurement, got)
+    # One rank counts what all ranks count together, so it may lose integers that they do not.
+    lost = got.integers.notes or prepared.observed.integers.notes
+    verdict = replace(verdict, **names, notes=(*verdict.notes, *lost, *got.reductions.notes))
     return Comparison(verdict=verdict, prepared=prepared, side=side, measurement=measurement)
 
 
@@ -176,27 +190,39 @@ def _failed_first(prepared: Prepared) -> tuple[Outcome, str, str, str]:
     )
 
 
-def _failed_second(
-    prepared: Prepared, side: Side, got: Observed, *, sides: Mapping[str, str]
-) -> AgainstVerdict:
+def _failed_second(prepared: Prepared, side: Side, got: Observed) -> AgainstVerdict:
+    error = getattr(got.script.failure, "error", None)
+    if isinstance(error, UsageError):
+        raise error  # Of dealt rows, which no other run would mend.
     native = observe(side, Way(sink=Baseline(), is_native=True), seed=prepared.seed).script
     failed = got.script if native.failure is None else native
     where = " in float64 alone" if native.failure is None else ""
     return AgainstVerdict(
         outcome="unsupported" if native.failure is None else "different",
-        reason=f"{side.text} fail{where}, and {sides['expected']} does not: {failed.ending}",
+        reason=f"The run on {side.text} fails{where}, and that on {prepared.side.text} does not: "
+        f"{failed.ending}",
         ending=failed.failure.report if failed.failure else "",
-        **sides,
     )
+
+
+def _drifted(observed: Observed) -> tuple[Outcome, str, str, str]:
+    reason, *lines = observed.replicas.finding.splitlines()
+    ending = "\n".join(line.removeprefix("  ") for line in lines[:-1])
+    return "different", reason[0].upper() + reason[1:], lines[-1].strip(), ending
 
 
 def _by_design(reasons: Mapping[str, str]) -> tuple[Outcome, str, str, str]:
     named = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
     more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+    remedies = []
+    if any("mask" in reason for reason in reasons.values()):
+        remedies.append("Set dropout to 0, for example by an argument of the script.")
+    if any("mean of its own rows" in reason for reason in reasons.values()):
+        remedies.append("Replace BatchNorm by SyncBatchNorm or another norm.")
     return (
         "unsupported",
         f"The result depends on the number of ranks by design: {named}{more}.",
-        "Set dropout to 0, and replace BatchNorm by SyncBatchNorm or another norm.",
+        " ".join(remedies),
         "",
     )
 
@@ -257,9 +283,7 @@ def _order(point: Point) -> tuple[tuple[int, int], str]:
     return point.order, point.name
 
 
-def _judged(
-    prepared: Prepared, measurement: Measurement, got: Observed, *, sides: Mapping[str, str]
-) -> AgainstVerdict:
+def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> AgainstVerdict:
     found: list[Difference] = []
     largest = 0.0
     decided: set[str] = set()
@@ -280,16 +304,17 @@ def _judged(
     unknown = deciding - measurement.measured.keys()
     unobserved = {p.name for p in measurement.unobserved | unknown if p.moment not in LOCALISING}
     names = {point.name for point in measurement.measured} - unobserved
-    common = {
-        "steps": max(got.steps_of_ranks, default=0),
-        "compared_count": len(measurement.measured),
-        "unobserved": tuple(sorted(unobserved)),
-        "undecided": tuple(sorted(names - decided)),
-        "largest_multiple": largest,
-        **sides,
-    }
+    equal = AgainstVerdict(
+        outcome="equal",
+        reason="",
+        steps=max(got.steps_of_ranks, default=0),
+        compared_count=len(measurement.measured),
+        unobserved=tuple(sorted(unobserved)),
+        undecided=tuple(sorted(names - decided)),
+        largest_multiple=largest,
+    )
     if any(each.point.moment not in LOCALISING for each in found):
-        return AgainstVerdict(outcome="different", reason="", differences=tuple(found), **common)
+        return replace(equal, outcome="different", differences=tuple(found))
     left = [name for name in _trained(prepared.baseline) if name not in decided]
     if not measurement.measured or left:
         reason = "No tensor could be compared."
@@ -299,14 +324,14 @@ def _judged(
         remedy = (
             "Shard it by DTensor, so the places of its elements are known, or use whole params."
         )
-        return AgainstVerdict(outcome="inconclusive", reason=reason, remedy=remedy, **common)
+        return replace(equal, outcome="inconclusive", reason=reason, remedy=remedy)
     notes = ()
     if found:
         notes = (
             f"{len({each.point.name for each in found})} gradients differ and no param does, such "
             f"as {found[0].point.text}: perhaps they are scaled otherwise.",
         )
-    return AgainstVerdict(outcome="equal", reason="", notes=notes, **common)
+    return replace(equal, notes=notes)
 
 
 def _trained(baseline: Baseline) -> list[str]:

@@ -1,18 +1,9 @@
-"""Runs every operation of one rank in float64 and notes native dtypes; may move results at random.
-
-[Note: rounding noise]
-Monte Carlo arithmetic (Parker 1997; CESTAC and Verrou are tools of the kind) measures how far
-rounding alone moves a result: each operation's result is moved at random by up to one unit in its
-last place. Results that are exact have no rounding and stay. An exact result of inputs with few
-digits has zeros in its last places, and a rounded one has them by chance in one case of 2^12; so
-numbers with `EXACT_BITS` zeros at their end stay. Counts and powers of two are among them.
-"""
+"""Runs every operation of one rank in float64, and notes native dtypes."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -21,15 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero_sim.against.integers import ADDITIONS
 from zero_sim.against.native_dtypes import WIDE, native, note, stored, thread
-from zero_sim.errors import UnsupportedByFloat64
+from zero_sim.against.noise import Noise
 from zero_sim.sim.dispatch import has_own_dispatch, is_fake
 
-EXACT_BITS = 12
-"""Zeros at the end of a float64's 53 digits with which a result counts as exact."""
-_EXACT_MASK = (1 << EXACT_BITS) - 1
-_PART_ELEMS = 1 << 15
-_TABLE_ELEMS = 1 << 20
 _FACTORIES_WITHOUT_DRAWS = frozenset(
     {
         "empty",
@@ -67,7 +54,7 @@ _COPIES = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class Plan:
     """Facts of one operator's schema."""
 
     name: str
@@ -82,12 +69,13 @@ class _Plan:
 
 
 @functools.cache
-def _plan_of(func: Any) -> _Plan:
+def plan_of(func: Any) -> Plan:
+    """Facts of an operator."""
     schema = func._schema
     name = schema.name.partition("::")[2]
     aliases = any(each.alias_info is not None for each in schema.returns)
     takes_tensor = any("Tensor" in str(each.type) for each in schema.arguments)
-    return _Plan(
+    return Plan(
         name=name,
         is_fresh=not aliases and bool(schema.returns),
         takes_dtype=any(each.name == "dtype" for each in schema.arguments),
@@ -104,18 +92,22 @@ class WideOperations(TorchDispatchMode):
         noise_seed: Seed of the rounding noise; None for no noise.
         counts: True while operations belong to the script's forwards and backwards. Others depend
             on what torch has cached.
+        added: Receives name and result of each operation of `ADDITIONS`.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, *, noise_seed: int | None = None, counts: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        *,
+        noise_seed: int | None = None,
+        counts: Callable[[], bool],
+        added: Callable[[str, Any], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._noise = None
-        if noise_seed is not None:
-            self._noise = torch.Generator().manual_seed(noise_seed)
-        self._places = random.Random(noise_seed)
-        self._factors: Tensor | None = None
+        self._noise = None if noise_seed is None else Noise(noise_seed)
         self._counts = counts
+        self._added = added
         self._taken = hashlib.blake2b(digest_size=16)
         self.operation_count = 0
 
@@ -129,7 +121,7 @@ class WideOperations(TorchDispatchMode):
         thread.active = True
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         thread.active = False
         torch._C._pop_torch_dispatch_stack(None)
 
@@ -149,7 +141,7 @@ class WideOperations(TorchDispatchMode):
                 return func(*args, **kwargs)
             if has_own_dispatch(each):
                 return NotImplemented
-        plan = _plan_of(func)
+        plan = plan_of(func)
         if self._counts():
             self.operation_count += 1
             self._taken.update(plan.name.encode())
@@ -160,12 +152,14 @@ class WideOperations(TorchDispatchMode):
                 return special(func, args, kwargs)
             result = self._run(func, plan, args, kwargs)
             if self._noise is not None and not plan.is_exact:
-                self._move(result)
+                self._noise.move(result)
+            if self._added is not None and plan.name in ADDITIONS:
+                self._added(plan.name, args[0] if result is None else result)
             return result
         finally:
             thread.active = True
 
-    def _run(self, func: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not plan.is_fresh:
             if plan.takes_dtype and kwargs.get("dtype") in WIDE:
                 kwargs = {**kwargs, "dtype": WIDE[kwargs["dtype"]]}
@@ -178,9 +172,9 @@ class WideOperations(TorchDispatchMode):
                 return func(*args, **kwargs)
             return _made(func, plan, args, kwargs)
         tensors = [*_tensors(args), *_tensors(kwargs.values())]
-        if any(each.device.type == "meta" for each in tensors):
-            if all(each.device.type == "meta" for each in tensors) and not kwargs.get("device"):
-                return func(*args, **kwargs)
+        stays_meta = not kwargs.get("device") and all(_is_meta(each.device) for each in tensors)
+        if tensors and stays_meta:
+            return func(*args, **kwargs)
         if any(stored(each) in WIDE and each.device.type != "meta" for each in tensors):
             args = tuple(_stored_wide(each) for each in args)
         if dtype in WIDE:
@@ -207,44 +201,6 @@ class WideOperations(TorchDispatchMode):
             _note_fresh(result, dtype)
         return result
 
-    def _move(self, result: Any) -> None:
-        """Move rounded numbers by up to one unit in the last place."""
-        for each in result if isinstance(result, (list, tuple)) else (result,):
-            if (
-                not isinstance(each, Tensor)
-                or has_own_dispatch(type(each))
-                or stored(each) is not torch.float64
-                or not each.numel()
-                or each.layout is not torch.strided
-            ):
-                continue
-            if each.is_contiguous():
-                # Parts that stay in the processor's cache while they are read and written.
-                for part in each.view(-1).split(_PART_ELEMS):
-                    _move_part(part, self._noise_of(part.numel()))
-            else:
-                noise = [self._noise_of(part) for part in _parts_of(each.numel())]
-                _move_part(each, torch.cat(noise).view(each.shape))
-
-    def _noise_of(self, numel: int) -> Tensor:
-        """Factors from a table, from a random place on: to draw each would take twice as long."""
-        if self._factors is None:
-            eps = torch.finfo(torch.float64).eps
-            drawn = torch.rand(_TABLE_ELEMS, generator=self._noise, dtype=torch.float64)
-            self._factors = drawn.mul_(2 * eps).add_(1 - eps)
-        start = self._places.randrange(_TABLE_ELEMS - numel + 1)
-        return self._factors[start : start + numel]
-
-
-def _move_part(values: Tensor, factors: Tensor) -> None:
-    is_rounded = (values.contiguous().view(torch.int64) & _EXACT_MASK).bool()
-    torch.where(is_rounded, values * factors, values, out=values)
-
-
-def _parts_of(numel: int) -> list[int]:
-    whole, rest = divmod(numel, _PART_ELEMS)
-    return [_PART_ELEMS] * whole + [rest] * bool(rest)
-
 
 def _is_meta(device: Any) -> bool:
     return device is not None and torch.device(device).type == "meta"
@@ -260,7 +216,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return found
 
 
-def _made(func: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _made(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A new tensor of no others; draws are those that the script's dtype would get."""
     dtype = kwargs.get("dtype")
     if plan.name in _FACTORIES_WITHOUT_DRAWS and dtype in WIDE:
@@ -280,7 +236,7 @@ def _made(func: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any])
     return result
 
 
-def _promoted(tensors: list[Tensor], plan: _Plan) -> torch.dtype | None:
+def _promoted(tensors: list[Tensor], plan: Plan) -> torch.dtype | None:
     """The dtype of a result by torch's rules: tensors with dimensions come before those without."""
     if thread.autocast and thread.autocast[-1] is not None and plan.name in _BY_AUTOCAST:
         return thread.autocast[-1]
@@ -297,13 +253,15 @@ def _promoted(tensors: list[Tensor], plan: _Plan) -> torch.dtype | None:
 
 
 def _note_fresh(value: Any, dtype: torch.dtype | None) -> None:
-    if isinstance(value, Tensor) and stored(value) in _STORED and value.device.type != "meta":
-        if dtype is not None and value.layout is torch.strided:
-            if stored(value) is torch.complex128 and dtype in _FLOATS:
-                dtype = torch.complex64 if dtype is not torch.float64 else torch.complex128
-            elif stored(value) is torch.float64 and dtype.is_complex:
-                dtype = torch.float32 if dtype is torch.complex64 else torch.float64
-            note(value, dtype)
+    if dtype is None or not isinstance(value, Tensor) or stored(value) not in _STORED:
+        return
+    if value.device.type == "meta" or value.layout is not torch.strided:
+        return
+    if stored(value) is torch.complex128 and dtype in _FLOATS:
+        dtype = torch.complex64 if dtype is not torch.float64 else torch.complex128
+    elif stored(value) is torch.float64 and dtype.is_complex:
+        dtype = torch.float32 if dtype is torch.complex64 else torch.float64
+    note(value, dtype)
 
 
 _STORED = (torch.float64, torch.complex128)

@@ -58,6 +58,11 @@ class AgainstOptions:
     start_of_one: bool = option(
         "--start-of-one", is_flag=True, help="Start all ranks with the params of one rank."
     )
+    precision: bool = option(
+        "--precision",
+        is_flag=True,
+        help="Compare in the script's own dtypes, too, and warn of what rounding does not explain.",
+    )
     json: Path | None = option("--json", type=FILE, help="Write the verdicts as JSON.")
     junit: Path | None = option("--junit", type=FILE, help="Write the verdicts as JUnit XML.")
     html: Path | None = option("--html", type=FILE, help="Write the verdicts as an HTML page.")
@@ -65,12 +70,17 @@ class AgainstOptions:
         "--bundles",
         type=FOLDER,
         metavar="DIR",
-        help="Write a bundle of the script that `zero-sim replay` judges again, unless it is equal.",
+        help="Write a bundle of the script, unless it is equal, for `zero-sim replay`.",
     )
 
 
 def judge_script(
-    options: AgainstOptions, settings: Settings, *, seed: int, words: Sequence[str]
+    options: AgainstOptions,
+    settings: Settings,
+    *,
+    seed: int,
+    words: Sequence[str],
+    allowed_drift: Sequence[str] = (),
 ) -> int:
     """Judge a script; the exit status.
 
@@ -79,12 +89,14 @@ def judge_script(
         settings: The world of the side that is judged.
         seed: Seed of all runs.
         words: The script and its arguments, with `-m` before a module.
+        allowed_drift: Patterns of names of tensors that may differ among ranks.
     """
     from zero_sim.against.account import account_of
+    from zero_sim.against.precision import measure_precision
     from zero_sim.against.text import Reported, render
     from zero_sim.against.verdict import EXIT_STATUS, judge, prepare
 
-    expected, sides = _sides(options, settings, words=words)
+    expected, sides = _sides(options, settings, words=words, allowed_drift=tuple(allowed_drift))
     by_rank = options.against == "resumed"
     started = datetime.now(UTC).isoformat(timespec="seconds")
     prepared = prepare(expected, seed=seed, keeps_rows=options.feed, by_rank=by_rank)
@@ -93,6 +105,9 @@ def judge_script(
         begun = time.perf_counter()
         comparison = judge(prepared, side, feeds=options.feed, starts_alike=options.start_of_one)
         verdict, account = comparison.verdict, account_of(comparison)
+        if options.precision and verdict.outcome == "equal":
+            report = measure_precision(expected, side, seed=seed, feeds=options.feed)
+            verdict = replace(verdict, notes=(*verdict.notes, report.text))
         click.echo(printable(render(verdict, account), lines=True))
         bundle = None
         if options.bundles is not None and verdict.outcome != "equal":
@@ -101,6 +116,8 @@ def judge_script(
             click.echo(f"  replay: {shlex.join(again)}")
         seconds = time.perf_counter() - begun
         command = _command(options, side, words=words)
+        if verdict.outcome != "equal":
+            click.echo(f"  repeat: {command}")
         reported.append(
             Reported(
                 verdict=verdict, account=account, command=command, seconds=seconds, bundle=bundle
@@ -221,14 +238,24 @@ def replay_script(path: Path, *, trust: bool) -> int:
 
 
 def _sides(
-    options: AgainstOptions, settings: Settings, *, words: Sequence[str]
+    options: AgainstOptions,
+    settings: Settings,
+    *,
+    words: Sequence[str],
+    allowed_drift: tuple[str, ...],
 ) -> tuple[Side, list[Side]]:
     """The side to compare with, and those that are judged."""
     from zero_sim.against.runs import Side
 
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
-    side = Side(settings=settings, name=name, is_module=is_module, arguments=tuple(arguments))
+    side = Side(
+        settings=settings,
+        name=name,
+        is_module=is_module,
+        arguments=tuple(arguments),
+        allowed_drift=allowed_drift,
+    )
     other = side
     if options.arguments_of_one is not None:
         other = replace(side, arguments=tuple(shlex.split(options.arguments_of_one)))

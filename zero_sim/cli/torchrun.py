@@ -18,6 +18,7 @@ from zero_sim.host.packages import packages_needed
 from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
+    from zero_sim.against.watch import ScriptWatch
     from zero_sim.script.launch import Settings
     from zero_sim.script.record import ScriptRun
 
@@ -165,6 +166,12 @@ class _RunOptions:
         "the first: in how it ends, in the output of rank 0, or at zero_sim.checkpoint_here.",
     )
     seeds: tuple[int, ...] | None = option("--seeds", type=_Numbers(), help="Run with these seeds.")
+    allow_drift: tuple[str, ...] = option(
+        "--allow-drift",
+        multiple=True,
+        metavar="NAME",
+        help="Let ranks have different values of tensors of this name, with * for any part.",
+    )
     ignore: re.Pattern[str] | None = option(
         "--ignore",
         type=_Pattern(),
@@ -218,11 +225,19 @@ def torchrun(
     words = (*(["-m"] if module else []), script, *arguments)
     dependent = [each.name for each in fields(AgainstOptions) if each.name != "against"]
     require_with(ctx, "--against", *dependent, given=relation.against is not None)
+    if "--against" in arguments:
+        raise UsageError(
+            "expected options of zero-sim before the script, got --against after it, where it is "
+            f"an argument of {script}. Put it before the script."
+        )
     if relation.against is not None:
         if several:
             raise UsageError("expected --against, or several runs, got both.")
-        ctx.exit(judge_script(relation, settings, seed=seeds[0], words=words))
-    ctx.exit(_run(settings, seeds, words=words, ignored=runs.ignore))
+        status = judge_script(
+            relation, settings, seed=seeds[0], words=words, allowed_drift=runs.allow_drift
+        )
+        ctx.exit(status)
+    ctx.exit(_run(settings, seeds, words=words, runs=runs))
 
 
 def _run(
@@ -230,8 +245,10 @@ def _run(
     seeds: Sequence[int],
     *,
     words: Sequence[str],
-    ignored: re.Pattern[str] | None,
+    runs: _RunOptions,
 ) -> int:
+    from zero_sim.against.shares import shared_rows_note
+    from zero_sim.against.watch import ScriptWatch
     from zero_sim.script.launch import Launcher
     from zero_sim.script.own_modules import check_found
     from zero_sim.script.program import read_script
@@ -241,30 +258,52 @@ def _run(
     name, *arguments = words[is_module:]
     script = read_script(name, is_module=is_module, arguments=arguments)
     first: ScriptRun | None = None
+    of_first: ScriptWatch | None = None
     with Launcher(script, settings) as launcher:
         check_found(settings.packages, folder=script.folder)
         for seed in seeds:
-            run = launcher.run(seed=seed, quiet=first is not None)
+            watch = ScriptWatch(world_size=settings.world_size, allowed=runs.allow_drift)
+            launcher.guest = watch
+            with watch.watching():
+                run = launcher.run(seed=seed, quiet=first is not None)
+            found = _tell_watched(watch, is_first=first is None)
+            if found or (first is None and run.failure is not None):
+                _tell_failure(run)
+                return _finish(settings, (seed,), words=words, runs=runs)
             if first is None:
-                first = run
-                if run.failure is not None:
-                    _tell_failure(run)
-                    return _finish(settings, (seed,), words=words)
+                first, of_first = run, watch
                 continue
-            difference = first_difference(first, run, ignored=ignored)
+            difference = first_difference(first, run, ignored=runs.ignore)
             if difference:
                 _say(f"Error: runs with seeds {first.seed} and {seed} differ: {difference}")
                 if run.failure is not None:
                     _tell_failure(run)
-                return _finish(settings, (first.seed, seed), words=words, ignored=ignored)
+                return _finish(settings, (first.seed, seed), words=words, runs=runs)
     assert first is not None
-    _say(_summary(first, settings, count=len(seeds)))
+    assert of_first is not None
+    rows = shared_rows_note([log for _, log in sorted(of_first.rows.items())])
+    if rows:
+        _say(f"Note: {rows}")
+    replicas = len(of_first.replicas.compared)
+    _say(_summary(first, settings, count=len(seeds), replicas=replicas))
     return 0
+
+
+def _tell_watched(watch: ScriptWatch, *, is_first: bool) -> bool:
+    """Tell of tensors that differ among ranks; True if that is a finding."""
+    replicas = watch.replicas
+    if replicas.findings:
+        _say(f"Error: {replicas.finding}")
+    elif is_first and replicas.warnings:
+        _say(f"Warning: {replicas.warning}")
+    return bool(replicas.findings)
 
 
 def _tell_failure(run: ScriptRun) -> None:
     failure = run.failure
-    if failure is None or isinstance(getattr(failure, "error", None), SystemExit):
+    if failure is None:
+        return
+    if isinstance(getattr(failure, "error", None), SystemExit):
         _say(f"Error: {run.ending}")
     else:
         _say(f"Error: {failure.report}")
@@ -275,18 +314,24 @@ def _finish(
     seeds: Sequence[int],
     *,
     words: Sequence[str],
-    ignored: re.Pattern[str] | None = None,
+    runs: _RunOptions,
 ) -> int:
-    _say(f"  repeat: {repeat_command(settings, seeds, words=words, ignored=ignored)}")
+    ignored = runs.ignore if len(seeds) > 1 else None
+    command = repeat_command(
+        settings, seeds, words=words, ignored=ignored, allowed_drift=runs.allow_drift
+    )
+    _say(f"  repeat: {command}")
     return EXIT_FOUND
 
 
-def _summary(run: ScriptRun, settings: Settings, *, count: int) -> str:
+def _summary(run: ScriptRun, settings: Settings, *, count: int, replicas: int) -> str:
     how = f"timing {settings.timing}, schedule {settings.schedule}"
     if run.collective_count:
         calls = f"{run.collective_count} calls of collectives"
     else:
         calls = "no collective was called"
+    if replicas:
+        calls += f"; {replicas} replicas are equal on all ranks"
     if count == 1:
         return f"{settings.world_size} ranks came to their end: seed {run.seed}, {how}; {calls}"
     points = sum(map(len, run.points))
@@ -303,6 +348,7 @@ def repeat_command(
     *,
     words: Sequence[str],
     ignored: re.Pattern[str] | None = None,
+    allowed_drift: Sequence[str] = (),
 ) -> str:
     """The command that runs a script again in the same way.
 
@@ -311,6 +357,7 @@ def repeat_command(
         seeds: Those to run with.
         words: The script and its arguments.
         ignored: What lines are not compared.
+        allowed_drift: Names of tensors that may differ among ranks.
     """
     from zero_sim.script.launch import Settings
 
@@ -336,6 +383,8 @@ def repeat_command(
         options += ["--own-modules", package]
     if settings.shown is not None:
         options += ["--output-of", ",".join(map(str, sorted(settings.shown)))]
+    for name in allowed_drift:
+        options += ["--allow-drift", name]
     if ignored is not None:
         options += ["--ignore", ignored.pattern]
     if len(seeds) == 1:

@@ -119,7 +119,8 @@ class Launcher:
             )
         self._script = script
         self._settings = settings
-        self._guest = guest or NoGuest()
+        self.guest: Guest = guest or NoGuest()
+        """Looks on from inside; may be replaced between runs."""
         self._state = RankState(
             environment=settings.environment,
             arguments=[script.name, *script.arguments],
@@ -172,11 +173,11 @@ class Launcher:
                 stack.enter_context(cuda.installed())
 
             def program(rank: int) -> None:
-                self._world.log.watch = self._guest.called
+                self._world.log.watch = self.guest.called
                 record_with(recorders[rank])
                 device = cuda.in_rank() if settings.cuda_is_cpu else contextlib.nullcontext()
                 try:
-                    with device, self._guest.in_rank(rank):
+                    with device, self.guest.in_rank(rank):
                         run_script(self._script)
                 finally:
                     record_with(None)

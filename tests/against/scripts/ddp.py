@@ -32,7 +32,7 @@ def load():
             params[3].copy_(params[3].flatten().roll(rank).view_as(params[3]))
     optimizer.load_state_dict(loaded["optimizer"])
     for state in optimizer.state.values():
-        if use.fault == "steps-lost-on-a-rank" and rank or use.fault == "steps-lost":
+        if (use.fault == "steps-lost-on-a-rank" and rank) or use.fault == "steps-lost":
             state["step"].zero_()
         if use.fault == "average-lost":
             state["exp_avg"].zero_()

@@ -1,7 +1,7 @@
 """Muon and AdamW in one optimizer that reduces, updates its shard, and gathers, all inside `step`.
 
-Matrices of one shape are stacked; ranks own chunks of the stack, padded to equal length. Large other
-params are sharded along their first dimension, small ones are replicated. `fault` plants a fault.
+Matrices of one shape are stacked; ranks own chunks of the stack, padded to equal length. Large
+other params are sharded along their first dimension, small ones are replicated. `fault` plants one.
 """
 
 import torch
