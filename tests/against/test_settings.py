@@ -1,4 +1,7 @@
-"""Right settings and planted faults of whole scripts; `property_tests/against_settings.py` has all."""
+"""Right settings and planted faults of whole scripts.
+
+`property_tests/against_settings.py` judges more settings, and prints figures.
+"""
 
 import warnings
 
@@ -16,14 +19,26 @@ def in_scripts(monkeypatch):
     warnings.simplefilter("ignore")
 
 
-@pytest.mark.parametrize("setting", FIRST.values(), ids=FIRST)
+def tiered(cases, fast):
+    """Cases with ids, of which one in `fast` is judged on every change."""
+    return [
+        pytest.param(
+            case,
+            id=f"{case.script} {case.arguments}",
+            marks=() if index % fast == 0 else pytest.mark.slow,
+        )
+        for index, case in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize("setting", tiered(FIRST.values(), 3))
 def test_right_setting_is_equal(setting):
     for _, verdict in judge(setting.script, setting.arguments, setting.sizes[:1]):
         assert verdict.outcome == "equal", verdict
         assert verdict.largest_multiple < RIGHT_MAX
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.script} {fault.arguments}")
+@pytest.mark.parametrize("fault", tiered(FAULTS, 12))
 def test_planted_fault_is_found(fault):
     for _, verdict in judge(fault.script, fault.arguments, (fault.ranks,)):
         assert verdict.outcome == fault.outcome, verdict
