@@ -55,7 +55,7 @@ def test_other_rows_after_resumption_are_inconclusive(judged):
         "train.py", "4", "other-rows", code=RESUMED, ranks=2, one_ranks=2, stopped=stopped
     ).verdict
     assert verdict.outcome == "inconclusive"
-    assert "before step 3" in verdict.reason
+    assert "in step 3" in verdict.reason
 
 
 SHARDED_STATE = """

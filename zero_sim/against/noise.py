@@ -11,12 +11,17 @@ formats have fewer digits, so there fewer zeros have to do, and chance keeps mor
 
 from __future__ import annotations
 
+import random
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero_sim.against.native_dtypes import stored
+from zero_sim.sim.dispatch import has_own_dispatch
+
+_PART_ELEMS = 1 << 15
+_TABLE_ELEMS = 1 << 20
 
 
 class _Format(NamedTuple):
@@ -45,6 +50,10 @@ class Noise:
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
+        self._places = random.Random(seed)
+        self._tables: dict[torch.dtype, Tensor] = {}
+        """Factors for each format. A place in a table is drawn for each part of a tensor, because
+        to draw each factor would take as long as the script's own operations."""
 
     def move(self, result: Any) -> None:
         """Move the numbers of a result by up to one unit in the last place of their format.
@@ -53,18 +62,43 @@ class Noise:
             result: A tensor, or a list of tensors and other values.
         """
         for each in result if isinstance(result, (list, tuple)) else (result,):
-            if isinstance(each, Tensor) and each.numel() and each.layout is torch.strided:
-                known = _FORMATS.get(stored(each))
-                if known is not None:
-                    self._move(each, known)
+            if (
+                isinstance(each, Tensor)
+                and not has_own_dispatch(type(each))
+                and each.numel()
+                and each.layout is torch.strided
+                and stored(each) in _FORMATS
+            ):
+                self._move(each)
 
-    def _move(self, tensor: Tensor, known: _Format) -> None:
-        noise = torch.rand(tensor.shape, generator=self._generator, dtype=known.computed_in)
-        epsilon = torch.finfo(stored(tensor)).eps
-        noise.mul_(2 * epsilon).add_(1 - epsilon)
-        digits = tensor.contiguous().view(known.bits)
-        noise.masked_fill_((digits & ((1 << known.exact_bits) - 1)) == 0, 1.0)
-        if stored(tensor) is known.computed_in:
-            tensor.mul_(noise)
-        else:
-            tensor.copy_(noise.mul_(tensor))
+    def _move(self, tensor: Tensor) -> None:
+        if tensor.is_contiguous():
+            # Parts stay in the processor's cache while they are read and written.
+            for part in tensor.view(-1).split(_PART_ELEMS):
+                _move_part(part, self._factors(stored(tensor), part.numel()))
+            return
+        whole, rest = divmod(tensor.numel(), _PART_ELEMS)
+        sizes = [_PART_ELEMS] * whole + [rest] * bool(rest)
+        factors = torch.cat([self._factors(stored(tensor), size) for size in sizes])
+        _move_part(tensor, factors.view(tensor.shape))
+
+    def _factors(self, dtype: torch.dtype, numel: int) -> Tensor:
+        table = self._tables.get(dtype)
+        if table is None:
+            epsilon = torch.finfo(dtype).eps
+            computed_in = _FORMATS[dtype].computed_in
+            table = torch.rand(_TABLE_ELEMS, generator=self._generator, dtype=computed_in)
+            self._tables[dtype] = table.mul_(2 * epsilon).add_(1 - epsilon)
+        start = self._places.randrange(_TABLE_ELEMS - numel + 1)
+        return table[start : start + numel]
+
+
+def _move_part(values: Tensor, factors: Tensor) -> None:
+    known = _FORMATS[stored(values)]
+    digits = values.contiguous().view(known.bits)
+    is_rounded = (digits & ((1 << known.exact_bits) - 1)).bool()
+    moved = values * factors
+    if stored(moved) is stored(values):
+        torch.where(is_rounded, moved, values, out=values)
+    else:
+        values.copy_(torch.where(is_rounded, moved, values))
