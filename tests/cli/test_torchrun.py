@@ -171,7 +171,8 @@ dist.barrier()
         (["--ignore", "ms", "fine.py"], "expected --ignore with --runs or --seeds, got it alone"),
         (["--output-of", "4", "fine.py"], "expected to show the output of ranks below 1, got 4"),
         (["--order", "lineal", "fine.py"], "expected order to be one of"),
-        (["--nproc-per-node", "gpu", "fine.py"], "'gpu' is not a valid integer"),
+        (["--nproc-per-node", "0", "fine.py"], "expected a positive number, auto, gpu or cpu"),
+        (["--nproc-per-node", "gpus", "fine.py"], "expected a positive number, auto, gpu or cpu"),
         (["--nproc-per-nod", "2", "fine.py"], "--nproc-per-node"),
     ],
 )
@@ -182,6 +183,16 @@ def test_usage_errors(words, said, tmp_path, monkeypatch):
     done = CliRunner().invoke(cli.main, ["torchrun", *words])
     assert_ended(done, 2, said, on="stderr")
     assert "ran" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("word", "gpus", "count"), [("auto", 0, 3), ("cpu", 5, 3), ("gpu", 0, 2), ("auto", 5, 5)]
+)
+def test_words_for_the_number_of_ranks(torchrun, monkeypatch, word, gpus, count):
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    done = torchrun("print('ran')", "--nproc-per-node", word)
+    assert done.stdout.count("]: ran\n") == count
 
 
 def test_a_script_runs_in_a_process_that_is_supervised():

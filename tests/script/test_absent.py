@@ -52,6 +52,12 @@ def test_a_script_that_goes_on_without_gpu_is_left_alone(launch):
 
 
 @without_gpu
+def test_a_script_that_reports_the_number_of_gpus_is_left_alone(launch):
+    run = launch("import torch\nprint(f'training with {torch.cuda.device_count()} GPUs')")
+    assert not run.settings.cuda_is_cpu
+
+
+@without_gpu
 def test_another_failure_is_no_wish_for_a_gpu(launch):
     run = launch(f"{JOIN}torch.cuda.is_available()\n1 // 0")
     assert not run.settings.cuda_is_cpu

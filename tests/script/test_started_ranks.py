@@ -137,9 +137,9 @@ def test_a_rank_that_waits_for_a_message_that_nobody_sends(launch):
         "if __name__ == '__main__':\n"
         "    keep, end = mp.Pipe()\n"
         "    mp.spawn(work, args=(end,), nprocs=2)\n",
-        stall_seconds=2.0,
+        stall_seconds=0.5,
     )
-    assert run.failure is not None
+    assert "waits to receive from a pipe at train.py:" in run.ending
 
 
 class TestFailures:

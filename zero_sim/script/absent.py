@@ -11,6 +11,7 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import linecache
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, ModuleType
@@ -26,6 +27,10 @@ from zero_sim.sim.world.rank_threads import rank_state
 
 KERNELS = ("flash_attn", "triton")
 """Packages of kernels, which run on GPUs alone."""
+_LACK = re.compile(
+    r"\b(no|not|unable|(in)?sufficient|needs?|requires?|required|at least|few)\b", re.IGNORECASE
+)
+"""Words by which scripts report that something is missing."""
 _GPU_WORDS = ("cuda", "gpu", "accelerator", "nccl")
 
 
@@ -42,7 +47,7 @@ def wants_gpus(run: ScriptRun) -> bool:
             return False
         return any(_names_gpu(text) for text in _texts(run.failure.error))
     is_idle = run.failure is None and not run.collective_count
-    return is_idle and any(map(_names_gpu, run.output))
+    return is_idle and any(_names_gpu(line) and _LACK.search(line) for line in run.output)
 
 
 def wants_kernels(run: ScriptRun) -> bool:

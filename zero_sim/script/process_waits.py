@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 from unittest import mock
 
-from zero_sim.sim.callsite import here, shown_stack
-from zero_sim.sim.failures import RankStalled
+from zero_sim.sim import WorldFailure
+from zero_sim.sim.callsite import here
 from zero_sim.sim.world.rank_threads import is_forked, rank_state
 
 _POLL_SECONDS = 0.001
@@ -36,6 +36,24 @@ class Starter(Protocol):
     def run(self) -> None:
         """Run the ranks that it started and that have not run yet."""
         ...
+
+
+class MessageNeverCame(WorldFailure):
+    """A rank waits for a message, or a lock, of another process.
+
+    Args:
+        rank: World rank.
+        doing: The wait in words.
+        seconds: How long it waited.
+        site: Place of the wait, `file:line`.
+    """
+
+    def __init__(self, rank: int, doing: str, *, seconds: float, site: str) -> None:
+        self.rank = rank
+        super().__init__(
+            f"rank {rank} waits {doing} at {site}, for more than {seconds:g} seconds\n"
+            "Send what ranks need before the starter waits for them: it waits until they end."
+        )
 
 
 @dataclass(eq=False)
@@ -59,7 +77,7 @@ def await_in_rank(
 
     Raises:
         Deadlock: No other rank can run, and it is not ready after a second.
-        RankStalled: It is not ready after `stall_seconds`.
+        MessageNeverCame: It is not ready after `stall_seconds`.
     """
     run: Any = rank_state.run
     rank, begun = rank_state.rank, time.monotonic()
@@ -70,7 +88,7 @@ def await_in_rank(
         if seconds is not None and passed >= seconds:
             return False
         if seconds is None and passed >= stall_seconds:
-            raise run.fail(RankStalled(rank, stall_seconds, shown_stack()))
+            raise run.fail(MessageNeverCame(rank, doing, seconds=stall_seconds, site=here()))
         run.baton.advance()
         # Some other process may be the sender: a turn of other ranks takes no time.
         time.sleep(_POLL_SECONDS)
