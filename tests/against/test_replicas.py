@@ -119,6 +119,25 @@ def test_params_of_ddp_that_drift_are_found(watched, name):
     assert watched(WRAPPED + DRIFTS[name]).replicas.findings
 
 
+ATTENTION = """
+net = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0))
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss_of = lambda model, mine: model(mine).square().mean()
+step(rows(0))
+with torch.no_grad():
+    net[0].self_attn.out_proj.weight.add_({added})
+step(rows(1))
+"""
+
+
+def test_params_of_modules_that_are_not_called_are_compared(watched):
+    replicas = watched(WRAPPED + ATTENTION.format(added=0)).replicas
+    assert len(replicas.compared) == 12
+    found = watched(WRAPPED + ATTENTION.format(added="rank")).replicas.findings
+    assert found[0].name == "0.self_attn.out_proj.weight"
+
+
 def test_tensor_allowed_by_name_may_drift(watched):
     code = WRAPPED + DRIFTS["a checkpoint that one rank loads"]
     assert not watched(code, allowed=["0.*"]).replicas.findings
