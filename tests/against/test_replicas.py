@@ -272,6 +272,12 @@ def test_equal_tensors_that_nothing_declares_and_drift_are_a_warning(watched):
     assert replicas.warnings[0].steps == 1
 
 
+def test_tensors_that_drift_apart_are_noted_beside_a_verdict(judged):
+    verdict = judged("train.py", code=PLAIN.format(between="pass")).verdict
+    assert verdict.outcome == "different"
+    assert verdict.notes[-1].startswith("equal on all ranks at first, then not: 0.weight, as the")
+
+
 def test_tensors_that_differ_from_the_start_are_no_replicas(watched):
     start = "for p in model.parameters():\n    p.data.mul_(1 + rank)\n"
     assert not watched(start + PLAIN.format(between="pass")).replicas.warnings

@@ -169,7 +169,9 @@ def judge(
         verdict = _judged(prepared, measurement, got, sides=sides)
     # One rank counts what all ranks count together, so it may lose integers that they do not.
     lost = got.integers.notes or prepared.observed.integers.notes
-    verdict = replace(verdict, notes=(*verdict.notes, *lost, *got.reductions.notes))
+    drifts = () if got.replicas.findings else got.replicas.notes
+    notes = (*verdict.notes, *lost, *got.reductions.notes, *drifts)
+    verdict = replace(verdict, notes=notes)
     return Comparison(verdict=verdict, prepared=prepared, side=side, measurement=measurement)
 
 

@@ -98,7 +98,13 @@ def judge_script(
         )
         verdict, account = comparison.verdict, account_of(comparison)
         if options.precision and verdict.outcome == "equal":
-            report = measure_precision(expected, side, seed=seed, feeds=options.feed)
+            report = measure_precision(
+                expected,
+                side,
+                seed=seed,
+                feeds=options.feed,
+                starts_alike=options.start_of_one,
+            )
             verdict = replace(verdict, notes=(*verdict.notes, report.text))
         click.echo(printable(render(verdict, account), lines=True))
         statuses.append(EXIT_STATUS[verdict.outcome])
