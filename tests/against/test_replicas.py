@@ -379,9 +379,24 @@ def test_rows_of_samplers_with_seeds_of_their_own_are_different(judged):
     assert "Rows are dealt wrongly: in pass 1 over the data" in wrong.reason
 
 
-def test_rows_of_another_rank_are_different(judged):
+def test_rows_of_rank_0_on_all_ranks_are_different(judged):
     code = WRAPPED + LOOP.replace("rows(index)", "torch.randn(8, 4).chunk(ranks)[0]")
-    assert judged("train.py", code=code).verdict.outcome == "inconclusive"  # Each rank has all.
+    verdict = judged("train.py", code=code).verdict
+    assert verdict.outcome == "different"
+    assert "in step 1 4 of 8 rows" in verdict.reason
+    assert "by several ranks and 4 by none" in verdict.reason
+
+
+def test_rows_that_all_ranks_read_are_not_known_to_be_wrong(judged):
+    code = WRAPPED + LOOP.replace("rows(index)", "torch.randn(8, 4)")
+    verdict = judged("train.py", code=code).verdict
+    assert verdict.outcome == "inconclusive"  # As ranks of tensor parallelism do.
+    assert "every rank read every row" in verdict.reason
+
+
+def test_rows_that_fill_the_last_batch_are_not_known_to_be_wrong(judged):
+    code = SAMPLED.format(seed=3).replace("randn(32, 4)", "randn(31, 4)")
+    assert judged("train.py", code=WRAPPED + code).verdict.outcome == "inconclusive"
 
 
 COMPILED = """

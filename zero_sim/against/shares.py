@@ -35,11 +35,14 @@ class Shares:
         return {row for row, count in counts.items() if count > 1}
 
     @property
-    def is_dealt(self) -> bool:
-        """True if ranks read rows of their own: distinct ones, and not all the same."""
-        return all(
-            rank and max(rank.values()) == 1 and len(rank) > 1 for rank in self.ranks
-        ) and any(rank.keys() != self.ranks[0].keys() for rank in self.ranks)
+    def is_distinct(self) -> bool:
+        """True if each rank read several rows, and none of them twice."""
+        return all(len(rank) > 1 and max(rank.values()) == 1 for rank in self.ranks)
+
+    @property
+    def is_alike(self) -> bool:
+        """True if all ranks read the same rows."""
+        return all(rank.keys() == self.ranks[0].keys() for rank in self.ranks)
 
 
 def shares_of(logs: Sequence[RowLog]) -> list[Shares]:
@@ -70,7 +73,7 @@ def shared_rows_note(logs: Sequence[RowLog]) -> str:
     for share in shares_of(logs) if len(logs) > 1 else ():
         count = len(share.shared)
         # A sampler fills the last batch of all ranks with fewer rows than there are ranks.
-        if share.is_dealt and count >= len(logs):
+        if share.is_distinct and not share.is_alike and count >= len(logs):
             total = len({row for rank in share.ranks for row in rank})
             return (
                 f"in {share.when} {count} of {total} rows of {share.slot} were read by several "
@@ -90,7 +93,7 @@ def wrongly_dealt(expected: Sequence[RowLog], got: Sequence[RowLog]) -> str:
     known = {(each.when, each.slot): each for each in shares_of(expected)}
     for share in shares_of(got):
         other = known.get((share.when, share.slot))
-        if other is None or not share.is_dealt:
+        if other is None or not share.is_distinct:
             continue
         once = sum(other.ranks, Counter())
         read = sum(share.ranks, Counter())
