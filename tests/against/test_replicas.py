@@ -372,6 +372,11 @@ def test_rows_that_all_ranks_read_alike_are_not_noted(watched):
     assert not noted(watched(WRAPPED + LOOP.replace("rows(index)", "torch.eye(4) + index")))
 
 
+def test_rows_that_pairs_of_ranks_read_alike_are_not_noted(watched):
+    code = WRAPPED + LOOP.replace("rows(index)", "torch.eye(4) + rank // 2")
+    assert not noted(watched(code, ranks=4))
+
+
 def test_rows_of_samplers_with_seeds_of_their_own_are_different(judged):
     assert judged("train.py", code=WRAPPED + SAMPLED.format(seed=3)).verdict.outcome == "equal"
     wrong = judged("train.py", code=WRAPPED + SAMPLED.format(seed="3 + rank")).verdict

@@ -6,7 +6,7 @@ ranks and others by none.
 
 [Note: the time within which a row is read once]
 An epoch, which is a pass over a DataLoader, or a step if no DataLoader gave the rows. Ranks of
-tensor parallelism all read the same rows, and a sampler repeats a few rows to fill the last batch.
+tensor parallelism read the same rows, and a sampler repeats a few rows to fill the last batch.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class Shares:
         return all(len(rank) > 1 and max(rank.values()) == 1 for rank in self.ranks)
 
     @property
-    def is_alike(self) -> bool:
-        """True if all ranks read the same rows."""
-        return all(rank.keys() == self.ranks[0].keys() for rank in self.ranks)
+    def overlapping(self) -> set[str]:
+        """Rows that ranks read who did not read the same rows altogether."""
+        readers = Counter(row for rows in {frozenset(rank) for rank in self.ranks} for row in rows)
+        return {row for row, count in readers.items() if count > 1}
 
 
 def shares_of(logs: Sequence[RowLog]) -> list[Shares]:
@@ -71,14 +72,13 @@ def shares_of(logs: Sequence[RowLog]) -> list[Shares]:
 def shared_rows_note(logs: Sequence[RowLog]) -> str:
     """The first epoch or step in which several ranks read the same rows; empty for none."""
     for share in shares_of(logs) if len(logs) > 1 else ():
-        count = len(share.shared)
+        count = len(share.overlapping)
         # A sampler fills the last batch of all ranks with fewer rows than there are ranks.
-        if share.is_distinct and not share.is_alike and count >= len(logs):
+        if share.is_distinct and count >= len(logs):
             total = len({row for rank in share.ranks for row in rank})
             return (
                 f"in {share.when} {count} of {total} rows of {share.slot} were read by several "
-                "ranks, and others by one. Check the seed of the sampler, which all ranks need to "
-                "have in common."
+                "ranks, whose other rows differ. Check that samplers of all ranks have one seed."
             )
     return ""
 

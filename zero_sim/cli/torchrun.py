@@ -326,7 +326,8 @@ def _summary(run: ScriptRun, settings: Settings, *, count: int, replicas: int) -
     else:
         calls = "no collective was called"
     if replicas:
-        calls += f"; {replicas} replicas are equal on all ranks"
+        noun = "replicas are" if replicas > 1 else "replica is"
+        calls += f"; {replicas} {noun} equal on all ranks"
     if count == 1:
         return f"{settings.world_size} ranks came to their end: seed {run.seed}, {how}; {calls}"
     points = sum(map(len, run.points))
