@@ -52,6 +52,15 @@ def test_reduction_in_bfloat16_of_several_ranks_is_a_warning(measured):
     assert "(float32, " in report.text
 
 
+def test_params_that_start_alike_are_not_warned_of(judged):
+    code = "for p in model.parameters(): p.data.mul_(ranks)\n"
+    code = STEPS.format(setup=code, reduces="average()")
+    comparison = judged("train.py", code=code, starts_alike=True)
+    sides = comparison.prepared.side, comparison.side
+    assert measure_precision(*sides, seed=0).above
+    assert not measure_precision(*sides, seed=0, starts_alike=True).above
+
+
 def test_failure_in_native_dtypes_is_told(measured):
     vanishes = "1 / (torch.tensor(1e-9) + 1.0 - 1.0).mul(ranks - 1).item() if ranks > 1 else 0"
     report = measured("", f"average()\n    {vanishes}")

@@ -119,6 +119,25 @@ def test_params_of_ddp_that_drift_are_found(watched, name):
     assert watched(WRAPPED + DRIFTS[name]).replicas.findings
 
 
+ATTENTION = """
+net = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0))
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss_of = lambda model, mine: model(mine).square().mean()
+step(rows(0))
+with torch.no_grad():
+    net[0].self_attn.out_proj.weight.add_({added})
+step(rows(1))
+"""
+
+
+def test_params_of_modules_that_are_not_called_are_compared(watched):
+    replicas = watched(WRAPPED + ATTENTION.format(added=0)).replicas
+    assert len(replicas.compared) == 12
+    found = watched(WRAPPED + ATTENTION.format(added="rank")).replicas.findings
+    assert found[0].name == "0.self_attn.out_proj.weight"
+
+
 def test_tensor_allowed_by_name_may_drift(watched):
     code = WRAPPED + DRIFTS["a checkpoint that one rank loads"]
     assert not watched(code, allowed=["0.*"]).replicas.findings
@@ -253,6 +272,12 @@ def test_equal_tensors_that_nothing_declares_and_drift_are_a_warning(watched):
     assert replicas.warnings[0].steps == 1
 
 
+def test_tensors_that_drift_apart_are_noted_beside_a_verdict(judged):
+    verdict = judged("train.py", code=PLAIN.format(between="pass")).verdict
+    assert verdict.outcome == "different"
+    assert verdict.notes[-1].startswith("equal on all ranks at first, then not: 0.weight, as the")
+
+
 def test_tensors_that_differ_from_the_start_are_no_replicas(watched):
     start = "for p in model.parameters():\n    p.data.mul_(1 + rank)\n"
     assert not watched(start + PLAIN.format(between="pass")).replicas.warnings
@@ -347,6 +372,11 @@ def test_rows_that_all_ranks_read_alike_are_not_noted(watched):
     assert not noted(watched(WRAPPED + LOOP.replace("rows(index)", "torch.eye(4) + index")))
 
 
+def test_rows_that_pairs_of_ranks_read_alike_are_not_noted(watched):
+    code = WRAPPED + LOOP.replace("rows(index)", "torch.eye(4) + rank // 2")
+    assert not noted(watched(code, ranks=4))
+
+
 def test_rows_of_samplers_with_seeds_of_their_own_are_different(judged):
     assert judged("train.py", code=WRAPPED + SAMPLED.format(seed=3)).verdict.outcome == "equal"
     wrong = judged("train.py", code=WRAPPED + SAMPLED.format(seed="3 + rank")).verdict
@@ -354,9 +384,24 @@ def test_rows_of_samplers_with_seeds_of_their_own_are_different(judged):
     assert "Rows are dealt wrongly: in pass 1 over the data" in wrong.reason
 
 
-def test_rows_of_another_rank_are_different(judged):
+def test_rows_of_rank_0_on_all_ranks_are_different(judged):
     code = WRAPPED + LOOP.replace("rows(index)", "torch.randn(8, 4).chunk(ranks)[0]")
-    assert judged("train.py", code=code).verdict.outcome == "inconclusive"  # Each rank has all.
+    verdict = judged("train.py", code=code).verdict
+    assert verdict.outcome == "different"
+    assert "in step 1 4 of 8 rows" in verdict.reason
+    assert "by several ranks and 4 by none" in verdict.reason
+
+
+def test_rows_that_all_ranks_read_are_not_known_to_be_wrong(judged):
+    code = WRAPPED + LOOP.replace("rows(index)", "torch.randn(8, 4)")
+    verdict = judged("train.py", code=code).verdict
+    assert verdict.outcome == "inconclusive"  # As ranks of tensor parallelism do.
+    assert "every rank read every row" in verdict.reason
+
+
+def test_rows_that_fill_the_last_batch_are_not_known_to_be_wrong(judged):
+    code = SAMPLED.format(seed=3).replace("randn(32, 4)", "randn(31, 4)")
+    assert judged("train.py", code=WRAPPED + code).verdict.outcome == "inconclusive"
 
 
 COMPILED = """

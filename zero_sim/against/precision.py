@@ -68,7 +68,7 @@ class PrecisionReport:
 
 
 def measure_precision(
-    expected: Side, got: Side, *, seed: int, feeds: bool = False
+    expected: Side, got: Side, *, seed: int, feeds: bool = False, starts_alike: bool = False
 ) -> PrecisionReport:
     """Run both sides in native dtypes, and the first with rounding noise several times.
 
@@ -77,6 +77,7 @@ def measure_precision(
         got: The side that is judged.
         seed: Seed of schedules and of random numbers that the script does not seed.
         feeds: True to deal it the rows that rank 0 of the first side read.
+        starts_alike: True to let its params start with the values of the first side.
     """
     baseline = Baseline()
     way = Way(sink=baseline, is_native=True, keeps_rows=feeds)
@@ -93,8 +94,13 @@ def measure_precision(
             return PrecisionReport(trouble="rounding decides which operations the script performs")
         runs.append(differs)
     judged = Measurement(baseline, keep_above=float("inf"))
-    dealt = tuple(plain.rows) if feeds else None
-    observed = observe(got, Way(sink=judged, is_native=True, dealt=dealt), seed=seed)
+    way = Way(
+        sink=judged,
+        is_native=True,
+        dealt=tuple(plain.rows) if feeds else None,
+        start=baseline.start() if starts_alike else None,
+    )
+    observed = observe(got, way, seed=seed)
     if observed.script.failure is not None:
         return PrecisionReport(trouble=f"{got.text} fail in them: {observed.script.ending}")
     return _report(baseline, runs, _relative(judged, plain, observed))

@@ -144,6 +144,10 @@ class RankReplicas:
         """After each forward; compares the params that it used."""
         if isinstance(module, DistributedDataParallel):
             wrapper = self._wrapper(module)
+            # Attention uses the params of its projection without a forward of that module.
+            for full, param in module.module.named_parameters():
+                if id(param) in wrapper.params:
+                    self._compare_wrapped(wrapper, plain_name(full), param)
             wrapper.trains = wrapper.broadcasts_now = False
         if not self._trains:
             return

@@ -227,6 +227,12 @@ class ReplicaCheck:
         )
         return "\n".join(lines)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The warning in one line, if there is one."""
+        lines = [line.strip().removesuffix(".") for line in self.warning.splitlines()]
+        return (". ".join(lines) + ".",) if lines else ()
+
 
 def _listed(others: Sequence[Drift]) -> list[str]:
     if not others:

@@ -6,7 +6,7 @@ ranks and others by none.
 
 [Note: the time within which a row is read once]
 An epoch, which is a pass over a DataLoader, or a step if no DataLoader gave the rows. Ranks of
-tensor parallelism all read the same rows, and a sampler repeats a few rows to fill the last batch.
+tensor parallelism read the same rows, and a sampler repeats a few rows to fill the last batch.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ class Shares:
         return {row for row, count in counts.items() if count > 1}
 
     @property
-    def is_dealt(self) -> bool:
-        """True if ranks read rows of their own: distinct ones, and not all the same."""
-        return all(
-            rank and max(rank.values()) == 1 and len(rank) > 1 for rank in self.ranks
-        ) and any(rank.keys() != self.ranks[0].keys() for rank in self.ranks)
+    def is_distinct(self) -> bool:
+        """True if each rank read several rows, and none of them twice."""
+        return all(len(rank) > 1 and max(rank.values()) == 1 for rank in self.ranks)
+
+    @property
+    def overlapping(self) -> set[str]:
+        """Rows that ranks read who did not read the same rows altogether."""
+        readers = Counter(row for rows in {frozenset(rank) for rank in self.ranks} for row in rows)
+        return {row for row, count in readers.items() if count > 1}
 
 
 def shares_of(logs: Sequence[RowLog]) -> list[Shares]:
@@ -68,14 +72,13 @@ def shares_of(logs: Sequence[RowLog]) -> list[Shares]:
 def shared_rows_note(logs: Sequence[RowLog]) -> str:
     """The first epoch or step in which several ranks read the same rows; empty for none."""
     for share in shares_of(logs) if len(logs) > 1 else ():
-        count = len(share.shared)
+        count = len(share.overlapping)
         # A sampler fills the last batch of all ranks with fewer rows than there are ranks.
-        if share.is_dealt and count >= len(logs):
+        if share.is_distinct and count >= len(logs):
             total = len({row for rank in share.ranks for row in rank})
             return (
                 f"in {share.when} {count} of {total} rows of {share.slot} were read by several "
-                "ranks, and others by one. Check the seed of the sampler, which all ranks need to "
-                "have in common."
+                "ranks, whose other rows differ. Check that samplers of all ranks have one seed."
             )
     return ""
 
@@ -90,7 +93,7 @@ def wrongly_dealt(expected: Sequence[RowLog], got: Sequence[RowLog]) -> str:
     known = {(each.when, each.slot): each for each in shares_of(expected)}
     for share in shares_of(got):
         other = known.get((share.when, share.slot))
-        if other is None or not share.is_dealt:
+        if other is None or not share.is_distinct:
             continue
         once = sum(other.ranks, Counter())
         read = sum(share.ranks, Counter())

@@ -170,7 +170,9 @@ def judge(
         verdict = _judged(prepared, measurement, got)
     # One rank counts what all ranks count together, so it may lose integers that they do not.
     lost = got.integers.notes or prepared.observed.integers.notes
-    verdict = replace(verdict, **names, notes=(*verdict.notes, *lost, *got.reductions.notes))
+    drifts = () if got.replicas.findings else got.replicas.notes
+    notes = (*verdict.notes, *lost, *got.reductions.notes, *drifts)
+    verdict = replace(verdict, **names, notes=notes)
     return Comparison(verdict=verdict, prepared=prepared, side=side, measurement=measurement)
 
 

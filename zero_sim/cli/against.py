@@ -114,7 +114,13 @@ def judge_script(
             raise UsageError(_TOO_FEW_RANKS)
         verdict, account = comparison.verdict, account_of(comparison)
         if options.precision and verdict.outcome == "equal":
-            report = measure_precision(expected, side, seed=seed, feeds=options.feed)
+            report = measure_precision(
+                expected,
+                side,
+                seed=seed,
+                feeds=options.feed,
+                starts_alike=options.start_of_one,
+            )
             verdict = replace(verdict, notes=(*verdict.notes, report.text))
         click.echo(printable(render(verdict, account), lines=True))
         bundle = None

@@ -368,7 +368,8 @@ def _summary(run: ScriptRun, settings: Settings, *, count: int, replicas: int) -
     else:
         calls = "no collective was called"
     if replicas:
-        calls += f"; {replicas} replicas are equal on all ranks"
+        noun = "replicas are" if replicas > 1 else "replica is"
+        calls += f"; {replicas} {noun} equal on all ranks"
     if count == 1:
         return f"{_ranks(run, settings)} came to their end: seed {run.seed}, {how}; {calls}"
     points = sum(map(len, run.points))
