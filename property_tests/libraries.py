@@ -16,7 +16,8 @@ from itertools import islice
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.rules.found import find_rules
-from zero_sim.run.judges import open_judge
+from zero_sim.rules.judging import EXPLAINER
+from zero_sim.run.judges import Chosen, open_judge
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Target, find_target, library_target_names, why_missing
@@ -59,7 +60,8 @@ def drawn_for(target: Target, *, cases: int, seed: int) -> Iterator[Scenario]:
 def same_on_gloo(name: str, *, cases: int, seed: int) -> bool:
     """Judge drawn cases on simulated ranks and on gloo processes; whether all verdicts agree."""
     target, verdicts, different = find_target(name), Counter(), []
-    with open_judge() as simulated, open_judge(backend="gloo") as real:
+    chosen = Chosen(explainer=EXPLAINER)
+    with open_judge(chosen) as simulated, open_judge(chosen, backend="gloo") as real:
         for case in drawn_for(target, cases=cases, seed=seed):
             here, there = simulated(case), real(case)
             verdicts[here.verdict] += 1

@@ -8,6 +8,7 @@ import pytest
 
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import drawn_cases
+from zero_sim.rules.judging import EXPLAINER
 from zero_sim.run.real_judge import on_workers
 from zero_sim.run.setup import Setup
 from zero_sim.scenario.rules import check_scenario
@@ -17,7 +18,7 @@ CASES = 60
 
 @pytest.fixture(scope="module")
 def judge():
-    with on_workers(Setup(backend="gloo")) as on_gloo:
+    with on_workers(Setup(backend="gloo"), explainer=EXPLAINER) as on_gloo:
         yield on_gloo
 
 

@@ -54,8 +54,8 @@ def test_it_begins_in_the_hook_and_ends_in_the_sum(way):
     assert {f"{SIM}.comm.collectives", f"{SIM}.order"} < way
 
 
-def test_a_gradient_passes_at_most_20_modules_of_the_simulated_world(way):
-    assert len({name for name in way if name.startswith(SIM)}) <= 20
+def test_a_gradient_passes_at_most_21_modules_of_the_simulated_world(way):
+    assert len({name for name in way if name.startswith(SIM)}) <= 21
 
 
 def test_nothing_of_faults_or_races_is_passed_where_none_are_asked_for(way):

@@ -6,6 +6,7 @@ import pytest
 
 from zero_sim.errors import Problem, ScenarioError
 from zero_sim.sim import ContractViolation, Deadlock, InFlightRace, RankFailed, RankStalled, World
+from zero_sim.sim.failures import LentMemory
 
 FAILURES = (
     ContractViolation("no", aspect="dtype", rank=1, other_rank=0),
@@ -13,10 +14,7 @@ FAILURES = (
     InFlightRace(
         "no",
         rank=1,
-        operation="all_reduce",
-        site="a.py:1",
-        dtype="f",
-        shape=(2,),
+        memory=LentMemory(operation="all_reduce", site="a.py:1", dtype="f", shape=(2,)),
         detail="",
         hint="",
     ),

@@ -237,6 +237,31 @@ class RankStalled(WorldFailure):
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LentMemory:
+    """Memory that a program has lent to an operation."""
+
+    operation: str
+    """The operation in flight, as in `all_gather #3 of group world`."""
+    site: str
+    """Where it was issued, `file:line`."""
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Changed:
+    """Elements of lent memory that changed."""
+
+    index: int
+    """The first of them, in the tensor's own order."""
+    count: int
+    old_bits: int
+    """Bits of the first of them before, as an unsigned number."""
+    new_bits: int
+    """Its bits now."""
+
+
 class InFlightRace(WorldFailure):
     """A program touched memory that it had lent to an operation it had not waited for.
 
@@ -244,17 +269,10 @@ class InFlightRace(WorldFailure):
         what: What happened to which memory, as in `input of all_gather #3 of group world changed
             between issue and wait`.
         rank: World rank whose memory it is.
-        operation: The operation in flight, as in `all_gather #3 of group world`.
-        site: Where it was issued, `file:line`.
-        dtype: Of the tensor.
-        shape: Of the tensor.
+        memory: The memory.
         detail: What is there and what was expected; a line of its own.
         hint: What to try.
-        index: First element that is not as it should be, in the tensor's own order; None where the
-            memory as a whole is gone or lent twice.
-        changed_count: How many elements are not as they should be.
-        old_bits: What the first of them was, as an unsigned number.
-        new_bits: What it is.
+        changed: The elements that changed; None if the memory as a whole is gone or lent twice.
     """
 
     def __init__(
@@ -262,29 +280,18 @@ class InFlightRace(WorldFailure):
         what: str,
         *,
         rank: int,
-        operation: str,
-        site: str,
-        dtype: str,
-        shape: tuple[int, ...],
+        memory: LentMemory,
         detail: str,
         hint: str,
-        index: int | None = None,
-        changed_count: int = 0,
-        old_bits: int | None = None,
-        new_bits: int | None = None,
+        changed: Changed | None = None,
     ) -> None:
         self.rank = rank
-        self.operation = operation
-        self.site = site
-        self.dtype = dtype
-        self.shape = shape
-        self.index = index
-        self.changed_count = changed_count
-        self.old_bits = old_bits
-        self.new_bits = new_bits
+        self.memory = memory
+        self.changed = changed
+        site = memory.site or "(unknown)"
         super().__init__(
             f"rank {rank}: {what}\n"
-            f"  issued at {site or '(unknown)'}; {dtype} of shape {shape}\n"
+            f"  issued at {site}; {memory.dtype} of shape {memory.shape}\n"
             f"  {detail}\n"
             f"{hint}"
         )

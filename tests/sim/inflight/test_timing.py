@@ -75,12 +75,12 @@ class TestWrongPrograms:
         world_of(2).run(program)
         for seed in SEEDS:
             failure = race(world_of(2, timing=timing, seed=seed), program)
-            assert (failure.rank, failure.index, failure.changed_count) == (0, 2, 2)
-            assert (failure.old_bits, failure.new_bits) == (0x40000000, 0x40E00000)
-            assert (failure.dtype, failure.shape) == ("float32", (4,))
+            assert (failure.rank, failure.changed.index, failure.changed.count) == (0, 2, 2)
+            assert (failure.changed.old_bits, failure.changed.new_bits) == (0x40000000, 0x40E00000)
+            assert (failure.memory.dtype, failure.memory.shape) == ("float32", (4,))
             assert "changed between issue and wait" in str(failure)
             assert "element 2 of 4 was 0x40000000 (2.0) and is 0x40e00000 (7.0)" in str(failure)
-            assert "test_timing.py:" in failure.site
+            assert "test_timing.py:" in failure.memory.site
 
     @pytest.mark.parametrize("timing", LATE)
     def test_a_gather_issued_before_the_update_is_written(self, world_of, timing):
@@ -96,7 +96,7 @@ class TestWrongPrograms:
         assert world_of(2).run(program)[0].tolist() == [1, 1, 0, 0]
         for seed in SEEDS:
             failure = race(world_of(2, timing=timing, seed=seed), program)
-            assert failure.operation == "all_gather #0 of group world"
+            assert failure.memory.operation == "all_gather #0 of group world"
 
     @pytest.mark.parametrize("timing", LATE)
     def test_an_output_zeroed_in_flight(self, world_of, timing):

@@ -116,7 +116,7 @@ def check_given_back(
         if got is not cls:
             shown = "none" if got is None else got.__name__
             yield wrong(f"has another class in place of {cls.__name__} at {what!r}: {shown}")
-    for whose in before.attributes.keys() | now.attributes.keys():
+    for whose in sorted(before.attributes.keys() | now.attributes.keys()):
         had, has = (each.attributes.get(whose, frozenset()) for each in (before, now))
         for name in sorted(had ^ has):
             yield wrong(f"{'lacks' if name in had else 'has a new'} attribute {name!r} of {whose}")

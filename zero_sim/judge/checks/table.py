@@ -88,8 +88,7 @@ def check_result(shown: Shown) -> Iterator[Finding]:
         yield findings.misreported("loss_scale", step, rank, expected=expected.loss_scale, got=None)
     said = (("skipped", result.skipped), ("loss_scale", result.loss_scale))
     for name, got in said:
-        wanted = getattr(expected, name)
-        if got is not None and got != wanted:
+        if got is not None and got != (wanted := getattr(expected, name)):
             yield findings.misreported(name, step, rank, expected=wanted, got=got)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.sim.call import Call
-from zero_sim.sim.failures import InFlightRace
+from zero_sim.sim.failures import Changed, InFlightRace, LentMemory
 from zero_sim.sim.in_flight_buffers import InFlightBuffer, InFlightBuffers, Role
 from zero_sim.sim.inflight.poison import bits_of, is_poison, poison, poison_of
 from zero_sim.sim.roles import (
@@ -251,10 +251,9 @@ def _check_equal(buffer: InFlightBuffer, image: Tensor | None, what: str, rank: 
         detail=f"element {index // per_element} of {buffer.tensor.numel()} was "
         f"{_shown(old_bits, buffer.tensor.dtype, poisoned=image is None)} and is "
         f"{_shown(new_bits, buffer.tensor.dtype)}; {len(wrong)} changed in all",
-        index=index // per_element,
-        changed_count=len(wrong),
-        old_bits=old_bits,
-        new_bits=new_bits,
+        changed=Changed(
+            index=index // per_element, count=len(wrong), old_bits=old_bits, new_bits=new_bits
+        ),
     )
 
 
@@ -264,24 +263,20 @@ def _race(
     *,
     rank: int,
     detail: str,
-    index: int | None = None,
-    changed_count: int = 0,
-    old_bits: int | None = None,
-    new_bits: int | None = None,
+    changed: Changed | None = None,
 ) -> InFlightRace:
     return InFlightRace(
         what,
         rank=rank,
-        operation=buffer.what,
-        site=buffer.site,
-        dtype=str(buffer.tensor.dtype).removeprefix("torch."),
-        shape=tuple(buffer.tensor.shape),
+        memory=LentMemory(
+            operation=buffer.what,
+            site=buffer.site,
+            dtype=str(buffer.tensor.dtype).removeprefix("torch."),
+            shape=tuple(buffer.tensor.shape),
+        ),
         detail=detail,
         hint=_WAIT_FIRST,
-        index=index,
-        changed_count=changed_count,
-        old_bits=old_bits,
-        new_bits=new_bits,
+        changed=changed,
     )
 
 
