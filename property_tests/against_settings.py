@@ -13,7 +13,6 @@ import itertools
 import os
 import random
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,11 +224,9 @@ def main() -> int:
                 wrong += 1
                 _say(f"{setting.script} {setting.arguments} on {ranks}: {_text(verdict)}")
     for fault in FAULTS[part::parts] if options.faults else []:
-        begun = time.perf_counter()
         for _, verdict in judge(fault.script, fault.arguments, (fault.ranks,)):
             first = verdict.differences[0].multiple if verdict.differences else 0.0
-            seconds = time.perf_counter() - begun
-            found = f"{verdict.outcome}, first {first:.1e}, {seconds:.0f} s"
+            found = f"{verdict.outcome}, first {first:.1e}"
             _say(f"{fault.script} {fault.arguments}: {found}")
             if verdict.outcome != fault.outcome:
                 wrong += 1

@@ -87,8 +87,8 @@ def account_of(comparison: Comparison) -> Account | None:
     whole = whole_of(measurement.kept.get(first.point) or {0: _NO_PIECE})
     if first.point in measurement.joined:
         expected, joined = measurement.joined[first.point]
-        holders = tuple(range(side.world_size))
-        whole = Whole(kind="sharded", candidates={0: joined}, holders=holders)
+        ranks = tuple(range(side.world_size))
+        whole = Whole(kind="sharded", candidates={0: joined}, ranks=ranks)
     elif whole is not None and expected is not None and not prepared.baseline.is_alike(first.point):
         expected, whole = _worst_by_rank(prepared.baseline, first.point, whole)
     assert expected is not None
@@ -132,7 +132,7 @@ def _worst_by_rank(baseline: Baseline, point: Point, whole: Whole) -> tuple[Tens
     known = {rank: tensor for rank, tensor in expected.items() if tensor is not None}
     rank = max(known, key=lambda each: relative_difference(whole.candidates[each], known[each]))
     candidates = {rank: whole.candidates[rank]}
-    return known[rank], Whole(kind="replicated", candidates=candidates, holders=whole.holders)
+    return known[rank], Whole(kind="replicated", candidates=candidates, ranks=whole.ranks)
 
 
 def _is_alike(whole: Whole) -> bool:

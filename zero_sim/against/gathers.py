@@ -61,7 +61,7 @@ class GatherLog:
         """Search a gather's contribution for the numbers of params.
 
         Args:
-            record: The call.
+            record: The call as the log has it, with its group.
             call: Its tensors, before the data moves.
             step: Optimizer steps that its rank has finished.
             params: Params of the rank's optimizers that no module names.

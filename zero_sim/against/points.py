@@ -1,4 +1,4 @@
-"""Where and when a tensor of a script is observed, and the share of it that one rank has."""
+"""Points at which tensors of a script are observed, and the share that one rank has of one."""
 
 from __future__ import annotations
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from zero_sim.against import native_dtypes
-from zero_sim.against.capture import RankCapture, hooks_installed
+from zero_sim.against.capture import RankCapture
 from zero_sim.against.gathers import GatherLog
+from zero_sim.against.hooks import hooks_installed
 from zero_sim.against.integers import IntegerSums
 from zero_sim.against.native_noise import NativeNoise
 from zero_sim.against.points import Sink

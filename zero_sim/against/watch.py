@@ -7,7 +7,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from zero_sim.against.capture import RankCapture, hooks_installed
+from zero_sim.against.capture import RankCapture
+from zero_sim.against.hooks import hooks_installed
 from zero_sim.against.points import Piece, Point
 from zero_sim.against.rank_replicas import RankReplicas
 from zero_sim.against.replicas import ReplicaCheck

@@ -20,7 +20,7 @@ class Whole:
     """`replicated` or `sharded`."""
     candidates: Mapping[int, Tensor]
     """By rank: its copy, if replicated; else the tensor put together, under the lowest rank."""
-    holders: tuple[int, ...]
+    ranks: tuple[int, ...]
     """Ranks that have a part of it."""
 
 
@@ -35,7 +35,7 @@ def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
         return Whole(
             kind="replicated",
             candidates={rank: piece.values for rank, piece in pieces.items()},
-            holders=tuple(sorted(pieces)),
+            ranks=tuple(sorted(pieces)),
         )
     if any(len(piece.shards) != len(first.shards) for piece in pieces.values()):
         return None
@@ -51,7 +51,7 @@ def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
         tensor = _unpadded(tensor, first.shape)
     if tensor is None or tuple(tensor.shape) != first.shape:
         return None
-    return Whole(kind="sharded", candidates={min(pieces): tensor}, holders=tuple(sorted(pieces)))
+    return Whole(kind="sharded", candidates={min(pieces): tensor}, ranks=tuple(sorted(pieces)))
 
 
 def _unpadded(flat: Tensor, shape: tuple[int, ...]) -> Tensor | None:
@@ -80,7 +80,7 @@ def _replicas_differ(pieces: Mapping[int, Piece]) -> Whole | None:
         if tensor is None:
             return None
         candidates[min(rank for rank, _ in home.values())] = tensor
-    return Whole(kind="sharded", candidates=candidates, holders=tuple(sorted(pieces)))
+    return Whole(kind="sharded", candidates=candidates, ranks=tuple(sorted(pieces)))
 
 
 def _joined(
