@@ -225,10 +225,10 @@ def main() -> int:
                 wrong += 1
                 _say(f"{setting.script} {setting.arguments} on {ranks}: {_text(verdict)}")
     for fault in FAULTS[part::parts] if options.faults else []:
-        begun = time.perf_counter()
+        begun = time.process_time()
         for _, verdict in judge(fault.script, fault.arguments, (fault.ranks,)):
             first = verdict.differences[0].multiple if verdict.differences else 0.0
-            seconds = time.perf_counter() - begun
+            seconds = time.process_time() - begun
             found = f"{verdict.outcome}, first {first:.1e}, {seconds:.0f} s"
             _say(f"{fault.script} {fault.arguments}: {found}")
             if verdict.outcome != fault.outcome:
