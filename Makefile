@@ -76,7 +76,8 @@ libraries:
 	test -x $(VENV)-libraries/bin/python || $(PYTHON) -m venv $(VENV)-libraries
 	$(VENV)-libraries/bin/python -m pip install --quiet --constraint constraints.txt torch setuptools
 	DS_BUILD_OPS=0 $(VENV)-libraries/bin/python -m pip install --quiet --constraint constraints.txt \
-	  --constraint constraints-libraries.txt --editable ".[test,accelerate,deepspeed,megatron,megatron-fsdp]"
+	  --constraint constraints-libraries.txt --editable ".[test,deepspeed,megatron,megatron-fsdp]" accelerate
+	$(VENV)-libraries/bin/python -m pytest --quiet tests/against/test_upstream.py
 	$(VENV)-libraries/bin/zero-sim run scenarios/libraries scenarios/upstream --no-bundles
 	$(VENV)-libraries/bin/python -m property_tests.libraries $(LIBRARIES) \
 	  --cases $(LIBRARY_CASES) --gloo $(GLOO_CASES) --rules

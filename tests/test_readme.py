@@ -83,7 +83,7 @@ SHOWN = [
     for command, shown in re.findall(r"^\$ zero-sim (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
 ]
 """Each command of which the output is shown."""
-SELECTED, BROKEN, MENDED = SHOWN
+SCRIPT, SELECTED, BROKEN, MENDED = SHOWN
 
 
 def run_command(command):
@@ -106,6 +106,12 @@ def assert_shown(shown, output):
         got = next((each for each in come if each == wanted or not may_skip), "(nothing)")
         assert got.startswith(wanted.removesuffix("...")), (wanted, got)
         may_skip = False
+
+
+def test_a_script_is_judged_as_shown(monkeypatch):
+    monkeypatch.chdir(ROOT / "tests" / "against" / "scripts")
+    command, shown = SCRIPT
+    assert_shown(shown, run_command(command))
 
 
 # Slower than a quarter of a second: two of its cases are the large toy that the block shows.

@@ -49,6 +49,13 @@ class UntrainableError(UsageError):
     """The reference cannot train a case either, so that nothing is said about the system."""
 
 
+class UnsupportedByFloat64(ZeroSimError):
+    """A script uses a float's own bits, so it cannot be run in float64."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__(f"expected uses of floats that work in any dtype, got {use}.")
+
+
 class EnvironmentProblem(ZeroSimError):
     """This machine or installation cannot run what was asked; the request itself is sound."""
 

@@ -9,15 +9,13 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 accelerator = Accelerator(cpu=True)
-# As AcceleratorState does where there is a GPU.
-PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
-accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-    fsdp_version=2, activation_checkpointing=True
-)
+if accelerator.num_processes > 1:
+    # As AcceleratorState does where there is a GPU.
+    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, activation_checkpointing=True
+    )
 model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-try:
-    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    print("prepared")
-except TypeError as error:
-    print(f"expected a prepared model, or an error that names the setting, got {error}")
-torch.distributed.destroy_process_group()
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+accelerator.backward(model(torch.ones(2, 4)).sum())
+optimizer.step()

@@ -21,15 +21,13 @@ class Layers(torch.nn.Module):
 
 
 accelerator = Accelerator(cpu=True)
-# As AcceleratorState does where there is a GPU.
-PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
-accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-    fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=8
-)
+if accelerator.num_processes > 1:
+    # As AcceleratorState does where there is a GPU.
+    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=8
+    )
 model = Layers()
-try:
-    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    print("prepared")
-except ValueError as error:
-    print(f"expected a prepared model, got {str(error).splitlines()[0]}")
-torch.distributed.destroy_process_group()
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+accelerator.backward(model(torch.ones(2, 4)).sum())
+optimizer.step()

@@ -19,15 +19,13 @@ class Scale(torch.nn.Module):
 
 
 accelerator = Accelerator(cpu=True)
-# As AcceleratorState does where there is a GPU.
-PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
-accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-    fsdp_version=2, cpu_ram_efficient_loading=True
-)
+if accelerator.num_processes > 1:
+    # As AcceleratorState does where there is a GPU.
+    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_ram_efficient_loading=True
+    )
 model = Scale()
-try:
-    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    print("prepared")
-except ValueError as error:
-    print(f"expected a model with its params sharded, got {error}")
-torch.distributed.destroy_process_group()
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+accelerator.backward(model(torch.ones(2, 4)).sum())
+optimizer.step()

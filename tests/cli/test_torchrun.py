@@ -171,7 +171,8 @@ dist.barrier()
         (["--ignore", "ms", "fine.py"], "expected --ignore with --runs or --seeds, got it alone"),
         (["--output-of", "4", "fine.py"], "expected to show the output of ranks below 1, got 4"),
         (["--order", "lineal", "fine.py"], "expected order to be one of"),
-        (["--nproc-per-node", "gpu", "fine.py"], "'gpu' is not a valid integer"),
+        (["--nproc-per-node", "0", "fine.py"], "expected a positive number, auto, gpu or cpu"),
+        (["--nproc-per-node", "gpus", "fine.py"], "expected a positive number, auto, gpu or cpu"),
         (["--nproc-per-nod", "2", "fine.py"], "--nproc-per-node"),
     ],
 )
@@ -182,6 +183,16 @@ def test_usage_errors(words, said, tmp_path, monkeypatch):
     done = CliRunner().invoke(cli.main, ["torchrun", *words])
     assert_ended(done, 2, said, on="stderr")
     assert "ran" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("word", "gpus", "count"), [("auto", 0, 3), ("cpu", 5, 3), ("gpu", 0, 2), ("auto", 5, 5)]
+)
+def test_words_for_the_number_of_ranks(torchrun, monkeypatch, word, gpus, count):
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    done = torchrun("print('ran')", "--nproc-per-node", word)
+    assert done.stdout.count("]: ran\n") == count
 
 
 def test_a_script_runs_in_a_process_that_is_supervised():
@@ -196,3 +207,51 @@ def test_modules_of_the_caller_are_as_before(torchrun):
     torchrun("import sys\nsys.modules['__main__'].planted = 1\n")
     assert sys.modules["__main__"] is main
     assert not hasattr(main, "planted")
+
+
+DRIFTING = """
+model = torch.nn.Linear(4, 2)
+torch.manual_seed(0)
+torch.nn.init.normal_(model.weight)
+model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.ones(2, 4) + rank).sum().backward()
+    optimizer.param_groups[0]["lr"] *= 1 + rank
+    optimizer.step()
+"""
+
+
+def test_replicas_that_differ_are_an_error(torchrun):
+    done = torchrun(DRIFTING)
+    assert done.exit_code == 1
+    assert (
+        "Error: replicas differ: weight of DistributedDataParallel, as the first forward after "
+        "step 1 used it\n  8 of 8 elements differ; element 0: rank 0 has " in done.stderr
+    )
+    assert "--allow-drift 'weight'" in done.stderr
+    assert "  repeat: zero-sim torchrun --nproc-per-node 2 " in done.stderr
+
+
+def test_replicas_that_may_differ_are_allowed_by_name(torchrun):
+    found = torchrun(DRIFTING, "--allow-drift", "weight")
+    assert "--allow-drift weight" in found.stderr.splitlines()[-1]
+    assert "replicas differ: bias" in found.stderr
+    done = torchrun(DRIFTING, "--allow-drift", "weight", "--allow-drift", "b*")
+    assert done.exit_code == 0
+    assert "replicas" not in done.stderr
+
+
+def test_equal_replicas_are_counted(torchrun):
+    done = torchrun(DRIFTING.replace("1 + rank\n", "1\n"))
+    assert done.exit_code == 0
+    assert done.stderr.endswith("; 2 replicas are equal on all ranks\n")
+
+
+def test_tensors_that_drift_apart_and_rows_read_twice_are_told(torchrun):
+    code = DRIFTING.replace("torch.nn.parallel.DistributedDataParallel(model)", "model")
+    done = torchrun(code.replace("torch.ones(2, 4) + rank", "torch.eye(4)[rank:rank + 3]"))
+    assert done.exit_code == 0
+    assert "Warning: equal on all ranks at first, then not: weight, as the first" in done.stderr
+    assert "since nothing declares it to be a replica" in done.stderr
+    assert "Note: in step 1 2 of 4 rows of Linear(0) were read by several ranks" in done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from zero_sim.against.watch import ScriptWatch
 from zero_sim.script.launch import Launcher, Settings
 from zero_sim.script.program import read_script
 from zero_sim.script.record import ScriptRun
@@ -37,7 +38,12 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
             path.write_text(textwrap.dedent(text))
         name = module or (str(PROGRAMS / program) if program else "train.py")
         script = read_script(name, is_module=bool(module), arguments=arguments)
-        with Launcher(script, Settings(ranks_per_node=ranks, **settings)) as launcher:
-            return launcher.run(seed=seed)
+        given = Settings(ranks_per_node=ranks, **settings)
+        watch = ScriptWatch(world_size=given.world_size)
+        with Launcher(script, given, guest=watch) as launcher, watch.watching():
+            done = launcher.run(seed=seed)
+        assert not watch.replicas.findings, watch.replicas.finding
+        assert not watch.replicas.warnings, watch.replicas.warning
+        return done
 
     return run

@@ -1,48 +1,11 @@
-"""Processes that ranks start: as ranks of their own they are refused, else they run."""
+"""Processes that ranks start and that are no ranks."""
 
 import sys
 
 import pytest
 
 from zero_sim.script import child_guard
-from zero_sim.script.process_calls import REFUSED_STATUS, GuardedRun, NoRank
-
-START = """import multiprocessing
-import torch.distributed as dist
-import torch.multiprocessing as mp
-import torch.multiprocessing.spawn as module
-def work(rank, world_size):
-    dist.init_process_group("gloo", init_method="tcp://localhost:1", rank=rank, world_size=2)
-"""
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "mp.spawn(work, args=(2,), nprocs=2)",
-        "mp.start_processes(work, (2,), 2, start_method='fork')",
-        "from torch.multiprocessing import spawn; spawn(work, (2,), nprocs=2, join=False)",
-    ],
-)
-def test_torchs_own_ways_are_refused_at_once(launch, call):
-    run = launch(f"{START}{call}\n", ranks=1)
-    assert run.ending == (
-        "rank 0 raised NoRank at train.py:7: expected ranks that zero-sim torchrun started, got "
-        "processes of their own that rank 0 started at train.py:7\n"
-        "Run `zero-sim torchrun --nproc-per-node 2`, and call their function directly in every "
-        "rank, with int(os.environ['RANK']) and int(os.environ['WORLD_SIZE'])."
-    )
-
-
-def test_a_process_that_joins_a_group_is_refused(launch, capfd):
-    run = launch(
-        f"{START}process = multiprocessing.get_context('fork').Process(target=work, args=(0, 2))\n"
-        "process.start()\nprocess.join()\n",
-        ranks=1,
-    )
-    assert run.ending.startswith("rank 0 raised NoRank at train.py:9: expected ranks that zero-sim")
-    assert "rank 0 started at train.py:8\n" in run.ending
-    assert "Error: expected ranks that zero-sim torchrun started" in capfd.readouterr().err
+from zero_sim.script.child_guard import REFUSED_STATUS, GuardedRun, NoRank
 
 
 def test_other_processes_work(launch):

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from zero_sim.script.record import Point, ScriptRun, first_difference
+from zero_sim.script.settings import Settings
 
 
 def point(name="step", *, visit=0, **digests):
@@ -18,7 +19,13 @@ def point(name="step", *, visit=0, **digests):
 
 def run(seed, *, points=((), ()), output=(), ending="every rank came to its end", failure=None):
     return ScriptRun(
-        seed=seed, failure=failure, ending=ending, output=output, points=points, collective_count=0
+        settings=Settings(ranks_per_node=2),
+        seed=seed,
+        failure=failure,
+        ending=ending,
+        output=output,
+        points=points,
+        collective_count=0,
     )
 
 

@@ -13,7 +13,7 @@ from zero_sim.scenario.spec import (
     SystemSpec,
     WorldSpec,
 )
-from zero_sim.targets import find_target, refusals, with_options
+from zero_sim.targets import find_target, refusals
 from zero_sim.targets.torch.wrapping import called_children, widen_params
 
 
@@ -62,19 +62,6 @@ def test_fsdp1_accumulates_no_16_bit_gradient_of_a_tied_param_that_is_whole(part
     found = refusals(target, case("torch-fsdp1", **parts))
     assert [problem.path for problem in found] == paths
     assert not refusals(find_target("torch-fsdp1-as-is"), case("torch-fsdp1", **parts))
-
-
-@pytest.mark.parametrize(
-    ("name", "wrap", "paths"),
-    [
-        ("accelerate-fsdp2", "size", ["model.tied"]),
-        ("accelerate-fsdp2", "none", []),
-        ("accelerate-fsdp2-as-is", "size", []),
-    ],
-)
-def test_accelerate_wraps_nothing_by_size_that_shares_a_param(name, wrap, paths):
-    scenario = with_options(case(name, 3), {"wrap": wrap} if wrap != "none" else {})
-    assert [problem.path for problem in refusals(find_target(name), scenario)] == paths
 
 
 class Tied(nn.Module):

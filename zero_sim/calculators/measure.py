@@ -34,6 +34,7 @@ from zero_sim.run.rank_local import rank_local_state
 from zero_sim.scenario.derived import own_micro_batches
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord
+from zero_sim.sim.call import Call
 from zero_sim.sim.log import EventLog
 from zero_sim.targets import Target, complete, find_target
 from zero_sim.targets.protocol import CostedEngine, Engine, NamedMemoryEngine
@@ -140,7 +141,7 @@ def measure(scenario: Scenario, *, target: Target | None = None) -> Measured:
                         tp_index=group.tp_index,
                     )
 
-            def called(record: CollectiveRecord) -> None:
+            def called(record: CollectiveRecord, call: Call) -> None:
                 if record.rank in ranks:
                     ranks[record.rank].called(record)
 

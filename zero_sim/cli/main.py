@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import zero_sim
+from zero_sim.cli.against import replay_script, script_bundle
 from zero_sim.cli.bench import bench
 from zero_sim.cli.costs import memory, traffic
 from zero_sim.cli.findings import explain, report
@@ -221,6 +222,7 @@ class _Freezing:
 @click.option(
     "--device", metavar="NAME", help="Where it computes, in place of where the bundle says it did."
 )
+@click.option("--trust", is_flag=True, help="Run the script that a bundle of a script contains.")
 @own_options
 @json_option
 @click.pass_context
@@ -228,6 +230,7 @@ def replay(
     ctx: click.Context,
     name: str,
     bundles: Path,
+    trust: bool,
     freezing: _Freezing,
     target: str | None,
     device: str | None,
@@ -245,6 +248,8 @@ def replay(
     from zero_sim.report.text import render_replay
 
     require_with(ctx, "--freeze", "folder", "file_name", "force", given=freezing.frozen)
+    if (script := script_bundle(name, folder=bundles)) is not None:
+        ctx.exit(replay_script(script, trust=trust))
     with packages_needed():
         from zero_sim.bundle import find_bundle, freeze, frozen_path, read_bundle, replay_bundle
         from zero_sim.targets import import_target, with_options
@@ -322,7 +327,7 @@ def schema(what: str) -> None:
     """Print the JSON Schema of a scenario file, or of what a command prints with --json.
 
     WHAT is `scenario`, which it is where left out, or the name of a command: run, replay, explain,
-    fuzz, shrink, mutants, memory, traffic, fingerprint, rules, doctor or bench.
+    fuzz, shrink, mutants, memory, traffic, fingerprint, rules, doctor, bench or torchrun.
     """
     from zero_sim.report.schemas import COMMANDS, output_schema
     from zero_sim.scenario.schema import scenario_schema
@@ -334,7 +339,12 @@ def schema(what: str) -> None:
         with packages_needed():
             echo_json(output_schema(what))
         return
-    names = ", ".join((_SCENARIO, *COMMANDS))
+    if what == "torchrun":
+        with packages_needed():
+            from zero_sim.against.text import verdicts_schema
+        echo_json(verdicts_schema())
+        return
+    names = ", ".join((_SCENARIO, *COMMANDS, "torchrun"))
     raise UsageError(f"expected one of {names}; got {what!r}.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -11,16 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zero_sim.cli.against import AgainstOptions, judge_script
 from zero_sim.cli.parts import STALL_SECONDS, option, require_with, takes
 from zero_sim.errors import UsageError
 from zero_sim.host.packages import packages_needed
 from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
+    from zero_sim.against.watch import ScriptWatch
     from zero_sim.script.launch import Settings
     from zero_sim.script.record import ScriptRun
 
 EXIT_FOUND = 1
+GPUS_OF_A_NODE = 2
+"""Number of GPUs that `--nproc-per-node gpu` stands for where there is none."""
 _COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "show_default": True}
 _IGNORED = (
     "log-dir",
@@ -56,6 +61,33 @@ class _Numbers(click.ParamType):
         return tuple(map(int, words))
 
 
+class _RanksPerNode(click.ParamType):
+    """A number of ranks, or a word of torchrun's that stands for one."""
+
+    name = "N"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        text = str(value)
+        if text in ("auto", "cpu", "gpu"):
+            return _count_devices(text)
+        if not (text.isascii() and text.isdecimal() and int(text) > 0):
+            self.fail(f"expected a positive number, auto, gpu or cpu; got {text!r}", param, ctx)
+        return int(text)
+
+
+def _count_devices(kind: str) -> int:
+    """Number of GPUs for `gpu`, of processors for `cpu`; of GPUs, if there are any, for `auto`."""
+    with packages_needed():
+        import torch
+    gpus = 0 if kind == "cpu" else torch.cuda.device_count()
+    if kind == "gpu" and not gpus:
+        _say(f"Note: --nproc-per-node gpu: there is no GPU; {GPUS_OF_A_NODE} are simulated.")
+        return GPUS_OF_A_NODE
+    return gpus or os.cpu_count() or 1
+
+
 class _Pattern(click.ParamType):
     name = "regex"
 
@@ -73,7 +105,12 @@ class _WorldOptions:
     """Options of the world that a script runs on, by the names of `Settings`."""
 
     ranks_per_node: int = option(
-        *_spelled("nproc-per-node"), **_COUNT, default=1, metavar="N", help="Ranks a node."
+        *_spelled("nproc-per-node"),
+        type=_RanksPerNode(),
+        default=1,
+        show_default=True,
+        metavar="N|auto|gpu|cpu",
+        help="Ranks a node.",
     )
     nodes: int = option("--nnodes", **_COUNT, default=1, metavar="N", help="Nodes.")
     order: str = option(
@@ -106,7 +143,9 @@ class _WorldOptions:
         "folder, so that its globals are not shared.",
     )
     cuda_is_cpu: bool = option(
-        "--cuda-is-cpu", is_flag=True, help="Let devices named cuda be the CPU."
+        "--cuda-is-cpu",
+        is_flag=True,
+        help="Let devices named cuda be the CPU, also before the script fails without a GPU.",
     )
     shown: tuple[int, ...] | None = option(
         "--output-of", type=_Numbers(), help="Show what only these ranks print."
@@ -164,6 +203,12 @@ class _RunOptions:
         "the first: in how it ends, in the output of rank 0, or at zero_sim.checkpoint_here.",
     )
     seeds: tuple[int, ...] | None = option("--seeds", type=_Numbers(), help="Run with these seeds.")
+    allow_drift: tuple[str, ...] = option(
+        "--allow-drift",
+        multiple=True,
+        metavar="NAME",
+        help="Let ranks have different values of tensors of this name, with * for any part.",
+    )
     ignore: re.Pattern[str] | None = option(
         "--ignore",
         type=_Pattern(),
@@ -178,6 +223,7 @@ class _RunOptions:
 )
 @takes(_WorldOptions, "world")
 @takes(_RunOptions, "runs")
+@takes(AgainstOptions, "relation")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option("--standalone", is_flag=True, hidden=True, expose_value=False)
 @click.option(*_spelled(*_IGNORED), "ignored", multiple=True, hidden=True, expose_value=False)
@@ -188,6 +234,7 @@ def torchrun(
     ctx: click.Context,
     world: _WorldOptions,
     runs: _RunOptions,
+    relation: AgainstOptions,
     module: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -200,6 +247,10 @@ def torchrun(
     Exit status: 0 every rank came to its end; 1 a rank raised or exited with an error, or there
     was a deadlock, a race, a violation of the contract, or a difference between runs; 2 the usage
     is wrong, or the script ended the process.
+
+    With --against the script is judged by another way to run it: 0 equal up to rounding; 1
+    different, or these ranks fail and the other run does not; 2 the other run fails; 3
+    inconclusive; 4 unsupported.
     """
     if runs.seeds is not None and runs.runs != 1:
         raise UsageError("expected --runs or --seeds, got both.")
@@ -209,7 +260,21 @@ def torchrun(
     with packages_needed():
         settings = world.settings(several=several)
     words = (*(["-m"] if module else []), script, *arguments)
-    ctx.exit(_run(settings, seeds, words=words, ignored=runs.ignore))
+    dependent = [each.name for each in fields(AgainstOptions) if each.name != "against"]
+    require_with(ctx, "--against", *dependent, given=relation.against is not None)
+    if "--against" in arguments:
+        raise UsageError(
+            "expected options of zero-sim before the script, got --against after it, where it is "
+            f"an argument of {script}. Put it before the script."
+        )
+    if relation.against is not None:
+        if several:
+            raise UsageError("expected --against, or several runs, got both.")
+        status = judge_script(
+            relation, settings, seed=seeds[0], words=words, allowed_drift=runs.allow_drift
+        )
+        ctx.exit(status)
+    ctx.exit(_run(settings, seeds, words=words, runs=runs))
 
 
 def _run(
@@ -217,8 +282,10 @@ def _run(
     seeds: Sequence[int],
     *,
     words: Sequence[str],
-    ignored: re.Pattern[str] | None,
+    runs: _RunOptions,
 ) -> int:
+    from zero_sim.against.shares import shared_rows_note
+    from zero_sim.against.watch import ScriptWatch
     from zero_sim.script.launch import Launcher
     from zero_sim.script.own_modules import check_found
     from zero_sim.script.program import read_script
@@ -228,30 +295,52 @@ def _run(
     name, *arguments = words[is_module:]
     script = read_script(name, is_module=is_module, arguments=arguments)
     first: ScriptRun | None = None
+    of_first: ScriptWatch | None = None
     with Launcher(script, settings) as launcher:
         check_found(settings.packages, folder=script.folder)
         for seed in seeds:
-            run = launcher.run(seed=seed, quiet=first is not None)
+            watch = ScriptWatch(world_size=settings.world_size, allowed=runs.allow_drift)
+            launcher.guest = watch
+            with watch.watching():
+                run = launcher.run(seed=seed, quiet=first is not None)
+            found = _tell_watched(watch, is_first=first is None)
+            if found or (first is None and run.failure is not None):
+                _tell_failure(run)
+                return _finish(settings, (seed,), words=words, runs=runs)
             if first is None:
-                first = run
-                if run.failure is not None:
-                    _tell_failure(run)
-                    return _finish(settings, (seed,), words=words)
+                first, of_first = run, watch
                 continue
-            difference = first_difference(first, run, ignored=ignored)
+            difference = first_difference(first, run, ignored=runs.ignore)
             if difference:
                 _say(f"Error: runs with seeds {first.seed} and {seed} differ: {difference}")
                 if run.failure is not None:
                     _tell_failure(run)
-                return _finish(settings, (first.seed, seed), words=words, ignored=ignored)
+                return _finish(settings, (first.seed, seed), words=words, runs=runs)
     assert first is not None
-    _say(_summary(first, settings, count=len(seeds)))
+    assert of_first is not None
+    rows = shared_rows_note([log for _, log in sorted(of_first.rows.items())])
+    if rows:
+        _say(f"Note: {rows}")
+    replicas = len(of_first.replicas.compared)
+    _say(_summary(first, settings, count=len(seeds), replicas=replicas))
     return 0
+
+
+def _tell_watched(watch: ScriptWatch, *, is_first: bool) -> bool:
+    """Tell of tensors that differ among ranks; True if that is a finding."""
+    replicas = watch.replicas
+    if replicas.findings:
+        _say(f"Error: {replicas.finding}")
+    elif is_first and replicas.warnings:
+        _say(f"Warning: {replicas.warning}")
+    return bool(replicas.findings)
 
 
 def _tell_failure(run: ScriptRun) -> None:
     failure = run.failure
-    if failure is None or isinstance(getattr(failure, "error", None), SystemExit):
+    if failure is None:
+        return
+    if isinstance(getattr(failure, "error", None), SystemExit):
         _say(f"Error: {run.ending}")
     else:
         _say(f"Error: {failure.report}")
@@ -262,26 +351,39 @@ def _finish(
     seeds: Sequence[int],
     *,
     words: Sequence[str],
-    ignored: re.Pattern[str] | None = None,
+    runs: _RunOptions,
 ) -> int:
-    _say(f"  repeat: {repeat_command(settings, seeds, words=words, ignored=ignored)}")
+    ignored = runs.ignore if len(seeds) > 1 else None
+    command = repeat_command(
+        settings, seeds, words=words, ignored=ignored, allowed_drift=runs.allow_drift
+    )
+    _say(f"  repeat: {command}")
     return EXIT_FOUND
 
 
-def _summary(run: ScriptRun, settings: Settings, *, count: int) -> str:
+def _summary(run: ScriptRun, settings: Settings, *, count: int, replicas: int) -> str:
     how = f"timing {settings.timing}, schedule {settings.schedule}"
     if run.collective_count:
         calls = f"{run.collective_count} calls of collectives"
     else:
         calls = "no collective was called"
+    if replicas:
+        noun = "replicas are" if replicas > 1 else "replica is"
+        calls += f"; {replicas} {noun} equal on all ranks"
     if count == 1:
-        return f"{settings.world_size} ranks came to their end: seed {run.seed}, {how}; {calls}"
+        return f"{_ranks(run, settings)} came to their end: seed {run.seed}, {how}; {calls}"
     points = sum(map(len, run.points))
     compared = f"{points} points of all ranks" if points else "no zero_sim.checkpoint_here"
     return (
-        f"{count} runs of {settings.world_size} ranks are equal: {how}; {calls}; {compared}, "
+        f"{count} runs of {_ranks(run, settings)} are equal: {how}; {calls}; {compared}, "
         f"{len(run.output)} lines of rank 0"
     )
+
+
+def _ranks(run: ScriptRun, settings: Settings) -> str:
+    """The ranks in words; those that a script started itself by world."""
+    sizes = run.started or (settings.world_size,)
+    return f"{', then '.join(map(str, sizes))} ranks"
 
 
 def repeat_command(
@@ -290,6 +392,7 @@ def repeat_command(
     *,
     words: Sequence[str],
     ignored: re.Pattern[str] | None = None,
+    allowed_drift: Sequence[str] = (),
 ) -> str:
     """The command that runs a script again in the same way.
 
@@ -298,6 +401,7 @@ def repeat_command(
         seeds: Those to run with.
         words: The script and its arguments.
         ignored: What lines are not compared.
+        allowed_drift: Names of tensors that may differ among ranks.
     """
     from zero_sim.script.launch import Settings
 
@@ -323,6 +427,8 @@ def repeat_command(
         options += ["--own-modules", package]
     if settings.shown is not None:
         options += ["--output-of", ",".join(map(str, sorted(settings.shown)))]
+    for name in allowed_drift:
+        options += ["--allow-drift", name]
     if ignored is not None:
         options += ["--ignore", ignored.pattern]
     if len(seeds) == 1:

@@ -6,6 +6,7 @@
 - A scenario file is collected where it is named on the command line, or lies under a path of the
   ini option `zero_sim_scenarios`; each of its cases is one test.
 - `--zero-sim-backend gloo` runs both on real processes instead.
+- `--zero-sim-spawn` runs processes that tests start as ranks of a world.
 - A scenario that fails leaves a bundle in `--zero-sim-bundles`. How to run it again, the bundle and
   the line that replays it are in the failure and, as `zero_sim.*`, among the test's properties,
   which JUnit files and xdist carry along.
@@ -29,6 +30,7 @@ from zero_sim.pytest_plugin.processes import ON_RANK, RanksFailed, run_on_proces
 from zero_sim.pytest_plugin.ranks import run_simulated
 from zero_sim.pytest_plugin.resources import RESOURCES, SessionResources
 from zero_sim.pytest_plugin.scenarios import ScenarioFile
+from zero_sim.pytest_plugin.started import add_options, check_options, processes_as_ranks
 from zero_sim.report.commands import DEFAULT_BUNDLES
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help=f"Where failing scenarios leave their bundles (default: {DEFAULT_BUNDLES}).",
     )
+    add_options(group)
     parser.addini(
         "zero_sim_scenarios",
         "Files and folders whose *.toml are scenarios to run as tests.",
@@ -87,6 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
         f"{MARK}(size, **world): run the test on every rank of a world of this size; the rest is "
         "handed to zero_sim.sim.World.",
     )
+    check_options(config)
     for path in config.getini("zero_sim_scenarios"):
         if not path.exists():
             raise pytest.UsageError(
@@ -148,6 +152,13 @@ def pytest_fixture_setup(
             "of the ranks. Try a fixture that gives a function, which the test calls with its "
             "rank.",
         )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Run processes that a test or its fixtures start as ranks, if that is asked for."""
+    with processes_as_ranks(item.config):
+        return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -58,7 +58,7 @@ def _run() -> Node:
     problem = dict.fromkeys(("source", "path", "message", "suggestion"), _TEXT)
     case = _object(
         {
-            **_record(CaseResult)["properties"],
+            **record_schema(CaseResult)["properties"],
             "source": _described(_TEXT, "The scenario file."),
             "reproduce": _described(_TEXT, "The command that runs this case alone."),
             "bundle": _described(_or_null(_TEXT), "Id of its bundle, where there is one."),
@@ -76,7 +76,7 @@ def _run() -> Node:
 
 
 def _replay() -> Node:
-    finding = _record(Finding)
+    finding = record_schema(Finding)
     return {
         "id": _TEXT,
         "outcome": {"enum": ["fixed", "failed", "error"]},
@@ -85,7 +85,7 @@ def _replay() -> Node:
         "then": finding,
         "now": _or_null(finding),
         "differences": _list(_TEXT),
-        "result": _record(CaseResult),
+        "result": record_schema(CaseResult),
         "exit_status": _STATUS,
         "frozen": _or_null(_TEXT),
         "replay": _described(_TEXT, "The command that repeats it."),
@@ -94,17 +94,17 @@ def _replay() -> Node:
 
 def _explain() -> Node:
     return {
-        **_record(Explanation)["properties"],
+        **record_schema(Explanation)["properties"],
         "bundle": _or_null(_TEXT),
-        "finding": _or_null(_record(Finding)),
-        "strip": _or_null(_record(BufferMap)),
+        "finding": _or_null(record_schema(Finding)),
+        "strip": _or_null(record_schema(BufferMap)),
     }
 
 
 def _shrink() -> Node:
     from zero_sim.shrink import Size
 
-    size = _record(Size)
+    size = record_schema(Size)
     return {
         "id": _TEXT,
         "before": size,
@@ -115,7 +115,7 @@ def _shrink() -> Node:
         "complete": _or_null(_FLAG),
         "stopped": {"enum": ["cases", "seconds", "asked", None]},
         "bundle": _or_null(_TEXT),
-        "result": _record(CaseResult),
+        "result": record_schema(CaseResult),
         "exit_status": _STATUS,
         "replay": _or_null(_TEXT),
         "reproduce": _or_null(_TEXT),
@@ -204,7 +204,7 @@ def _mutants() -> Node:
         "cases_median": {"type": "number"},
         "cases_most": _COUNT,
         "seconds": _SECONDS,
-        "trials": _list(_record(Trial)),
+        "trials": _list(record_schema(Trial)),
         "exit_status": _STATUS,
     }
 
@@ -267,7 +267,7 @@ def _traffic() -> Node:
         "bytes_sent_per_rank": _described(sent, "Of the first of `rows`."),
         "total": _described(_COUNT, "Likewise."),
         "rows": _list(row),
-        "network": _record(Network),
+        "network": record_schema(Network),
         "measured": _measured(),
     }
 
@@ -341,13 +341,13 @@ def _rules() -> Node:
 
 
 def _doctor() -> Node:
-    return {"facts": _list(_record(Fact))}
+    return {"facts": _list(record_schema(Fact))}
 
 
 def _bench() -> Node:
     return {
-        "measurements": _list(_record(Measurement)),
-        "worse": _described(_list(_record(WorseRatio)), "Empty without --check."),
+        "measurements": _list(record_schema(Measurement)),
+        "worse": _described(_list(record_schema(WorseRatio)), "Empty without --check."),
     }
 
 
@@ -394,7 +394,7 @@ _NOT_TOLD = ("evidence", "logs", "twin")
 """Tensors, event logs and cases, which are no JSON."""
 
 
-def _record(cls: type) -> Any:
+def record_schema(cls: type) -> Any:
     """The schema of a record by pydantic, with the strings under its fields as descriptions."""
     from pydantic import ConfigDict, TypeAdapter
 

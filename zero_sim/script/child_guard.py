@@ -28,19 +28,18 @@ class NoRank(UsageError):
     """A process that is no rank wants to join a process group."""
 
 
-def no_rank(rank: int | None, site: str, *, count: str = "N") -> str:
-    """The message about processes that were to be ranks.
+def no_rank(rank: int | None, site: str) -> str:
+    """The message about processes that were to be ranks, started by a rank.
 
     Args:
         rank: World rank that started them.
         site: Where, `file:line`.
-        count: How many there are.
     """
     return (
-        "expected ranks that zero-sim torchrun started, got processes of their own that rank "
-        f"{rank} started at {site}\n"
-        f"Run `zero-sim torchrun --nproc-per-node {count}`, and call their function directly in "
-        "every rank, with int(os.environ['RANK']) and int(os.environ['WORLD_SIZE'])."
+        f"expected a rank to start no ranks, got processes that rank {rank} started at {site} and "
+        "that join a process group\n"
+        "Start all ranks in one place: by the script itself before it joins a group, or by "
+        "`zero-sim torchrun --nproc-per-node N`."
     )
 
 

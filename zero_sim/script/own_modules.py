@@ -24,7 +24,7 @@ from zero_sim.scenario.suggest import did_you_mean
 SHARED = frozenset({"numpy", "torch", "zero_sim"})
 """Packages that one process has once, wherever they lie."""
 _INSTALLED = frozenset({"dist-packages", "site-packages"})
-_MAIN = "__main__"
+_MAINS = ("__main__", "__mp_main__")
 _STDLIB = os.path.join(os.path.realpath(sysconfig.get_path("stdlib")), "")
 
 # Names that are being imported, with locks that belong to threads: a rank that waits for others in
@@ -88,7 +88,7 @@ class OwnModules:
         self._saved.clear()
         self._saved_locks.clear()
         self._known.clear()
-        self._names = {} if self._folder is None else {_MAIN: None}
+        self._names = {} if self._folder is None else dict.fromkeys(_MAINS)
         self._count = -1
         self.take_out(caller)
 

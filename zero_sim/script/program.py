@@ -6,10 +6,12 @@ import importlib.machinery
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Protocol
 
 from zero_sim.errors import UsageError
 from zero_sim.script.process_calls import run_at_exit
@@ -62,6 +64,72 @@ def read_script(name: str, *, is_module: bool, arguments: Sequence[str]) -> Scri
     return Script(name=name, is_module=is_module, arguments=tuple(arguments), path=path, code=code)
 
 
+class StartReached(BaseException):
+    """A rank that executes the script's file has come to the start of the ranks."""
+
+
+class Started(Protocol):
+    """A process that a script started, and that runs as a rank."""
+
+    @property
+    def is_forked(self) -> bool:
+        """True if it would be forked, and thus execute no file."""
+        ...
+
+    def run_program(self, main: ModuleType) -> None:
+        """Run its function; `main` is the rank's `__main__`."""
+        ...
+
+
+class _Rank(threading.local):
+    executes_for: Started | None = None
+
+
+_rank = _Rank()
+
+
+def run_as_started(script: Script, started: Started) -> None:
+    """Execute a script's file as multiprocessing does in a process, then run the process.
+
+    Args:
+        script: The script that started the calling rank.
+        started: The process.
+    """
+    main = ModuleType("__mp_main__")
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    _rank.executes_for = started
+    try:
+        try:
+            _execute(script, main)
+        except StartReached:
+            # A fork has what the file had defined up to here.
+            pass
+        finally:
+            _rank.executes_for = None
+        started.run_program(main)
+    finally:
+        run_at_exit()
+
+
+def check_not_executing() -> None:
+    """Stop a rank that executes the script's file and starts processes in it.
+
+    Raises:
+        StartReached: The rank would be forked.
+        RuntimeError: It would execute the file, which lacks a guard, so that Python refuses it.
+    """
+    started = _rank.executes_for
+    if started is None:
+        return
+    if started.is_forked:
+        raise StartReached
+    raise RuntimeError(
+        "An attempt has been made to start a new process before the current process has finished "
+        "its bootstrapping phase. Start processes below `if __name__ == '__main__':`, because "
+        "each of them imports the script."
+    )
+
+
 def run_script(script: Script) -> None:
     """Run a script to its end, in the calling rank.
 
@@ -97,7 +165,7 @@ def _execute(script: Script, main: ModuleType) -> None:
         __cached__=None if spec is None else spec.cached,
         __package__=None if spec is None else spec.parent,
         __spec__=spec,
-        __loader__=importlib.machinery.SourceFileLoader("__main__", path)
+        __loader__=importlib.machinery.SourceFileLoader(main.__name__, path)
         if spec is None
         else spec.loader,
         __annotations__={},

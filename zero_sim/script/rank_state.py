@@ -41,8 +41,9 @@ class RankState:
 
     Args:
         environment: What each rank's environment has besides the caller's, by rank.
-        arguments: What `sys.argv` holds at the beginning, of every rank.
-        folder: Of the script: first on its path, and its modules are each rank's own.
+        arguments: What `sys.argv` holds at the beginning, of every rank; None for the caller's.
+        folder: Of the script: first on its path, and its modules are each rank's own. None for no
+            such folder.
         packages: Top-level packages that are each rank's own besides.
 
     Raises:
@@ -53,14 +54,14 @@ class RankState:
         self,
         *,
         environment: Callable[[int], Mapping[str, str]],
-        arguments: Sequence[str],
-        folder: str,
+        arguments: Sequence[str] | None = None,
+        folder: str | None,
         packages: Collection[str] = (),
     ) -> None:
         self.current = -1
         """Whose state is in place: a rank, or -1 for the caller of `World.run`."""
         self._environment = environment
-        self._arguments = list(arguments)
+        self._arguments = None if arguments is None else list(arguments)
         self._folder = folder
         self._modules = OwnModules(folder=folder, packages=packages)
         self._caller = -1
@@ -102,9 +103,11 @@ class RankState:
             os.environ.encodekey(name): os.environ.encodevalue(value)  # pyrefly: ignore
             for name, value in self._environment(rank).items()
         }
-        _, path, *others = caller.slots
+        argv, path, *others = caller.slots
+        if self._arguments is not None:
+            argv, path = self._arguments, [str(self._folder), *path]
         return _Saved(
-            slots=[list(self._arguments), [self._folder, *path], *others],
+            slots=[list(argv), list(path), *others],
             environment={**caller.environment, **own},
             # As in a new process.
             logging=[logging.WARNING, [], [], False],

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zero_sim.errors import UsageError
+from zero_sim.script.settings import Settings
 from zero_sim.sim import WorldFailure, unwatched
 from zero_sim.sim.callsite import site_of
 
@@ -50,6 +51,10 @@ class ScriptRun:
     points: tuple[tuple[Point, ...], ...]
     """By rank, in the order in which it came to them."""
     collective_count: int
+    settings: Settings
+    """Settings that the run came to, for example with CUDA on the CPU."""
+    started: tuple[int, ...] = ()
+    """Sizes of the worlds that the script started itself; empty if none."""
 
 
 @dataclass(slots=True)

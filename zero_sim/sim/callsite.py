@@ -19,8 +19,8 @@ from types import CodeType, FrameType, TracebackType
 import torch
 
 _HERE = join(dirname(__file__), "")
-_OURS = (_HERE, join(dirname(dirname(__file__)), "script", ""))
-"""The simulator, and what runs a script in it."""
+_OURS = (_HERE, *(join(dirname(dirname(__file__)), room, "") for room in ("script", "against")))
+"""The simulator, and what runs and observes a script in it."""
 _TORCH = join(dirname(torch.__file__), "")
 _STDLIB = join(sysconfig.get_path("stdlib"), "")
 _INSTALLED = tuple(join(_STDLIB, each, "") for each in ("site-packages", "dist-packages"))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from os.path import basename
 from typing import Literal, NamedTuple
 
+from zero_sim.sim.call import Call
 from zero_sim.sim.callsite import site_of
 
 MomentKind = Literal["issue", "read", "perform", "write", "wait", "land"]
@@ -126,8 +127,8 @@ class EventLog:
         Exports, counts and timelines omit them; no part of the digest."""
         self.unwaited: set[int] = set()
         """Indices of asynchronous calls that their rank has not waited for, nor seen done."""
-        self.watch: Callable[[CollectiveRecord], None] | None = None
-        """Called with each call as it is made, in the thread of its rank."""
+        self.watch: Callable[[CollectiveRecord, Call], None] | None = None
+        """Receives each call as it is made, in the thread of its rank."""
         self._latest: dict[int, deque[CollectiveRecord]] = {}
 
     def add(self, record: CollectiveRecord, *, of_harness: bool = False) -> None:
@@ -139,8 +140,6 @@ class EventLog:
         if latest is None:
             latest = self._latest[record.rank] = deque(maxlen=LATEST_CALLS)
         latest.append(record)
-        if self.watch is not None:
-            self.watch(record)
 
     def latest(self, rank: int) -> Sequence[CollectiveRecord]:
         """The last calls of one rank, at most `LATEST_CALLS`, in its program's order."""

@@ -37,10 +37,6 @@ _LIBRARIES = _by_name(
         ],
         "megatron.core": ["megatron-core"],
         "megatron.fsdp": ["megatron-fsdp", "megatron-fsdp-as-is"],
-        "accelerate.declaration": [
-            *("accelerate-ddp", "accelerate-ddp-as-is"),
-            *("accelerate-fsdp2", "accelerate-fsdp2-as-is"),
-        ],
     }
 )
 """The same for targets of libraries, which are installed with an extra."""

@@ -16,6 +16,7 @@ from zero_sim.calculators.memory_meter import MemoryMeter, sample_at_modules
 from zero_sim.layout import LayoutPolicy
 from zero_sim.report.walks import Bars, Cell, Mark, Step, Table, Walk
 from zero_sim.sim import CollectiveRecord, World
+from zero_sim.sim.call import Call
 from zero_sim.targets.held import memory_of
 from zero_sim.walkthrough import prose
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
@@ -50,7 +51,7 @@ def run_step(*, prefetch: int) -> Sequence[Moment]:
     moments: list[Moment] = []
     meters = [MemoryMeter() for _ in range(RANKS)]
 
-    def called(record: CollectiveRecord) -> None:
+    def called(record: CollectiveRecord, call: Call) -> None:
         meters[record.rank].sample(f"{record.kind} of {record.elems} {record.dtype} is called")
 
     with World(RANKS) as world:

@@ -20,6 +20,7 @@ from zero_sim.cost.forms import sizes_of
 from zero_sim.report.walks import Cell, Mark, Step, Table, Walk
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, Scenario, SystemSpec
 from zero_sim.sim import CollectiveRecord, World
+from zero_sim.sim.call import Call
 from zero_sim.targets.own import ZeroSimTarget
 from zero_sim.targets.protocol import OwnedPart
 from zero_sim.walkthrough import prose
@@ -62,7 +63,7 @@ def run_step() -> Sequence[Run]:
     working: dict[int, Tensor] = {}
     halves: dict[int, Tensor] = {}
 
-    def called(record: CollectiveRecord) -> None:
+    def called(record: CollectiveRecord, call: Call) -> None:
         calls[record.rank].append(record)
         if record.kind == "all_gather":
             halves[record.rank] = working[record.rank].detach().clone()

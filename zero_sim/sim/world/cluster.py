@@ -215,6 +215,8 @@ class SimCluster:
             sum(tensor.numel() for tensor in written),
         )
         self.run.log.add(record, of_harness=self.run.program_time.blocks[rank] > 0)
+        if self.run.log.watch is not None:
+            self.run.log.watch(record, call)
         self.run.log.note(rank, "issue", len(self.run.log.collectives) - 1)
 
 

@@ -1,0 +1,167 @@
+"""Suites that start processes, under `--zero-sim-spawn`."""
+
+import os
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+SPAWN = """
+import os
+import multiprocessing
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def join(rank, size):
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
+    dist.init_process_group("gloo", init_method="env://")
+
+def add_up(rank, size, pid):
+    join(rank, size)
+    assert os.getpid() == pid
+    value = torch.tensor([float(rank)])
+    dist.all_reduce(value)
+    assert os.environ["RANK"] == str(rank)
+    assert value.item() == sum(range(size))
+    dist.destroy_process_group()
+
+def test_spawn():
+    mp.spawn(add_up, args=(3, os.getpid()), nprocs=3)
+
+def fail(rank):
+    join(rank, 2)
+    assert rank != 1
+
+def test_fails():
+    mp.spawn(fail, nprocs=2)
+
+def test_expects_a_failure():
+    with pytest.raises(mp.ProcessRaisedException, match="assert 1 != 1"):
+        mp.spawn(fail, nprocs=2)
+
+def uneven(rank):
+    join(rank, 2)
+    dist.all_reduce(torch.ones(2 + rank))
+
+def test_mismatch():
+    processes = [mp.Process(target=uneven, args=(rank,)) for rank in range(2)]
+    [process.start() for process in processes]
+    [process.join() for process in processes]
+
+def send(rank, queue):
+    join(rank, 2)
+    queue.put(rank)
+
+def test_queue():
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=send, args=(rank, queue)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    assert sorted(queue.get() for _ in processes) == [0, 1]
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+
+def early(rank):
+    join(rank, 2)
+    value = torch.ones(4)
+    work = dist.all_reduce(value, async_op=True)
+    value.sum().item()
+    work.wait()
+
+def test_race():
+    mp.spawn(early, nprocs=2)
+"""
+
+CASES = """
+import unittest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.common_distributed import MultiProcessTestCase, skip_if_lt_x_gpu
+
+class Sums(MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def join(self):
+        store = dist.FileStore(self.file_name, self.world_size)
+        dist.init_process_group("gloo", rank=self.rank, world_size=2, store=store)
+
+    def test_sum(self):
+        self.join()
+        value = torch.ones(2)
+        dist.all_reduce(value)
+        self.assertEqual(value, torch.full((2,), 2.0))
+
+    def test_fails_on_a_rank(self):
+        self.join()
+        self.assertEqual(self.rank, 0)
+        dist.barrier()
+
+    @skip_if_lt_x_gpu(2)
+    def test_needs_gpus(self):
+        raise AssertionError
+
+    def test_skips(self):
+        raise unittest.SkipTest("why")
+
+    def test_deadlock(self):
+        self.join()
+        if self.rank == 0:
+            dist.all_reduce(torch.ones(2))
+"""
+
+
+@pytest.fixture(autouse=True)
+def keep_start_method(monkeypatch):
+    """MultiProcessTestCase sets the start method of the process for good."""
+    import multiprocessing.context
+
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
+
+
+def test_spawned_ranks(pytester, run):
+    pytester.makepyfile(SPAWN)
+    result = run("--zero-sim-spawn")
+    result.assert_outcomes(passed=4, failed=2)
+    result.stdout.fnmatch_lines(["*element count mismatch*", "*rank 0:*", "*rank 1:*"])
+    result.stdout.fnmatch_lines(["*-- Process 1 terminated with the following error:*"])
+
+
+def test_timing_and_races(pytester, run):
+    pytester.makepyfile(SPAWN)
+    options = ("--zero-sim-timing", "hostile", "--zero-sim-races", "--zero-sim-seed", "3")
+    result = run("--zero-sim-spawn", *options, "-k", "test_race or test_spawn")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*DataRace*"])
+
+
+def test_torchs_own_base_class(pytester, run):
+    pytester.makepyfile(CASES)
+    result = run("--zero-sim-spawn")
+    result.assert_outcomes(passed=1, failed=2, skipped=2)
+    result.stdout.fnmatch_lines(["*deadlock: 1 of 2 ranks wait*"])
+    result.stdout.fnmatch_lines(["*Process 1 exited with error code 10 and exception:*"])
+
+
+def test_the_environment_is_as_before(pytester, run):
+    pytester.makepyfile(SPAWN)
+    run("--zero-sim-spawn", "-k", "test_spawn").assert_outcomes(passed=1)
+    assert "RANK" not in os.environ
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--zero-sim-timing", "lazy"), ("--zero-sim-spawn", "--zero-sim-backend", "gloo")],
+)
+def test_options_that_nothing_reads(pytester, run, options):
+    pytester.makepyfile("def test_nothing(): pass")
+    result = run(*options)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*expected --zero-sim-spawn *got*"])

@@ -1,0 +1,335 @@
+"""The account of a difference: which ranks and elements, what they look like, and what fed them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from zero_sim.against.measure import FLOOR, Baseline, Measurement
+from zero_sim.against.native_dtypes import native
+from zero_sim.against.points import Piece, Point
+from zero_sim.against.runs import Side, Way, observe
+from zero_sim.against.verdict import Comparison, Difference
+from zero_sim.against.whole import Whole, relative_difference, whole_of
+from zero_sim.findings.compare import spans_of
+from zero_sim.findings.records import BufferMap, MappedBucket, MappedPiece, MappedShard
+from zero_sim.sim.call import IN_PLACE, Call
+from zero_sim.sim.log import CollectiveRecord
+
+SEARCHED_ELEMS = 16
+"""Consecutive numbers of a tensor that are looked for in what a collective wrote."""
+KEPT_CALLS = 512
+"""Calls of a rank whose results are searched."""
+_SAME = 1e-9
+"""Relative difference below which two float64 numbers came from one computation. Rounding of a
+step moves them by less than 1e-12, and other tensors agree in 16 numbers by no chance."""
+_DENOMINATOR_MAX = 4096
+_NEAR_ONE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feed:
+    """The collective whose result one rank's tensor holds."""
+
+    rank: int
+    call: str
+    """The call in words with the script's line; empty if none of the rank's calls wrote it."""
+    start: int = 0
+    """Position of the tensor's first element in the result."""
+    factor: float = 1.0
+    """The tensor over the result."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """Facts about the first difference."""
+
+    difference: Difference
+    ranks: tuple[int, ...]
+    """Ranks that differ, or whose shards do."""
+    world_size: int
+    is_alike: bool
+    """True if all these ranks have the same wrong tensor."""
+    differ_count: int
+    elems: int
+    spans: tuple[tuple[int, int], ...]
+    """Half-open spans of flat elements that differ."""
+    element: int
+    """The flat element that differs most."""
+    expected: float
+    got: float
+    manners: tuple[str, ...]
+    """What the wrong elements look like, each in one sentence."""
+    is_unreduced: bool
+    """True if ranks have not reduced this param's gradient, although its mean is right."""
+    feeds: tuple[Feed, ...]
+    beside: tuple[str, ...]
+    """Other tensors that differ at the same point."""
+    later_count: int
+    picture: BufferMap
+
+
+_NO_PIECE = Piece(values=torch.empty(0), shape=())
+
+
+def account_of(comparison: Comparison) -> Account | None:
+    """Look closer at the first difference, with one more run; None without differing tensors."""
+    measurement, differences = comparison.measurement, comparison.verdict.differences
+    if measurement is None or not differences:
+        return None
+    prepared, side, first = comparison.prepared, comparison.side, differences[0]
+    expected = prepared.baseline.expected(first.point)
+    whole = whole_of(measurement.kept.get(first.point) or {0: _NO_PIECE})
+    if first.point in measurement.joined:
+        expected, joined = measurement.joined[first.point]
+        ranks = tuple(range(side.world_size))
+        whole = Whole(kind="sharded", candidates={0: joined}, ranks=ranks)
+    elif whole is not None and expected is not None and not prepared.baseline.is_alike(first.point):
+        expected, whole = _worst_by_rank(prepared.baseline, first.point, whole)
+    assert expected is not None
+    assert whole is not None
+    bound = max(first.rounding * 64, FLOOR * 64) * float(expected.abs().max() or 1.0)
+    rank, got = _worst(whole, expected)
+    differs = ((got - expected).abs() > bound).reshape(-1)
+    element = int((got - expected).abs().reshape(-1).argmax())
+    spans = spans_of(differs)
+    owners = _owners(measurement.kept.get(first.point, {}), expected.shape)
+    ranks = _ranks(whole, expected, bound=bound, owners=owners, spans=spans)
+    same_point = [each for each in differences[1:] if each.point[:2] == first.point[:2]]
+    return Account(
+        difference=first,
+        ranks=ranks,
+        world_size=side.world_size,
+        is_alike=_is_alike(whole),
+        differ_count=int(differs.sum()),
+        elems=expected.numel(),
+        spans=spans,
+        element=element,
+        expected=float(expected.reshape(-1)[element]),
+        got=float(got.reshape(-1)[element]),
+        manners=tuple(_manners(prepared.baseline, first.point, expected, got, differs)),
+        is_unreduced=_is_unreduced(measurement, first.point),
+        feeds=_feeds(side, first.point, ranks or (rank,), seed=prepared.seed),
+        beside=tuple(each.point.name for each in same_point),
+        later_count=len(differences) - 1 - len(same_point),
+        picture=_picture(first.point, expected, spans, owners, ranks, world_size=side.world_size),
+    )
+
+
+def _worst(whole: Whole, expected: Tensor) -> tuple[int, Tensor]:
+    """The rank whose tensor is farthest off, and the tensor."""
+    return max(whole.candidates.items(), key=lambda item: float((item[1] - expected).abs().max()))
+
+
+def _worst_by_rank(baseline: Baseline, point: Point, whole: Whole) -> tuple[Tensor, Whole]:
+    """The rank that is farthest from its own expected tensor, of ranks whose tensors differ."""
+    expected = {rank: baseline.expected(point, rank) for rank in whole.candidates}
+    known = {rank: tensor for rank, tensor in expected.items() if tensor is not None}
+    rank = max(known, key=lambda each: relative_difference(whole.candidates[each], known[each]))
+    candidates = {rank: whole.candidates[rank]}
+    return known[rank], Whole(kind="replicated", candidates=candidates, ranks=whole.ranks)
+
+
+def _is_alike(whole: Whole) -> bool:
+    first, *others = whole.candidates.values()
+    return all(torch.equal(each, first) for each in others)
+
+
+def _owners(pieces: Mapping[int, Piece], shape: torch.Size) -> dict[int, tuple[int, int]]:
+    """Flat spans of ranks, for tensors that are sharded along their first dimension alone."""
+    owners: dict[int, tuple[int, int]] = {}
+    rows: dict[int, tuple[int, int]] = {}
+    for rank, piece in sorted(pieces.items()):
+        if len(piece.shards) != 1 or piece.shards[0][0] != 0 or not len(shape):
+            return {}
+        rows[rank] = piece.shards[0][1], piece.values.shape[0]
+    row_elems = 1
+    for size in () if any(piece.is_flat for piece in pieces.values()) else shape[1:]:
+        row_elems *= size
+    for rank, (index, _) in rows.items():
+        start = sum({i: count for i, count in rows.values() if i < index}.values())
+        owners[rank] = start * row_elems, (start + rows[rank][1]) * row_elems
+    return owners
+
+
+def _ranks(
+    whole: Whole,
+    expected: Tensor,
+    *,
+    bound: float,
+    owners: Mapping[int, tuple[int, int]],
+    spans: Sequence[tuple[int, int]],
+) -> tuple[int, ...]:
+    if whole.kind == "replicated":
+        return tuple(
+            rank
+            for rank, got in whole.candidates.items()
+            if bool(((got - expected).abs() > bound).any())
+        )
+    return tuple(
+        rank
+        for rank, (start, stop) in owners.items()
+        if any(a < stop and b > start for a, b in spans)
+    )
+
+
+def _manners(
+    baseline: Baseline, point: Point, expected: Tensor, got: Tensor, differs: Tensor
+) -> list[str]:
+    wrong, right = got.reshape(-1)[differs], expected.reshape(-1)[differs]
+    found: list[str] = []
+    if not bool(wrong.any()):
+        found.append("every wrong element is 0")
+    factor = _factor(wrong, right)
+    if factor is not None:
+        found.append(f"every wrong element is {factor} times the expected one")
+    before = baseline.expected(point._replace(step=point.step - 1))
+    if before is not None and before.shape == expected.shape:
+        old = before.reshape(-1)[differs]
+        if _close(wrong, old) and not _close(right, old):
+            found.append(f"it is stale: the value of step {point.step}")
+    if expected.numel() > 2 and wrong.numel() > 1:
+        found += [
+            f"the elements are shifted by {shift}"
+            for shift in (1, -1)
+            if _close(wrong, expected.reshape(-1).roll(shift)[differs])
+        ]
+    return found
+
+
+def _factor(wrong: Tensor, right: Tensor) -> str | None:
+    """The one factor of all wrong elements, as a fraction if it is simple."""
+    if not bool(right.all()) or not bool(wrong.any()):
+        return None
+    ratios = wrong / right
+    middle = float(ratios.median())
+    if not bool(((ratios - middle).abs() <= _SAME * abs(middle)).all()):
+        return None
+    simple = Fraction(middle).limit_denominator(_DENOMINATOR_MAX)
+    is_simple = abs(float(simple) - middle) <= _SAME * abs(middle)
+    if wrong.numel() < 2 and not (is_simple and 1 in (simple.numerator, simple.denominator)):
+        return None  # One element is some multiple of anything.
+    if is_simple and simple != 1:
+        return str(simple)
+    return f"1 {middle - 1:+.3g}" if abs(middle - 1) < _NEAR_ONE else f"{middle:.9g}"
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return bool(((one - other).abs() <= _SAME * other.abs().max()).all())
+
+
+def _is_unreduced(measurement: Measurement, point: Point) -> bool:
+    name = point.name.partition(":")[0]
+    return any(
+        each.name == name
+        and each.step == point.step - (point.moment == "forward")
+        and measured.reduced_relative is not None
+        and measured.reduced_relative <= _SAME < measured.relative
+        for each, measured in measurement.measured.items()
+    )
+
+
+def _feeds(side: Side, point: Point, ranks: Sequence[int], *, seed: int) -> tuple[Feed, ...]:
+    probe = _Probe(point)
+    observe(side, Way(sink=probe, called=probe.called), seed=seed)
+    return tuple(probe.feeds[rank] for rank in ranks if rank in probe.feeds)
+
+
+class _Probe:
+    """Looks up what fed a tensor at the moment when it is observed."""
+
+    def __init__(self, point: Point) -> None:
+        self.feeds: dict[int, Feed] = {}
+        self._point = point
+        self._calls: dict[int, deque[tuple[CollectiveRecord, Sequence[Tensor]]]] = {}
+
+    def wants(self, point: Point) -> bool:
+        """The one point."""
+        return point == self._point
+
+    def forget(self) -> None:
+        """Forget all calls."""
+        self.feeds.clear()
+        self._calls.clear()
+
+    def called(self, record: CollectiveRecord, call: Call) -> None:
+        """Keep a call and the tensors that it writes."""
+        written = call.inputs if call.kind in IN_PLACE else call.outputs
+        calls = self._calls.setdefault(record.rank, deque(maxlen=KEPT_CALLS))
+        if written:
+            # Tensors are stored in float64, which says nothing to the reader.
+            dtype = str(native(written[0])).removeprefix("torch.")
+            calls.append((record._replace(dtype=dtype), written))
+
+    def take(self, rank: int, point: Point, piece: Piece) -> None:
+        """Search the latest calls first."""
+        feed = Feed(rank=rank, call="")
+        for record, tensors in reversed(self._calls.get(rank, ())):
+            match = next(filter(None, (_match(piece.values, each) for each in tensors)), None)
+            if match is not None:
+                # Buffers of torch's C++ code have no dtype of the script's.
+                call = record.text.replace("(float64, ", "(")
+                feed = replace(feed, call=call, start=match[0], factor=match[1])
+                break
+        self.feeds[rank] = feed
+
+
+def _match(tensor: Tensor, result: Tensor) -> tuple[int, float] | None:
+    """Where a result holds a tensor's numbers, and the tensor over the result."""
+    if not result.is_floating_point() or not result.untyped_storage().nbytes():
+        return None
+    wanted, held = tensor.reshape(-1), result.detach().to(torch.float64).reshape(-1)
+    if wanted.numel() < 2 or held.numel() < wanted.numel() or not bool(wanted.any()):
+        return None
+    count = min(wanted.numel(), SEARCHED_ELEMS)
+    start = max(0, min(int(wanted.abs().argmax()), wanted.numel() - count))
+    part = wanted[start : start + count]
+    largest = int(part.abs().argmax())
+    windows = held.unfold(0, count, 1)
+    factors = windows[:, largest] / part[largest]
+    off = (windows - factors[:, None] * part).abs()
+    fits = (off <= _SAME * windows.abs().amax(1, keepdim=True)).all(1) & (factors != 0)
+    places = fits.nonzero().reshape(-1)
+    if not len(places) or int(places[0]) < start:
+        return None
+    return int(places[0]) - start, 1 / float(factors[places[0]])
+
+
+def _picture(
+    point: Point,
+    expected: Tensor,
+    spans: Sequence[tuple[int, int]],
+    owners: Mapping[int, tuple[int, int]],
+    ranks: Sequence[int],
+    *,
+    world_size: int,
+) -> BufferMap:
+    """The tensor as a buffer with its shards, and what differs."""
+    elems = expected.numel()
+    shards: dict[tuple[int, int], list[int]] = {}
+    for rank, span in owners.items():
+        shards.setdefault(span, []).append(rank)
+    shards = shards or {(0, elems): list(range(world_size))}
+    return BufferMap(
+        check="against",
+        buffer=0,
+        elems=elems,
+        start=0,
+        stop=elems,
+        buckets=(MappedBucket(index=0, start=0, stop=elems),),
+        shards=tuple(
+            MappedShard(index=index, bucket=0, ranks=tuple(held), start=start, stop=stop)
+            for index, ((start, stop), held) in enumerate(sorted(shards.items()))
+        ),
+        pieces=(MappedPiece(param=point.name, start=0, stop=elems, param_start=0),),
+        padding=(),
+        unowned=(),
+        differ=tuple(spans),
+        differ_cut=False,
+        differ_ranks=tuple(ranks),
+    )

@@ -1,0 +1,174 @@
+"""Bundles of scripts: the code, both ways to run it, and the verdict, to be judged again.
+
+A bundle has the Python files of the working folder, and no data. Its code runs when it is replayed,
+so a bundle of somebody else is replayed only with `--trust`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zero_sim.against.runs import NOT_COPIED, Side
+from zero_sim.against.verdict import AgainstVerdict
+from zero_sim.errors import BundleError, UsageError
+from zero_sim.host.files import folder_whole, unwritten
+from zero_sim.untrusted import printable
+from zero_sim.untrusted_json import InvalidField, build_record, parse
+
+HEAD_FILE = "script.json"
+CODE_FOLDER = "code"
+FORMAT = "zero_sim script bundle"
+VERSION = 1
+CODE_BYTES_MAX = 16 << 20
+"""Python files of a working folder beyond this are not copied."""
+_HEAD_BYTES_MAX = 1 << 20
+_ID_CHARS = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptBundle:
+    """A verdict on a script that can be repeated."""
+
+    expected: Side
+    got: Side
+    seed: int
+    by_rank: bool
+    """True if both sides have the same parts of tensors on a rank."""
+    feeds: bool
+    starts_alike: bool
+    outcome: str
+    reason: str
+    first: str
+    """The first difference in words; empty if there is none."""
+
+
+def write_script_bundle(bundle: ScriptBundle, *, folder: Path) -> Path:
+    """Write a bundle with the Python files of the working folder.
+
+    Args:
+        bundle: The verdict.
+        folder: Where bundles are kept.
+
+    Returns:
+        The bundle's own folder, named by its id.
+
+    Raises:
+        UsageError: The code is too large, or the folder cannot be written to.
+    """
+    code = dict(_code(bundle.got))
+    bundle = replace(bundle, expected=_inside(bundle.expected), got=_inside(bundle.got))
+    head = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(bundle)}
+    text = json.dumps(head, indent=2, default=sorted) + "\n"
+    digest = hashlib.sha256(text.encode())
+    for name, data in sorted(code.items()):
+        digest.update(name.encode() + b"\0" + data)
+    path = folder / digest.hexdigest()[:_ID_CHARS]
+    if path.is_dir():
+        return path
+    try:
+        with folder_whole(path) as made:
+            (made / HEAD_FILE).write_text(text)
+            for name, data in code.items():
+                file = made / CODE_FOLDER / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(data)
+    except OSError as error:
+        raise unwritten("a bundle", path, error) from None
+    return path
+
+
+def _code(side: Side) -> Iterator[tuple[str, bytes]]:
+    """Python files of the working folder, and the script if it lies elsewhere."""
+    working, total = Path.cwd(), 0
+    paths: list[tuple[str, Path]] = []
+    for place, folders, files in os.walk(working):
+        folders[:] = sorted(each for each in folders if each not in NOT_COPIED)
+        paths += [
+            (str(Path(place, name).relative_to(working)), Path(place, name))
+            for name in sorted(files)
+            if name.endswith(".py")
+        ]
+    inside = _inside(side).name
+    if not side.is_module and inside not in dict(paths):
+        paths.append((inside, Path(side.name)))
+    for name, path in paths:
+        data = path.read_bytes()
+        total += len(data)
+        if total > CODE_BYTES_MAX:
+            raise UsageError(
+                f"expected at most {CODE_BYTES_MAX >> 20} MiB of Python files in "
+                f"{str(working)!r} for --bundles, got more. Run from a smaller folder."
+            )
+        yield name, data
+
+
+def _inside(side: Side) -> Side:
+    """The side with the script's name in the bundle."""
+    path = Path(os.path.abspath(side.name))
+    if side.is_module:
+        return side
+    is_inside = path.is_relative_to(Path.cwd())
+    return replace(side, name=str(path.relative_to(Path.cwd())) if is_inside else path.name)
+
+
+def find_script_bundle(name: str, *, folder: Path) -> Path | None:
+    """The folder of a bundle of a script; None if no such bundle is there.
+
+    Args:
+        name: A path to it, or its id or the beginning of it.
+        folder: Where bundles are kept.
+    """
+    if (Path(name) / HEAD_FILE).is_file():
+        return Path(name)
+    found = [path.parent for path in folder.glob(f"*/{HEAD_FILE}")]
+    found = [path for path in found if name and path.name.startswith(name)]
+    return found[0] if len(found) == 1 else None
+
+
+def read_script_bundle(path: Path) -> ScriptBundle:
+    """Read a bundle.
+
+    Args:
+        path: Its folder.
+
+    Raises:
+        BundleError: It is no bundle of a script, or of a newer version.
+    """
+    try:
+        data = (path / HEAD_FILE).read_bytes()[:_HEAD_BYTES_MAX]
+        table = parse(data, where=HEAD_FILE)
+        if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
+            raise InvalidField(f"{HEAD_FILE}: expected a bundle of a script, got something else")
+        if (version := table.pop("version", None)) != VERSION:
+            raise InvalidField(f"version: expected {VERSION}, got {version!r}. Upgrade zero_sim")
+        return build_record(ScriptBundle, table, where=HEAD_FILE)
+    except (InvalidField, OSError) as unfit:
+        raise BundleError(printable(f"{path}: {unfit}.")) from None
+
+
+@contextlib.contextmanager
+def in_code_of(path: Path) -> Iterator[None]:
+    """Work in a copy of a bundle's code."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="zero-sim-") as made:
+        copy = Path(made, "code")
+        shutil.copytree(path.absolute() / CODE_FOLDER, copy)
+        os.chdir(copy)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def first_of(verdict: AgainstVerdict) -> str:
+    """The first difference in words; empty if there is none."""
+    return verdict.differences[0].point.text if verdict.differences else ""

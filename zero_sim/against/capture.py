@@ -1,0 +1,472 @@
+"""Observes one rank of a script from inside: params, gradients, state, checkpoints and rows.
+
+Nothing in the script is changed. torch's global hooks of modules and optimizers, and the function
+that starts a backward, lead here. Shards are put together after the run, so no collective is added.
+
+[Note: params as forward used them]
+A global forward hook runs before the hooks of the module itself. So params of FSDP are unsharded
+then, and overlapped gathers have arrived. After `Optimizer.step` both may rightly be old.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from zero_sim.against.flat_params import FlatPlace, flat_places
+from zero_sim.against.native_dtypes import native, stored_dtypes
+from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, plain_name
+from zero_sim.against.rank_replicas import RankReplicas
+from zero_sim.against.rows import RowsRead
+from zero_sim.sim import unwatched
+
+_TREE_DEPTH = 8
+WATCHED_PARAMS = 3
+
+
+class Current(threading.local):
+    """The capture of the running thread, if it is an observed rank."""
+
+    capture: RankCapture | None = None
+
+
+current = Current()
+
+
+class RankCapture:
+    """Observes one rank.
+
+    Args:
+        rank: Its world rank.
+        sink: Receives the observations.
+        rows: Receives the rows that outermost forwards read, and may replace them.
+        steps: Optimizer steps of an earlier run that this one continues.
+        start: Values that params get before their first forward, by name.
+        replicas: Compares tensors that several ranks have.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        sink: Sink,
+        rows: RowsRead,
+        steps: int = 0,
+        start: Mapping[str, Tensor],
+        replicas: RankReplicas,
+    ) -> None:
+        self.steps = steps
+        """Outermost calls of `Optimizer.step` so far, or changes of params without one."""
+        self.saved_at = -1
+        """Optimizer steps before the last checkpoint that the rank saved; -1 if it saved none."""
+        self.restarted: list[str] = []
+        """Params that got other values before their first forward."""
+        self.refusals: dict[str, str] = {}
+        """Modules whose result depends on the number of ranks by design, with the reason."""
+        self.sharers: set[int] = set()
+        """Ranks of the meshes of DTensors that forwards use: they compute one forward together."""
+        self._rank = rank
+        self._sink = sink
+        self._rows = rows
+        self._depth = {"forward": 0, "backward": 0, "step": 0}
+        self._names = _Names()
+        self._start = dict(start)
+        self._replicas = replicas
+        self._seen: set[tuple[Moment, str]] = set()
+        self._watched: dict[str, Tensor] | None = None
+        """Values of a few params at the last forward, if no `Optimizer.step` came after it."""
+        self._files: dict[tuple[str, str, int], int] = defaultdict(int)
+
+    @property
+    def unnamed_params(self) -> Mapping[str, Tensor]:
+        """Params of optimizers that no module names."""
+        return self._names.others
+
+    @property
+    def is_in_backward(self) -> bool:
+        """True within a backward."""
+        return bool(self._depth["backward"])
+
+    def named_params(self) -> Iterator[tuple[str, Tensor]]:
+        """All params with their names."""
+        return self._names.params()
+
+    @property
+    def outermost(self) -> Sequence[Module]:
+        """Modules whose forwards no other contained."""
+        return self._names.roots
+
+    def is_computing(self) -> bool:
+        """True within a forward or backward."""
+        return bool(self._depth["forward"] or self._depth["backward"])
+
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Observe what the calling thread does."""
+        current.capture = self
+        try:
+            yield
+            with self._aside():
+                self._count_own_step()
+            self._observe_end()
+        finally:
+            current.capture = None
+
+    def begin_forward(self, module: Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Before each module's forward; new arguments if rows are dealt."""
+        self._depth["forward"] += 1
+        replaced = None
+        trains = torch.is_grad_enabled()
+        with self._aside():
+            if self._depth["forward"] == 1:
+                self._names.add(module)
+                if self._start:
+                    self._restart()
+                if trains:
+                    self._count_own_step()
+                self._replicas.begin_outermost(module, trains=trains)
+                if trains:
+                    replaced = self._rows.read(self.steps, _class_name(module), args, kwargs)
+            name = self._names.of_module(module)
+            self._replicas.begin_forward(module, name, steps=self.steps, trains=trains)
+        return replaced
+
+    def _count_own_step(self) -> None:
+        """Count a step of an optimizer that is none of torch's: params changed since a forward."""
+        now = {name: _local(param).clone() for name, param in self._names.smallest()}
+        before, self._watched = self._watched, now
+        if before is None or before.keys() != now.keys():
+            return
+        if any(not torch.equal(before[name], now[name]) for name in now):
+            self.steps += 1
+            self._seen.clear()
+
+    def _restart(self) -> None:
+        for name, param in self._names.params():
+            value = self._start.pop(name, None)
+            piece = None if value is None else piece_of(param)
+            if value is None or piece is None or piece.shape != tuple(value.shape):
+                continue
+            for dim, index, count in piece.shards:
+                value = _chunk(value, dim=dim, index=index, count=count)
+            if not torch.equal(piece.values, value):
+                _local(param).copy_(value)
+                self.restarted.append(name)
+
+    def end_forward(self, module: Module) -> None:
+        """After each module's forward."""
+        self._depth["forward"] -= 1
+        prefix = self._names.of_module(module)
+        with self._aside():
+            self._replicas.end_forward(module, prefix, steps=self.steps)
+        if module.training and torch.is_grad_enabled() and (reason := _by_design(module)):
+            self.refusals[f"{type(module).__name__} {prefix or ''}".strip()] = reason
+        if prefix is None:
+            return
+        moment: Moment = "forward" if torch.is_grad_enabled() else "evaluation"
+        for name, tensor in _used(module):
+            mesh = getattr(tensor, "device_mesh", None)
+            if mesh is not None:
+                self.sharers.update(mesh.mesh.flatten().tolist())
+            full = f"{prefix}.{name}".lstrip(".")
+            if (moment, full) not in self._seen:
+                self._seen.add((moment, full))
+                self._observe(moment, full, tensor)
+
+    def read_target(self, loss: str, target: Tensor) -> Tensor:
+        """Note the targets of a loss outside of any forward; others if rows are dealt."""
+        if self._depth["forward"] or not torch.is_grad_enabled():
+            return target
+        with self._aside():
+            replaced = self._rows.read(self.steps, loss, (), {"target": target})
+        return target if replaced is None else replaced[1]["target"]
+
+    def begin_pass(self) -> None:
+        """Before each pass over a DataLoader."""
+        self._rows.begin_pass()
+
+    @contextlib.contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Around each backward."""
+        self._depth["backward"] += 1
+        try:
+            yield
+        finally:
+            self._depth["backward"] -= 1
+        if not self._depth["backward"]:
+            for name, param in self._names.params():
+                if param.grad is not None:
+                    self._observe("backward", name, param.grad, owner=param)
+
+    def begin_step(self, optimizer: Any) -> None:
+        """Before each `Optimizer.step`."""
+        self._depth["step"] += 1
+        if self._depth["step"] > 1:
+            return
+        with self._aside():
+            self._names.add_optimizer(optimizer)
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if isinstance(value, float):
+                    self._observe_number("setting", f"{key} of group {index}", value)
+            for param in group["params"]:
+                if param.grad is not None:
+                    name = self._names.of_param(param)
+                    self._observe("gradient", name, param.grad, owner=param)
+
+    def end_step(self, optimizer: Any) -> None:
+        """After each `Optimizer.step`."""
+        self._depth["step"] -= 1
+        if self._depth["step"]:
+            return
+        self._replicas.end_step(optimizer)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                name = self._names.of_param(param)
+                for key, value in optimizer.state.get(param, {}).items():
+                    if isinstance(value, Tensor):
+                        self._observe("state", f"{name}:{key}", value, owner=param)
+                    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                        self._observe_number("state", f"{name}:{key}", float(value))
+                self._observe("param", name, param, owner=param)
+        self.steps += 1
+        self._seen.clear()
+        self._watched = None
+
+    def observe_file(self, moment: Moment, content: Any, site: tuple[str, int]) -> None:
+        """Observe the tensors of a checkpoint by their places in it."""
+        if moment == "saved":
+            self.saved_at = self.steps
+        key = (moment, *site)
+        self._files[key] += 1
+        label = f"checkpoint of line {site[1]}, #{self._files[key]}"
+        for path, tensor in _leaves(content):
+            self._observe(moment, f"{label}: {path}", tensor)
+
+    def _observe_end(self) -> None:
+        for name, param in self._names.params():
+            self._observe("end", name, param, step=END_STEP, owner=param)
+        for name, buffer in self._names.buffers():
+            self._observe("end", name, buffer, step=END_STEP, is_buffer=True)
+
+    def _observe_number(self, moment: Moment, name: str, value: float) -> None:
+        with self._aside():
+            point = Point(self.steps, moment, name)
+            if self._sink.wants(point):
+                values = torch.tensor(value, dtype=torch.float64)
+                self._sink.take(self._rank, point, Piece(values=values, shape=(), dtype="float"))
+
+    def _observe(
+        self,
+        moment: Moment,
+        name: str,
+        tensor: Tensor,
+        *,
+        step: int | None = None,
+        owner: Tensor | None = None,
+        is_buffer: bool = False,
+    ) -> None:
+        with self._aside():
+            point = Point(self.steps if step is None else step, moment, name)
+            if tensor.layout is torch.strided and self._sink.wants(point):
+                piece = replace(piece_of(tensor), is_buffer=is_buffer)
+                place = self._names.flat.get(id(owner))
+                if place is not None and owner is not None and tensor.shape == owner.shape:
+                    piece = place.placed(piece)
+                self._sink.take(self._rank, point, piece)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _aside() -> Iterator[None]:
+        with torch.no_grad(), unwatched(), stored_dtypes():
+            yield
+
+
+class _Names:
+    """Names of a rank's modules and params, in the order in which forwards meet them."""
+
+    def __init__(self) -> None:
+        self.roots: list[Module] = []
+        """Outermost modules in the order of their first forwards."""
+        self._modules: dict[int, str] = {}
+        self._params: dict[int, str] = {}
+        self._optimizers: list[Any] = []
+        self.flat: dict[int, FlatPlace] = {}
+        """Places of params by identity, if they are parts of flat ones."""
+        self.others: dict[str, Tensor] = {}
+        """Params of optimizers that no module names."""
+
+    def add(self, module: Module) -> None:
+        """Name an outermost module, unless it is part of one that has names."""
+        if id(module) in self._modules:
+            return
+        self.roots.append(module)
+        prefix = "" if len(self.roots) == 1 else f"module {len(self.roots)}: "
+        for name, each in module.named_modules():
+            self._modules.setdefault(id(each), prefix + plain_name(name))
+        for name, param in module.named_parameters():
+            known = self._params.get(id(param))
+            if known is None or known in self.others:
+                # A step before the first forward named it by its place.
+                self.others.pop(known or "", None)
+                self._params[id(param)] = prefix + plain_name(name)
+        self.flat.update((id(param), place) for param, place in flat_places(module))
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """Name the params of an optimizer that no module names, by their places."""
+        if not any(each is optimizer for each in self._optimizers):
+            self._optimizers.append(optimizer)
+        number = next(i for i, each in enumerate(self._optimizers) if each is optimizer)
+        for index, group in enumerate(optimizer.param_groups):
+            for place, param in enumerate(group["params"]):
+                if id(param) not in self._params:
+                    name = f"optimizer {number + 1}, group {index}, param {place}"
+                    self._params[id(param)] = name
+                    self.others[name] = param
+
+    def of_module(self, module: Module) -> str | None:
+        """Its name, or None for a module that no outermost module contains."""
+        return self._modules.get(id(module))
+
+    def of_param(self, param: Tensor) -> str:
+        """Its name."""
+        return self._params[id(param)]
+
+    def params(self) -> Iterator[tuple[str, Tensor]]:
+        """All named params as they are now, each once."""
+        met: set[int] = set()
+        for root in self.roots:
+            for module in root.modules():
+                prefix = self._modules.get(id(module))
+                if prefix is None or id(module) in met:
+                    continue
+                met.add(id(module))
+                for name, param in module._parameters.items():
+                    if param is not None and id(param) not in met:
+                        met.add(id(param))
+                        default = f"{prefix}.{name}".lstrip(".")
+                        yield self._params.get(id(param), default), param
+        yield from self.others.items()
+
+    def smallest(self) -> list[tuple[str, Tensor]]:
+        """The smallest trained params that have memory."""
+        trained = [
+            (name, param)
+            for name, param in self.params()
+            if param.requires_grad and _local(param).untyped_storage().nbytes()
+        ]
+        return sorted(trained, key=lambda each: each[1].numel())[:WATCHED_PARAMS]
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """All named buffers of floats."""
+        for index, root in enumerate(self.roots):
+            prefix = "" if not index else f"module {index + 1}: "
+            for name, buffer in root.named_buffers():
+                if buffer.is_floating_point():
+                    yield prefix + plain_name(name), buffer
+
+
+def _class_name(module: Module) -> str:
+    """The class of the model within its wrappers, of which two layouts may have different ones."""
+    while len(module._modules) == 1 and not module._parameters:
+        (inner,) = module._modules.values()
+        if inner is None:
+            break
+        module = inner
+    # `fully_shard` makes a class of its own, derived from FSDPModule and the model's class.
+    names = [each.__name__ for each in type(module).__mro__]
+    return names[2] if names[1] == "FSDPModule" else names[0]
+
+
+def _used(module: Module) -> Iterator[tuple[str, Tensor]]:
+    """The module's own params as its forward uses them.
+
+    FSDP with flat params puts views of them in their place, which are plain attributes.
+    """
+    for name, tensor in module._parameters.items():
+        if tensor is not None:
+            yield name, tensor
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            yield name, value
+
+
+def _by_design(module: Module) -> str:
+    """Why a module's result depends on the number of ranks by design; empty if it does not."""
+    if isinstance(module, _DropoutNd) and module.p > 0:
+        return "each rank draws a mask of its own"
+    if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm):
+        return "each rank normalises by the mean of its own rows"
+    return ""
+
+
+def piece_of(tensor: Any) -> Piece:
+    """What the calling rank has of a tensor, as a view of its memory where possible."""
+    dtype = str(native(tensor)).removeprefix("torch.")
+    shape = tuple(tensor.shape)
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return Piece(values=_as_float64(tensor), shape=shape, dtype=dtype)
+    mesh = tensor.device_mesh
+    coordinates = mesh.get_coordinate() or [0] * mesh.ndim
+    strided = [index for index, each in enumerate(placements) if _is_strided(each)]
+    # A strided shard is cut last, from what the mesh dimensions after it have cut.
+    order = [*(i for i in range(len(placements)) if i not in strided), *strided]
+    shards = tuple(
+        (placements[index].dim, coordinates[index], mesh.shape[index])
+        for index in order
+        if index in strided or placements[index].is_shard()
+    )
+    local = tensor.to_local()
+    return Piece(
+        values=_as_float64(local),
+        shape=shape,
+        shards=shards,
+        is_partial=len(strided) > 1 or any(each.is_partial() for each in placements),
+        dtype=str(native(local)).removeprefix("torch."),
+    )
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The memory of a DTensor's own shard, or of a plain tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+
+
+def _chunk(tensor: Tensor, *, dim: int, index: int, count: int) -> Tensor:
+    """The shard that DTensor gives to a coordinate: chunks of the rounded-up size."""
+    chunks = tensor.chunk(count, dim)
+    return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
+
+
+def _as_float64(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.to(torch.float64)
+
+
+def _leaves(content: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Float tensors of a structure of dicts and lists, with their paths."""
+    if isinstance(content, Tensor):
+        if content.is_floating_point() or content.is_complex():
+            yield path or "the tensor", content
+    elif depth < _TREE_DEPTH and isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from _leaves(value, f"{path}.{key}".lstrip("."), depth + 1)
+    elif depth < _TREE_DEPTH and isinstance(content, (list, tuple)):
+        for index, value in enumerate(content):
+            yield from _leaves(value, f"{path}[{index}]", depth + 1)

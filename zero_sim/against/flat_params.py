@@ -1,0 +1,52 @@
+"""Places of shards in `FullyShardedDataParallel`, whose ranks hold pieces of a flat param in order.
+
+A flat param is all params of a module one after the other, padded at the end and cut into pieces of
+equal size. A rank holds what its piece has of each param, which may be nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from zero_sim.against.points import Piece
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FlatPlace:
+    """The place of one rank's part of a param."""
+
+    flat: Any
+    """The flat param."""
+    shape: tuple[int, ...]
+    """Shape of the whole param."""
+    index: int
+    """This rank's position among those that share it."""
+    count: int
+
+    def placed(self, piece: Piece) -> Piece:
+        """A piece of the param, its gradient or its state, with its place."""
+        is_sharded = self.flat.numel() == self.flat._sharded_size.numel()
+        if piece.values.dim() != 1 or not is_sharded:
+            return piece
+        shards = ((0, self.index, self.count),)
+        return replace(piece, shape=self.shape, shards=shards, is_flat=True)
+
+
+def flat_places(module: Module) -> Iterator[tuple[Tensor, FlatPlace]]:
+    """Flat params of a module and its parts, and the params in them."""
+    for each in module.modules():
+        handle: Any = getattr(each, "_handle", None)
+        flat = getattr(handle, "flat_param", None)
+        if flat is None or not getattr(handle, "uses_sharded_strategy", False):
+            continue
+        shapes = [flat._unpadded_unsharded_size, *flat._shapes]
+        for param, shape in zip([flat, *(flat._params or ())], shapes, strict=False):
+            place = FlatPlace(
+                flat=flat, shape=tuple(shape), index=handle.rank, count=handle.world_size
+            )
+            yield param, place

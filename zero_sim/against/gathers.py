@@ -1,0 +1,183 @@
+"""Places of shards that only the script knows, learned from the gathers that put them together.
+
+An optimizer may hold a rank's part of a flat buffer, cut in any way. When the script gathers the
+updated parts, each element's position in the gathered result tells where it belongs. State of a
+param has the param's places.
+
+[Note: the same gather on both sides]
+The k-th gather of a step gathers one buffer on any number of ranks, so an element is identified by
+k and its position in the result. Padding at the end of a result depends on the number of ranks, and
+is not compared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_sim.against.points import Piece
+from zero_sim.sim.call import Call
+from zero_sim.sim.log import CollectiveRecord
+
+PADDING_MAX = 512
+"""Elements that a gather's result may have more on one side than on the other."""
+_KINDS = frozenset({"all_gather", "all_gather_list"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """Consecutive elements of a rank's tensor within the result of one gather."""
+
+    gather: int
+    """Index among the rank's gathers of one step."""
+    position: int
+    """Position of the first element in the result."""
+    offset: int
+    """Flat offset of the first element in the tensor."""
+    numel: int
+
+
+class GatherLog:
+    """Learns places from the gathers of one run."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, dict[int, tuple[Stretch, ...]]] = defaultdict(dict)
+        """Stretches of each param that no module names, by rank."""
+        self._counts: dict[tuple[int, int], int] = defaultdict(int)
+        self._found: dict[tuple[int, int, str], list[Stretch]] = defaultdict(list)
+
+    def called(
+        self,
+        record: CollectiveRecord,
+        call: Call,
+        *,
+        step: int,
+        params: Mapping[str, Tensor],
+    ) -> None:
+        """Search a gather's contribution for the numbers of params.
+
+        Args:
+            record: The call as the log has it, with its group.
+            call: Its tensors, before the data moves.
+            step: Optimizer steps that its rank has finished.
+            params: Params of the rank's optimizers that no module names.
+        """
+        if record.kind not in _KINDS:
+            return
+        rank = record.rank
+        place = record.group_ranks.index(rank)
+        for contribution in call.inputs:
+            index = self._counts[rank, step]
+            self._counts[rank, step] += 1
+            if not contribution.is_floating_point():
+                continue
+            flat = contribution.detach().reshape(-1).to(torch.float64)
+            for name, param in params.items():
+                self._search(flat, param, rank=rank, step=step, name=name, index=index, place=place)
+
+    def _search(
+        self,
+        flat: Tensor,
+        param: Tensor,
+        *,
+        rank: int,
+        step: int,
+        name: str,
+        index: int,
+        place: int,
+    ) -> None:
+        own = param.detach().reshape(-1).to(torch.float64)
+        known = self.places[name].get(rank, ())
+        if sum(each.numel for each in known) == own.numel():
+            return
+        found = _overlap(flat, own)
+        if found is None:
+            return
+        in_flat, in_own, numel = found
+        stretch = Stretch(
+            gather=index, position=place * flat.numel() + in_flat, offset=in_own, numel=numel
+        )
+        stretches = self._found[rank, step, name]
+        stretches.append(stretch)
+        if sum(each.numel for each in stretches) > sum(each.numel for each in known):
+            self.places[name][rank] = tuple(stretches)
+
+
+def _overlap(flat: Tensor, own: Tensor) -> tuple[int, int, int] | None:
+    """Where the shorter of two vectors lies within the longer; None if it does not, or is all 0."""
+    is_part = flat.numel() <= own.numel()
+    short, long = (flat, own) if is_part else (own, flat)
+    if not short.numel() or not bool(short.any()):
+        return None
+    mark = int(short.abs().argmax())
+    for at in (long == short[mark]).nonzero().reshape(-1).tolist():
+        start = at - mark
+        inside = 0 <= start <= long.numel() - short.numel()
+        if inside and torch.equal(long[start : start + short.numel()], short):
+            return (0, start, short.numel()) if is_part else (start, 0, short.numel())
+    return None
+
+
+def gathered(
+    name: str,
+    *,
+    expected: Mapping[int, Piece],
+    expected_log: GatherLog,
+    got: Mapping[int, Piece],
+    got_log: GatherLog,
+) -> tuple[Tensor, Tensor] | None:
+    """Two flat tensors with equal places, put together from pieces of ranks.
+
+    Args:
+        name: The param that the pieces belong to.
+        expected: Pieces of the run to compare with, by rank.
+        expected_log: Its gathers.
+        got: Pieces of the run that is judged.
+        got_log: Its gathers.
+
+    Returns:
+        None if the places are not known on both sides.
+    """
+    wanted = _joined(name, expected, expected_log)
+    came = _joined(name, got, got_log)
+    if wanted is None or came is None or not set(wanted) <= set(came):
+        return None
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for index, values in sorted(wanted.items()):
+        other = came[index]
+        present = ~values.isnan()
+        padding = max(PADDING_MAX, values.numel() // 8)
+        if not 0 <= other.numel() - values.numel() <= padding:
+            return None  # Other tensors are gathered: this is no padding.
+        other = other[: values.numel()]
+        if bool((present & other.isnan()).any()):
+            return None
+        pairs.append((values[present], other[present]))
+    if not pairs:
+        return None
+    return torch.cat([one for one, _ in pairs]), torch.cat([other for _, other in pairs])
+
+
+def _joined(name: str, pieces: Mapping[int, Piece], log: GatherLog) -> dict[int, Tensor] | None:
+    """The results of gathers as the pieces would make them; NaN where no piece lies."""
+    places = log.places.get(name, {})
+    if not set(pieces) <= set(places):
+        return None
+    stretches: list[tuple[Stretch, Tensor]] = []
+    for rank, piece in pieces.items():
+        flat = piece.values.reshape(-1)
+        for each in places[rank]:
+            if each.offset + each.numel > flat.numel():
+                return None
+            stretches.append((each, flat[each.offset : each.offset + each.numel]))
+    results: dict[int, Tensor] = {}
+    for index in {each.gather for each, _ in stretches}:
+        numel = max(each.position + each.numel for each, _ in stretches if each.gather == index)
+        results[index] = torch.full((numel,), torch.nan, dtype=torch.float64)
+    for each, values in stretches:
+        results[each.gather][each.position : each.position + each.numel] = values
+    return results

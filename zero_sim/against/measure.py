@@ -1,0 +1,247 @@
+"""Keeps what one run observed, and measures how far another run is from it.
+
+[Note: tensors that need not be kept]
+Params of replicas are equal on all ranks, and those that a forward uses are those that the step
+before left. A tensor that has the bits of one that is kept already is kept once. Of a run that is
+measured only tensors that differ are kept.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from zero_sim.against.gathers import GatherLog, gathered
+from zero_sim.against.points import LOCALISING, Piece, Point
+from zero_sim.against.whole import Whole, relative_difference, whole_of
+
+FLOOR = 2.0**-52
+"""Relative rounding that each tensor is granted: one unit in the last place of float64."""
+LIMIT = 2.0**14.5
+"""Multiple of rounding above which a tensor differs: half of the 29 bits of float64 beyond
+float32, so a script's own rounding and its faults lie on both sides at equal distance."""
+
+
+class Baseline:
+    """Keeps the tensors of the run that others are compared with.
+
+    Args:
+        by_rank: True if a rank has the same part of each tensor in all runs, so tensors that differ
+            among ranks are compared rank by rank. Else nobody knows which places they have.
+    """
+
+    def __init__(self, *, by_rank: bool = False) -> None:
+        self._by_rank = by_rank
+        self._alike: dict[Point, bool] = {}
+        self.pieces: dict[Point, dict[int, Piece]] = defaultdict(dict)
+        self._latest: dict[str, Piece] = {}
+        self._wholes: dict[Point, Whole | None] = {}
+
+    def wants(self, point: Point) -> bool:
+        """All points; a later observation of one replaces the earlier."""
+        return True
+
+    def forget(self) -> None:
+        """Forget all tensors."""
+        for each in (self.pieces, self._latest, self._wholes):
+            each.clear()
+
+    def take(self, rank: int, point: Point, piece: Piece) -> None:
+        """Keep a piece."""
+        others = self.pieces[point]
+        known = [self._latest.get(point.name), *others.values()]
+        same = next((each for each in known if each is not None and _same(each, piece)), None)
+        values = piece.values.clone() if same is None else same.values
+        others[rank] = self._latest[point.name] = replace(piece, values=values)
+
+    def whole(self, point: Point) -> Whole | None:
+        """The whole tensor at a point; None if its shards cannot be put together."""
+        if point not in self._wholes:
+            self._wholes[point] = whole_of(self.pieces[point]) if point in self.pieces else None
+        return self._wholes[point]
+
+    def start(self) -> dict[str, Tensor]:
+        """Params at their first forward, by name."""
+        found: dict[str, Tensor] = {}
+        for point in sorted(self.pieces):
+            if point.moment == "forward" and point.name not in found:
+                tensor = self.expected(point)
+                if tensor is not None:
+                    found[point.name] = tensor
+        return found
+
+    @property
+    def comparable(self) -> set[Point]:
+        """Points whose whole tensor is known."""
+        return {point for point in self.pieces if self.expected(point) is not None}
+
+    def expected(self, point: Point, rank: int | None = None) -> Tensor | None:
+        """The tensor to compare with.
+
+        Args:
+            point: Where it was observed.
+            rank: The rank whose tensor is compared; None for the lowest.
+
+        Returns:
+            None if the places of its elements are not known.
+        """
+        whole = self.whole(point)
+        if whole is None:
+            return None
+        lowest = whole.candidates[min(whole.candidates)]
+        if whole.kind == "replicated" and not self.is_alike(point):
+            own = lowest if rank is None else whole.candidates.get(rank)
+            return own if self._by_rank else None
+        return lowest
+
+    def is_alike(self, point: Point) -> bool:
+        """True if all ranks have the same values of a tensor that is not sharded."""
+        if point not in self._alike:
+            whole = self.whole(point)
+            values = [] if whole is None else list(whole.candidates.values())
+            self._alike[point] = all(torch.equal(each, values[0]) for each in values)
+        return self._alike[point]
+
+
+def _all_same(ranks: Mapping[int, float], kept: Mapping[int, Piece]) -> bool:
+    """True if all ranks have one tensor that differs from the baseline's."""
+    values = [piece.values for piece in kept.values()]
+    return len(kept) == len(ranks) and all(torch.equal(each, values[0]) for each in values)
+
+
+def _same(one: Piece, other: Piece) -> bool:
+    return one.values.shape == other.values.shape and torch.equal(one.values, other.values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """How far a run's tensor is from the baseline's."""
+
+    kind: str
+    """`replicated` or `sharded`."""
+    relative: float
+    """Largest difference over the largest value expected, of all ranks."""
+    reduced_relative: float | None = None
+    """For gradients that differ among ranks: the same for their mean."""
+
+
+class Measurement:
+    """Measures one run against a baseline while it runs.
+
+    Args:
+        baseline: What it is compared with.
+        keep_above: Relative difference above which a rank's tensor is kept.
+    """
+
+    def __init__(self, baseline: Baseline, *, keep_above: float = FLOOR * LIMIT) -> None:
+        self.measured: dict[Point, Measured] = {}
+        self.kept: dict[Point, dict[int, Piece]] = defaultdict(dict)
+        self.unobserved: set[Point] = set()
+        """Points whose shards could not be put together."""
+        self._baseline = baseline
+        self._keep_above = keep_above
+        self.joined: dict[Point, tuple[Tensor, Tensor]] = {}
+        """Expected and got, flat, for shards whose places gathers told."""
+        self._ranks: dict[Point, dict[int, float]] = defaultdict(dict)
+        self._logs = GatherLog(), GatherLog()
+
+    def forget(self) -> None:
+        """Forget all tensors."""
+        for each in (self.measured, self.kept, self.unobserved, self.joined, self._ranks):
+            each.clear()
+
+    def wants(self, point: Point) -> bool:
+        """Points that the baseline has."""
+        return point in self._baseline.pieces
+
+    def take(self, rank: int, point: Point, piece: Piece) -> None:
+        """Measure a piece, or keep it until all ranks have theirs."""
+        expected = self._baseline.expected(point, rank)
+        self._ranks[point].pop(
+            rank, None
+        )  # An earlier backward of the step may have had all of it.
+        if (
+            expected is None
+            or piece.shards
+            or piece.is_partial
+            or piece.values.shape != expected.shape
+        ):
+            self.kept[point][rank] = replace(piece, values=piece.values.clone())
+            return
+        relative = relative_difference(piece.values, expected)
+        self._ranks[point][rank] = relative
+        self.kept[point].pop(rank, None)
+        if relative > self._keep_above:
+            self.kept[point][rank] = replace(piece, values=piece.values.clone())
+
+    def finish(self, *, expected_log: GatherLog, got_log: GatherLog) -> None:
+        """Put shards together, after the run.
+
+        Args:
+            expected_log: Gathers of the baseline's run.
+            got_log: Gathers of the run that was measured.
+        """
+        self._logs = expected_log, got_log
+        for point in {*self._ranks, *self.kept}:
+            ranks, kept = self._ranks.get(point, {}), self.kept.get(point, {})
+            if kept and set(kept) - set(ranks):
+                self._measure_shards(point, kept)
+            else:
+                if any(piece.is_buffer for piece in kept.values()) and not _all_same(ranks, kept):
+                    self.unobserved.add(point)
+                    continue
+                reduced = self._of_mean(point, ranks, kept)
+                self.measured[point] = Measured(
+                    kind="replicated", relative=max(ranks.values()), reduced_relative=reduced
+                )
+
+    def _measure_shards(self, point: Point, kept: Mapping[int, Piece]) -> None:
+        expected = self._baseline.expected(point)
+        whole = whole_of(kept)
+        if (
+            expected is None
+            or whole is None
+            or any(each.shape != expected.shape for each in whole.candidates.values())
+        ):
+            self._measure_gathered(point, kept)
+            return
+        relative = max(relative_difference(each, expected) for each in whole.candidates.values())
+        self.measured[point] = Measured(kind=whole.kind, relative=relative)
+        if relative <= self._keep_above:
+            self.kept.pop(point)
+
+    def _measure_gathered(self, point: Point, kept: Mapping[int, Piece]) -> None:
+        expected_log, got_log = self._logs
+        pair = gathered(
+            point.name.partition(":")[0],
+            expected=self._baseline.pieces[point],
+            expected_log=expected_log,
+            got=kept,
+            got_log=got_log,
+        )
+        if pair is None:
+            self.unobserved.add(point)
+            return
+        relative = relative_difference(pair[1], pair[0])
+        self.measured[point] = Measured(kind="sharded", relative=relative)
+        if relative > self._keep_above:
+            self.joined[point] = pair
+        self.kept.pop(point)
+
+    def _of_mean(
+        self, point: Point, ranks: Mapping[int, float], kept: Mapping[int, Piece]
+    ) -> float | None:
+        """How far the mean over ranks is off, if a gradient differs among them."""
+        expected = self._baseline.expected(point)
+        if point.moment not in LOCALISING or len(kept) < len(ranks) or expected is None:
+            return None
+        if not self._baseline.is_alike(point):
+            return None
+        values = [piece.values for piece in kept.values()]
+        if len(values) < 2 or _all_same(ranks, kept):
+            return None
+        return relative_difference(torch.stack(values).mean(0), expected)

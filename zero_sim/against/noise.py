@@ -1,0 +1,104 @@
+"""Moves results of operations at random, as rounding might.
+
+[Note: rounding noise]
+Monte Carlo arithmetic (Parker 1997; CESTAC and Verrou are tools of the kind) measures how far
+rounding alone moves a result: each operation's result is moved at random by up to one unit in its
+last place. Results that are exact have no rounding and stay. An exact result of inputs with few
+digits has zeros in its last places, and a rounded one has them by chance in one case of 2^12; so
+numbers with as many zeros at their end stay. Counts and powers of two are among them. Narrower
+formats have fewer digits, so there fewer zeros have to do, and chance keeps more numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_sim.against.native_dtypes import stored
+from zero_sim.sim.dispatch import has_own_dispatch
+
+_PART_ELEMS = 1 << 15
+_TABLE_ELEMS = 1 << 20
+
+
+class _Format(NamedTuple):
+    bits: torch.dtype
+    """The integer dtype of its bits."""
+    exact_bits: int
+    """Zeros at the end with which a number counts as exact."""
+    computed_in: torch.dtype
+    """The dtype in which a number is moved."""
+
+
+_FORMATS = {
+    torch.float64: _Format(torch.int64, 12, torch.float64),
+    torch.float32: _Format(torch.int32, 8, torch.float64),
+    torch.float16: _Format(torch.int16, 4, torch.float32),
+    torch.bfloat16: _Format(torch.int16, 3, torch.float32),
+}
+
+
+class Noise:
+    """Random movements of one rank's results.
+
+    Args:
+        seed: Seed of the movements.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._places = random.Random(seed)
+        self._tables: dict[torch.dtype, Tensor] = {}
+        """Factors for each format. A place in a table is drawn for each part of a tensor, because
+        to draw each factor would take as long as the script's own operations."""
+
+    def move(self, result: Any) -> None:
+        """Move the numbers of a result by up to one unit in the last place of their format.
+
+        Args:
+            result: A tensor, or a list of tensors and other values.
+        """
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            if (
+                isinstance(each, Tensor)
+                and not has_own_dispatch(type(each))
+                and each.numel()
+                and each.layout is torch.strided
+                and stored(each) in _FORMATS
+            ):
+                self._move(each)
+
+    def _move(self, tensor: Tensor) -> None:
+        if tensor.is_contiguous():
+            # Parts stay in the processor's cache while they are read and written.
+            for part in tensor.view(-1).split(_PART_ELEMS):
+                _move_part(part, self._factors(stored(tensor), part.numel()))
+            return
+        whole, rest = divmod(tensor.numel(), _PART_ELEMS)
+        sizes = [_PART_ELEMS] * whole + [rest] * bool(rest)
+        factors = torch.cat([self._factors(stored(tensor), size) for size in sizes])
+        _move_part(tensor, factors.view(tensor.shape))
+
+    def _factors(self, dtype: torch.dtype, numel: int) -> Tensor:
+        table = self._tables.get(dtype)
+        if table is None:
+            epsilon = torch.finfo(dtype).eps
+            computed_in = _FORMATS[dtype].computed_in
+            table = torch.rand(_TABLE_ELEMS, generator=self._generator, dtype=computed_in)
+            self._tables[dtype] = table.mul_(2 * epsilon).add_(1 - epsilon)
+        start = self._places.randrange(_TABLE_ELEMS - numel + 1)
+        return table[start : start + numel]
+
+
+def _move_part(values: Tensor, factors: Tensor) -> None:
+    known = _FORMATS[stored(values)]
+    digits = values.contiguous().view(known.bits)
+    is_rounded = (digits & ((1 << known.exact_bits) - 1)).bool()
+    moved = values * factors
+    if stored(moved) is stored(values):
+        torch.where(is_rounded, moved, values, out=values)
+    else:
+        values.copy_(torch.where(is_rounded, moved, values))

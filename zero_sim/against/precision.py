@@ -1,0 +1,155 @@
+"""Compares two ways to run a script in the script's own dtypes.
+
+float64 repairs faults of precision, such as a reduction in bfloat16. In native precision no limit
+separates all faults from rounding, so a tensor that differs by more is a warning.
+
+[Note: measured false alarms]
+Runs with rounding noise measure how far rounding moves each tensor. Each of these runs is also
+judged by all others, as if it were the run to be judged. The part of them that would be warned of
+is the rate of false alarms on this script.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zero_sim.against.measure import Baseline, Measurement
+from zero_sim.against.points import LOCALISING, Point
+from zero_sim.against.runs import Observed, Side, Way, observe
+
+NOISY_RUNS = 6
+LIMIT = 8.0
+"""Multiple of the largest rounding of all noisy runs above which a tensor is warned of."""
+_UNDECIDED = 0.1
+"""Relative rounding above which a tensor is not compared."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionReport:
+    """The comparison in native dtypes."""
+
+    trouble: str = ""
+    """Why there is none; empty if there is one."""
+    compared_count: int = 0
+    above: Mapping[Point, tuple[float, str]] = field(default_factory=dict)
+    """Multiples of rounding above the limit, with the tensor's dtype, in the order of a fault."""
+    noisy_runs: int = NOISY_RUNS
+    false_runs: int = 0
+    """Noisy runs that the others would warn of."""
+    false_points: int = 0
+    judged_points: int = 0
+    """Tensors of noisy runs that were judged by the others."""
+
+    @property
+    def text(self) -> str:
+        """The comparison in one sentence or two."""
+        if self.trouble:
+            return f"precision: not compared, because {self.trouble}."
+        rate = (
+            f"of {self.noisy_runs} runs with rounding noise alone {self.false_runs} would be "
+            f"warned of ({self.false_points} of {self.judged_points:,} tensors)"
+        )
+        if not self.above:
+            return (
+                f"precision: in the script's own dtypes {self.compared_count:,} tensors are within "
+                f"{LIMIT:.0f} times rounding; {rate}."
+            )
+        point, (multiple, dtype) = next(iter(self.above.items()))
+        return (
+            f"warning of precision: in the script's own dtypes {len(self.above):,} of "
+            f"{self.compared_count:,} tensors are off by more than {LIMIT:.0f} times rounding, "
+            f"first at {point.text} ({dtype}, {multiple:.3g} times). Look for a reduction or a "
+            f"cast in a narrower dtype. False alarms: {rate}."
+        )
+
+
+def measure_precision(
+    expected: Side, got: Side, *, seed: int, feeds: bool = False, starts_alike: bool = False
+) -> PrecisionReport:
+    """Run both sides in native dtypes, and the first with rounding noise several times.
+
+    Args:
+        expected: The side that is taken to be right.
+        got: The side that is judged.
+        seed: Seed of schedules and of random numbers that the script does not seed.
+        feeds: True to deal it the rows that rank 0 of the first side read.
+        starts_alike: True to let its params start with the values of the first side.
+    """
+    baseline = Baseline()
+    way = Way(sink=baseline, is_native=True, keeps_rows=feeds)
+    plain = observe(expected, way, seed=seed)
+    if plain.script.failure is not None:
+        return PrecisionReport(trouble=f"{expected.text} fails in them: {plain.script.ending}")
+    runs: list[Mapping[Point, float]] = []
+    for index in range(NOISY_RUNS):
+        noisy = Measurement(baseline, keep_above=float("inf"))
+        way = Way(sink=noisy, is_native=True, noise_seed=index + 1)
+        observed = observe(expected, way, seed=seed)
+        differs = _relative(noisy, plain, observed)
+        if observed.script.failure is not None or (runs and differs.keys() != runs[0].keys()):
+            return PrecisionReport(trouble="rounding decides which operations the script performs")
+        runs.append(differs)
+    judged = Measurement(baseline, keep_above=float("inf"))
+    way = Way(
+        sink=judged,
+        is_native=True,
+        dealt=tuple(plain.rows) if feeds else None,
+        start=baseline.start() if starts_alike else None,
+    )
+    observed = observe(got, way, seed=seed)
+    if observed.script.failure is not None:
+        return PrecisionReport(trouble=f"{got.text} fail in them: {observed.script.ending}")
+    return _report(baseline, runs, _relative(judged, plain, observed))
+
+
+def _relative(measurement: Measurement, plain: Observed, observed: Observed) -> dict[Point, float]:
+    """Relative differences of the tensors that decide."""
+    measurement.finish(expected_log=plain.gathers, got_log=observed.gathers)
+    return {
+        point: each.relative
+        for point, each in measurement.measured.items()
+        if point.moment not in LOCALISING
+    }
+
+
+def _report(
+    baseline: Baseline, runs: Sequence[Mapping[Point, float]], got: Mapping[Point, float]
+) -> PrecisionReport:
+    dtypes = {point: next(iter(pieces.values())).dtype for point, pieces in baseline.pieces.items()}
+    above: dict[Point, tuple[float, str]] = {}
+    compared = false_points = judged_points = 0
+    false_runs: dict[int, int] = defaultdict(int)
+    for point in sorted(got, key=lambda each: (each.order, each.name)):
+        noise = [run[point] for run in runs if point in run]
+        floor = _epsilon(dtypes[point])
+        if len(noise) < len(runs) or max(noise) > _UNDECIDED:
+            continue
+        compared += 1
+        multiple = got[point] / max(*noise, floor)
+        if multiple > LIMIT:
+            above[point] = multiple, dtypes[point]
+        for index, own in enumerate(noise):
+            judged_points += 1
+            others = max(*noise[:index], *noise[index + 1 :], floor)
+            if own > LIMIT * others:
+                false_points += 1
+                false_runs[index] += 1
+    if not compared:
+        return PrecisionReport(trouble="rounding alone changes every tensor by much")
+    return PrecisionReport(
+        compared_count=compared,
+        above=above,
+        false_runs=len(false_runs),
+        false_points=false_points,
+        judged_points=judged_points,
+    )
+
+
+def _epsilon(dtype: str) -> float:
+    """Relative rounding of a dtype by its name; Python's numbers are those of a state."""
+    known = getattr(torch, dtype)
+    return torch.finfo(known).eps if known.is_floating_point or known.is_complex else 0.0

@@ -1,0 +1,260 @@
+"""Finds the tensors of one rank that should be replicas, as its forwards use them.
+
+[Note: as the next forward uses them]
+Between `Optimizer.step` and the gather of its results replicas may differ rightly, so they are
+compared when a forward with gradients uses them. An evaluation may swap in averaged weights.
+
+[Note: steps of a rank's own]
+Local SGD steps on purpose without a reduction. If no rank's DistributedDataParallel reduced
+gradients before a step, the difference after it is a warning; if some rank's did, a finding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zero_sim.against.points import plain_name
+from zero_sim.against.replicas import ReplicaCheck, ReplicaKey, ValueIndex
+from zero_sim.sim.dispatch import has_own_dispatch
+
+_LOCAL_HOOKS = ("post_localSGD_hook", "noop_hook")
+_KNOWN_HOOKS = "torch.distributed.algorithms"
+
+
+@dataclass(slots=True, eq=False)
+class _Wrapper:
+    """One rank's DistributedDataParallel."""
+
+    module: Any
+    label: str
+    params: frozenset[int] = frozenset()
+    """Their ids."""
+    trains: bool = False
+    """True within its forward with gradients."""
+    reducing_forwards: int = 0
+    broadcasts: int = 0
+    broadcasts_now: bool = False
+    reduced: bool = False
+    """True if a forward since the last step reduces gradients."""
+    reduced_before_step: bool = True
+    joined: bool = False
+    """True once its ranks may read different numbers of batches."""
+
+    def begin_forward(self, *, trains: bool) -> None:
+        """Read its state before its forward."""
+        module = self.module
+        self.trains = trains
+        self.joined |= module._join_config.enable
+        self.broadcasts_now = bool(module._check_sync_bufs_pre_fwd())
+        self.broadcasts += self.broadcasts_now
+        if self.trains and module.require_backward_grad_sync:
+            self.reduced = True
+            self.reducing_forwards += 1
+
+    def excuse(self) -> str:
+        """Why ranks' params may differ rightly; empty for no reason."""
+        for hook, _ in self.module._comm_hooks:
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            known = getattr(hook, "__module__", "").startswith(_KNOWN_HOOKS)
+            if name in _LOCAL_HOOKS or not known:
+                return f"{self.label} has the communication hook {name}"
+        if not self.reduced_before_step:
+            return f"no backward of {self.label} reduced gradients before this step"
+        return ""
+
+
+@dataclass(slots=True)
+class RankReplicas:
+    """Finds the replicas of one rank and hands them to the check as forwards use them."""
+
+    rank: int
+    check: ReplicaCheck
+    _wrappers: list[_Wrapper] = field(default_factory=list)
+    _wrapped: dict[int, tuple[_Wrapper, str]] = field(default_factory=dict)
+    """The wrapper of each module that one contains, and the module's name in it."""
+    _sharded: dict[tuple[int, str], tuple[Any, int]] = field(default_factory=dict)
+    """Mesh and id of DTensors, by module and name: FSDP replaces them in forwards."""
+    _steps: Counter[int] = field(default_factory=Counter)
+    """Optimizer steps on each tensor, by id."""
+    _latest: dict[ReplicaKey, ValueIndex] = field(default_factory=dict)
+    _trains: bool = False
+
+    def begin_outermost(self, root: Module, *, trains: bool) -> None:
+        """Before a forward that no other contains.
+
+        Args:
+            root: Its module.
+            trains: True if gradients are enabled.
+        """
+        self._trains = trains
+        if not trains:
+            return
+        for module in root.modules():
+            for name, param in module._parameters.items():
+                if isinstance(param, DTensor):
+                    self._sharded[id(module), name] = param.device_mesh, id(param)
+
+    def begin_forward(self, module: Module, name: str | None, *, steps: int, trains: bool) -> None:
+        """Before each forward; compares buffers.
+
+        Args:
+            module: The module.
+            name: Its name, or None if it has none.
+            steps: Optimizer steps of the rank so far.
+            trains: True if gradients are enabled.
+        """
+        if isinstance(module, DistributedDataParallel):
+            self._wrapper(module).begin_forward(trains=trains)
+        if not self._trains:
+            return
+        wrapper, _ = self._wrapped.get(id(module), (None, ""))
+        if wrapper is not None and module is wrapper.module.module:
+            self._compare_broadcast(wrapper)
+        # Norms have statistics of a rank's own rows.
+        elif wrapper is None and name is not None and not isinstance(module, _NormBase):
+            for each, buffer in module._buffers.items():
+                if buffer is not None and _is_plain(buffer):
+                    key = ReplicaKey("", f"{name}.{each}".lstrip("."), tuple(buffer.shape))
+                    self._compare(key, ValueIndex(steps), buffer)
+
+    def _compare_broadcast(self, wrapper: _Wrapper) -> None:
+        """Compare all buffers that were broadcast just now; forwards may change them."""
+        if not wrapper.broadcasts_now:
+            return
+        broadcast = {id(each) for each in wrapper.module.modules_buffers}
+        group = _members(wrapper.module)
+        for name, buffer in wrapper.module.module.named_buffers():
+            if id(buffer) in broadcast and _is_plain(buffer):
+                key = ReplicaKey(wrapper.label, plain_name(name), tuple(buffer.shape), group)
+                self._compare(key, ValueIndex(0, wrapper.broadcasts), buffer, count=len(group))
+
+    def end_forward(self, module: Module, name: str | None, *, steps: int) -> None:
+        """After each forward; compares the params that it used."""
+        if isinstance(module, DistributedDataParallel):
+            wrapper = self._wrapper(module)
+            # Attention uses the params of its projection without a forward of that module.
+            for full, param in module.module.named_parameters():
+                if id(param) in wrapper.params:
+                    self._compare_wrapped(wrapper, plain_name(full), param)
+            wrapper.trains = wrapper.broadcasts_now = False
+        if not self._trains:
+            return
+        wrapper, inner = self._wrapped.get(id(module), (None, ""))
+        for each, param in module._parameters.items():
+            if param is None:
+                continue
+            if wrapper is not None and id(param) in wrapper.params:
+                self._compare_wrapped(wrapper, f"{inner}.{each}".lstrip("."), param)
+            elif name is not None:
+                mesh, held = self._sharded.get((id(module), each), (None, id(param)))
+                index = ValueIndex(self._steps[held] or steps)
+                self._compare_placed(f"{name}.{each}".lstrip("."), param, index, mesh)
+
+    def end_step(self, optimizer: Any) -> None:
+        """After each `Optimizer.step` that no other contains."""
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self._steps.update(held)
+        for wrapper in self._wrappers:
+            if held & wrapper.params:
+                wrapper.reduced_before_step, wrapper.reduced = wrapper.reduced, False
+
+    def _wrapper(self, module: Any) -> _Wrapper:
+        for each in self._wrappers:
+            if each.module is module:
+                return each
+        number = f" {len(self._wrappers) + 1}" if self._wrappers else ""
+        ignored = set(module.parameters_to_ignore)
+        params = frozenset(
+            id(param) for name, param in module.module.named_parameters() if name not in ignored
+        )
+        made = _Wrapper(module, f"DistributedDataParallel{number}", params)
+        self._wrappers.append(made)
+        for name, each in module.module.named_modules():
+            self._wrapped[id(each)] = made, plain_name(name)
+        return made
+
+    def _compare_wrapped(self, wrapper: _Wrapper, name: str, param: Tensor) -> None:
+        if not wrapper.trains or wrapper.joined or not _is_plain(param):
+            return
+        own = self._steps[id(param)]
+        index = ValueIndex(own) if own else ValueIndex(0, wrapper.reducing_forwards)
+        group = _members(wrapper.module)
+        key = ReplicaKey(wrapper.label, name, tuple(param.shape), group)
+        self._compare(key, index, param, count=len(group), excuse=wrapper.excuse)
+
+    def _compare_placed(self, name: str, param: Tensor, index: ValueIndex, mesh: Any) -> None:
+        """A DTensor by its placements; a plain tensor by its name, or FSDP's unsharded param."""
+        if not isinstance(param, DTensor):
+            if _is_plain(param):
+                key = ReplicaKey("", name, tuple(param.shape))
+                if mesh is not None:
+                    key = key._replace(declared="DTensor", place=_ranks(mesh))
+                self._compare(key, index, param, count=mesh.size() if mesh is not None else None)
+            return
+        mesh, local, placements = param.device_mesh, param.to_local(), param.placements
+        coordinates = mesh.get_coordinate()
+        if coordinates is None or any(each.is_partial() for each in placements):
+            return
+        shards = [index for index, each in enumerate(placements) if not each.is_replicate()]
+        count = mesh.size()
+        for dim in shards:
+            count //= mesh.size(dim)
+        if count > 1 and _is_plain(local):
+            place = (*_ranks(mesh), *(coordinates[dim] for dim in shards))
+            self._compare(
+                ReplicaKey("DTensor", name, tuple(local.shape), place), index, local, count
+            )
+
+    def _compare(
+        self,
+        key: ReplicaKey,
+        index: ValueIndex,
+        tensor: Tensor,
+        count: int | None = None,
+        excuse: Callable[[], str] = str,
+    ) -> None:
+        if self._latest.get(key) == index:
+            return
+        self._latest[key] = index
+        with _disable_current_modes(), torch.no_grad():
+            self.check.compare(
+                self.rank,
+                key,
+                index,
+                tensor.detach(),
+                count=count or self.check.world_size,
+                excuse=excuse(),
+            )
+
+
+def _members(module: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(module.process_group))
+
+
+def _ranks(mesh: Any) -> tuple[int, ...]:
+    return tuple(mesh.mesh.reshape(-1).tolist())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """True for a dense tensor with memory, and none that a transformation of torch stands for."""
+    return (
+        not has_own_dispatch(type(tensor))
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.numel() > 0
+        and tensor.untyped_storage().nbytes() > 0
+        and not tensor.is_quantized
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )

@@ -1,0 +1,334 @@
+"""One run of a script on a number of ranks, in a copy of its working folder, observed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from zero_sim.against import native_dtypes
+from zero_sim.against.capture import RankCapture
+from zero_sim.against.gathers import GatherLog
+from zero_sim.against.hooks import hooks_installed
+from zero_sim.against.integers import IntegerSums
+from zero_sim.against.native_noise import NativeNoise
+from zero_sim.against.points import Sink
+from zero_sim.against.rank_replicas import RankReplicas
+from zero_sim.against.reductions import Reductions
+from zero_sim.against.replicas import ReplicaCheck
+from zero_sim.against.rows import DealtRows, RowLog
+from zero_sim.against.wide_operations import WideOperations
+from zero_sim.errors import UsageError
+from zero_sim.script.launch import Launcher, Settings
+from zero_sim.script.program import read_script
+from zero_sim.script.record import ScriptRun
+from zero_sim.sim.call import Call
+from zero_sim.sim.log import CollectiveRecord
+from zero_sim.sim.world.rank_threads import rank_state
+from zero_sim.sim.world.run import Run
+
+COPY_LIMIT_BYTES = 2 << 30
+_STARTER = 999
+"""Stands for a script's main part among the ranks, to draw rounding noise."""
+NOT_COPIED = frozenset({".git", ".venv", "__pycache__", ".zero-sim", "node_modules"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One way to run a script."""
+
+    settings: Settings
+    name: str
+    is_module: bool
+    arguments: tuple[str, ...]
+    earlier_arguments: tuple[str, ...] | None = None
+    """Arguments of a run before it in the same folder, which stops early; None for no such run."""
+    label: str = ""
+    """The side in words; empty for the number of its ranks."""
+    allowed_drift: tuple[str, ...] = ()
+    """Patterns of names of tensors that ranks may have different values of."""
+    started: int = 0
+    """Number of ranks that the script was seen to start itself; 0 if torchrun starts them."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of its ranks."""
+        return self.started or self.settings.world_size
+
+    def as_tried(self, other: Side) -> Side:
+        """This side, run as another side of the script was found to run."""
+        tried = other.settings
+        settings = replace(
+            self.settings,
+            starter=tried.starter,
+            cuda_is_cpu=tried.cuda_is_cpu,
+            kernels_are_stubs=tried.kernels_are_stubs,
+        )
+        return replace(self, settings=settings)
+
+    @property
+    def text(self) -> str:
+        """The side in words, as in `4 ranks`."""
+        if self.label:
+            return self.label
+        count = self.world_size
+        return f"{count} rank{'s' if count != 1 else ''}"
+
+
+@dataclass(kw_only=True, slots=True)
+class Observed:
+    """One run, apart from its tensors, which its sink has."""
+
+    script: ScriptRun
+    side: Side
+    """The side as it ran, for example with CUDA on the CPU."""
+    rows: list[RowLog] = field(default_factory=list)
+    operations: tuple[tuple[str, int], ...] = ()
+    """Digest and number of operations, by rank."""
+    steps_of_ranks: tuple[int, ...] = ()
+    """Calls of `Optimizer.step`, by rank."""
+    saved_at: int = -1
+    """Optimizer steps before the last checkpoint was saved; -1 if none was."""
+    gathers: GatherLog = field(default_factory=GatherLog)
+    replicas: ReplicaCheck
+    integers: IntegerSums = field(default_factory=IntegerSums)
+    reductions: Reductions = field(default_factory=Reductions)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Modules that depend on the number of ranks by design, with the reason."""
+
+    @property
+    def resumed_at(self) -> int:
+        """Optimizer steps that a run which resumes need not take again."""
+        return self.saved_at if self.saved_at >= 0 else max(self.steps_of_ranks, default=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """How a run is observed."""
+
+    sink: Sink
+    is_native: bool = False
+    """True to compute in the script's own dtypes."""
+    noise_seed: int | None = None
+    """Seed of rounding noise, or None for none."""
+    dealt: tuple[RowLog, ...] | None = None
+    """Logs of the ranks whose rows are dealt: of one for all ranks, or of as many ranks as there
+    are. None to let ranks read their own."""
+    keeps_rows: bool = False
+    start: Mapping[str, Tensor] | None = None
+    """Values that params have at their first forward, by name; None to leave them as they are."""
+    called: Callable[[CollectiveRecord, Call], None] | None = None
+    """Receives each call of a collective."""
+
+
+class _Observer:
+    """The guest of one run.
+
+    Args:
+        way: How to observe it.
+        steps: Optimizer steps of an earlier run that this one continues.
+        replicas: Compares tensors that several ranks have.
+    """
+
+    needs_all_ranks = True
+
+    def __init__(self, way: Way, *, steps: int, replicas: ReplicaCheck) -> None:
+        self.captures: dict[int, RankCapture] = {}
+        self.rows: dict[int, RowLog] = {}
+        self.operations: dict[int, WideOperations] = {}
+        self.gathers = GatherLog()
+        self.integers = IntegerSums()
+        self.reductions = Reductions()
+        self._readers: dict[int, RowLog | DealtRows] = {}
+        self._way = way
+        self._steps = steps
+        self._replicas = replicas
+
+    @contextlib.contextmanager
+    def in_rank(self, rank: int) -> Iterator[None]:
+        """Observe one rank."""
+        way = self._way
+        steps = self._steps
+        if rank in self.captures:
+            # The script starts one world after another.
+            steps = self.captures[rank].steps
+        run = rank_state.run
+        assert isinstance(run, Run)
+        self._replicas.world_size = len(run.buffers)
+        if rank not in self._readers:
+            self._readers[rank] = self._reader(rank, world_size=len(run.buffers))
+        capture = self.captures[rank] = RankCapture(
+            rank,
+            sink=way.sink,
+            rows=self._readers[rank],
+            steps=steps,
+            start=way.start or {},
+            replicas=RankReplicas(rank, self._replicas),
+        )
+        with self._mode(rank), capture.observing():
+            yield
+        self.rows[rank].sharers |= capture.sharers
+
+    def in_starter(self) -> AbstractContextManager[object]:
+        """Compute as the ranks do, unobserved."""
+        return self._mode(_STARTER)
+
+    def _mode(self, rank: int) -> AbstractContextManager[object]:
+        way = self._way
+        seed = None if way.noise_seed is None else way.noise_seed * 1000 + rank
+        if way.is_native:
+            return contextlib.nullcontext() if seed is None else NativeNoise(seed)
+        if rank not in self.operations:
+            self.operations[rank] = WideOperations(
+                noise_seed=seed,
+                counts=lambda: rank in self.captures and self.captures[rank].is_computing(),
+                # Noise leaves few numbers whole.
+                added=functools.partial(self.integers.added, rank) if seed is None else None,
+            )
+        return self.operations[rank]
+
+    def _reader(self, rank: int, *, world_size: int) -> RowLog | DealtRows:
+        way = self._way
+        if way.dealt is None:
+            log = self.rows[rank] = RowLog(rank=rank, keeps_values=way.keeps_rows)
+            return log
+        own = len(way.dealt) == world_size
+        source, place = (way.dealt[rank], 0) if own else (way.dealt[0], rank)
+        dealt = DealtRows(source, rank=place, world_size=1 if own else world_size)
+        self.rows[rank] = dealt.log
+        return dealt
+
+    def called(self, record: CollectiveRecord, call: Call) -> None:
+        """Learn from a gather, and pass the call on."""
+        capture = self.captures[record.rank]
+        with torch.no_grad(), native_dtypes.stored_dtypes():
+            self.gathers.called(record, call, step=capture.steps, params=capture.unnamed_params)
+            if not self._way.is_native and self._way.noise_seed is None:
+                self.integers.called(record, call)
+                self.reductions.called(record, call, capture)
+        if self._way.called is not None:
+            self._way.called(record, call)
+
+
+def observe(side: Side, way: Way, *, seed: int) -> Observed:
+    """Run a script once in a copy of the working folder.
+
+    Args:
+        side: The script, its arguments and its world.
+        way: How to observe it.
+        seed: Seed of the schedule and of random numbers that the script does not seed.
+
+    Raises:
+        UsageError: The script does not exist, or the folder is too large to copy.
+    """
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(_in_copy(side))
+        if not way.is_native:
+            stack.enter_context(native_dtypes.installed())
+        stack.enter_context(hooks_installed())
+        stack.enter_context(mock.patch.object(torch, "compile", _uncompiled))
+        if side.earlier_arguments is None:
+            return _observe(side, way, side.arguments, path=name, seed=seed, before=None)
+        before = _observe(side, way, side.earlier_arguments, path=name, seed=seed, before=None)
+        if before.script.failure is not None:
+            return before
+        # Params that the run resumes with are its own.
+        way = replace(way, start=None)
+        return _observe(before.side, way, side.arguments, path=name, seed=seed, before=before)
+
+
+def _observe(
+    side: Side, way: Way, arguments: Sequence[str], *, path: str, seed: int, before: Observed | None
+) -> Observed:
+    steps = 0 if before is None else before.resumed_at
+    replicas = ReplicaCheck(world_size=side.world_size, allowed=side.allowed_drift)
+    guest = _Observer(way, steps=steps, replicas=replicas)
+    script = read_script(path, is_module=side.is_module, arguments=arguments)
+    with Launcher(replace(script, name=side.name), side.settings, guest=guest) as launcher:
+        run = launcher.run(seed=seed, quiet=True, repeats=False)
+        other = None if before is not None else launcher.other_settings(run)
+    if other is not None:
+        # Nothing that was observed of an attempt counts.
+        way.sink.forget()
+        other_side = replace(side, settings=other)
+        return _observe(other_side, way, arguments, path=path, seed=seed, before=None)
+    ranks = sorted(guest.captures)
+    if side.settings.starter:
+        side = replace(side, started=len(ranks))
+    captures = [guest.captures[rank] for rank in ranks]
+    rows = [guest.rows[rank] for rank in ranks]
+    return Observed(
+        script=run,
+        side=side,
+        rows=rows if before is None else [*(log.until(steps) for log in before.rows), *rows],
+        operations=tuple(
+            (guest.operations[rank].digest, guest.operations[rank].operation_count)
+            for rank in ranks
+            if rank in guest.operations
+        ),
+        steps_of_ranks=tuple(each.steps for each in captures),
+        saved_at=max((each.saved_at for each in captures), default=-1),
+        gathers=guest.gathers,
+        replicas=replicas,
+        integers=guest.integers,
+        reductions=guest.reductions,
+        reasons={name: reason for each in captures for name, reason in each.refusals.items()},
+    )
+
+
+def _uncompiled(model: object = None, **options: object) -> object:
+    """torch.compile leaves a function as it is: compiled kernels have no float64 twin."""
+    return model if model is not None else lambda function: function
+
+
+@contextlib.contextmanager
+def _in_copy(side: Side) -> Iterator[str]:
+    """Work in a copy of the working folder; the script's name there."""
+    folder = Path.cwd()
+    # Names the file as the user did, if there is none.
+    read_script(side.name, is_module=side.is_module, arguments=side.arguments)
+    _check_size(folder)
+    with tempfile.TemporaryDirectory(prefix="zero-sim-") as made:
+        copy = Path(made, folder.name or "root")
+        shutil.copytree(folder, copy, ignore=_skipped, symlinks=True)
+        name = side.name
+        if not side.is_module:
+            path = Path(os.path.abspath(name))
+            if path.is_relative_to(folder):
+                name = str(copy / path.relative_to(folder))
+            else:
+                name = str(path)
+        os.chdir(copy)
+        try:
+            yield name
+        finally:
+            os.chdir(folder)
+
+
+def _skipped(folder: str, names: Sequence[str]) -> set[str]:
+    return {name for name in names if name in NOT_COPIED}
+
+
+def _check_size(folder: Path) -> None:
+    total = 0
+    for place, folders, files in os.walk(folder):
+        folders[:] = [each for each in folders if each not in NOT_COPIED]
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
+        if total > COPY_LIMIT_BYTES:
+            raise UsageError(
+                f"expected a working folder of at most {COPY_LIMIT_BYTES >> 30} GiB, because each "
+                f"run gets a copy of its own, got more in {str(folder)!r}. Run from a smaller "
+                "folder, and give the script's path."
+            )

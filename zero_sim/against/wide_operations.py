@@ -1,0 +1,342 @@
+"""Runs every operation of one rank in float64, and notes native dtypes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero_sim.against.integers import ADDITIONS
+from zero_sim.against.native_dtypes import WIDE, native, note, stored, thread
+from zero_sim.against.noise import Noise
+from zero_sim.sim.dispatch import has_own_dispatch, is_fake
+
+_FACTORIES_WITHOUT_DRAWS = frozenset(
+    {
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "empty_strided",
+        "arange",
+        "linspace",
+        "eye",
+        "scalar_tensor",
+    }
+)
+_BY_AUTOCAST = frozenset(
+    {
+        "mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution", "addmv", "mv",
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math",
+    }
+)  # fmt: skip
+"""Operations that autocast runs in its dtype."""
+_COPIES = frozenset(
+    {
+        "clone", "copy_", "_to_copy", "detach", "cat", "stack", "embedding", "index", "gather",
+        "index_select", "neg", "constant_pad_nd", "set_", "where", "masked_fill", "clamp", "abs",
+        "maximum", "minimum", "tril", "triu", "_foreach_copy_", "roll", "flip", "unbind", "sort",
+        "topk", "max", "min", "amax", "amin", "relu", "threshold_backward", "repeat",
+        "slice_backward", "select_backward", "new_zeros", "new_empty", "zeros_like", "ones_like",
+        "empty_like", "full_like", "zero_", "fill_", "normal_", "uniform_", "bernoulli_",
+        "_local_scalar_dense", "resize_", "lift_fresh", "index_put_", "scatter_", "scatter",
+        "masked_select", "split_with_sizes_copy", "_chunk_cat", "_foreach_zero_", "take",
+        "nll_loss_forward", "contiguous", "expand_copy", "sign", "round", "floor", "ceil",
+    }
+)  # fmt: skip
+"""Operations that move numbers or round them by intent, so their results have no rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Facts of one operator's schema."""
+
+    name: str
+    is_fresh: bool
+    """True if its results have memory of their own."""
+    takes_dtype: bool
+    is_factory: bool
+    """True without tensor arguments."""
+    is_list: bool
+    """True for `_foreach` operators that return lists."""
+    is_exact: bool
+
+
+@functools.cache
+def plan_of(func: Any) -> Plan:
+    """Facts of an operator."""
+    schema = func._schema
+    name = schema.name.partition("::")[2]
+    aliases = any(each.alias_info is not None for each in schema.returns)
+    takes_tensor = any("Tensor" in str(each.type) for each in schema.arguments)
+    return Plan(
+        name=name,
+        is_fresh=not aliases and bool(schema.returns),
+        takes_dtype=any(each.name == "dtype" for each in schema.arguments),
+        is_factory=not takes_tensor,
+        is_list=any(str(each.type) == "List[Tensor]" for each in schema.returns),
+        is_exact=func.namespace != "aten" or func.is_view or name in _COPIES,
+    )
+
+
+class WideOperations(TorchDispatchMode):
+    """Stands in one rank's stack of modes while it runs a script.
+
+    Args:
+        noise_seed: Seed of the rounding noise; None for no noise.
+        counts: True while operations belong to the script's forwards and backwards. Others depend
+            on what torch has cached.
+        added: Receives name and result of each operation of `ADDITIONS`.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        *,
+        noise_seed: int | None = None,
+        counts: Callable[[], bool],
+        added: Callable[[str, Any], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._noise = None if noise_seed is None else Noise(noise_seed)
+        self._counts = counts
+        self._added = added
+        self._taken = hashlib.blake2b(digest_size=16)
+        self.operation_count = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __enter__(self) -> Self:
+        # Not as the base class does it, which sets flags of the whole process.
+        torch._C._push_on_torch_dispatch_stack(self)
+        thread.active = True
+        return self
+
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
+        thread.active = False
+        torch._C._pop_torch_dispatch_stack(None)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the operations so far, in their order."""
+        return self._taken.hexdigest()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not thread.active or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        for each in types:
+            if is_fake(each):
+                return func(*args, **kwargs)
+            if has_own_dispatch(each):
+                return NotImplemented
+        plan = plan_of(func)
+        if self._counts():
+            self.operation_count += 1
+            self._taken.update(plan.name.encode())
+        thread.active = False
+        try:
+            special = _SPECIAL.get(plan.name)
+            if special is not None:
+                return special(func, args, kwargs)
+            result = self._run(func, plan, args, kwargs)
+            if self._noise is not None and not plan.is_exact:
+                self._noise.move(result)
+            if self._added is not None and plan.name in ADDITIONS:
+                self._added(plan.name, args[0] if result is None else result)
+            return result
+        finally:
+            thread.active = True
+
+    def _run(self, func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not plan.is_fresh:
+            if plan.takes_dtype and kwargs.get("dtype") in WIDE:
+                kwargs = {**kwargs, "dtype": WIDE[kwargs["dtype"]]}
+            return func(*args, **kwargs)
+        dtype = kwargs.get("dtype")
+        if _is_meta(kwargs.get("device")):
+            return func(*args, **kwargs)
+        if plan.is_factory:
+            if not plan.takes_dtype:
+                return func(*args, **kwargs)
+            return _made(func, plan, args, kwargs)
+        tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        stays_meta = not kwargs.get("device") and all(_is_meta(each.device) for each in tensors)
+        if tensors and stays_meta:
+            return func(*args, **kwargs)
+        if any(stored(each) in WIDE and each.device.type != "meta" for each in tensors):
+            args = tuple(_stored_wide(each) for each in args)
+        if dtype in WIDE:
+            kwargs = {**kwargs, "dtype": WIDE[dtype]}
+        elif dtype is None:
+            dtype = _promoted(tensors, plan)
+        result = func(*args, **kwargs)
+        if _is_narrow(result):
+            # Of integers: 1 / 3 is rounded to float32 here, and not only to float64.
+            if plan.takes_dtype:
+                kwargs = {**kwargs, "dtype": torch.float64}
+            else:
+                args = tuple(_as_float64(each) for each in args)
+                dtype = torch.get_default_dtype()
+            result = func(*args, **kwargs)
+        if plan.is_list and isinstance(result, (list, tuple)):
+            firsts = next((each for each in args if isinstance(each, (list, tuple))), ())
+            for each, like in zip(result, firsts, strict=False):
+                _note_fresh(each, native(like) if isinstance(like, Tensor) else dtype)
+        elif isinstance(result, (list, tuple)):
+            for each in result:
+                _note_fresh(each, dtype)
+        else:
+            _note_fresh(result, dtype)
+        return result
+
+
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for each in values:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            found += [one for one in each if isinstance(one, Tensor)]
+    return found
+
+
+def _made(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A new tensor of no others; draws are those that the script's dtype would get."""
+    dtype = kwargs.get("dtype")
+    if plan.name in _FACTORIES_WITHOUT_DRAWS and dtype in WIDE:
+        result = func(*args, **{**kwargs, "dtype": WIDE[dtype]})
+        note(result, dtype)
+        return result
+    result = func(*args, **kwargs)
+    made = stored(result) if isinstance(result, Tensor) else None
+    if made in WIDE and result.device.type != "meta":
+        wide = torch.empty_strided(result.shape, result.stride(), dtype=WIDE[made])
+        if plan.name not in ("empty", "empty_strided"):
+            wide.copy_(result)
+        note(wide, made)
+        return wide
+    if isinstance(result, Tensor):
+        _note_fresh(result, dtype)
+    return result
+
+
+def _promoted(tensors: list[Tensor], plan: Plan) -> torch.dtype | None:
+    """The dtype of a result by torch's rules: tensors with dimensions come before those without."""
+    if thread.autocast and thread.autocast[-1] is not None and plan.name in _BY_AUTOCAST:
+        return thread.autocast[-1]
+    dtype: torch.dtype | None = None
+    for with_dims in (True, False):
+        for each in tensors:
+            kind = native(each)
+            if not (kind.is_floating_point or kind.is_complex) or bool(each.dim()) is not with_dims:
+                continue
+            dtype = kind if dtype is None else torch.promote_types(dtype, kind)
+        if dtype is not None:
+            return dtype
+    return None
+
+
+def _note_fresh(value: Any, dtype: torch.dtype | None) -> None:
+    if dtype is None or not isinstance(value, Tensor) or stored(value) not in _STORED:
+        return
+    if value.device.type == "meta" or value.layout is not torch.strided:
+        return
+    if stored(value) is torch.complex128 and dtype in _FLOATS:
+        dtype = torch.complex64 if dtype is not torch.float64 else torch.complex128
+    elif stored(value) is torch.float64 and dtype.is_complex:
+        dtype = torch.float32 if dtype is torch.complex64 else torch.float64
+    note(value, dtype)
+
+
+_STORED = (torch.float64, torch.complex128)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _is_narrow(result: Any) -> bool:
+    values = result if isinstance(result, (list, tuple)) else (result,)
+    return any(
+        isinstance(each, Tensor) and stored(each) in WIDE and each.device.type != "meta"
+        for each in values
+    )
+
+
+def _stored_wide(value: Any) -> Any:
+    if isinstance(value, Tensor) and stored(value) in WIDE and value.device.type != "meta":
+        return value.to(WIDE[stored(value)])
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_stored_wide, value))
+    return value
+
+
+def _as_float64(value: Any) -> Any:
+    if isinstance(value, Tensor) and not value.dtype.is_floating_point:
+        return value.to(torch.float64)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_as_float64, value))
+    return value
+
+
+def _lift_fresh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor of Python numbers, which C++ has made in its narrow dtype."""
+    result = func(*args, **kwargs)
+    dtype = stored(result)
+    if dtype not in WIDE or result.device.type == "meta":
+        return result
+    wide = result.to(WIDE[dtype])
+    note(wide, dtype)
+    return wide
+
+
+def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor put onto other memory, which natively has the tensor's dtype."""
+    dtype = native(args[0])
+    result = func(*args, **kwargs)
+    if dtype in WIDE and result.device.type != "meta":
+        note(result, dtype)
+    return result
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The gradient scaler's check, whose kernel wants a float32 flag."""
+    grads, found_nonfinite, factor = args
+    for grad in grads:
+        if not bool(torch.isfinite(grad).all()):
+            found_nonfinite.fill_(1.0)
+        grad.mul_(factor.to(grad.device))
+
+
+def _update_scale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    scale, tracker, found_nonfinite, growth, backoff, interval = args
+    if bool(found_nonfinite):
+        scale.mul_(backoff)
+        tracker.zero_()
+    elif int(tracker) + 1 == interval:
+        scale.mul_(growth)
+        tracker.zero_()
+    else:
+        tracker.add_(1)
+    return scale
+
+
+_SPECIAL = {
+    "lift_fresh": _lift_fresh,
+    "set_": _set,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+    "_amp_update_scale_": _update_scale,
+}

@@ -1,0 +1,117 @@
+"""`--zero-sim-spawn`: processes that a test starts run as ranks, in the process of pytest.
+
+Suites built on `torch.multiprocessing.spawn` or on torch's `MultiProcessTestCase` run unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from zero_sim.errors import UsageError
+
+if TYPE_CHECKING:
+    from zero_sim.script.started_ranks import RankPopen
+
+_OPTIONS = ("timing", "schedule", "seed", "races")
+"""Arguments of `World` that options of the command line set."""
+
+
+def add_options(group: pytest.OptionGroup) -> None:
+    """Add the options of tests that start processes."""
+    group.addoption(
+        "--zero-sim-spawn",
+        action="store_true",
+        help="Run processes that tests start (torch.multiprocessing.spawn, MultiProcessTestCase, "
+        "multiprocessing.Process) as simulated ranks in the process of pytest.",
+    )
+    group.addoption(
+        "--zero-sim-timing",
+        choices=("eager", "lazy", "hostile"),
+        help="With --zero-sim-spawn: when operations read and write (default: eager).",
+    )
+    group.addoption(
+        "--zero-sim-schedule",
+        choices=("round-robin", "random", "pct"),
+        help="With --zero-sim-spawn: which rank runs next (default: round-robin).",
+    )
+    group.addoption(
+        "--zero-sim-seed",
+        type=int,
+        metavar="N",
+        help="With --zero-sim-spawn: seed of schedule, timing and random numbers (default: 0).",
+    )
+    group.addoption(
+        "--zero-sim-races",
+        action="store_true",
+        default=None,
+        help="With --zero-sim-spawn: look at every operation for uses of memory in flight.",
+    )
+
+
+def check_options(config: pytest.Config) -> None:
+    """Refuse options that nothing reads.
+
+    Raises:
+        pytest.UsageError: One needs `--zero-sim-spawn`.
+    """
+    if config.getoption("zero_sim_spawn"):
+        if config.getoption("zero_sim_backend") != "sim":
+            raise pytest.UsageError(
+                "expected --zero-sim-spawn or another --zero-sim-backend than sim, got both. Omit "
+                "one; without --zero-sim-spawn tests start real processes."
+            )
+        return
+    for name in _OPTIONS:
+        if config.getoption(f"zero_sim_{name}") is not None:
+            raise pytest.UsageError(
+                f"expected --zero-sim-spawn with --zero-sim-{name}, got it alone. Add "
+                "--zero-sim-spawn, or give settings of marked tests in their marks."
+            )
+
+
+def processes_as_ranks(config: pytest.Config) -> AbstractContextManager[None]:
+    """Around one test: processes that it starts are ranks, if the option is given."""
+    if not config.getoption("zero_sim_spawn"):
+        return contextlib.nullcontext()
+    given = {name: config.getoption(f"zero_sim_{name}") for name in _OPTIONS}
+    return _as_ranks({name: value for name, value in given.items() if value is not None})
+
+
+@contextlib.contextmanager
+def _as_ranks(settings: dict[str, Any]) -> Iterator[None]:
+    from zero_sim.script.started_ranks import StartedRanks, started_as_ranks
+
+    ranks = StartedRanks(lambda processes: _run(processes, settings), all_own=True)
+    with started_as_ranks(ranks, stall_seconds=_stall_seconds()):
+        yield
+
+
+def _stall_seconds() -> float:
+    from zero_sim.sim.world.settings import WorldSettings
+
+    return WorldSettings().stall_seconds
+
+
+def _run(processes: Sequence[RankPopen], settings: dict[str, Any]) -> None:
+    """Run processes as ranks that share all modules, as those of marked tests do."""
+    from zero_sim.script.rank_state import RankState
+    from zero_sim.sim import RankFailed, World
+
+    state = RankState(environment=lambda rank: {}, folder=None)
+    try:
+        with World(len(processes), initialized=False, rank_local=state, **settings) as world:
+            world.run(lambda rank: processes[rank].run_program(None))
+    except UsageError as error:
+        pytest.fail(f"expected options that fit the ranks of this test: {error}", pytrace=False)
+    except RankFailed as failed:
+        # As a process prints it; its starter sees an exit code.
+        sys.stderr.write(f"rank {failed.rank}:\n{failed.traceback_text}")
+        raise
+    finally:
+        state.forget()

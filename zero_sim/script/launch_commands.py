@@ -1,0 +1,132 @@
+"""Commands by which a script launches ranks in a process of its own: torchrun and its like.
+
+Such a command becomes `zero-sim torchrun`, with the settings of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from zero_sim.errors import UsageError
+from zero_sim.sim.world.rank_threads import rank_state
+
+_TORCHRUN = frozenset({"torch.distributed.launch", "torch.distributed.run"})
+_ACCELERATE = "accelerate.commands.launch"
+_SHELL_CHARACTERS = frozenset("|&;<>()$`*?~\n")
+_RENAMED = {
+    "--num_processes": "--nproc-per-node",
+    "--num_machines": "--nnodes",
+    "-m": "-m",
+    "--module": "-m",
+}
+_FLAGS = frozenset({"--cpu", "--module", "--multi_gpu", "--same_network", "-m", "--quiet", "-q"})
+"""Options of accelerate that take no value."""
+_MACHINE_OPTIONS = frozenset(
+    {"--config_file", "--gpu_ids", "--machine_rank", "--main_process_ip", "--main_process_port"}
+)
+"""Options of accelerate that describe machines, which a simulated world does not need."""
+
+
+def torchrun_arguments(command: object, *, shell: bool = False) -> list[str] | None:
+    """Arguments of torchrun that a command amounts to; None for any other command.
+
+    Args:
+        command: As for `subprocess.Popen`.
+        shell: True if a shell would read it.
+
+    Raises:
+        UsageError: accelerate is to set up more than ranks.
+    """
+    words = _words(command, shell=shell)
+    if not words:
+        return None
+    name, *rest = words
+    name = os.path.basename(name)
+    if name.startswith("python"):
+        while rest and rest[0] in ("-u", "-O", "-B"):
+            rest = rest[1:]
+        if len(rest) < 2 or rest[0] != "-m":
+            return None
+        name, rest = rest[1], rest[2:]
+    if name == "accelerate" and rest[:1] == ["launch"]:
+        name, rest = _ACCELERATE, rest[1:]
+    if name == _ACCELERATE:
+        return _from_accelerate(rest)
+    if name == "torchrun" or name in _TORCHRUN:
+        return [word for word in rest if word not in ("--use_env", "--use-env")]
+    return None
+
+
+def _words(command: object, *, shell: bool) -> list[str]:
+    if isinstance(command, (str, bytes, os.PathLike)):
+        text = os.fsdecode(command)
+        if not shell:
+            return [text]
+        return [] if _SHELL_CHARACTERS & set(text) else shlex.split(text)
+    if isinstance(command, Sequence):
+        return [os.fsdecode(word) for word in command]
+    return []
+
+
+def _from_accelerate(words: Sequence[str]) -> list[str]:
+    """Arguments of torchrun in the place of those of `accelerate launch`."""
+    left, found = list(words), []
+    while left and left[0].startswith("-"):
+        name, has_value, value = left.pop(0).partition("=")
+        name = name if not name.startswith("--") else "--" + name[2:].replace("-", "_")
+        if not has_value and name not in _FLAGS:
+            value = left.pop(0) if left else ""
+        if name in _RENAMED:
+            found += [_RENAMED[name], value] if value else [_RENAMED[name]]
+        elif name not in _FLAGS and name not in _MACHINE_OPTIONS:
+            raise UsageError(
+                f"expected options of accelerate that only say how many ranks there are, got "
+                f"{name}. Call `zero-sim torchrun` on the script, and set this in its Accelerator."
+            )
+    return [*found, *left]
+
+
+@contextlib.contextmanager
+def commands_of_ranks(
+    options: Sequence[str], before_launch: Callable[[str], None]
+) -> Iterator[None]:
+    """Let commands of ranks that launch ranks be `zero-sim torchrun`.
+
+    Args:
+        options: Options of `zero-sim torchrun`, before those of the command.
+        before_launch: Called with the command in words; may raise.
+    """
+    popen, system = subprocess.Popen.__init__, os.system
+
+    def replaced(command: object, *, shell: bool) -> list[str] | None:
+        if rank_state.join is None:
+            return None
+        arguments = torchrun_arguments(command, shell=shell)
+        if arguments is None:
+            return None
+        before_launch(shlex.join(["torchrun", *arguments]))
+        return [sys.executable, "-m", "zero_sim", "torchrun", *options, *arguments]
+
+    def start(self: Any, args: Any, *rest: Any, **settings: Any) -> None:
+        other = replaced(args, shell=bool(settings.get("shell")))
+        if other is None:
+            popen(self, args, *rest, **settings)
+            return
+        popen(self, other, *rest, **settings | {"shell": False, "executable": None})
+
+    def call(command: Any) -> int:
+        other = replaced(command, shell=True)
+        return system(command if other is None else shlex.join(other))
+
+    with (
+        mock.patch.object(subprocess.Popen, "__init__", start),
+        mock.patch.object(os, "system", call),
+    ):
+        yield

@@ -1,0 +1,149 @@
+"""A process object on its way into a rank, which gets a copy of its own as a new process would.
+
+Queues, locks, pipes and other objects that processes share are passed on as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import io
+import os
+import pickle
+from collections.abc import Callable
+from multiprocessing import context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from zero_sim.script.own_names import copied
+
+_SHARED = (ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
+
+
+class Parcel:
+    """A process, packed in the thread that starts it.
+
+    Args:
+        process: The process, not started yet.
+        is_forked: True if a copy of the starting process would run it, with all its variables.
+        main: The `__main__` of the starting process; None if ranks share all modules.
+
+    Raises:
+        Exception: It cannot be pickled, and is not forked.
+    """
+
+    def __init__(
+        self, process: BaseProcess, *, is_forked: bool, main: ModuleType | None = None
+    ) -> None:
+        self._kept: list[Any] = []
+        self._bytes: bytes | None = None
+        self._process = copy.copy(process)
+        self._variables: dict[str, Any] = {}
+        self._space: dict[str, Any] = {}
+        """Globals of the starter's functions, which a rank's use in a copy of their own."""
+        if is_forked and main is not None:
+            self._variables = {name: copied(value) for name, value in vars(main).items()}
+            self._space = vars(main)
+        buffer = io.BytesIO()
+        before = context.get_spawning_popen()
+        # Objects of multiprocessing refuse to be pickled at another time.
+        context.set_spawning_popen(self)  # pyrefly: ignore [bad-argument-type]
+        try:
+            _Pickler(buffer, self._keep).dump(process)
+        except Exception:
+            if not is_forked:
+                raise
+            # A lambda, say, which a fork inherits. Ranks then share what it refers to.
+        else:
+            self._bytes = buffer.getvalue()
+        finally:
+            context.set_spawning_popen(before)
+
+    def unpack(self, main: ModuleType | None = None) -> BaseProcess:
+        """The process as the calling rank has it.
+
+        Args:
+            main: The rank's `__main__`, which executed the script's file; gets the variables that
+                a fork would inherit.
+        """
+        if main is not None:
+            space = vars(main)
+            for name in self._variables.keys() - space.keys():
+                space[name] = self._with_globals(self._variables[name], space)
+        if self._bytes is None:
+            return self._process
+        return _Unpickler(io.BytesIO(self._bytes), self._kept).load()
+
+    def _with_globals(self, value: Any, space: dict[str, Any]) -> Any:
+        if not isinstance(value, FunctionType) or value.__globals__ is not self._space:
+            return value
+        own = FunctionType(
+            value.__code__, space, value.__name__, value.__defaults__, value.__closure__
+        )
+        own.__kwdefaults__, own.__dict__ = value.__kwdefaults__, dict(vars(value))
+        return own
+
+    def _keep(self, value: Any) -> int | None:
+        """The number of an object that is passed on; None for one that is copied."""
+        if not _is_shared(value):
+            return None
+        if isinstance(value, Connection):
+            # The starter may close its end before the rank runs.
+            value = _duplicate(value)
+        self._kept.append(value)
+        return len(self._kept) - 1
+
+
+def _is_shared(value: Any) -> bool:
+    if isinstance(value, (torch.Tensor, *_SHARED)):
+        return True
+    if isinstance(value, (BaseProcess, bytes, type)):
+        # Bytes: the key by which processes know each other.
+        return False
+    return any(each.__module__.startswith("multiprocessing.") for each in type(value).__mro__)
+
+
+def _duplicate(value: Connection) -> Connection:
+    return Connection(os.dup(value.fileno()), readable=value.readable, writable=value.writable)
+
+
+class _Pickler(ForkingPickler):
+    def __init__(self, file: io.BytesIO, keep: Callable[[Any], int | None]) -> None:
+        super().__init__(file)
+        self._keep = keep
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Any] = []
+        """Keeps the ids in `_numbers` from being given to other objects."""
+
+    def persistent_id(self, value: Any) -> int | None:  # pyrefly: ignore [bad-override]
+        """Its number, for an object that is passed on."""
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._keep(value)
+            if number is not None:
+                self._numbers[id(value)] = number
+                self._alive.append(value)
+        return number
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+        self._loaded: dict[int, Any] = {}
+
+    def persistent_load(self, number: int) -> Any:
+        """The object of a number; a tensor has storage in common, and a gradient of its own."""
+        if number not in self._loaded:
+            value = self._kept[number]
+            if isinstance(value, torch.nn.Parameter):
+                value = torch.nn.Parameter(value.detach(), requires_grad=value.requires_grad)
+            elif isinstance(value, torch.Tensor):
+                value = value.detach().requires_grad_(value.requires_grad)
+            self._loaded[number] = value
+        return self._loaded[number]

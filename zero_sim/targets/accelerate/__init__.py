@@ -1,1 +1,0 @@
-"""Hugging Face's accelerate as targets; `pip install "zero-sim[accelerate]"`."""
