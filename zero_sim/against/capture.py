@@ -140,8 +140,11 @@ class RankCapture:
                 if trains:
                     self._count_own_step()
                 self._replicas.begin_outermost(module, trains=trains)
-                if trains:
+                # A teacher computes without gradients, and on rows of the training.
+                if trains or module.training:
                     replaced = self._rows.read(self.steps, _class_name(module), args, kwargs)
+                else:
+                    self._rows.evaluated(args, kwargs)
             name = self._names.of_module(module)
             self._replicas.begin_forward(module, name, steps=self.steps, trains=trains)
         return replaced
@@ -577,10 +580,13 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     functional = torch.nn.functional
     dropout, attention = functional.dropout, functional.scaled_dot_product_attention
 
-    def dropped(input: Tensor, p: float = 0.5, training: bool = True, *rest: Any) -> Tensor:
+    # Named as torch does, because modes of others pass arguments by keyword.
+    def dropped(
+        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
         if _thread.capture is not None and training and p > 0 and torch.is_grad_enabled():
             _thread.capture.refusals["dropout"] = "each rank draws a mask of its own"
-        return dropout(input, p, training, *rest)
+        return dropout(input, p, training, inplace)
 
     def attended(*args: Any, **kwargs: Any) -> Tensor:
         p = kwargs.get("dropout_p") or (args[4] if len(args) > 4 else 0)

@@ -173,6 +173,7 @@ def _dtype_asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype |
     return native(other) if isinstance(other, Tensor) else dtype
 
 
+@functools.wraps(_to)
 def _to_native(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`Tensor.to` by native dtypes; see [Note: casts copy where they natively would]."""
     if not thread.active or _is_harness() or has_own_dispatch(type(self)):

@@ -41,6 +41,10 @@ class RowsRead(Protocol):
         """Note the rows; return other arguments if they are to be replaced."""
         ...
 
+    def evaluated(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note rows that a forward without gradients read."""
+        ...
+
     def begin_pass(self) -> None:
         """Note that a pass over a DataLoader begins."""
         ...
@@ -55,15 +59,38 @@ class RowLog:
     """Ranks that share this rank's forwards: those of meshes of the DTensors that it uses there."""
     keeps_values: bool = False
     """True to keep the rows themselves, so that they can be dealt."""
+    lacks_rows: bool = False
+    """True if the run that rows are dealt from read too few."""
+    trouble: str = ""
+    """Why rows could not be dealt; empty if they could."""
     digests: dict[tuple[int, Slot], list[str]] = field(default_factory=lambda: defaultdict(list))
     epochs: dict[int, int] = field(default_factory=dict)
     """Passes over DataLoaders that had begun in each step; 0 for rows that no DataLoader gave."""
     values: dict[tuple[int, Slot], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    evaluations: set[str] = field(default_factory=set)
+    """Digests of the rows that forwards without gradients read."""
     _passes: int = 0
+
+    @property
+    def constant_slots(self) -> frozenset[Slot]:
+        """Arguments that are no data, such as a mask: equal in each of several forwards."""
+        found: dict[Slot, list[Tensor]] = defaultdict(list)
+        for (_, slot), batches in self.values.items():
+            found[slot] += batches
+        return frozenset(
+            slot
+            for slot, (first, *rest) in found.items()
+            if rest and all(torch.equal(first, each) for each in rest)
+        )
 
     def begin_pass(self) -> None:
         """Note that a pass over a DataLoader begins."""
         self._passes += 1
+
+    def evaluated(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note rows that a forward without gradients read."""
+        for _, tensor in _slots("", args, kwargs):
+            self.evaluations.update(_digests(tensor))
 
     def read(
         self, step: int, module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -78,28 +105,34 @@ class RowLog:
     def until(self, step: int) -> RowLog:
         """The log of the steps before one."""
         digests = {key: rows for key, rows in self.digests.items() if key[0] < step}
-        return RowLog(rank=self.rank, sharers=self.sharers, digests=digests)
+        return RowLog(
+            rank=self.rank, sharers=self.sharers, digests=digests, evaluations=self.evaluations
+        )
 
 
 class DealtRows:
     """Gives each rank the rows that are its share of those that another run read.
 
     The `j`-th forward of rank `r` of N gets the rows from `(j * N + r) * b`, where `b` is the
-    number of rows that the rank would have read.
+    number of rows that the rank would have read. If batches are to be split, that forward gets the
+    `r`-th of N equal parts of the batch that the other run's `j`-th forward read.
 
     Args:
         source: Log of the run that read them, with values.
         rank: This rank.
         world_size: Number of ranks.
+        splits: True to split each batch, for scripts whose batch per rank cannot be set.
     """
 
-    def __init__(self, source: RowLog, *, rank: int, world_size: int) -> None:
+    def __init__(self, source: RowLog, *, rank: int, world_size: int, splits: bool = False) -> None:
         self.log = RowLog(rank=rank)
+        self._splits = splits
         self._source = source
         self._rank = rank
         self._world_size = world_size
         self._dealt: dict[tuple[int, Slot], int] = defaultdict(int)
         self._joined: dict[tuple[int, Slot], Tensor] = {}
+        self._constant = source.constant_slots
 
     def begin_pass(self) -> None:
         """Note that a pass over a DataLoader begins."""
@@ -120,33 +153,50 @@ class DealtRows:
         self.log.read(step, module, tuple(new_args), new_kwargs)
         return tuple(new_args), new_kwargs
 
+    def evaluated(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note rows that a forward without gradients read, which are not dealt."""
+        self.log.evaluated(args, kwargs)
+
     def _rows(self, step: int, slot: Slot, tensor: Tensor) -> Tensor:
         key = step, slot
         if key not in self._source.values:
-            raise UsageError(
+            raise self._trouble(
                 f"expected {slot} in step {step + 1} on one rank too, because its rows are to be "
                 "dealt. Run without --feed."
             )
-        if key not in self._joined:
-            self._joined[key] = torch.cat(self._source.values[key])
-        rows = self._joined[key]
-        if _is_constant(self._source.values[key], tensor):
+        batches = self._source.values[key]
+        if slot in self._constant and torch.equal(batches[0], tensor):
             return tensor
         index = self._dealt[key]
         self._dealt[key] += 1
+        if self._splits:
+            return self._part(step, slot, batches, index).to(tensor.device)
+        if key not in self._joined:
+            self._joined[key] = torch.cat(batches)
+        rows = self._joined[key]
         start = (index * self._world_size + self._rank) * tensor.shape[0]
         if rows.shape[0] < start + tensor.shape[0]:
-            raise UsageError(
+            self.log.lacks_rows = True
+            raise self._trouble(
                 f"expected at least {start + tensor.shape[0]} rows of {slot} in step {step + 1} on "
                 f"one rank, got {rows.shape[0]}. Let one rank read as many rows as all ranks "
                 "together, with --arguments-of-one."
             )
         return rows[start : start + tensor.shape[0]].to(tensor.device)
 
+    def _trouble(self, text: str) -> UsageError:
+        self.log.trouble = text
+        return UsageError(text)
 
-def _is_constant(values: Sequence[Tensor], tensor: Tensor) -> bool:
-    """True for an argument that is no data, such as a mask, and equal in each forward."""
-    return all(each.shape == tensor.shape and torch.equal(each, tensor) for each in values)
+    def _part(self, step: int, slot: Slot, batches: Sequence[Tensor], index: int) -> Tensor:
+        count = batches[index].shape[0] if index < len(batches) else 0
+        if not count or count % self._world_size:
+            raise self._trouble(
+                f"expected a batch that {self._world_size} ranks can share in forward "
+                f"{index + 1} of {slot} in step {step + 1} on one rank, got {count} rows. Let one "
+                "rank read as many rows as all ranks together, with --arguments-of-one."
+            )
+        return batches[index].chunk(self._world_size)[self._rank]
 
 
 def _slots(

@@ -91,6 +91,8 @@ class Comparison:
     verdict: AgainstVerdict
     prepared: Prepared
     side: Side
+    way: Way | None = None
+    """How the judged side was observed."""
     measurement: Measurement | None = None
 
 
@@ -106,6 +108,13 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = 
     baseline = Baseline(by_rank=by_rank)
     observed = observe(side, Way(sink=baseline, keeps_rows=keeps_rows), seed=seed)
     side = observed.side
+    if side.spare_gpus and (not baseline.pieces or observed.script.failure is not None):
+        # Examples often refuse a machine with one GPU, which is no property of one rank.
+        settings = replace(side.settings, gpus_per_node=side.spare_gpus)
+        other, again = replace(side, settings=settings, spare_gpus=0), Baseline(by_rank=by_rank)
+        retried = observe(other, Way(sink=again, keeps_rows=keeps_rows), seed=seed)
+        if again.pieces and len(retried.steps_of_ranks) == side.settings.world_size:
+            side, baseline, observed = retried.side, again, retried
     prepared = Prepared(side=side, seed=seed, baseline=baseline, observed=observed)
     if observed.script.failure is not None:
         prepared.failure = _failed_first(prepared)
@@ -146,9 +155,22 @@ def judge(
         start=prepared.baseline.start() if starts_alike else None,
     )
     got = observe(side, way, seed=prepared.seed)
+    if any(log.lacks_rows for log in got.rows):
+        # Each rank reads as many rows as one rank does, which no argument of the script changes.
+        measurement = Measurement(prepared.baseline)
+        way = replace(way, sink=measurement, splits=True)
+        got = observe(got.side, way, seed=prepared.seed)
     side = got.side
     names["got"] = side.text
-    if got.script.failure is not None:
+    trouble = next((log.trouble for log in got.rows if log.trouble), "")
+    if trouble:
+        reason, _, remedy = trouble.partition(". ")
+        verdict = AgainstVerdict(
+            outcome="inconclusive",
+            reason=f"The rows of one rank cannot be dealt: {reason}.",
+            remedy=remedy,
+        )
+    elif got.script.failure is not None:
         verdict = _failed_second(prepared, side, got)
     elif got.replicas.findings:
         outcome, reason, remedy, ending = _drifted(got)
@@ -173,7 +195,9 @@ def judge(
     drifts = () if got.replicas.findings else got.replicas.notes
     notes = (*verdict.notes, *lost, *got.reductions.notes, *drifts)
     verdict = replace(verdict, **names, notes=notes)
-    return Comparison(verdict=verdict, prepared=prepared, side=side, measurement=measurement)
+    return Comparison(
+        verdict=verdict, prepared=prepared, side=side, way=way, measurement=measurement
+    )
 
 
 def _failed_first(prepared: Prepared) -> tuple[Outcome, str, str, str]:
@@ -199,7 +223,7 @@ def _failed_first(prepared: Prepared) -> tuple[Outcome, str, str, str]:
 def _failed_second(prepared: Prepared, side: Side, got: Observed) -> AgainstVerdict:
     error = getattr(got.script.failure, "error", None)
     if isinstance(error, UsageError):
-        raise error  # Of dealt rows, which no other run would mend.
+        raise error  # Of how the script is run, which is no difference between the sides.
     native = observe(side, Way(sink=Baseline(), is_native=True), seed=prepared.seed).script
     failed = got.script if native.failure is None else native
     where = " in float64 alone" if native.failure is None else ""
@@ -243,7 +267,7 @@ def _measure_rounding(prepared: Prepared) -> tuple[str, str] | None:
         )
     for index in range(NOISY_RUNS):
         measurement = Measurement(baseline, keep_above=float("inf"))
-        way = Way(sink=measurement, noise_seed=index + 1)
+        way = Way(sink=measurement, noise_seed=index + 1, fill=(index + 2) / 8)
         noisy = observe(prepared.side, way, seed=prepared.seed)
         log = prepared.observed.gathers
         measurement.finish(expected_log=log, got_log=noisy.gathers)
@@ -252,7 +276,15 @@ def _measure_rounding(prepared: Prepared) -> tuple[str, str] | None:
         for point, measured in measurement.measured.items():
             known = prepared.rounding.get(point, FLOOR)
             prepared.rounding[point] = max(known, measured.relative)
-    if all(value * LIMIT >= 1 for value in prepared.rounding.values()):
+    first = [
+        value
+        for point, value in prepared.rounding.items()
+        if point.step == 0 and point.moment == "forward"
+    ]
+    # Rounding does not change the params that a script starts with.
+    if max(first, default=0) * LIMIT >= 1 or all(
+        value * LIMIT >= 1 for value in prepared.rounding.values()
+    ):
         return _irregular(prepared)
     return None
 
@@ -270,7 +302,7 @@ def _irregular(prepared: Prepared) -> tuple[str, str]:
     """Why two runs of one side differ: they differ without noise, too, or rounding decides."""
     side = prepared.side
     again = Measurement(prepared.baseline)
-    repeated = observe(side, Way(sink=again), seed=prepared.seed)
+    repeated = observe(side, Way(sink=again, fill=7 / 8), seed=prepared.seed)
     again.finish(expected_log=prepared.observed.gathers, got_log=repeated.gathers)
     differing = [point for point, each in again.measured.items() if each.relative]
     if differing or not _took_same_way(prepared, repeated, again):
@@ -293,10 +325,15 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
     found: list[Difference] = []
     largest = 0.0
     decided: set[str] = set()
+    metrics = _metrics(prepared, measurement, got)
+    unjudged: set[str] = set()
     for point, measured in measurement.measured.items():
         rounding = prepared.rounding.get(point, FLOOR)
         if rounding * LIMIT < 1:
             decided.add(point.name)
+        if point in metrics and measured.relative > LIMIT * rounding:
+            unjudged.add(point.name)
+            continue
         if point.moment not in LOCALISING:
             largest = max(largest, measured.relative / rounding)
         elif measured.reduced_relative is not None and (
@@ -308,14 +345,14 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
     found.sort(key=lambda each: (each.point.order, -each.measured.relative, each.point.name))
     deciding = {p for p in prepared.rounding if p.moment not in LOCALISING}
     unknown = deciding - measurement.measured.keys()
-    unobserved = {p.name for p in measurement.unobserved | unknown if p.moment not in LOCALISING}
-    names = {point.name for point in measurement.measured} - unobserved
+    unjudged |= {p.name for p in measurement.unobserved | unknown if p.moment not in LOCALISING}
+    names = {point.name for point in measurement.measured} - unjudged
     equal = AgainstVerdict(
         outcome="equal",
         reason="",
         steps=max(got.steps_of_ranks, default=0),
         compared_count=len(measurement.measured),
-        unobserved=tuple(sorted(unobserved)),
+        unobserved=tuple(sorted(unjudged)),
         undecided=tuple(sorted(names - decided)),
         largest_multiple=largest,
     )
@@ -338,6 +375,32 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
             f"as {found[0].point.text}: perhaps they are scaled otherwise.",
         )
     return replace(equal, notes=notes)
+
+
+def _metrics(prepared: Prepared, measurement: Measurement, got: Observed) -> set[Point]:
+    """Tensors of checkpoints that other rows may have decided, such as a validation loss.
+
+    These are tensors of a shape that no param has, if evaluations read other rows on both sides.
+    """
+    evaluated = [
+        {row for log in rows for row in log.evaluations}
+        for rows in (prepared.observed.rows, got.rows)
+    ]
+    if evaluated[0] == evaluated[1]:
+        return set()
+    pieces = prepared.baseline.pieces
+    shapes = {
+        piece.shape
+        for point, ranks in pieces.items()
+        if point.moment in ("forward", "param")
+        for piece in ranks.values()
+    }
+    return {
+        point
+        for point in measurement.measured
+        if point.moment in ("saved", "loaded")
+        and all(piece.shape not in shapes for piece in pieces[point].values())
+    }
 
 
 def _trained(baseline: Baseline) -> list[str]:

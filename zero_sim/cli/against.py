@@ -119,6 +119,7 @@ def judge_script(
                 side,
                 seed=seed,
                 feeds=options.feed,
+                splits=comparison.way is not None and comparison.way.splits,
                 starts_alike=options.start_of_one,
             )
             verdict = replace(verdict, notes=(*verdict.notes, report.text))
@@ -282,7 +283,8 @@ def _sides(
             else side
             for size in sizes
         ]
-        return replace(other, settings=one), sides
+        spare = max(each.settings.ranks_per_node for each in sides) if one.cuda_is_cpu else 0
+        return replace(other, settings=one, spare_gpus=spare), sides
     if options.sizes is not None:
         raise UsageError("expected --sizes with --against 1, got it with another relation.")
     if options.against == "resumed":

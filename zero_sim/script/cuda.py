@@ -29,8 +29,9 @@ _CUDA = re.compile(r"cuda(:\d+)?")
 _CPU = torch.device("cpu")
 _AS_THEY_ARE = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory})
 """Methods that give the tensor itself, as they do on a GPU that it is on already."""
-_TAKES_NUMBER = frozenset({torch.Tensor.to})
-"""Where a number as the first argument is a device."""
+_TAKES_NUMBER = "to"
+"""Name of the method whose first argument is a device if it is a number. By name, because a guest
+of the run may have put its own function in the place of torch's."""
 _MEMORY = (
     "max_memory_allocated",
     "max_memory_reserved",
@@ -255,7 +256,7 @@ class _Moved(TorchFunctionMode):
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if "device" in kwargs:
             kwargs["device"] = _moved(kwargs["device"], numbers=True)
-        if func in _TAKES_NUMBER and len(args) > 1:
+        if len(args) > 1 and func.__name__ == _TAKES_NUMBER:
             args = (args[0], _moved(args[1], numbers=True), *args[2:])
         else:
             args = tuple([_moved(arg) if type(arg) is torch.device else arg for arg in args])

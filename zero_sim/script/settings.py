@@ -28,6 +28,8 @@ class Settings:
     packages: tuple[str, ...] = ()
     """Top-level packages that every rank imports for itself, besides the script's folder."""
     cuda_is_cpu: bool = False
+    gpus_per_node: int | None = None
+    """GPUs that scripts find with `cuda_is_cpu`; None for one a rank."""
     kernels_are_stubs: bool = False
     """True if packages of kernels that are not installed are stubs."""
     starter: Literal["", "visible", "all"] = ""
