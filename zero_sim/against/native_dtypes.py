@@ -84,6 +84,8 @@ def note(tensor: Tensor, dtype: torch.dtype) -> None:
         tensor: A plain tensor stored in float64 or complex128.
         dtype: The dtype that the script asked for.
     """
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
     key = tensor.untyped_storage()._cdata
     if dtype in WIDE:
         _noted[key] = dtype
@@ -95,6 +97,10 @@ def native(tensor: Tensor) -> torch.dtype:
     """The dtype that a tensor would have without this module."""
     dtype = _stored_dtype(tensor)
     if dtype in _WIDE and not has_own_dispatch(type(tensor)) and tensor.device.type != "meta":
+        if tensor.layout is not torch.strided:
+            if tensor.layout is not torch.sparse_coo:
+                return dtype
+            tensor = tensor._values()
         noted = _noted.get(tensor.untyped_storage()._cdata, dtype)
         if noted.is_complex is not dtype.is_complex:
             return _OF_PARTS[noted]  # `view_as_real` or `view_as_complex`.
@@ -251,7 +257,7 @@ def _gradient(self: Tensor) -> Tensor | None:
     grad = _grad.__get__(self)
     if grad is not None and thread.active and not has_own_dispatch(type(grad)):
         dtype = native(self)
-        if dtype in WIDE and not grad.is_sparse:
+        if dtype in WIDE:
             note(grad, dtype)
     return grad
 
@@ -332,6 +338,23 @@ def _tensor_patches() -> Iterator[tuple[Any, str, Any]]:
         return _to_by_native(self, native(other)) if thread.active else type_as(self, other)
 
     yield Tensor, "type_as", as_other
+
+
+def _module_patches() -> Iterator[tuple[Any, str, Any]]:
+    """Params that a thread of a library has made, which runs without our modes."""
+    named = torch.nn.Module.named_parameters
+
+    @functools.wraps(named)
+    def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        for name, param in named(*args, **kwargs):
+            if thread.active and _stored_dtype(param) in WIDE:
+                with stored_dtypes():
+                    wide = widened(param.detach())
+                    if _stored_dtype(wide) not in WIDE:
+                        param.data = wide
+            yield name, param
+
+    yield torch.nn.Module, "named_parameters", named_parameters
 
 
 def _function_patches() -> Iterator[tuple[Any, str, Any]]:
@@ -427,7 +450,7 @@ def _autocast_patches() -> Iterator[tuple[Any, str, Any]]:
 def installed() -> Iterator[None]:
     """Install the surface; threads show native dtypes while `thread.active` is true."""
     with contextlib.ExitStack() as stack:
-        for patches in (_storage_patches, _tensor_patches, _function_patches):
+        for patches in (_storage_patches, _tensor_patches, _module_patches, _function_patches):
             for place, name, value in patches():
                 stack.enter_context(mock.patch.object(place, name, value))
         try:

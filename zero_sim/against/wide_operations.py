@@ -262,7 +262,7 @@ def _promoted(tensors: list[Tensor], plan: Plan) -> torch.dtype | None:
 def _note_fresh(value: Any, dtype: torch.dtype | None) -> None:
     if dtype is None or not isinstance(value, Tensor) or stored(value) not in _STORED:
         return
-    if value.device.type == "meta" or value.layout is not torch.strided:
+    if value.device.type == "meta" or value.layout not in (torch.strided, torch.sparse_coo):
         return
     if stored(value) is torch.complex128 and dtype in _FLOATS:
         dtype = torch.complex64 if dtype is not torch.float64 else torch.complex128

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -148,7 +149,8 @@ class CudaOnCpu:
                 name=_NAME, major=8, minor=0, total_memory=_MEMORY_BYTES, multi_processor_count=1
             ),
             "mem_get_info": lambda device=None: (_MEMORY_BYTES, _MEMORY_BYTES),
-            "memory_stats": lambda device=None: {},
+            # Scripts look up statistics by name, and each is zero.
+            "memory_stats": lambda device=None: defaultdict(int),
             "get_rng_state": _rng_state,
             "get_rng_state_all": lambda: [_rng_state() for _ in range(self._device_count)],
             "Stream": Stream,
