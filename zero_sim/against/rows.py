@@ -255,6 +255,12 @@ class RowDifference:
     @property
     def remedy(self) -> str:
         """How to let both runs read the same."""
+        if self.is_repeated:
+            return (
+                "Give each rank rows of its own, for example with DistributedSampler and one seed "
+                "for all ranks, or pass --all-read-all if ranks share the work on each row, as "
+                "with tensor parallelism."
+            )
         if self.several_count:
             return (
                 "Share the rows of a step out, for example with DistributedSampler and one seed "
@@ -268,12 +274,15 @@ class RowDifference:
         )
 
 
-def first_row_difference(expected: Sequence[RowLog], got: Sequence[RowLog]) -> RowDifference | None:
+def first_row_difference(
+    expected: Sequence[RowLog], got: Sequence[RowLog], *, all_read_all: bool = False
+) -> RowDifference | None:
     """The first difference in rows; None if each row was read once on both sides.
 
     Args:
         expected: Logs of the ranks to compare with.
         got: Logs of the ranks that are judged.
+        all_read_all: True if each rank is meant to read all rows, as with tensor parallelism.
     """
     found: list[RowDifference] = []
     slots = {key for log in (*expected, *got) for key in log.digests}
@@ -282,7 +291,7 @@ def first_row_difference(expected: Sequence[RowLog], got: Sequence[RowLog]) -> R
         ones = sum(_read_once(expected, step, slot), Counter())
         each = _read_once(got, step, slot)
         many = sum(each, Counter())
-        if ones == many:
+        if ones == many or (all_read_all and all(rows == ones for rows in each)):
             dealt.add((step, slot.module))
             continue
         found.append(

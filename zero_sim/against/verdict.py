@@ -108,7 +108,8 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = 
     baseline = Baseline(by_rank=by_rank)
     observed = observe(side, Way(sink=baseline, keeps_rows=keeps_rows), seed=seed)
     side = observed.side
-    if side.spare_gpus and (not baseline.pieces or observed.script.failure is not None):
+    stopped = not baseline.pieces or observed.script.failure is not None
+    if side.spare_gpus > side.settings.ranks_per_node and stopped:
         # Examples often refuse a machine with one GPU, which is no property of one rank.
         settings = replace(side.settings, gpus_per_node=side.spare_gpus)
         other, again = replace(side, settings=settings, spare_gpus=0), Baseline(by_rank=by_rank)
@@ -130,7 +131,12 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = 
 
 
 def judge(
-    prepared: Prepared, side: Side, *, feeds: bool = False, starts_alike: bool = False
+    prepared: Prepared,
+    side: Side,
+    *,
+    feeds: bool = False,
+    starts_alike: bool = False,
+    all_read_all: bool = False,
 ) -> Comparison:
     """Run another side and judge it by the prepared one.
 
@@ -139,6 +145,7 @@ def judge(
         side: The side that is judged.
         feeds: True to deal it the rows that rank 0 of the prepared side read.
         starts_alike: True to let its params start with the values of the prepared side.
+        all_read_all: True if each rank is meant to read all rows, as with tensor parallelism.
     """
     side = side.as_tried(prepared.side)
     names = {"expected": prepared.side.text, "got": side.text}
@@ -181,7 +188,7 @@ def judge(
             reason=wrong_rows,
             remedy="Let samplers of all ranks draw one order, with one seed, and share it out.",
         )
-    elif (rows := first_row_difference(prepared.observed.rows, got.rows)) is not None:
+    elif rows := first_row_difference(prepared.observed.rows, got.rows, all_read_all=all_read_all):
         verdict = AgainstVerdict(
             outcome="inconclusive",
             reason=f"The data differ: {rows.text}.",
