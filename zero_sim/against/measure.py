@@ -199,6 +199,29 @@ class Measurement:
                     kind="replicated", relative=max(ranks.values()), reduced_relative=reduced
                 )
 
+    @property
+    def absent(self) -> list[str]:
+        """Params that the baseline has at its end and no rank of this run does."""
+        met = {*self._ranks, *self.kept, *self.measured, *self.unobserved}
+        return sorted(
+            point.name
+            for point, pieces in self._baseline.pieces.items()
+            if point.moment == "end"
+            and point not in met
+            and not any(piece.is_buffer for piece in pieces.values())
+        )
+
+    def is_alike(self, point: Point) -> bool:
+        """True if all ranks have one tensor at a point that differs, or its shards."""
+        ranks = self._ranks.get(point, {})
+        return not ranks or _all_same(ranks, self.kept.get(point, {}))
+
+    def keep_steps(self, count: int) -> None:
+        """Leave out what was observed after a number of steps, and checkpoints."""
+        for point in [*self.measured]:
+            if point.step >= count or point.moment in ("saved", "loaded"):
+                del self.measured[point]
+
     def _measure_shards(self, point: Point, kept: Mapping[int, Piece]) -> None:
         expected = self._baseline.expected(point)
         whole = whole_of(kept)

@@ -219,11 +219,13 @@ def _digests(tensor: Tensor) -> list[str]:
     rows = tensor.detach().contiguous()
     if rows.dtype.is_floating_point:
         rows = rows.to(torch.float64)
-    flat = rows.reshape(rows.shape[0], -1).view(torch.uint8) if rows[0].numel() else rows
-    return [
-        hashlib.blake2b(row.numpy().tobytes(), digest_size=_DIGEST_BYTES).hexdigest()
-        for row in flat
-    ]
+    return [digest_of(row) for row in rows.reshape(rows.shape[0], -1)]
+
+
+def digest_of(values: Tensor) -> str:
+    """A hash of the bytes of a tensor."""
+    content = values.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,7 +277,11 @@ class RowDifference:
 
 
 def first_row_difference(
-    expected: Sequence[RowLog], got: Sequence[RowLog], *, all_read_all: bool = False
+    expected: Sequence[RowLog],
+    got: Sequence[RowLog],
+    *,
+    all_read_all: bool = False,
+    steps: int | None = None,
 ) -> RowDifference | None:
     """The first difference in rows; None if each row was read once on both sides.
 
@@ -283,9 +289,12 @@ def first_row_difference(
         expected: Logs of the ranks to compare with.
         got: Logs of the ranks that are judged.
         all_read_all: True if each rank is meant to read all rows, as with tensor parallelism.
+        steps: Number of steps to look at; None for all.
     """
     found: list[RowDifference] = []
     slots = {key for log in (*expected, *got) for key in log.digests}
+    if steps is not None:
+        slots = {(step, slot) for step, slot in slots if step < steps}
     dealt: set[tuple[int, str]] = set()
     for step, slot in sorted(slots):
         ones = sum(_read_once(expected, step, slot), Counter())

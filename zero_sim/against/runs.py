@@ -100,6 +100,8 @@ class Observed:
     """Calls of `Optimizer.step`, by rank."""
     saved_at: int = -1
     """Optimizer steps before the last checkpoint was saved; -1 if none was."""
+    started: tuple[Mapping[str, str], ...] = ()
+    """By rank: digests of the values that params had before they got others."""
     gathers: GatherLog = field(default_factory=GatherLog)
     replicas: ReplicaCheck
     integers: IntegerSums = field(default_factory=IntegerSums)
@@ -289,6 +291,7 @@ def _observe(
         replicas=replicas,
         integers=guest.integers,
         reductions=guest.reductions,
+        started=tuple(each.started for each in captures),
         reasons={name: reason for each in captures for name, reason in each.refusals.items()},
     )
 

@@ -169,6 +169,10 @@ def judge(
         got = observe(got.side, way, seed=prepared.seed)
     side = got.side
     names["got"] = side.text
+    steps = None
+    if way.splits:
+        # A script that ends after so many rows takes fewer steps on more ranks.
+        steps = min(max(each.steps_of_ranks, default=0) for each in (prepared.observed, got))
     trouble = next((log.trouble for log in got.rows if log.trouble), "")
     if trouble:
         reason, _, remedy = trouble.partition(". ")
@@ -179,6 +183,13 @@ def judge(
         )
     elif got.script.failure is not None:
         verdict = _failed_second(prepared, side, got)
+    elif own := _own_params(got):
+        verdict = AgainstVerdict(
+            outcome="inconclusive",
+            reason=f"{own} starts with other values on each of the {side.text}, so it may be "
+            "another param on each.",
+            remedy="Give params that ranks do not share names of their own, or broadcast them.",
+        )
     elif got.replicas.findings:
         outcome, reason, remedy, ending = _drifted(got)
         verdict = AgainstVerdict(outcome=outcome, reason=reason, remedy=remedy, ending=ending)
@@ -188,7 +199,9 @@ def judge(
             reason=wrong_rows,
             remedy="Let samplers of all ranks draw one order, with one seed, and share it out.",
         )
-    elif rows := first_row_difference(prepared.observed.rows, got.rows, all_read_all=all_read_all):
+    elif rows := first_row_difference(
+        prepared.observed.rows, got.rows, all_read_all=all_read_all, steps=steps
+    ):
         verdict = AgainstVerdict(
             outcome="inconclusive",
             reason=f"The data differ: {rows.text}.",
@@ -196,6 +209,8 @@ def judge(
         )
     else:
         measurement.finish(expected_log=prepared.observed.gathers, got_log=got.gathers)
+        if steps is not None and steps < max(prepared.observed.steps_of_ranks, default=0):
+            measurement.keep_steps(steps)
         verdict = _judged(prepared, measurement, got)
     # One rank counts what all ranks count together, so it may lose integers that they do not.
     lost = got.integers.notes or prepared.observed.integers.notes
@@ -205,6 +220,14 @@ def judge(
     return Comparison(
         verdict=verdict, prepared=prepared, side=side, way=way, measurement=measurement
     )
+
+
+def _own_params(got: Observed) -> str:
+    """A param to be started alike that had other values on each rank; empty for none."""
+    for name in got.started[0] if got.started else ():
+        if len({each.get(name) for each in got.started}) > 1:
+            return name
+    return ""
 
 
 def _failed_first(prepared: Prepared) -> tuple[Outcome, str, str, str]:
@@ -363,6 +386,25 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
         undecided=tuple(sorted(names - decided)),
         largest_multiple=largest,
     )
+    if absent := measurement.absent:
+        return replace(
+            equal,
+            outcome="inconclusive",
+            reason=f"No rank of {got.side.text} has a param named {absent[0]}, so params of one "
+            "name may be different ones.",
+            remedy="Give the params of each rank the names that they have on one rank.",
+        )
+    if found and found[0].point.step == 0 and found[0].point.moment == "forward":
+        starts = [each for each in found if each.point.order == found[0].point.order]
+        alike = [each for each in starts if measurement.is_alike(each.point)]
+        if alike:
+            return replace(
+                equal,
+                outcome="inconclusive",
+                reason=f"{len(starts)} params start with other values on {got.side.text}, such as "
+                f"{alike[0].point.name}: perhaps ranks draw other random numbers.",
+                remedy="Start all ranks with the params of one rank: --start-of-one.",
+            )
     if any(each.point.moment not in LOCALISING for each in found):
         return replace(equal, outcome="different", differences=tuple(found))
     left = [name for name in _trained(prepared.baseline) if name not in decided]
