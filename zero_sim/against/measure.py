@@ -142,6 +142,8 @@ class Measurement:
         self.kept: dict[Point, dict[int, Piece]] = defaultdict(dict)
         self.unobserved: set[Point] = set()
         """Points whose shards could not be put together."""
+        self.left_out: set[Point] = set()
+        """Points that are not compared, because one run ended before them."""
         self._baseline = baseline
         self._keep_above = keep_above
         self.joined: dict[Point, tuple[Tensor, Tensor]] = {}
@@ -218,9 +220,10 @@ class Measurement:
 
     def keep_steps(self, count: int) -> None:
         """Leave out what was observed after a number of steps, and checkpoints."""
-        for point in [*self.measured]:
+        for point in self._baseline.pieces:
             if point.step >= count or point.moment in ("saved", "loaded"):
-                del self.measured[point]
+                self.left_out.add(point)
+                self.measured.pop(point, None)
 
     def _measure_shards(self, point: Point, kept: Mapping[int, Piece]) -> None:
         expected = self._baseline.expected(point)

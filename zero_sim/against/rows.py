@@ -224,7 +224,7 @@ def _digests(tensor: Tensor) -> list[str]:
 
 def digest_of(values: Tensor) -> str:
     """A hash of the bytes of a tensor."""
-    content = values.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    content = values.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
 
 

@@ -374,8 +374,9 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
             found.append(Difference(point=point, measured=measured, rounding=rounding))
     found.sort(key=lambda each: (each.point.order, -each.measured.relative, each.point.name))
     deciding = {p for p in prepared.rounding if p.moment not in LOCALISING}
-    unknown = deciding - measurement.measured.keys()
-    unjudged |= {p.name for p in measurement.unobserved | unknown if p.moment not in LOCALISING}
+    unknown = (measurement.unobserved | deciding) - measurement.measured.keys()
+    unknown -= measurement.left_out
+    unjudged |= {p.name for p in unknown if p.moment not in LOCALISING}
     names = {point.name for point in measurement.measured} - unjudged
     equal = AgainstVerdict(
         outcome="equal",
