@@ -189,6 +189,8 @@ class Measurement:
         """
         self._logs = expected_log, got_log
         for point in {*self._ranks, *self.kept}:
+            if point.moment == "state":
+                self._drop_unused(point)
             ranks, kept = self._ranks.get(point, {}), self.kept.get(point, {})
             if kept and set(kept) - set(ranks):
                 self._measure_shards(point, kept)
@@ -224,6 +226,18 @@ class Measurement:
             if point.step >= count or point.moment in ("saved", "loaded"):
                 self.left_out.add(point)
                 self.measured.pop(point, None)
+
+    def _drop_unused(self, point: Point) -> None:
+        """Leave out state that is zero on ranks that do not own it, if another rank has it right.
+
+        Optimizers with sharded state give a rank without params of a group an empty slot. A rank
+        that owns a param and does not update its state has a wrong param, too.
+        """
+        ranks, kept = self._ranks.get(point, {}), self.kept.get(point, {})
+        unused = {rank for rank, piece in kept.items() if not piece.values.any()} & set(ranks)
+        if any(ranks[rank] <= self._keep_above for rank in ranks if rank not in unused):
+            for rank in unused:
+                del ranks[rank], kept[rank]
 
     def _measure_shards(self, point: Point, kept: Mapping[int, Piece]) -> None:
         expected = self._baseline.expected(point)

@@ -391,7 +391,7 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
         return replace(
             equal,
             outcome="inconclusive",
-            reason=f"No rank of {got.side.text} has a param named {absent[0]}, so params of one "
+            reason=f"None of the {got.side.text} has a param named {absent[0]}, so params of one "
             "name may be different ones.",
             remedy="Give the params of each rank the names that they have on one rank.",
         )
