@@ -130,6 +130,7 @@ for step in range(3):
     loss_of(model, rows(step)).backward()
     average()
     optimizer.step()
+torch.save(optimizer.state_dict(), f"{{rank}}.pt")
 """
 
 
@@ -138,6 +139,13 @@ for step in range(3):
 )
 def test_empty_slot_of_a_rank_that_does_not_own_the_state_is_no_difference(judged, after, outcome):
     assert judged("train.py", code=SLOT.format(after=after)).verdict.outcome == outcome
+
+
+def test_gradients_that_are_all_zero_prove_nothing(judged):
+    code = LOOP.format(rows="rows(step)").replace(".mean().backward()", ".mean().mul(0).backward()")
+    verdict = judged("train.py", code=code).verdict
+    assert verdict.outcome == "inconclusive"
+    assert "Every gradient is zero" in verdict.reason
 
 
 def test_params_of_another_thread_are_widened():

@@ -8,6 +8,7 @@ measured only tensors that differ are kept.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,10 @@ FLOOR = 2.0**-52
 LIMIT = 2.0**14.5
 """Multiple of rounding above which a tensor differs: half of the 29 bits of float64 beyond
 float32, so a script's own rounding and its faults lie on both sides at equal distance."""
+
+
+_STATE_DICT = re.compile(r"\bstate\.\d+\.")
+"""Names of an optimizer's state in its state_dict, within a checkpoint."""
 
 
 class Baseline:
@@ -189,7 +194,7 @@ class Measurement:
         """
         self._logs = expected_log, got_log
         for point in {*self._ranks, *self.kept}:
-            if point.moment == "state":
+            if point.moment == "state" or _STATE_DICT.search(point.name):
                 self._drop_unused(point)
             ranks, kept = self._ranks.get(point, {}), self.kept.get(point, {})
             if kept and set(kept) - set(ranks):

@@ -418,6 +418,14 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
             "Shard it by DTensor, so the places of its elements are known, or use whole params."
         )
         return replace(equal, outcome="inconclusive", reason=reason, remedy=remedy)
+    if _trains_nothing(prepared.baseline):
+        return replace(
+            equal,
+            outcome="inconclusive",
+            reason=f"Every gradient is zero on {prepared.side.text}, so a wrong reduction would "
+            "change nothing.",
+            remedy="Check the loss, or give the script other data.",
+        )
     notes = ()
     if found:
         notes = (
@@ -425,6 +433,18 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
             f"as {found[0].point.text}: perhaps they are scaled otherwise.",
         )
     return replace(equal, notes=notes)
+
+
+def _trains_nothing(baseline: Baseline) -> bool:
+    """True if there are gradients, and all of them are zero."""
+    grads = [
+        piece.values
+        for point, pieces in baseline.pieces.items()
+        if point.moment in LOCALISING
+        for piece in pieces.values()
+        if piece.dtype != "float"  # Settings of groups, such as the learning rate.
+    ]
+    return bool(grads) and not any(each.any() for each in grads)
 
 
 def _metrics(prepared: Prepared, measurement: Measurement, got: Observed) -> set[Point]:
