@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, sys.argv[1])
 
-from model import ModelArgs, Transformer  # noqa: E402
+from model import ModelArgs, Transformer
 
 with torch.device("meta"):
     model = Transformer(
