@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
-
-import torch
-from torch import Tensor
 
 from zero_sim.against.measure import FLOOR, LIMIT, Baseline, Measured, Measurement
 from zero_sim.against.points import LOCALISING, Point
 from zero_sim.against.rows import first_row_difference
 from zero_sim.against.runs import Observed, Side, Way, observe
 from zero_sim.against.shares import wrongly_dealt
+from zero_sim.against.trained import metrics_of, trained, trains_nothing
 from zero_sim.errors import UsageError
 
 Outcome = Literal["equal", "different", "script-fails", "inconclusive", "unsupported"]
@@ -155,6 +153,31 @@ def judge(
             outcome=outcome, reason=reason, remedy=remedy, ending=ending, **names
         )
         return Comparison(verdict=verdict, prepared=prepared, side=side)
+    got, way, measurement = _observe_second(prepared, side, feeds=feeds, starts_alike=starts_alike)
+    names["got"] = got.side.text
+    steps = None
+    if way.splits:
+        # A script that ends after so many rows takes fewer steps on more ranks.
+        steps = min(max(each.steps_of_ranks, default=0) for each in (prepared.observed, got))
+    verdict = _without_tensors(prepared, got, all_read_all=all_read_all, steps=steps)
+    if verdict is None:
+        measurement.finish(expected_log=prepared.observed.gathers, got_log=got.gathers)
+        if steps is not None and steps < max(prepared.observed.steps_of_ranks, default=0):
+            measurement.keep_steps(steps)
+        verdict = _judged(prepared, measurement, got)
+    # One rank counts what all ranks count together, so it may lose integers that they do not.
+    lost = got.integers.notes or prepared.observed.integers.notes
+    drifts = () if got.replicas.findings else got.replicas.notes
+    notes = (*verdict.notes, *lost, *got.reductions.notes, *drifts)
+    verdict = replace(verdict, **names, notes=notes)
+    return Comparison(
+        verdict=verdict, prepared=prepared, side=got.side, way=way, measurement=measurement
+    )
+
+
+def _observe_second(
+    prepared: Prepared, side: Side, *, feeds: bool, starts_alike: bool
+) -> tuple[Observed, Way, Measurement]:
     measurement = Measurement(prepared.baseline)
     way = Way(
         sink=measurement,
@@ -167,59 +190,48 @@ def judge(
         measurement = Measurement(prepared.baseline)
         way = replace(way, sink=measurement, splits=True)
         got = observe(got.side, way, seed=prepared.seed)
-    side = got.side
-    names["got"] = side.text
-    steps = None
-    if way.splits:
-        # A script that ends after so many rows takes fewer steps on more ranks.
-        steps = min(max(each.steps_of_ranks, default=0) for each in (prepared.observed, got))
+    return got, way, measurement
+
+
+def _without_tensors(
+    prepared: Prepared, got: Observed, *, all_read_all: bool, steps: int | None
+) -> AgainstVerdict | None:
+    """The verdict, if the run failed, replicas differ or the data do; None to compare tensors."""
     trouble = next((log.trouble for log in got.rows if log.trouble), "")
     if trouble:
         reason, _, remedy = trouble.partition(". ")
-        verdict = AgainstVerdict(
+        return AgainstVerdict(
             outcome="inconclusive",
             reason=f"The rows of one rank cannot be dealt: {reason}.",
             remedy=remedy,
         )
-    elif got.script.failure is not None:
-        verdict = _failed_second(prepared, side, got)
-    elif own := _own_params(got):
-        verdict = AgainstVerdict(
-            outcome="inconclusive",
-            reason=f"{own} starts with other values on each of the {side.text}, so it may be "
-            "another param on each.",
-            remedy="Give params that ranks do not share names of their own, or broadcast them.",
-        )
-    elif got.replicas.findings:
+    if got.script.failure is not None:
+        return _failed_second(prepared, got)
+    if got.replicas.findings:
         outcome, reason, remedy, ending = _drifted(got)
-        verdict = AgainstVerdict(outcome=outcome, reason=reason, remedy=remedy, ending=ending)
-    elif wrong_rows := wrongly_dealt(prepared.observed.rows, got.rows):
-        verdict = AgainstVerdict(
+        return AgainstVerdict(outcome=outcome, reason=reason, remedy=remedy, ending=ending)
+    if wrong_rows := wrongly_dealt(prepared.observed.rows, got.rows):
+        return AgainstVerdict(
             outcome="different",
             reason=wrong_rows,
             remedy="Let samplers of all ranks draw one order, with one seed, and share it out.",
         )
-    elif rows := first_row_difference(
+    if own := _own_params(got):
+        return AgainstVerdict(
+            outcome="inconclusive",
+            reason=f"{own} starts with other values on each rank, so it may be another param on "
+            "each.",
+            remedy="Give params that ranks do not share names of their own, or broadcast them.",
+        )
+    if rows := first_row_difference(
         prepared.observed.rows, got.rows, all_read_all=all_read_all, steps=steps
     ):
-        verdict = AgainstVerdict(
+        return AgainstVerdict(
             outcome="inconclusive",
             reason=f"The data differ: {rows.text}.",
             remedy=rows.remedy,
         )
-    else:
-        measurement.finish(expected_log=prepared.observed.gathers, got_log=got.gathers)
-        if steps is not None and steps < max(prepared.observed.steps_of_ranks, default=0):
-            measurement.keep_steps(steps)
-        verdict = _judged(prepared, measurement, got)
-    # One rank counts what all ranks count together, so it may lose integers that they do not.
-    lost = got.integers.notes or prepared.observed.integers.notes
-    drifts = () if got.replicas.findings else got.replicas.notes
-    notes = (*verdict.notes, *lost, *got.reductions.notes, *drifts)
-    verdict = replace(verdict, **names, notes=notes)
-    return Comparison(
-        verdict=verdict, prepared=prepared, side=side, way=way, measurement=measurement
-    )
+    return None
 
 
 def _own_params(got: Observed) -> str:
@@ -250,7 +262,8 @@ def _failed_first(prepared: Prepared) -> tuple[Outcome, str, str, str]:
     )
 
 
-def _failed_second(prepared: Prepared, side: Side, got: Observed) -> AgainstVerdict:
+def _failed_second(prepared: Prepared, got: Observed) -> AgainstVerdict:
+    side = got.side
     error = getattr(got.script.failure, "error", None)
     if isinstance(error, UsageError):
         raise error  # Of how the script is run, which is no difference between the sides.
@@ -355,7 +368,8 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
     found: list[Difference] = []
     largest = 0.0
     decided: set[str] = set()
-    metrics = _metrics(prepared, measurement, got)
+    rows = prepared.observed.rows, got.rows
+    metrics = metrics_of(prepared.baseline, measurement.measured, rows)
     unjudged: set[str] = set()
     for point, measured in measurement.measured.items():
         rounding = prepared.rounding.get(point, FLOOR)
@@ -387,45 +401,12 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
         undecided=tuple(sorted(names - decided)),
         largest_multiple=largest,
     )
-    if absent := measurement.absent:
-        return replace(
-            equal,
-            outcome="inconclusive",
-            reason=f"None of the {got.side.text} has a param named {absent[0]}, so params of one "
-            "name may be different ones.",
-            remedy="Give the params of each rank the names that they have on one rank.",
-        )
-    if found and found[0].point.step == 0 and found[0].point.moment == "forward":
-        starts = [each for each in found if each.point.order == found[0].point.order]
-        alike = [each for each in starts if measurement.is_alike(each.point)]
-        if alike:
-            return replace(
-                equal,
-                outcome="inconclusive",
-                reason=f"{len(starts)} params start with other values on {got.side.text}, such as "
-                f"{alike[0].point.name}: perhaps ranks draw other random numbers.",
-                remedy="Start all ranks with the params of one rank: --start-of-one.",
-            )
+    if (unlike := _other_params(measurement, found, got)) is not None:
+        return replace(equal, outcome="inconclusive", reason=unlike[0], remedy=unlike[1])
     if any(each.point.moment not in LOCALISING for each in found):
         return replace(equal, outcome="different", differences=tuple(found))
-    left = [name for name in _trained(prepared.baseline) if name not in decided]
-    if not measurement.measured or left:
-        reason = "No tensor could be compared."
-        if left:
-            more = f", nor of {len(left) - 1} other params" if len(left) > 1 else ""
-            reason = f"No tensor of the param {left[0]} could be decided{more}."
-        remedy = (
-            "Shard it by DTensor, so the places of its elements are known, or use whole params."
-        )
-        return replace(equal, outcome="inconclusive", reason=reason, remedy=remedy)
-    if _trains_nothing(prepared.baseline):
-        return replace(
-            equal,
-            outcome="inconclusive",
-            reason=f"Every gradient is zero on {prepared.side.text}, so a wrong reduction would "
-            "change nothing.",
-            remedy="Check the loss, or give the script other data.",
-        )
+    if (lack := _lacks(prepared, measurement, decided)) is not None:
+        return replace(equal, outcome="inconclusive", reason=lack[0], remedy=lack[1])
     notes = ()
     if found:
         notes = (
@@ -435,51 +416,46 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
     return replace(equal, notes=notes)
 
 
-def _trains_nothing(baseline: Baseline) -> bool:
-    """True if there are gradients, and all of them are zero."""
-    grads = [
-        piece.values
-        for point, pieces in baseline.pieces.items()
-        if point.moment in LOCALISING
-        for piece in pieces.values()
-        if piece.dtype != "float"  # Settings of groups, such as the learning rate.
-    ]
-    return bool(grads) and not any(each.any() for each in grads)
+def _other_params(
+    measurement: Measurement, found: Sequence[Difference], got: Observed
+) -> tuple[str, str] | None:
+    """Reason and remedy, if params have other names or start with other values on all ranks."""
+    if absent := measurement.absent:
+        return (
+            f"No param of {got.side.text} is named {absent[0]}, so params of one name may be "
+            "different ones.",
+            "Give the params of each rank the names that they have on one rank.",
+        )
+    if found and found[0].point.step == 0 and found[0].point.moment == "forward":
+        starts = [each for each in found if each.point.order == found[0].point.order]
+        alike = [each for each in starts if measurement.is_alike(each.point)]
+        if alike:
+            return (
+                f"{len(starts)} params start with other values on {got.side.text}, such as "
+                f"{alike[0].point.name}: perhaps ranks draw other random numbers.",
+                "Start all ranks with the params of one rank: --start-of-one.",
+            )
+    return None
 
 
-def _metrics(prepared: Prepared, measurement: Measurement, got: Observed) -> set[Point]:
-    """Tensors of checkpoints that other rows may have decided, such as a validation loss.
-
-    These are tensors of a shape that no param has, if evaluations read other rows on both sides.
-    """
-    evaluated = [
-        {row for log in rows for row in log.evaluations}
-        for rows in (prepared.observed.rows, got.rows)
-    ]
-    if evaluated[0] == evaluated[1]:
-        return set()
-    pieces = prepared.baseline.pieces
-    shapes = {
-        piece.shape
-        for point, ranks in pieces.items()
-        if point.moment in ("forward", "param")
-        for piece in ranks.values()
-    }
-    return {
-        point
-        for point in measurement.measured
-        if point.moment in ("saved", "loaded")
-        and all(piece.shape not in shapes for piece in pieces[point].values())
-    }
-
-
-def _trained(baseline: Baseline) -> list[str]:
-    """Names of params that training moves; of the model's if forwards use any that move."""
-    used: dict[str, Tensor] = {}
-    moved: set[str] = set()
-    for point in baseline.pieces:
-        if point.moment == "forward" and point.name not in moved:
-            tensor = baseline.expected(point)
-            if tensor is not None and not torch.equal(used.setdefault(point.name, tensor), tensor):
-                moved.add(point.name)
-    return sorted(moved or {point.name for point in baseline.pieces if point.moment == "param"})
+def _lacks(
+    prepared: Prepared, measurement: Measurement, decided: set[str]
+) -> tuple[str, str] | None:
+    """Reason and remedy, if what is equal proves too little."""
+    left = [name for name in trained(prepared.baseline) if name not in decided]
+    if not measurement.measured or left:
+        reason = "No tensor could be compared."
+        if left:
+            more = f", nor of {len(left) - 1} other params" if len(left) > 1 else ""
+            reason = f"No tensor of the param {left[0]} could be decided{more}."
+        return (
+            reason,
+            "Shard it by DTensor, so the places of its elements are known, or use whole params.",
+        )
+    if trains_nothing(prepared.baseline):
+        return (
+            f"Every gradient is zero on {prepared.side.text}, so a wrong reduction would change "
+            "nothing.",
+            "Check the loss, or give the script other data.",
+        )
+    return None
