@@ -175,3 +175,30 @@ def test_bytes_of_a_file_are_read_as_floats():
         assert values.dtype is torch.float32
         assert stored(values) is torch.float64
         assert values.tolist() == [1.5, -2.0]
+
+
+TAUGHT = """
+import copy
+from torch.nn.parallel import DistributedDataParallel as DDP
+teacher = copy.deepcopy(model)
+wrapped = DDP(model) if ranks > 1 else model
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    mine = {rows}
+    with torch.no_grad():
+        aim = 2 * teacher({taught})
+    (wrapped(mine) - aim).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("taught", ["mine", "torch.ones(1, 4)"])
+def test_rows_of_a_teacher_are_no_data_to_compare(judged, taught):
+    code = TAUGHT.format(rows="rows(step)", taught=taught)
+    assert judged("train.py", code=code).verdict.outcome == "equal"
+
+
+def test_teacher_is_dealt_the_rows_of_its_student(judged):
+    code = TAUGHT.format(rows=OWN_BATCH, taught="mine")
+    assert judged("train.py", code=code, feeds=True).verdict.outcome == "equal"

@@ -142,7 +142,8 @@ class RankCapture:
                 self._replicas.begin_outermost(module, trains=trains)
                 # A teacher computes without gradients, and on rows of the training.
                 if trains or module.training:
-                    replaced = self._rows.read(self.steps, _class_name(module), args, kwargs)
+                    name = _class_name(module)
+                    replaced = self._rows.read(self.steps, name, args, kwargs, trains=trains)
                 else:
                     self._rows.evaluated(args, kwargs)
             name = self._names.of_module(module)

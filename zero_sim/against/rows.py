@@ -36,9 +36,24 @@ class RowsRead(Protocol):
     """Receives the arguments of outermost forwards."""
 
     def read(
-        self, step: int, module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        step: int,
+        module: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        trains: bool = True,
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Note the rows; return other arguments if they are to be replaced."""
+        """Note the rows; return other arguments if they are to be replaced.
+
+        Args:
+            step: Optimizer steps so far.
+            module: Class of the module, or name of the loss function.
+            args: Arguments by position.
+            kwargs: Arguments by name.
+            trains: False for a teacher, which computes without gradients: its rows are dealt, and
+                not compared.
+        """
         ...
 
     def evaluated(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -93,12 +108,19 @@ class RowLog:
             self.evaluations.update(_digests(tensor))
 
     def read(
-        self, step: int, module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        step: int,
+        module: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        trains: bool = True,
     ) -> None:
-        """Note the rows."""
+        """Note the rows; those of a teacher without digests to compare."""
         self.epochs.setdefault(step, self._passes)
         for slot, tensor in _slots(module, args, kwargs):
-            self.digests[step, slot] += _digests(tensor)
+            if trains:
+                self.digests[step, slot] += _digests(tensor)
             if self.keeps_values:
                 self.values[step, slot].append(tensor.detach().clone())
 
@@ -139,7 +161,13 @@ class DealtRows:
         self.log.begin_pass()
 
     def read(
-        self, step: int, module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        step: int,
+        module: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        trains: bool = True,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace the rows."""
         new_args = list(args)
@@ -150,7 +178,7 @@ class DealtRows:
                 new_args[int(slot.argument)] = dealt
             else:
                 new_kwargs[slot.argument] = dealt
-        self.log.read(step, module, tuple(new_args), new_kwargs)
+        self.log.read(step, module, tuple(new_args), new_kwargs, trains=trains)
         return tuple(new_args), new_kwargs
 
     def evaluated(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
