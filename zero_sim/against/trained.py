@@ -1,4 +1,4 @@
-"""What training changes: params and gradients to be compared, and metrics that need not be."""
+"""Params and gradients that training changes, and metrics of checkpoints that need not be equal."""
 
 from __future__ import annotations
 
