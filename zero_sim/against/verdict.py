@@ -25,6 +25,8 @@ EXIT_STATUS: dict[Outcome, int] = {
 NOISY_RUNS = 2
 """Runs with rounding noise. With two, a one-element tensor passes ten times rounding by chance in
 0.6 % of draws, and the limit in fewer than one of 10^8."""
+OTHER_DRAWS = 0.1
+"""Relative difference above which params may be other random numbers. A fault may be less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -428,7 +430,11 @@ def _other_params(
         )
     if found and found[0].point.step == 0 and found[0].point.moment == "forward":
         starts = [each for each in found if each.point.order == found[0].point.order]
-        alike = [each for each in starts if measurement.is_alike(each.point)]
+        alike = [
+            each
+            for each in starts
+            if each.measured.relative > OTHER_DRAWS and measurement.is_alike(each.point)
+        ]
         if alike:
             return (
                 f"{len(starts)} params start with other values on {got.side.text}, such as "
