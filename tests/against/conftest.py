@@ -50,6 +50,7 @@ def judged(monkeypatch, tmp_path):
         stopped=None,
         code=None,
         begin=TINY,
+        cuda_is_cpu=False,
         **ways,
     ):
         folder = SCRIPTS
@@ -59,7 +60,8 @@ def judged(monkeypatch, tmp_path):
         monkeypatch.chdir(folder)
         sides = [
             Side(
-                settings=Settings(ranks_per_node=count),
+                settings=Settings(ranks_per_node=count, cuda_is_cpu=cuda_is_cpu),
+                spare_gpus=ranks,
                 name=script,
                 is_module=False,
                 arguments=tuple(words),

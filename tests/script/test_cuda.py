@@ -56,6 +56,7 @@ scaler.update()
 assert scaler.is_enabled()
 end.record()
 torch.cuda.synchronize()
+assert torch.cuda.memory_stats(device)["allocated_bytes.all.current"] == 0
 assert start.elapsed_time(end) >= 0
 dist.barrier(device_ids=[rank])
 states = [torch.cuda.get_rng_state(), *torch.cuda.get_rng_state_all()]

@@ -297,3 +297,13 @@ def test_a_library_that_each_rank_defines_is_an_error_that_says_so(launch):
         "dist.init_process_group()\ndist.barrier()\n"
     )
     assert "which can define a library once. Try torch.library.custom_op" in run.failure.report
+
+
+def test_packages_that_keep_a_rank_are_each_ranks_own(launch, monkeypatch, tmp_path):
+    folder = tmp_path / "site-packages"
+    (folder / "accelerate").mkdir(parents=True)
+    (folder / "accelerate" / "__init__.py").write_text("state = {}\n")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "accelerate", raising=False)
+    run = launch("import accelerate\nassert not accelerate.state\naccelerate.state['rank'] = 1\n")
+    assert run.failure is None

@@ -63,8 +63,8 @@ def test_a_library_that_is_missing_is_told_with_what_installs_it():
 
 
 UPSTREAM = sorted((ROOT / "scenarios" / "upstream").glob("*.py"))
-WITHOUT_TARGET = {"accelerate", "fairscale"}
-"""Libraries of which there are scripts alone."""
+WITHOUT_TARGET = {"accelerate", "examples", "fairscale"}
+"""Libraries, and public examples, of which there are scripts alone."""
 
 
 @pytest.mark.parametrize("path", UPSTREAM, ids=lambda path: path.stem)

@@ -80,7 +80,7 @@ _NO_PIECE = Piece(values=torch.empty(0), shape=())
 def account_of(comparison: Comparison) -> Account | None:
     """Look closer at the first difference, with one more run; None without differing tensors."""
     measurement, differences = comparison.measurement, comparison.verdict.differences
-    if measurement is None or not differences:
+    if measurement is None or comparison.way is None or not differences:
         return None
     prepared, side, first = comparison.prepared, comparison.side, differences[0]
     expected = prepared.baseline.expected(first.point)
@@ -114,7 +114,7 @@ def account_of(comparison: Comparison) -> Account | None:
         got=float(got.reshape(-1)[element]),
         manners=tuple(_manners(prepared.baseline, first.point, expected, got, differs)),
         is_unreduced=_is_unreduced(measurement, first.point),
-        feeds=_feeds(side, first.point, ranks or (rank,), seed=prepared.seed),
+        feeds=_feeds(side, comparison.way, first.point, ranks or (rank,), seed=prepared.seed),
         beside=tuple(each.point.name for each in same_point),
         later_count=len(differences) - 1 - len(same_point),
         picture=_picture(first.point, expected, spans, owners, ranks, world_size=side.world_size),
@@ -234,9 +234,11 @@ def _is_unreduced(measurement: Measurement, point: Point) -> bool:
     )
 
 
-def _feeds(side: Side, point: Point, ranks: Sequence[int], *, seed: int) -> tuple[Feed, ...]:
+def _feeds(
+    side: Side, way: Way, point: Point, ranks: Sequence[int], *, seed: int
+) -> tuple[Feed, ...]:
     probe = _Probe(point)
-    observe(side, Way(sink=probe, called=probe.called), seed=seed)
+    observe(side, replace(way, sink=probe, called=probe.called), seed=seed)
     return tuple(probe.feeds[rank] for rank in ranks if rank in probe.feeds)
 
 

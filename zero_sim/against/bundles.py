@@ -45,6 +45,7 @@ class ScriptBundle:
     """True if both sides have the same parts of tensors on a rank."""
     feeds: bool
     starts_alike: bool
+    all_read_all: bool
     outcome: str
     reason: str
     first: str

@@ -27,7 +27,7 @@ from zero_sim.against.flat_params import FlatPlace, flat_places
 from zero_sim.against.native_dtypes import native, stored_dtypes
 from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, plain_name
 from zero_sim.against.rank_replicas import RankReplicas
-from zero_sim.against.rows import RowsRead
+from zero_sim.against.rows import RowsRead, digest_of
 from zero_sim.sim import unwatched
 
 _TREE_DEPTH = 8
@@ -69,8 +69,8 @@ class RankCapture:
         """Outermost calls of `Optimizer.step` so far, or changes of params without one."""
         self.saved_at = -1
         """Optimizer steps before the last checkpoint that the rank saved; -1 if it saved none."""
-        self.restarted: list[str] = []
-        """Params that got other values before their first forward."""
+        self.started: dict[str, str] = {}
+        """Digests of the values that params had before they got others, by name. Not of shards."""
         self.refusals: dict[str, str] = {}
         """Modules whose result depends on the number of ranks by design, with the reason."""
         self.sharers: set[int] = set()
@@ -135,8 +135,12 @@ class RankCapture:
                 if trains:
                     self._count_own_step()
                 self._replicas.begin_outermost(module, trains=trains)
-                if trains:
-                    replaced = self._rows.read(self.steps, _class_name(module), args, kwargs)
+                # A teacher computes without gradients, and on rows of the training.
+                if trains or module.training:
+                    name = _class_name(module)
+                    replaced = self._rows.read(self.steps, name, args, kwargs, trains=trains)
+                else:
+                    self._rows.evaluated(args, kwargs)
             name = self._names.of_module(module)
             self._replicas.begin_forward(module, name, steps=self.steps, trains=trains)
         return replaced
@@ -157,11 +161,12 @@ class RankCapture:
             piece = None if value is None else piece_of(param)
             if value is None or piece is None or piece.shape != tuple(value.shape):
                 continue
+            if not piece.shards:
+                self.started[name] = digest_of(piece.values)
             for dim, index, count in piece.shards:
                 value = _chunk(value, dim=dim, index=index, count=count)
             if not torch.equal(piece.values, value):
                 _local(param).copy_(value)
-                self.restarted.append(name)
 
     def end_forward(self, module: Module) -> None:
         """After each module's forward."""

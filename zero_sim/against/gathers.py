@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zero_sim.against.points import Piece
 from zero_sim.sim.call import Call
+from zero_sim.sim.dispatch import has_own_dispatch
 from zero_sim.sim.log import CollectiveRecord
 
 PADDING_MAX = 512
@@ -77,6 +78,8 @@ class GatherLog:
                 continue
             flat = contribution.detach().reshape(-1).to(torch.float64)
             for name, param in params.items():
+                if has_own_dispatch(type(param)):
+                    continue  # A DTensor knows the places of its shards itself.
                 self._search(flat, param, rank=rank, step=step, name=name, index=index, place=place)
 
     def _search(

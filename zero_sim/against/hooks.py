@@ -125,10 +125,13 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     functional = torch.nn.functional
     dropout, attention = functional.dropout, functional.scaled_dot_product_attention
 
-    def dropped(input: Tensor, p: float = 0.5, training: bool = True, *rest: Any) -> Tensor:
+    # Named as torch does, because modes of others pass arguments by keyword.
+    def dropped(
+        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
         if current.capture is not None and training and p > 0 and torch.is_grad_enabled():
             current.capture.refusals["dropout"] = "each rank draws a mask of its own"
-        return dropout(input, p, training, *rest)
+        return dropout(input, p, training, inplace)
 
     def attended(*args: Any, **kwargs: Any) -> Tensor:
         p = kwargs.get("dropout_p") or (args[4] if len(args) > 4 else 0)

@@ -8,6 +8,7 @@ measured only tensors that differ are kept.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,10 @@ FLOOR = 2.0**-52
 LIMIT = 2.0**14.5
 """Multiple of rounding above which a tensor differs: half of the 29 bits of float64 beyond
 float32, so a script's own rounding and its faults lie on both sides at equal distance."""
+
+
+_STATE_DICT = re.compile(r"\bstate\.\d+\.")
+"""Names of an optimizer's state in its state_dict, within a checkpoint."""
 
 
 class Baseline:
@@ -142,6 +147,8 @@ class Measurement:
         self.kept: dict[Point, dict[int, Piece]] = defaultdict(dict)
         self.unobserved: set[Point] = set()
         """Points whose shards could not be put together."""
+        self.left_out: set[Point] = set()
+        """Points that are not compared, because one run ended before them."""
         self._baseline = baseline
         self._keep_above = keep_above
         self.joined: dict[Point, tuple[Tensor, Tensor]] = {}
@@ -187,6 +194,8 @@ class Measurement:
         """
         self._logs = expected_log, got_log
         for point in {*self._ranks, *self.kept}:
+            if point.moment == "state" or _STATE_DICT.search(point.name):
+                self._drop_unused(point)
             ranks, kept = self._ranks.get(point, {}), self.kept.get(point, {})
             if kept and set(kept) - set(ranks):
                 self._measure_shards(point, kept)
@@ -198,6 +207,42 @@ class Measurement:
                 self.measured[point] = Measured(
                     kind="replicated", relative=max(ranks.values()), reduced_relative=reduced
                 )
+
+    @property
+    def absent(self) -> list[str]:
+        """Params that the baseline has at its end and no rank of this run does."""
+        met = {*self._ranks, *self.kept, *self.measured, *self.unobserved}
+        return sorted(
+            point.name
+            for point, pieces in self._baseline.pieces.items()
+            if point.moment == "end"
+            and point not in met
+            and not any(piece.is_buffer for piece in pieces.values())
+        )
+
+    def is_alike(self, point: Point) -> bool:
+        """True if all ranks have one tensor at a point that differs, or its shards."""
+        ranks = self._ranks.get(point, {})
+        return not ranks or _all_same(ranks, self.kept.get(point, {}))
+
+    def keep_steps(self, count: int) -> None:
+        """Leave out what was observed after a number of steps, and checkpoints."""
+        for point in self._baseline.pieces:
+            if point.step >= count or point.moment in ("saved", "loaded"):
+                self.left_out.add(point)
+                self.measured.pop(point, None)
+
+    def _drop_unused(self, point: Point) -> None:
+        """Leave out state that is zero on ranks that do not own it, if another rank has it right.
+
+        Optimizers with sharded state give a rank without params of a group an empty slot. A rank
+        that owns a param and does not update its state has a wrong param, too.
+        """
+        ranks, kept = self._ranks.get(point, {}), self.kept.get(point, {})
+        unused = {rank for rank, piece in kept.items() if not piece.values.any()} & set(ranks)
+        if any(ranks[rank] <= self._keep_above for rank in ranks if rank not in unused):
+            for rank in unused:
+                del ranks[rank], kept[rank]
 
     def _measure_shards(self, point: Point, kept: Mapping[int, Piece]) -> None:
         expected = self._baseline.expected(point)

@@ -68,6 +68,11 @@ def _is_harness(depth: int = 2) -> bool:
     return name.startswith(("zero_sim.sim", "zero_sim.against", "zero_sim.script"))
 
 
+def _is_torch() -> bool:
+    """True if torch called the function that asks, as where it fills buffers of bytes."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("torch.")
+
+
 def _shows_native() -> bool:
     return thread.active and not _is_harness(3)
 
@@ -84,6 +89,8 @@ def note(tensor: Tensor, dtype: torch.dtype) -> None:
         tensor: A plain tensor stored in float64 or complex128.
         dtype: The dtype that the script asked for.
     """
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
     key = tensor.untyped_storage()._cdata
     if dtype in WIDE:
         _noted[key] = dtype
@@ -95,6 +102,10 @@ def native(tensor: Tensor) -> torch.dtype:
     """The dtype that a tensor would have without this module."""
     dtype = _stored_dtype(tensor)
     if dtype in _WIDE and not has_own_dispatch(type(tensor)) and tensor.device.type != "meta":
+        if tensor.layout is not torch.strided:
+            if tensor.layout is not torch.sparse_coo:
+                return dtype
+            tensor = tensor._values()
         noted = _noted.get(tensor.untyped_storage()._cdata, dtype)
         if noted.is_complex is not dtype.is_complex:
             return _OF_PARTS[noted]  # `view_as_real` or `view_as_complex`.
@@ -173,6 +184,7 @@ def _dtype_asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype |
     return native(other) if isinstance(other, Tensor) else dtype
 
 
+@functools.wraps(_to)
 def _to_native(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`Tensor.to` by native dtypes; see [Note: casts copy where they natively would]."""
     if not thread.active or _is_harness() or has_own_dispatch(type(self)):
@@ -250,7 +262,7 @@ def _gradient(self: Tensor) -> Tensor | None:
     grad = _grad.__get__(self)
     if grad is not None and thread.active and not has_own_dispatch(type(grad)):
         dtype = native(self)
-        if dtype in WIDE and not grad.is_sparse:
+        if dtype in WIDE:
             note(grad, dtype)
     return grad
 
@@ -299,6 +311,9 @@ def _tensor_patches() -> Iterator[tuple[Any, str, Any]]:
             here = native(self)
             if asked is here:
                 return plain_view(self, _stored_dtype(self))
+            if here is torch.uint8 and asked in WIDE and not _is_torch():
+                # The bytes of a file, which nobody writes: readers of safetensors do this.
+                return widened(plain_view(self, asked))
             if here in WIDE or asked in WIDE:
                 raise UnsupportedByFloat64(f"Tensor.view({asked}) of a {here} tensor")
         return plain_view(self, *args, **kwargs)
@@ -331,6 +346,23 @@ def _tensor_patches() -> Iterator[tuple[Any, str, Any]]:
         return _to_by_native(self, native(other)) if thread.active else type_as(self, other)
 
     yield Tensor, "type_as", as_other
+
+
+def _module_patches() -> Iterator[tuple[Any, str, Any]]:
+    """Params that a thread of a library has made, which runs without our modes."""
+    named = torch.nn.Module.named_parameters
+
+    @functools.wraps(named)
+    def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        for name, param in named(*args, **kwargs):
+            if thread.active and _stored_dtype(param) in WIDE:
+                with stored_dtypes():
+                    wide = widened(param.detach())
+                    if _stored_dtype(wide) not in WIDE:
+                        param.data = wide
+            yield name, param
+
+    yield torch.nn.Module, "named_parameters", named_parameters
 
 
 def _function_patches() -> Iterator[tuple[Any, str, Any]]:
@@ -426,7 +458,7 @@ def _autocast_patches() -> Iterator[tuple[Any, str, Any]]:
 def installed() -> Iterator[None]:
     """Install the surface; threads show native dtypes while `thread.active` is true."""
     with contextlib.ExitStack() as stack:
-        for patches in (_storage_patches, _tensor_patches, _function_patches):
+        for patches in (_storage_patches, _tensor_patches, _module_patches, _function_patches):
             for place, name, value in patches():
                 stack.enter_context(mock.patch.object(place, name, value))
         try:

@@ -68,7 +68,13 @@ class PrecisionReport:
 
 
 def measure_precision(
-    expected: Side, got: Side, *, seed: int, feeds: bool = False, starts_alike: bool = False
+    expected: Side,
+    got: Side,
+    *,
+    seed: int,
+    feeds: bool = False,
+    splits: bool = False,
+    starts_alike: bool = False,
 ) -> PrecisionReport:
     """Run both sides in native dtypes, and the first with rounding noise several times.
 
@@ -77,6 +83,7 @@ def measure_precision(
         got: The side that is judged.
         seed: Seed of schedules and of random numbers that the script does not seed.
         feeds: True to deal it the rows that rank 0 of the first side read.
+        splits: True to split each batch that is dealt among the ranks.
         starts_alike: True to let its params start with the values of the first side.
     """
     baseline = Baseline()
@@ -98,6 +105,7 @@ def measure_precision(
         sink=judged,
         is_native=True,
         dealt=tuple(plain.rows) if feeds else None,
+        splits=splits,
         start=baseline.start() if starts_alike else None,
     )
     observed = observe(got, way, seed=seed)

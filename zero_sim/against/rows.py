@@ -36,9 +36,28 @@ class RowsRead(Protocol):
     """Receives the arguments of outermost forwards."""
 
     def read(
-        self, step: int, module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        step: int,
+        module: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        trains: bool = True,
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Note the rows; return other arguments if they are to be replaced."""
+        """Note the rows; return other arguments if they are to be replaced.
+
+        Args:
+            step: Optimizer steps so far.
+            module: Class of the module, or name of the loss function.
+            args: Arguments by position.
+            kwargs: Arguments by name.
+            trains: False for a teacher, which computes without gradients: its rows are dealt, and
+                not compared.
+        """
+        ...
+
+    def evaluated(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note rows that a forward without gradients read."""
         ...
 
     def begin_pass(self) -> None:
@@ -55,58 +74,100 @@ class RowLog:
     """Ranks that share this rank's forwards: those of meshes of the DTensors that it uses there."""
     keeps_values: bool = False
     """True to keep the rows themselves, so that they can be dealt."""
+    lacks_rows: bool = False
+    """True if the run that rows are dealt from read too few."""
+    trouble: str = ""
+    """Why rows could not be dealt; empty if they could."""
     digests: dict[tuple[int, Slot], list[str]] = field(default_factory=lambda: defaultdict(list))
     epochs: dict[int, int] = field(default_factory=dict)
     """Passes over DataLoaders that had begun in each step; 0 for rows that no DataLoader gave."""
     values: dict[tuple[int, Slot], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    evaluations: set[str] = field(default_factory=set)
+    """Digests of the rows that forwards without gradients read."""
     _passes: int = 0
+
+    @property
+    def constant_slots(self) -> frozenset[Slot]:
+        """Arguments that are no data, such as a mask: equal in each of several forwards."""
+        found: dict[Slot, list[Tensor]] = defaultdict(list)
+        for (_, slot), batches in self.values.items():
+            found[slot] += batches
+        return frozenset(
+            slot
+            for slot, (first, *rest) in found.items()
+            if rest and all(torch.equal(first, each) for each in rest)
+        )
 
     def begin_pass(self) -> None:
         """Note that a pass over a DataLoader begins."""
         self._passes += 1
 
+    def evaluated(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note rows that a forward without gradients read."""
+        for _, tensor in _slots("", args, kwargs):
+            self.evaluations.update(_digests(tensor))
+
     def read(
-        self, step: int, module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        step: int,
+        module: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        trains: bool = True,
     ) -> None:
-        """Note the rows."""
+        """Note the rows; those of a teacher without digests to compare."""
         self.epochs.setdefault(step, self._passes)
         for slot, tensor in _slots(module, args, kwargs):
-            self.digests[step, slot] += _digests(tensor)
+            if trains:
+                self.digests[step, slot] += _digests(tensor)
             if self.keeps_values:
                 self.values[step, slot].append(tensor.detach().clone())
 
     def until(self, step: int) -> RowLog:
         """The log of the steps before one."""
         digests = {key: rows for key, rows in self.digests.items() if key[0] < step}
-        return RowLog(rank=self.rank, sharers=self.sharers, digests=digests)
+        return RowLog(
+            rank=self.rank, sharers=self.sharers, digests=digests, evaluations=self.evaluations
+        )
 
 
 class DealtRows:
     """Gives each rank the rows that are its share of those that another run read.
 
     The `j`-th forward of rank `r` of N gets the rows from `(j * N + r) * b`, where `b` is the
-    number of rows that the rank would have read.
+    number of rows that the rank would have read. If batches are to be split, that forward gets the
+    `r`-th of N equal parts of the batch that the other run's `j`-th forward read.
 
     Args:
         source: Log of the run that read them, with values.
         rank: This rank.
         world_size: Number of ranks.
+        splits: True to split each batch, for scripts whose batch per rank cannot be set.
     """
 
-    def __init__(self, source: RowLog, *, rank: int, world_size: int) -> None:
+    def __init__(self, source: RowLog, *, rank: int, world_size: int, splits: bool = False) -> None:
         self.log = RowLog(rank=rank)
+        self._splits = splits
         self._source = source
         self._rank = rank
         self._world_size = world_size
         self._dealt: dict[tuple[int, Slot], int] = defaultdict(int)
         self._joined: dict[tuple[int, Slot], Tensor] = {}
+        self._constant = source.constant_slots
 
     def begin_pass(self) -> None:
         """Note that a pass over a DataLoader begins."""
         self.log.begin_pass()
 
     def read(
-        self, step: int, module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        step: int,
+        module: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        trains: bool = True,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace the rows."""
         new_args = list(args)
@@ -117,36 +178,53 @@ class DealtRows:
                 new_args[int(slot.argument)] = dealt
             else:
                 new_kwargs[slot.argument] = dealt
-        self.log.read(step, module, tuple(new_args), new_kwargs)
+        self.log.read(step, module, tuple(new_args), new_kwargs, trains=trains)
         return tuple(new_args), new_kwargs
+
+    def evaluated(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note rows that a forward without gradients read, which are not dealt."""
+        self.log.evaluated(args, kwargs)
 
     def _rows(self, step: int, slot: Slot, tensor: Tensor) -> Tensor:
         key = step, slot
         if key not in self._source.values:
-            raise UsageError(
+            raise self._trouble(
                 f"expected {slot} in step {step + 1} on one rank too, because its rows are to be "
                 "dealt. Run without --feed."
             )
-        if key not in self._joined:
-            self._joined[key] = torch.cat(self._source.values[key])
-        rows = self._joined[key]
-        if _is_constant(self._source.values[key], tensor):
+        batches = self._source.values[key]
+        if slot in self._constant and torch.equal(batches[0], tensor):
             return tensor
         index = self._dealt[key]
         self._dealt[key] += 1
+        if self._splits:
+            return self._part(step, slot, batches, index).to(tensor.device)
+        if key not in self._joined:
+            self._joined[key] = torch.cat(batches)
+        rows = self._joined[key]
         start = (index * self._world_size + self._rank) * tensor.shape[0]
         if rows.shape[0] < start + tensor.shape[0]:
-            raise UsageError(
+            self.log.lacks_rows = True
+            raise self._trouble(
                 f"expected at least {start + tensor.shape[0]} rows of {slot} in step {step + 1} on "
                 f"one rank, got {rows.shape[0]}. Let one rank read as many rows as all ranks "
                 "together, with --arguments-of-one."
             )
         return rows[start : start + tensor.shape[0]].to(tensor.device)
 
+    def _trouble(self, text: str) -> UsageError:
+        self.log.trouble = text
+        return UsageError(text)
 
-def _is_constant(values: Sequence[Tensor], tensor: Tensor) -> bool:
-    """True for an argument that is no data, such as a mask, and equal in each forward."""
-    return all(each.shape == tensor.shape and torch.equal(each, tensor) for each in values)
+    def _part(self, step: int, slot: Slot, batches: Sequence[Tensor], index: int) -> Tensor:
+        count = batches[index].shape[0] if index < len(batches) else 0
+        if not count or count % self._world_size:
+            raise self._trouble(
+                f"expected a batch that {self._world_size} ranks can share in forward "
+                f"{index + 1} of {slot} in step {step + 1} on one rank, got {count} rows. Let one "
+                "rank read as many rows as all ranks together, with --arguments-of-one."
+            )
+        return batches[index].chunk(self._world_size)[self._rank]
 
 
 def _slots(
@@ -169,11 +247,13 @@ def _digests(tensor: Tensor) -> list[str]:
     rows = tensor.detach().contiguous()
     if rows.dtype.is_floating_point:
         rows = rows.to(torch.float64)
-    flat = rows.reshape(rows.shape[0], -1).view(torch.uint8) if rows[0].numel() else rows
-    return [
-        hashlib.blake2b(row.numpy().tobytes(), digest_size=_DIGEST_BYTES).hexdigest()
-        for row in flat
-    ]
+    return [digest_of(row) for row in rows.reshape(rows.shape[0], -1)]
+
+
+def digest_of(values: Tensor) -> str:
+    """A hash of the bytes of a tensor."""
+    content = values.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,6 +285,12 @@ class RowDifference:
     @property
     def remedy(self) -> str:
         """How to let both runs read the same."""
+        if self.is_repeated:
+            return (
+                "Give each rank rows of its own, for example with DistributedSampler and one seed "
+                "for all ranks, or pass --all-read-all if ranks share the work on each row, as "
+                "with tensor parallelism."
+            )
         if self.several_count:
             return (
                 "Share the rows of a step out, for example with DistributedSampler and one seed "
@@ -218,21 +304,31 @@ class RowDifference:
         )
 
 
-def first_row_difference(expected: Sequence[RowLog], got: Sequence[RowLog]) -> RowDifference | None:
+def first_row_difference(
+    expected: Sequence[RowLog],
+    got: Sequence[RowLog],
+    *,
+    all_read_all: bool = False,
+    steps: int | None = None,
+) -> RowDifference | None:
     """The first difference in rows; None if each row was read once on both sides.
 
     Args:
         expected: Logs of the ranks to compare with.
         got: Logs of the ranks that are judged.
+        all_read_all: True if each rank is meant to read all rows, as with tensor parallelism.
+        steps: Number of steps to look at; None for all.
     """
     found: list[RowDifference] = []
     slots = {key for log in (*expected, *got) for key in log.digests}
+    if steps is not None:
+        slots = {(step, slot) for step, slot in slots if step < steps}
     dealt: set[tuple[int, str]] = set()
     for step, slot in sorted(slots):
         ones = sum(_read_once(expected, step, slot), Counter())
         each = _read_once(got, step, slot)
         many = sum(each, Counter())
-        if ones == many:
+        if ones == many or (all_read_all and all(rows == ones for rows in each)):
             dealt.add((step, slot.module))
             continue
         found.append(

@@ -53,6 +53,8 @@ class Side:
     arguments: tuple[str, ...]
     earlier_arguments: tuple[str, ...] | None = None
     """Arguments of a run before it in the same folder, which stops early; None for no such run."""
+    spare_gpus: int = 0
+    """GPUs to show a script that does nothing with one a rank; 0 for no such try."""
     label: str = ""
     """The side in words; empty for the number of its ranks."""
     allowed_drift: tuple[str, ...] = ()
@@ -99,6 +101,8 @@ class Observed:
     """Calls of `Optimizer.step`, by rank."""
     saved_at: int = -1
     """Optimizer steps before the last checkpoint was saved; -1 if none was."""
+    started: tuple[Mapping[str, str], ...] = ()
+    """By rank: digests of the values that params had before they got others."""
     gathers: GatherLog = field(default_factory=GatherLog)
     replicas: ReplicaCheck
     integers: IntegerSums = field(default_factory=IntegerSums)
@@ -121,9 +125,13 @@ class Way:
     """True to compute in the script's own dtypes."""
     noise_seed: int | None = None
     """Seed of rounding noise, or None for none."""
+    fill: float = 1 / 8
+    """The number in memory that the script has not filled."""
     dealt: tuple[RowLog, ...] | None = None
     """Logs of the ranks whose rows are dealt: of one for all ranks, or of as many ranks as there
     are. None to let ranks read their own."""
+    splits: bool = False
+    """True to split each batch that is dealt among the ranks."""
     keeps_rows: bool = False
     start: Mapping[str, Tensor] | None = None
     """Values that params have at their first forward, by name; None to leave them as they are."""
@@ -191,6 +199,7 @@ class _Observer:
         if rank not in self.operations:
             self.operations[rank] = WideOperations(
                 noise_seed=seed,
+                fill=way.fill,
                 counts=lambda: rank in self.captures and self.captures[rank].is_computing(),
                 # Noise leaves few numbers whole.
                 added=functools.partial(self.integers.added, rank) if seed is None else None,
@@ -204,7 +213,8 @@ class _Observer:
             return log
         own = len(way.dealt) == world_size
         source, place = (way.dealt[rank], 0) if own else (way.dealt[0], rank)
-        dealt = DealtRows(source, rank=place, world_size=1 if own else world_size)
+        size = 1 if own else world_size
+        dealt = DealtRows(source, rank=place, world_size=size, splits=way.splits)
         self.rows[rank] = dealt.log
         return dealt
 
@@ -282,6 +292,7 @@ def _observe(
         replicas=replicas,
         integers=guest.integers,
         reductions=guest.reductions,
+        started=tuple(each.started for each in captures),
         reasons={name: reason for each in captures for name, reason in each.refusals.items()},
     )
 

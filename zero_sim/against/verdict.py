@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
-
-import torch
-from torch import Tensor
 
 from zero_sim.against.measure import FLOOR, LIMIT, Baseline, Measured, Measurement
 from zero_sim.against.points import LOCALISING, Point
 from zero_sim.against.rows import first_row_difference
 from zero_sim.against.runs import Observed, Side, Way, observe
 from zero_sim.against.shares import wrongly_dealt
+from zero_sim.against.trained import metrics_of, trained, trains_nothing
 from zero_sim.errors import UsageError
 
 Outcome = Literal["equal", "different", "script-fails", "inconclusive", "unsupported"]
@@ -27,6 +25,8 @@ EXIT_STATUS: dict[Outcome, int] = {
 NOISY_RUNS = 2
 """Runs with rounding noise. With two, a one-element tensor passes ten times rounding by chance in
 0.6 % of draws, and the limit in fewer than one of 10^8."""
+OTHER_DRAWS = 0.1
+"""Relative difference above which params may be other random numbers. A fault may be less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +91,8 @@ class Comparison:
     verdict: AgainstVerdict
     prepared: Prepared
     side: Side
+    way: Way | None = None
+    """How the judged side was observed."""
     measurement: Measurement | None = None
 
 
@@ -106,6 +108,14 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = 
     baseline = Baseline(by_rank=by_rank)
     observed = observe(side, Way(sink=baseline, keeps_rows=keeps_rows), seed=seed)
     side = observed.side
+    stopped = not baseline.pieces or observed.script.failure is not None
+    if side.spare_gpus > side.settings.ranks_per_node and stopped:
+        # Examples often refuse a machine with one GPU, which is no property of one rank.
+        settings = replace(side.settings, gpus_per_node=side.spare_gpus)
+        other, again = replace(side, settings=settings, spare_gpus=0), Baseline(by_rank=by_rank)
+        retried = observe(other, Way(sink=again, keeps_rows=keeps_rows), seed=seed)
+        if again.pieces and len(retried.steps_of_ranks) == side.settings.world_size:
+            side, baseline, observed = retried.side, again, retried
     prepared = Prepared(side=side, seed=seed, baseline=baseline, observed=observed)
     if observed.script.failure is not None:
         prepared.failure = _failed_first(prepared)
@@ -121,7 +131,12 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = 
 
 
 def judge(
-    prepared: Prepared, side: Side, *, feeds: bool = False, starts_alike: bool = False
+    prepared: Prepared,
+    side: Side,
+    *,
+    feeds: bool = False,
+    starts_alike: bool = False,
+    all_read_all: bool = False,
 ) -> Comparison:
     """Run another side and judge it by the prepared one.
 
@@ -130,6 +145,7 @@ def judge(
         side: The side that is judged.
         feeds: True to deal it the rows that rank 0 of the prepared side read.
         starts_alike: True to let its params start with the values of the prepared side.
+        all_read_all: True if each rank is meant to read all rows, as with tensor parallelism.
     """
     side = side.as_tried(prepared.side)
     names = {"expected": prepared.side.text, "got": side.text}
@@ -139,6 +155,31 @@ def judge(
             outcome=outcome, reason=reason, remedy=remedy, ending=ending, **names
         )
         return Comparison(verdict=verdict, prepared=prepared, side=side)
+    got, way, measurement = _observe_second(prepared, side, feeds=feeds, starts_alike=starts_alike)
+    names["got"] = got.side.text
+    steps = None
+    if way.splits:
+        # A script that ends after so many rows takes fewer steps on more ranks.
+        steps = min(max(each.steps_of_ranks, default=0) for each in (prepared.observed, got))
+    verdict = _without_tensors(prepared, got, all_read_all=all_read_all, steps=steps)
+    if verdict is None:
+        measurement.finish(expected_log=prepared.observed.gathers, got_log=got.gathers)
+        if steps is not None and steps < max(prepared.observed.steps_of_ranks, default=0):
+            measurement.keep_steps(steps)
+        verdict = _judged(prepared, measurement, got)
+    # One rank counts what all ranks count together, so it may lose integers that they do not.
+    lost = got.integers.notes or prepared.observed.integers.notes
+    drifts = () if got.replicas.findings else got.replicas.notes
+    notes = (*verdict.notes, *lost, *got.reductions.notes, *drifts)
+    verdict = replace(verdict, **names, notes=notes)
+    return Comparison(
+        verdict=verdict, prepared=prepared, side=got.side, way=way, measurement=measurement
+    )
+
+
+def _observe_second(
+    prepared: Prepared, side: Side, *, feeds: bool, starts_alike: bool
+) -> tuple[Observed, Way, Measurement]:
     measurement = Measurement(prepared.baseline)
     way = Way(
         sink=measurement,
@@ -146,34 +187,61 @@ def judge(
         start=prepared.baseline.start() if starts_alike else None,
     )
     got = observe(side, way, seed=prepared.seed)
-    side = got.side
-    names["got"] = side.text
+    if any(log.lacks_rows for log in got.rows):
+        # Each rank reads as many rows as one rank does, which no argument of the script changes.
+        measurement = Measurement(prepared.baseline)
+        way = replace(way, sink=measurement, splits=True)
+        got = observe(got.side, way, seed=prepared.seed)
+    return got, way, measurement
+
+
+def _without_tensors(
+    prepared: Prepared, got: Observed, *, all_read_all: bool, steps: int | None
+) -> AgainstVerdict | None:
+    """The verdict, if the run failed, replicas differ or the data do; None to compare tensors."""
+    trouble = next((log.trouble for log in got.rows if log.trouble), "")
+    if trouble:
+        reason, _, remedy = trouble.partition(". ")
+        return AgainstVerdict(
+            outcome="inconclusive",
+            reason=f"The rows of one rank cannot be dealt: {reason}.",
+            remedy=remedy,
+        )
     if got.script.failure is not None:
-        verdict = _failed_second(prepared, side, got)
-    elif got.replicas.findings:
+        return _failed_second(prepared, got)
+    if got.replicas.findings:
         outcome, reason, remedy, ending = _drifted(got)
-        verdict = AgainstVerdict(outcome=outcome, reason=reason, remedy=remedy, ending=ending)
-    elif wrong_rows := wrongly_dealt(prepared.observed.rows, got.rows):
-        verdict = AgainstVerdict(
+        return AgainstVerdict(outcome=outcome, reason=reason, remedy=remedy, ending=ending)
+    if wrong_rows := wrongly_dealt(prepared.observed.rows, got.rows):
+        return AgainstVerdict(
             outcome="different",
             reason=wrong_rows,
             remedy="Let samplers of all ranks draw one order, with one seed, and share it out.",
         )
-    elif (rows := first_row_difference(prepared.observed.rows, got.rows)) is not None:
-        verdict = AgainstVerdict(
+    if own := _own_params(got):
+        return AgainstVerdict(
+            outcome="inconclusive",
+            reason=f"{own} starts with other values on each rank, so it may be another param on "
+            "each.",
+            remedy="Give params that ranks do not share names of their own, or broadcast them.",
+        )
+    if rows := first_row_difference(
+        prepared.observed.rows, got.rows, all_read_all=all_read_all, steps=steps
+    ):
+        return AgainstVerdict(
             outcome="inconclusive",
             reason=f"The data differ: {rows.text}.",
             remedy=rows.remedy,
         )
-    else:
-        measurement.finish(expected_log=prepared.observed.gathers, got_log=got.gathers)
-        verdict = _judged(prepared, measurement, got)
-    # One rank counts what all ranks count together, so it may lose integers that they do not.
-    lost = got.integers.notes or prepared.observed.integers.notes
-    drifts = () if got.replicas.findings else got.replicas.notes
-    notes = (*verdict.notes, *lost, *got.reductions.notes, *drifts)
-    verdict = replace(verdict, **names, notes=notes)
-    return Comparison(verdict=verdict, prepared=prepared, side=side, measurement=measurement)
+    return None
+
+
+def _own_params(got: Observed) -> str:
+    """A param to be started alike that had other values on each rank; empty for none."""
+    for name in got.started[0] if got.started else ():
+        if len({each.get(name) for each in got.started}) > 1:
+            return name
+    return ""
 
 
 def _failed_first(prepared: Prepared) -> tuple[Outcome, str, str, str]:
@@ -196,10 +264,11 @@ def _failed_first(prepared: Prepared) -> tuple[Outcome, str, str, str]:
     )
 
 
-def _failed_second(prepared: Prepared, side: Side, got: Observed) -> AgainstVerdict:
+def _failed_second(prepared: Prepared, got: Observed) -> AgainstVerdict:
+    side = got.side
     error = getattr(got.script.failure, "error", None)
     if isinstance(error, UsageError):
-        raise error  # Of dealt rows, which no other run would mend.
+        raise error  # Of how the script is run, which is no difference between the sides.
     native = observe(side, Way(sink=Baseline(), is_native=True), seed=prepared.seed).script
     failed = got.script if native.failure is None else native
     where = " in float64 alone" if native.failure is None else ""
@@ -243,7 +312,7 @@ def _measure_rounding(prepared: Prepared) -> tuple[str, str] | None:
         )
     for index in range(NOISY_RUNS):
         measurement = Measurement(baseline, keep_above=float("inf"))
-        way = Way(sink=measurement, noise_seed=index + 1)
+        way = Way(sink=measurement, noise_seed=index + 1, fill=(index + 2) / 8)
         noisy = observe(prepared.side, way, seed=prepared.seed)
         log = prepared.observed.gathers
         measurement.finish(expected_log=log, got_log=noisy.gathers)
@@ -252,7 +321,15 @@ def _measure_rounding(prepared: Prepared) -> tuple[str, str] | None:
         for point, measured in measurement.measured.items():
             known = prepared.rounding.get(point, FLOOR)
             prepared.rounding[point] = max(known, measured.relative)
-    if all(value * LIMIT >= 1 for value in prepared.rounding.values()):
+    first = [
+        value
+        for point, value in prepared.rounding.items()
+        if point.step == 0 and point.moment == "forward"
+    ]
+    # Rounding does not change the params that a script starts with.
+    if max(first, default=0) * LIMIT >= 1 or all(
+        value * LIMIT >= 1 for value in prepared.rounding.values()
+    ):
         return _irregular(prepared)
     return None
 
@@ -270,7 +347,7 @@ def _irregular(prepared: Prepared) -> tuple[str, str]:
     """Why two runs of one side differ: they differ without noise, too, or rounding decides."""
     side = prepared.side
     again = Measurement(prepared.baseline)
-    repeated = observe(side, Way(sink=again), seed=prepared.seed)
+    repeated = observe(side, Way(sink=again, fill=7 / 8), seed=prepared.seed)
     again.finish(expected_log=prepared.observed.gathers, got_log=repeated.gathers)
     differing = [point for point, each in again.measured.items() if each.relative]
     if differing or not _took_same_way(prepared, repeated, again):
@@ -293,10 +370,16 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
     found: list[Difference] = []
     largest = 0.0
     decided: set[str] = set()
+    rows = prepared.observed.rows, got.rows
+    metrics = metrics_of(prepared.baseline, measurement.measured, rows)
+    unjudged: set[str] = set()
     for point, measured in measurement.measured.items():
         rounding = prepared.rounding.get(point, FLOOR)
         if rounding * LIMIT < 1:
             decided.add(point.name)
+        if point in metrics and measured.relative > LIMIT * rounding:
+            unjudged.add(point.name)
+            continue
         if point.moment not in LOCALISING:
             largest = max(largest, measured.relative / rounding)
         elif measured.reduced_relative is not None and (
@@ -307,30 +390,25 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
             found.append(Difference(point=point, measured=measured, rounding=rounding))
     found.sort(key=lambda each: (each.point.order, -each.measured.relative, each.point.name))
     deciding = {p for p in prepared.rounding if p.moment not in LOCALISING}
-    unknown = deciding - measurement.measured.keys()
-    unobserved = {p.name for p in measurement.unobserved | unknown if p.moment not in LOCALISING}
-    names = {point.name for point in measurement.measured} - unobserved
+    unknown = (measurement.unobserved | deciding) - measurement.measured.keys()
+    unknown -= measurement.left_out
+    unjudged |= {p.name for p in unknown if p.moment not in LOCALISING}
+    names = {point.name for point in measurement.measured} - unjudged
     equal = AgainstVerdict(
         outcome="equal",
         reason="",
         steps=max(got.steps_of_ranks, default=0),
         compared_count=len(measurement.measured),
-        unobserved=tuple(sorted(unobserved)),
+        unobserved=tuple(sorted(unjudged)),
         undecided=tuple(sorted(names - decided)),
         largest_multiple=largest,
     )
+    if (unlike := _other_params(measurement, found, got)) is not None:
+        return replace(equal, outcome="inconclusive", reason=unlike[0], remedy=unlike[1])
     if any(each.point.moment not in LOCALISING for each in found):
         return replace(equal, outcome="different", differences=tuple(found))
-    left = [name for name in _trained(prepared.baseline) if name not in decided]
-    if not measurement.measured or left:
-        reason = "No tensor could be compared."
-        if left:
-            more = f", nor of {len(left) - 1} other params" if len(left) > 1 else ""
-            reason = f"No tensor of the param {left[0]} could be decided{more}."
-        remedy = (
-            "Shard it by DTensor, so the places of its elements are known, or use whole params."
-        )
-        return replace(equal, outcome="inconclusive", reason=reason, remedy=remedy)
+    if (lack := _lacks(prepared, measurement, decided)) is not None:
+        return replace(equal, outcome="inconclusive", reason=lack[0], remedy=lack[1])
     notes = ()
     if found:
         notes = (
@@ -340,13 +418,50 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
     return replace(equal, notes=notes)
 
 
-def _trained(baseline: Baseline) -> list[str]:
-    """Names of params that training moves; of the model's if forwards use any that move."""
-    used: dict[str, Tensor] = {}
-    moved: set[str] = set()
-    for point in baseline.pieces:
-        if point.moment == "forward" and point.name not in moved:
-            tensor = baseline.expected(point)
-            if tensor is not None and not torch.equal(used.setdefault(point.name, tensor), tensor):
-                moved.add(point.name)
-    return sorted(moved or {point.name for point in baseline.pieces if point.moment == "param"})
+def _other_params(
+    measurement: Measurement, found: Sequence[Difference], got: Observed
+) -> tuple[str, str] | None:
+    """Reason and remedy, if params have other names or start with other values on all ranks."""
+    if absent := measurement.absent:
+        return (
+            f"No param of {got.side.text} is named {absent[0]}, so params of one name may be "
+            "different ones.",
+            "Give the params of each rank the names that they have on one rank.",
+        )
+    if found and found[0].point.step == 0 and found[0].point.moment == "forward":
+        starts = [each for each in found if each.point.order == found[0].point.order]
+        alike = [
+            each
+            for each in starts
+            if each.measured.relative > OTHER_DRAWS and measurement.is_alike(each.point)
+        ]
+        if alike:
+            return (
+                f"{len(starts)} params start with other values on {got.side.text}, such as "
+                f"{alike[0].point.name}: perhaps ranks draw other random numbers.",
+                "Start all ranks with the params of one rank: --start-of-one.",
+            )
+    return None
+
+
+def _lacks(
+    prepared: Prepared, measurement: Measurement, decided: set[str]
+) -> tuple[str, str] | None:
+    """Reason and remedy, if what is equal proves too little."""
+    left = [name for name in trained(prepared.baseline) if name not in decided]
+    if not measurement.measured or left:
+        reason = "No tensor could be compared."
+        if left:
+            more = f", nor of {len(left) - 1} other params" if len(left) > 1 else ""
+            reason = f"No tensor of the param {left[0]} could be decided{more}."
+        return (
+            reason,
+            "Shard it by DTensor, so the places of its elements are known, or use whole params.",
+        )
+    if trains_nothing(prepared.baseline):
+        return (
+            f"Every gradient is zero on {prepared.side.text}, so a wrong reduction would change "
+            "nothing.",
+            "Check the loss, or give the script other data.",
+        )
+    return None

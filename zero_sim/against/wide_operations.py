@@ -30,6 +30,7 @@ _FACTORIES_WITHOUT_DRAWS = frozenset(
         "scalar_tensor",
     }
 )
+_UNFILLED = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 _BY_AUTOCAST = frozenset(
     {
         "mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution", "addmv", "mv",
@@ -90,6 +91,8 @@ class WideOperations(TorchDispatchMode):
 
     Args:
         noise_seed: Seed of the rounding noise; None for no noise.
+        fill: The number in memory that the script has not filled. Runs with other numbers differ
+            if it reads such memory, which is often zero by chance.
         counts: True while operations belong to the script's forwards and backwards. Others depend
             on what torch has cached.
         added: Receives name and result of each operation of `ADDITIONS`.
@@ -101,10 +104,12 @@ class WideOperations(TorchDispatchMode):
         self,
         *,
         noise_seed: int | None = None,
+        fill: float = 0.0,
         counts: Callable[[], bool],
         added: Callable[[str, Any], None] | None = None,
     ) -> None:
         super().__init__()
+        self._fill = fill
         self._noise = None if noise_seed is None else Noise(noise_seed)
         self._counts = counts
         self._added = added
@@ -151,6 +156,8 @@ class WideOperations(TorchDispatchMode):
             if special is not None:
                 return special(func, args, kwargs)
             result = self._run(func, plan, args, kwargs)
+            if plan.name in _UNFILLED and stored(result) in _STORED and not result.is_meta:
+                result.fill_(self._fill)
             if self._noise is not None and not plan.is_exact:
                 self._noise.move(result)
             if self._added is not None and plan.name in ADDITIONS:
@@ -255,7 +262,7 @@ def _promoted(tensors: list[Tensor], plan: Plan) -> torch.dtype | None:
 def _note_fresh(value: Any, dtype: torch.dtype | None) -> None:
     if dtype is None or not isinstance(value, Tensor) or stored(value) not in _STORED:
         return
-    if value.device.type == "meta" or value.layout is not torch.strided:
+    if value.device.type == "meta" or value.layout not in (torch.strided, torch.sparse_coo):
         return
     if stored(value) is torch.complex128 and dtype in _FLOATS:
         dtype = torch.complex64 if dtype is not torch.float64 else torch.complex128

@@ -60,6 +60,11 @@ class AgainstOptions:
     feed: bool = option(
         "--feed", is_flag=True, help="Deal the rows that one rank read to all ranks."
     )
+    all_read_all: bool = option(
+        "--all-read-all",
+        is_flag=True,
+        help="Each rank is meant to read all rows, as with tensor parallelism.",
+    )
     start_of_one: bool = option(
         "--start-of-one", is_flag=True, help="Start all ranks with the params of one rank."
     )
@@ -108,7 +113,13 @@ def judge_script(
     reported: list[Reported] = []
     for side in sides:
         begun = time.perf_counter()
-        comparison = judge(prepared, side, feeds=options.feed, starts_alike=options.start_of_one)
+        comparison = judge(
+            prepared,
+            side,
+            feeds=options.feed,
+            starts_alike=options.start_of_one,
+            all_read_all=options.all_read_all,
+        )
         was_run = comparison.measurement is not None
         if was_run and options.against == "1" and comparison.side.world_size < 2:
             raise UsageError(_TOO_FEW_RANKS)
@@ -119,6 +130,7 @@ def judge_script(
                 side,
                 seed=seed,
                 feeds=options.feed,
+                splits=comparison.way is not None and comparison.way.splits,
                 starts_alike=options.start_of_one,
             )
             verdict = replace(verdict, notes=(*verdict.notes, report.text))
@@ -174,6 +186,7 @@ def _command(options: AgainstOptions, side: Side, *, words: Sequence[str]) -> st
     ):
         given += [] if value is None else [flag, value]
     given += ["--feed"] if options.feed else []
+    given += ["--all-read-all"] if options.all_read_all else []
     given += ["--start-of-one"] if options.start_of_one else []
     return shlex.join(["zero-sim", "torchrun", *given, *words])
 
@@ -196,6 +209,7 @@ def _write_bundle(
         by_rank=by_rank,
         feeds=options.feed,
         starts_alike=options.start_of_one,
+        all_read_all=options.all_read_all,
         outcome=verdict.outcome,
         reason=verdict.reason,
         first=first_of(verdict),
@@ -236,7 +250,11 @@ def replay_script(path: Path, *, trust: bool) -> int:
             bundle.expected, seed=bundle.seed, keeps_rows=bundle.feeds, by_rank=bundle.by_rank
         )
         comparison = judge(
-            prepared, bundle.got, feeds=bundle.feeds, starts_alike=bundle.starts_alike
+            prepared,
+            bundle.got,
+            feeds=bundle.feeds,
+            starts_alike=bundle.starts_alike,
+            all_read_all=bundle.all_read_all,
         )
         verdict = comparison.verdict
         text = render(verdict, account_of(comparison))
@@ -282,7 +300,8 @@ def _sides(
             else side
             for size in sizes
         ]
-        return replace(other, settings=one), sides
+        spare = max(each.settings.ranks_per_node for each in sides)
+        return replace(other, settings=one, spare_gpus=spare), sides
     if options.sizes is not None:
         raise UsageError("expected --sizes with --against 1, got it with another relation.")
     if options.against == "resumed":

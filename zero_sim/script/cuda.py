@@ -10,6 +10,7 @@ import contextlib
 import functools
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -29,8 +30,9 @@ _CUDA = re.compile(r"cuda(:\d+)?")
 _CPU = torch.device("cpu")
 _AS_THEY_ARE = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory})
 """Methods that give the tensor itself, as they do on a GPU that it is on already."""
-_TAKES_NUMBER = frozenset({torch.Tensor.to})
-"""Where a number as the first argument is a device."""
+_TAKES_NUMBER = "to"
+"""Name of the method whose first argument is a device if it is a number. By name, because a guest
+of the run may have put its own function in the place of torch's."""
 _MEMORY = (
     "max_memory_allocated",
     "max_memory_reserved",
@@ -147,7 +149,8 @@ class CudaOnCpu:
                 name=_NAME, major=8, minor=0, total_memory=_MEMORY_BYTES, multi_processor_count=1
             ),
             "mem_get_info": lambda device=None: (_MEMORY_BYTES, _MEMORY_BYTES),
-            "memory_stats": lambda device=None: {},
+            # Scripts look up statistics by name, and each is zero.
+            "memory_stats": lambda device=None: defaultdict(int),
             "get_rng_state": _rng_state,
             "get_rng_state_all": lambda: [_rng_state() for _ in range(self._device_count)],
             "Stream": Stream,
@@ -255,7 +258,7 @@ class _Moved(TorchFunctionMode):
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if "device" in kwargs:
             kwargs["device"] = _moved(kwargs["device"], numbers=True)
-        if func in _TAKES_NUMBER and len(args) > 1:
+        if len(args) > 1 and func.__name__ == _TAKES_NUMBER:
             args = (args[0], _moved(args[1], numbers=True), *args[2:])
         else:
             args = tuple([_moved(arg) if type(arg) is torch.device else arg for arg in args])

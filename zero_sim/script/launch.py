@@ -54,7 +54,7 @@ class Launcher:
             environment=settings.environment,
             arguments=[script.name, *script.arguments],
             folder=script.folder,
-            packages=settings.packages,
+            packages=settings.own_packages,
         )
         self._world = World(
             settings.world_size,

@@ -44,7 +44,8 @@ class Scene:
         self._state_in_place = state_in_place
         self._recorders: dict[int, PointRecorder] = {}
         self._cuda = CudaOnCpu(
-            device_count=settings.ranks_per_node, rank=lambda: state_in_place().current
+            device_count=settings.gpus_per_node or settings.ranks_per_node,
+            rank=lambda: state_in_place().current,
         )
         self._streams: tuple[RankOutput, RankOutput] | None = None
 

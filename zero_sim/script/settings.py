@@ -11,6 +11,9 @@ from typing import Any, Literal, Protocol
 from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
 
+KEEP_A_RANK = ("accelerate", "hydra")
+"""Packages that keep the process's rank or settings in globals, so each rank has its own."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
@@ -26,8 +29,11 @@ class Settings:
     strict: bool = True
     stall_seconds: float = 300.0
     packages: tuple[str, ...] = ()
-    """Top-level packages that every rank imports for itself, besides the script's folder."""
+    """Top-level packages that every rank imports for itself, besides the script's folder and
+    `KEEP_A_RANK`."""
     cuda_is_cpu: bool = False
+    gpus_per_node: int | None = None
+    """GPUs that scripts find with `cuda_is_cpu`; None for one a rank."""
     kernels_are_stubs: bool = False
     """True if packages of kernels that are not installed are stubs."""
     starter: Literal["", "visible", "all"] = ""
@@ -42,6 +48,11 @@ class Settings:
     def world_size(self) -> int:
         """Number of ranks of all nodes."""
         return self.ranks_per_node * self.nodes
+
+    @property
+    def own_packages(self) -> tuple[str, ...]:
+        """Packages that every rank imports for itself."""
+        return (*KEEP_A_RANK, *self.packages)
 
     def of_world(self) -> dict[str, Any]:
         """Arguments of `World`, apart from its size and seed."""

@@ -55,7 +55,7 @@ class StartingScript:
             environment=lambda rank: {},
             arguments=[script.name, *script.arguments],
             folder=script.folder,
-            packages=settings.packages,
+            packages=settings.own_packages,
         )
         self._state = self._starter_state
         self._scene = Scene(settings, guest, state_in_place=lambda: self._state, note=note)
@@ -154,7 +154,7 @@ class StartingScript:
         state = RankState(
             environment=lambda rank: {},
             folder=self._script.folder,
-            packages=self._settings.packages,
+            packages=self._settings.own_packages,
         )
 
         def program_of(rank: int) -> Callable[[], None]:
