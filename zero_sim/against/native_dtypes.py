@@ -366,27 +366,20 @@ def _module_patches() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _function_patches() -> Iterator[tuple[Any, str, Any]]:
-    def lifted(original: Callable[..., Any]) -> Callable[..., Any]:
+    def lifted(
+        original: Callable[..., Any], note_wide: Callable[[Any], Any] = lambda result: result
+    ) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not thread.active:
                 return original(*args, **kwargs)
             with stored_dtypes():
-                result = original(*args, **kwargs)
-            return widened_tree(result)
+                return widened_tree(note_wide(original(*args, **kwargs)))
 
         return call
 
-    def loaded(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not thread.active:
-                return original(*args, **kwargs)
-            with stored_dtypes():
-                result = original(*args, **kwargs)
-                return widened_tree(_noted_if_wide(result, torch.get_default_dtype()))
-
-        return call
+    def loaded(result: Any) -> Any:
+        return _noted_if_wide(result, torch.get_default_dtype())
 
     def saved(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -398,7 +391,7 @@ def _function_patches() -> Iterator[tuple[Any, str, Any]]:
 
     for name in ("from_numpy", "frombuffer", "from_dlpack"):
         yield torch, name, lifted(getattr(torch, name))
-    yield torch, "load", loaded(torch.load)
+    yield torch, "load", lifted(torch.load, loaded)
     yield torch, "save", saved(torch.save)
 
     def result_type(one: Any, other: Any) -> torch.dtype:

@@ -80,8 +80,8 @@ class Prepared:
     observed: Observed
     rounding: dict[Point, float] = field(default_factory=dict)
     """Relative difference that rounding alone makes, by point."""
-    failure: tuple[Outcome, str, str, str] | None = None
-    """Outcome, reason, remedy and report, if it cannot be compared with."""
+    failure: AgainstVerdict | None = None
+    """The verdict if it cannot be compared with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +126,8 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = 
     else:
         trouble = _measure_rounding(prepared)
         if trouble is not None:
-            prepared.failure = ("inconclusive", *trouble, "")
+            reason, remedy = trouble
+            prepared.failure = AgainstVerdict(outcome="inconclusive", reason=reason, remedy=remedy)
     return prepared
 
 
@@ -150,10 +151,7 @@ def judge(
     side = side.as_tried(prepared.side)
     names = {"expected": prepared.side.text, "got": side.text}
     if prepared.failure is not None:
-        outcome, reason, remedy, ending = prepared.failure
-        verdict = AgainstVerdict(
-            outcome=outcome, reason=reason, remedy=remedy, ending=ending, **names
-        )
+        verdict = replace(prepared.failure, **names)
         return Comparison(verdict=verdict, prepared=prepared, side=side)
     got, way, measurement = _observe_second(prepared, side, feeds=feeds, starts_alike=starts_alike)
     names["got"] = got.side.text
@@ -210,8 +208,7 @@ def _without_tensors(
     if got.script.failure is not None:
         return _failed_second(prepared, got)
     if got.replicas.findings:
-        outcome, reason, remedy, ending = _drifted(got)
-        return AgainstVerdict(outcome=outcome, reason=reason, remedy=remedy, ending=ending)
+        return _drifted(got)
     if wrong_rows := wrongly_dealt(prepared.observed.rows, got.rows):
         return AgainstVerdict(
             outcome="different",
@@ -244,23 +241,23 @@ def _own_params(got: Observed) -> str:
     return ""
 
 
-def _failed_first(prepared: Prepared) -> tuple[Outcome, str, str, str]:
+def _failed_first(prepared: Prepared) -> AgainstVerdict:
     """The side failed in float64; perhaps it fails without it, too."""
     side = prepared.side
     native = observe(side, Way(sink=Baseline(), is_native=True), seed=prepared.seed).script
     if native.failure is not None:
-        return (
-            "script-fails",
-            f"The script fails on {side.text}: {native.ending}",
-            f"Make it run on {side.text} first, perhaps with --arguments-of-one.",
-            native.failure.report,
+        return AgainstVerdict(
+            outcome="script-fails",
+            reason=f"The script fails on {side.text}: {native.ending}",
+            remedy=f"Make it run on {side.text} first, perhaps with --arguments-of-one.",
+            ending=native.failure.report,
         )
     failed = prepared.observed.script
-    return (
-        "unsupported",
-        f"The script fails in float64 alone, on {side.text}: {failed.ending}",
-        "Avoid what depends on the bytes of a float, or judge the engine with a target.",
-        failed.failure.report if failed.failure else "",
+    return AgainstVerdict(
+        outcome="unsupported",
+        reason=f"The script fails in float64 alone, on {side.text}: {failed.ending}",
+        remedy="Avoid what depends on the bytes of a float, or judge the engine with a target.",
+        ending=failed.failure.report if failed.failure else "",
     )
 
 
@@ -280,13 +277,18 @@ def _failed_second(prepared: Prepared, got: Observed) -> AgainstVerdict:
     )
 
 
-def _drifted(observed: Observed) -> tuple[Outcome, str, str, str]:
+def _drifted(observed: Observed) -> AgainstVerdict:
     reason, *lines = observed.replicas.finding.splitlines()
     ending = "\n".join(line.removeprefix("  ") for line in lines[:-1])
-    return "different", reason[0].upper() + reason[1:], lines[-1].strip(), ending
+    return AgainstVerdict(
+        outcome="different",
+        reason=reason[0].upper() + reason[1:],
+        remedy=lines[-1].strip(),
+        ending=ending,
+    )
 
 
-def _by_design(reasons: Mapping[str, str]) -> tuple[Outcome, str, str, str]:
+def _by_design(reasons: Mapping[str, str]) -> AgainstVerdict:
     named = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
     more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
     remedies = []
@@ -294,11 +296,10 @@ def _by_design(reasons: Mapping[str, str]) -> tuple[Outcome, str, str, str]:
         remedies.append("Set dropout to 0, for example by an argument of the script.")
     if any("mean of its own rows" in reason for reason in reasons.values()):
         remedies.append("Replace BatchNorm by SyncBatchNorm or another norm.")
-    return (
-        "unsupported",
-        f"The result depends on the number of ranks by design: {named}{more}.",
-        " ".join(remedies),
-        "",
+    return AgainstVerdict(
+        outcome="unsupported",
+        reason=f"The result depends on the number of ranks by design: {named}{more}.",
+        remedy=" ".join(remedies),
     )
 
 
