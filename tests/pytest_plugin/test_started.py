@@ -1,6 +1,7 @@
 """Suites that start processes, under `--zero-sim-spawn`."""
 
 import os
+import sys
 
 import pytest
 
@@ -165,3 +166,48 @@ def test_options_that_nothing_reads(pytester, run, options):
     result = run(*options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*expected --zero-sim-spawn *got*"])
+
+
+STATE = """
+class State:
+    _shared_state = {}
+"""
+
+RANK_LOCAL = """
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from %s import State
+
+def work(rank):
+    dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
+    State._shared_state["rank"] = rank
+    dist.barrier()
+    assert State._shared_state == {"rank": rank}
+
+def test_work():
+    mp.spawn(work, nprocs=2)
+    assert not State._shared_state
+"""
+
+
+def test_each_rank_has_its_own_state_of_accelerate(pytester, run, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
+        monkeypatch.delitem(sys.modules, name)
+    pytester.makepyfile(
+        **{"accelerate/__init__": "", "accelerate/state": STATE + "GradientState = State"}
+    )
+    pytester.syspathinsert()
+    pytester.makepyfile(RANK_LOCAL % "accelerate.state")
+    run("--zero-sim-spawn").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome"),
+    [("State._shared_state", "passed"), ("Other.state", "failed"), ("State.other", "failed")],
+)
+def test_each_rank_has_a_value_of_declared_names(pytester, run, name, outcome):
+    pytester.makepyfile(states_of_ranks=STATE)
+    pytester.syspathinsert()
+    pytester.makepyfile(RANK_LOCAL % "states_of_ranks")
+    pytester.makeini(f"[pytest]\nzero_sim_rank_local = states_of_ranks:{name}")
+    run("--zero-sim-spawn").assert_outcomes(**{outcome: 1})

@@ -63,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help=f"Where failing scenarios leave their bundles (default: {DEFAULT_BUNDLES}).",
     )
-    add_options(group)
+    add_options(parser, group)
     parser.addini(
         "zero_sim_scenarios",
         "Files and folders whose *.toml are scenarios to run as tests.",

@@ -22,8 +22,15 @@ _OPTIONS = ("timing", "schedule", "seed", "races")
 """Arguments of `World` that options of the command line set."""
 
 
-def add_options(group: pytest.OptionGroup) -> None:
+def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     """Add the options of tests that start processes."""
+    parser.addini(
+        "zero_sim_rank_local",
+        "With --zero-sim-spawn: names of which each rank has a value of its own, such as "
+        "package.module:GLOBAL, module:Class.attribute, module:function(argument) or module:*.",
+        type="linelist",
+        default=[],
+    )
     group.addoption(
         "--zero-sim-spawn",
         action="store_true",
@@ -80,14 +87,15 @@ def processes_as_ranks(config: pytest.Config) -> AbstractContextManager[None]:
     if not config.getoption("zero_sim_spawn"):
         return contextlib.nullcontext()
     given = {name: config.getoption(f"zero_sim_{name}") for name in _OPTIONS}
-    return _as_ranks({name: value for name, value in given.items() if value is not None})
+    settings = {name: value for name, value in given.items() if value is not None}
+    return _as_ranks(settings, names=config.getini("zero_sim_rank_local"))
 
 
 @contextlib.contextmanager
-def _as_ranks(settings: dict[str, Any]) -> Iterator[None]:
+def _as_ranks(settings: dict[str, Any], *, names: Sequence[str]) -> Iterator[None]:
     from zero_sim.script.started_ranks import StartedRanks, started_as_ranks
 
-    ranks = StartedRanks(lambda processes: _run(processes, settings), all_own=True)
+    ranks = StartedRanks(lambda processes: _run(processes, settings, names), all_own=True)
     with started_as_ranks(ranks, stall_seconds=_stall_seconds()):
         yield
 
@@ -98,12 +106,20 @@ def _stall_seconds() -> float:
     return WorldSettings().stall_seconds
 
 
-def _run(processes: Sequence[RankPopen], settings: dict[str, Any]) -> None:
-    """Run processes as ranks that share all modules, as those of marked tests do."""
+def _run(processes: Sequence[RankPopen], settings: dict[str, Any], names: Sequence[str]) -> None:
+    """Run processes as ranks that share all modules, apart from values of some names."""
+    from zero_sim.script.own_names import NoSuchName, find_slots
     from zero_sim.script.rank_state import RankState
+    from zero_sim.script.settings import SINGLETONS
     from zero_sim.sim import RankFailed, World
 
-    state = RankState(environment=lambda rank: {}, folder=None)
+    for name in names:
+        try:
+            find_slots(name)
+        except NoSuchName as error:
+            pytest.fail(f"expected a name in zero_sim_rank_local, got {name}: {error}")
+    known = [name for name in SINGLETONS if name.partition(":")[0] in sys.modules]
+    state = RankState(environment=lambda rank: {}, folder=None, names=[*known, *names])
     try:
         with World(len(processes), initialized=False, rank_local=state, **settings) as world:
             world.run(lambda rank: processes[rank].run_program(None))
