@@ -159,13 +159,19 @@ def test_the_environment_is_as_before(pytester, run):
 
 @pytest.mark.parametrize(
     "options",
-    [("--zero-sim-timing", "lazy"), ("--zero-sim-spawn", "--zero-sim-backend", "gloo")],
+    [
+        ("--zero-sim-timing", "lazy"),
+        ("--zero-sim-spawn", "--zero-sim-backend", "gloo"),
+        ("--zero-sim-cuda-is-cpu", "--zero-sim-backend", "gloo"),
+        ("--zero-sim-gpus", "2"),
+        ("--zero-sim-cuda-is-cpu", "--zero-sim-gpus", "0"),
+    ],
 )
 def test_options_that_nothing_reads(pytester, run, options):
     pytester.makepyfile("def test_nothing(): pass")
     result = run(*options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*expected --zero-sim-spawn *got*"])
+    result.stderr.fnmatch_lines(["*expected --zero-sim-* got*"])
 
 
 STATE = """
@@ -211,3 +217,76 @@ def test_each_rank_has_a_value_of_declared_names(pytester, run, name, outcome):
     pytester.makepyfile(RANK_LOCAL % "states_of_ranks")
     pytester.makeini(f"[pytest]\nzero_sim_rank_local = states_of_ranks:{name}")
     run("--zero-sim-spawn").assert_outcomes(**{outcome: 1})
+
+
+WANTS_GPUS = """
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed import rpc
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+def work(rank):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method="env://", rank=rank, world_size=GPUS)
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=GPUS)
+    rpc.shutdown()
+    total = torch.ones(1, device="cuda")
+    dist.all_reduce(total)
+    assert total.item() == GPUS == 2
+    assert torch.cuda.current_device() == rank
+
+def test_spawned():
+    mp.spawn(work, nprocs=GPUS)
+
+@pytest.mark.world_size(2)
+def test_marked(rank):
+    work(rank)
+
+def test_alone(tmp_path):
+    where = f"file://{tmp_path}/store"
+    dist.init_process_group("nccl", rank=0, world_size=1, init_method=where)
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    dist.new_group(backend="nccl")
+    dist.destroy_process_group()
+    torch.utils.data.DataLoader([1], pin_memory=True)
+
+def call(rank):
+    rpc.rpc_sync("rank0", print)
+
+def test_remote_call():
+    with pytest.raises(mp.ProcessRaisedException, match="expected ranks without remote calls"):
+        mp.spawn(call, nprocs=1)
+"""
+
+
+def test_gpus_in_name(pytester, run):
+    pytester.makepyfile(WANTS_GPUS)
+    options = ("--zero-sim-spawn", "--zero-sim-cuda-is-cpu", "--zero-sim-gpus", "2")
+    run(*options).assert_outcomes(passed=4)
+    run("--zero-sim-spawn").assert_outcomes(skipped=4)
+
+
+LATE = """
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank):
+    dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(1), async_op=True)
+
+def test_work():
+    mp.spawn(work, nprocs=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "outcome"), [((), "failed"), (("--zero-sim-no-strict",), "passed")]
+)
+def test_a_call_that_nobody_waits_for(pytester, run, options, outcome):
+    pytester.makepyfile(LATE)
+    run("--zero-sim-spawn", *options).assert_outcomes(**{outcome: 1})

@@ -28,7 +28,7 @@ import pytest
 from zero_sim.pytest_plugin.mark import MARK, WANTED, Refused, Wanted, read_mark
 from zero_sim.pytest_plugin.processes import ON_RANK, RanksFailed, run_on_processes
 from zero_sim.pytest_plugin.ranks import run_simulated
-from zero_sim.pytest_plugin.resources import RESOURCES, SessionResources
+from zero_sim.pytest_plugin.resources import GPUS, RESOURCES, SessionResources
 from zero_sim.pytest_plugin.scenarios import ScenarioFile
 from zero_sim.pytest_plugin.started import add_options, check_options, processes_as_ranks
 from zero_sim.report.commands import DEFAULT_BUNDLES
@@ -62,6 +62,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=str(DEFAULT_BUNDLES),
         metavar="DIR",
         help=f"Where failing scenarios leave their bundles (default: {DEFAULT_BUNDLES}).",
+    )
+    group.addoption(
+        "--zero-sim-cuda-is-cpu",
+        action="store_true",
+        help="Let tests find GPUs that are the CPU in fact, so that they do not skip.",
+    )
+    group.addoption(
+        "--zero-sim-gpus",
+        type=int,
+        metavar="N",
+        help=f"With --zero-sim-cuda-is-cpu: number of GPUs (default: {GPUS}).",
     )
     add_options(parser, group)
     parser.addini(

@@ -18,9 +18,11 @@ SINGLETONS = (
     "accelerate.state:AcceleratorState._shared_state",
     "accelerate.state:GradientState._shared_state",
     "accelerate.state:PartialState._shared_state",
+    "fairscale.internal.parallel:get_process_group_cached._global_group_cache",
+    "fairscale.nn.model_parallel.initialize:*",
     "hydra.core.singleton:Singleton._instances",
 )
-"""Where those packages keep it, for ranks that share the packages."""
+"""Names under which packages keep it, for ranks that share the packages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
