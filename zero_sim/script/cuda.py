@@ -282,9 +282,9 @@ class _Moved(TorchFunctionMode):
         self._outer, _thread.moves = _thread.moves, True
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         _thread.moves = self._outer
-        super().__exit__(*exception)
+        super().__exit__(exc_type, exc_val, exc_tb)
 
     def __torch_function__(
         self,
