@@ -290,3 +290,24 @@ def test_work():
 def test_a_call_that_nobody_waits_for(pytester, run, options, outcome):
     pytester.makepyfile(LATE)
     run("--zero-sim-spawn", *options).assert_outcomes(**{outcome: 1})
+
+
+STARTER_JOINS = """
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+
+def work(rank):
+    dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
+
+def test_starter_is_rank_0():
+    mp.spawn(work, args=(), nprocs=1, join=False)
+    work(0)
+"""
+
+
+def test_a_starter_that_is_a_rank_is_refused(pytester, run):
+    pytester.makepyfile(STARTER_JOINS)
+    result = run("--zero-sim-spawn")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*expected all ranks of a group to be started processes, got 1 *"])
