@@ -8,6 +8,7 @@ starter waits for the first of them: joins it, asks whether it lives, or receive
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import pickle
@@ -287,6 +288,8 @@ def started_as_ranks(ranks: StartedRanks, *, stall_seconds: float) -> Iterator[N
             raise NoRank(no_rank(rank_state.rank, here()))
 
     def checked(original: Callable[..., Any]) -> Callable[..., Any]:
+        # With its signature, which worlds read.
+        @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> Any:
             ranks.check_may_join()
             return original(*args, **kwargs)
