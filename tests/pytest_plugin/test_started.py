@@ -295,7 +295,6 @@ def test_a_call_that_nobody_waits_for(pytester, run, options, outcome):
 STARTER_JOINS = """
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
 
 def work(rank):
     dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
@@ -311,3 +310,36 @@ def test_a_starter_that_is_a_rank_is_refused(pytester, run):
     result = run("--zero-sim-spawn")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*expected all ranks of a group to be started processes, got 1 *"])
+
+
+CONTINUOUS = """
+import torch
+import torch.distributed as dist
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+
+class Sums(MultiProcContinuousTest):
+    world_size = 2
+
+    @classmethod
+    def backend_str(cls):
+        return "gloo"
+
+    def check(self):
+        value = torch.tensor([self.rank])
+        dist.all_reduce(value, group=self.pg)
+        self.assertEqual(value.item(), 1)
+
+    def test_a(self):
+        self.check()
+
+    def test_b(self):
+        self.check()
+
+    def test_c(self):
+        self.assertEqual(self.rank, 0)
+"""
+
+
+def test_torchs_class_whose_processes_go_on(pytester, run):
+    pytester.makepyfile(CONTINUOUS)
+    run("--zero-sim-spawn").assert_outcomes(passed=2, failed=1)

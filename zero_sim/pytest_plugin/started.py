@@ -9,7 +9,8 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 
@@ -110,8 +111,40 @@ def _as_ranks(config: pytest.Config) -> Iterator[None]:
     from zero_sim.script.remote_calls import remote_calls_refused
     from zero_sim.script.started_ranks import StartedRanks, started_as_ranks
 
-    ranks = StartedRanks(lambda processes: _run(processes, config), all_own=True)
-    with started_as_ranks(ranks, stall_seconds=_stall_seconds()), remote_calls_refused():
+    names: list[str] = list(config.getini("zero_sim_rank_local"))
+    ranks = StartedRanks(lambda processes: _run(processes, config, names), all_own=True)
+    with (
+        started_as_ranks(ranks, stall_seconds=_stall_seconds()),
+        remote_calls_refused(),
+        _world_per_test(names),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _world_per_test(names: list[str]) -> Iterator[None]:
+    """Let torch's `MultiProcContinuousTest` start processes for each test, and end them with it.
+
+    Args:
+        names: Receives the attributes of the test's class that are a rank's own.
+    """
+    module = sys.modules.get("torch.testing._internal.common_distributed")
+    if module is None:
+        yield
+        return
+    case = module.MultiProcContinuousTest
+    set_up = case.setUp
+
+    def set_up_and_end(self: Any) -> None:
+        set_up(self)
+        kind = type(self)
+        names.extend(f"{kind.__module__}:{kind.__qualname__}.{name}" for name in ("pg", "rank"))
+        # Ranks run to their end when the test first waits, so they are told now to end.
+        for queue in self.task_queues:
+            queue.put(None)
+        kind._processes_spawned = False
+
+    with mock.patch.object(case, "setUp", set_up_and_end):
         yield
 
 
@@ -121,7 +154,7 @@ def _stall_seconds() -> float:
     return WorldSettings().stall_seconds
 
 
-def _run(processes: Sequence[RankPopen], config: pytest.Config) -> None:
+def _run(processes: Sequence[RankPopen], config: pytest.Config, names: Sequence[str]) -> None:
     """Run processes as ranks that share all modules, apart from values of some names."""
     from zero_sim.script.own_names import NoSuchName, find_slots
     from zero_sim.script.rank_state import RankState
@@ -130,7 +163,7 @@ def _run(processes: Sequence[RankPopen], config: pytest.Config) -> None:
 
     given = {name: config.getoption(f"zero_sim_{name}") for name in _OPTIONS}
     settings = {name: value for name, value in given.items() if value is not None}
-    names, in_rank = config.getini("zero_sim_rank_local"), config.stash[RESOURCES].in_rank
+    in_rank = config.stash[RESOURCES].in_rank
     for name in names:
         try:
             find_slots(name)
