@@ -66,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--zero-sim-cuda-is-cpu",
         action="store_true",
-        help="Let tests find GPUs that are the CPU in fact, so that they do not skip.",
+        help="Let tests find GPUs in name, so they do not skip; all is computed on the CPU.",
     )
     group.addoption(
         "--zero-sim-gpus",

@@ -41,7 +41,7 @@ class SessionResources:
         self._teams: Any = None
 
     def _find_gpus(self, count: int) -> None:
-        """Let tests find GPUs that are the CPU, from before they are collected."""
+        """Let tests find GPUs in name, from before their collection."""
         with packages_needed():
             from zero_sim.script.cuda import CudaOnCpu
             from zero_sim.sim.world.rank_threads import rank_state

@@ -126,7 +126,7 @@ def _world_per_test(names: list[str]) -> Iterator[None]:
     """Let torch's `MultiProcContinuousTest` start processes for each test, and end them with it.
 
     Args:
-        names: Receives the attributes of the test's class that are a rank's own.
+        names: Receives rank-local attributes of the test's class.
     """
     module = sys.modules.get("torch.testing._internal.common_distributed")
     if module is None:

@@ -83,9 +83,9 @@ class _Timeouts:
 
 
 class InterruptibleEvent(threading.Event):
-    """An event that waits in stretches, so that an interrupt is handled within `_STRETCH_SECONDS`.
+    """An event whose waits have stretches, so an interrupt is handled within `_STRETCH_SECONDS`.
 
-    Python handles a signal that arrives just before a wait only when that wait ends.
+    Python handles a signal just before a wait only when the wait ends.
     """
 
     def wait(self, timeout: float | None = None) -> bool:
