@@ -296,13 +296,13 @@ def started_as_ranks(ranks: StartedRanks, *, stall_seconds: float) -> Iterator[N
 
         return make
 
+    makers: dict[str, Any] = {
+        name: checked(getattr(distributed_c10d, name)) for name in GROUP_MAKERS
+    }
     with (
         mock.patch.object(BaseProcess, "start", start_in_place),
         mock.patch.object(dist, "FileStore", _keeping([])),
-        mock.patch.multiple(
-            distributed_c10d,
-            **{name: checked(getattr(distributed_c10d, name)) for name in GROUP_MAKERS},
-        ),
+        mock.patch.multiple(distributed_c10d, **makers),
         waits_of_ranks(ranks, stall_seconds=stall_seconds),
     ):
         yield
