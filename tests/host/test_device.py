@@ -34,14 +34,14 @@ def test_the_cpu_is_there_and_nothing_is_settled_for_it():
     ],
 )
 def test_what_is_not_there_is_told(monkeypatch, name, said):
-    monkeypatch.setattr(device, "current_accelerator", lambda check_available: None)
+    monkeypatch.setattr(device, "_accelerator", lambda: None)
     with pytest.raises(EnvironmentProblem, match=said):
         check_device(name)
 
 
 def test_a_device_with_too_high_an_index_is_told(monkeypatch):
     gpu = torch.device("cuda")
-    monkeypatch.setattr(device, "current_accelerator", lambda check_available: gpu)
+    monkeypatch.setattr(device, "_accelerator", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert check_device("cuda:1").index == 1
     with pytest.raises(

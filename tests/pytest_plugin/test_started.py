@@ -1,6 +1,7 @@
 """Suites that start processes, under `--zero-sim-spawn`."""
 
 import os
+import sys
 
 import pytest
 
@@ -158,10 +159,187 @@ def test_the_environment_is_as_before(pytester, run):
 
 @pytest.mark.parametrize(
     "options",
-    [("--zero-sim-timing", "lazy"), ("--zero-sim-spawn", "--zero-sim-backend", "gloo")],
+    [
+        ("--zero-sim-timing", "lazy"),
+        ("--zero-sim-spawn", "--zero-sim-backend", "gloo"),
+        ("--zero-sim-cuda-is-cpu", "--zero-sim-backend", "gloo"),
+        ("--zero-sim-gpus", "2"),
+        ("--zero-sim-cuda-is-cpu", "--zero-sim-gpus", "0"),
+    ],
 )
 def test_options_that_nothing_reads(pytester, run, options):
     pytester.makepyfile("def test_nothing(): pass")
     result = run(*options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*expected --zero-sim-spawn *got*"])
+    result.stderr.fnmatch_lines(["*expected --zero-sim-* got*"])
+
+
+STATE = """
+class State:
+    _shared_state = {}
+"""
+
+RANK_LOCAL = """
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from %s import State
+
+def work(rank):
+    dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
+    State._shared_state["rank"] = rank
+    dist.barrier()
+    assert State._shared_state == {"rank": rank}
+
+def test_work():
+    mp.spawn(work, nprocs=2)
+    assert not State._shared_state
+"""
+
+
+def test_each_rank_has_its_own_state_of_accelerate(pytester, run, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
+        monkeypatch.delitem(sys.modules, name)
+    pytester.makepyfile(
+        **{"accelerate/__init__": "", "accelerate/state": STATE + "GradientState = State"}
+    )
+    pytester.syspathinsert()
+    pytester.makepyfile(RANK_LOCAL % "accelerate.state")
+    run("--zero-sim-spawn").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome"),
+    [("State._shared_state", "passed"), ("Other.state", "failed"), ("State.other", "failed")],
+)
+def test_each_rank_has_a_value_of_declared_names(pytester, run, name, outcome):
+    pytester.makepyfile(states_of_ranks=STATE)
+    pytester.syspathinsert()
+    pytester.makepyfile(RANK_LOCAL % "states_of_ranks")
+    pytester.makeini(f"[pytest]\nzero_sim_rank_local = states_of_ranks:{name}")
+    run("--zero-sim-spawn").assert_outcomes(**{outcome: 1})
+
+
+WANTS_GPUS = """
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed import rpc
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+def work(rank):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method="env://", rank=rank, world_size=GPUS)
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=GPUS)
+    rpc.shutdown()
+    total = torch.ones(1, device="cuda")
+    dist.all_reduce(total)
+    assert total.item() == GPUS == 2
+    assert torch.cuda.current_device() == rank
+
+def test_spawned():
+    mp.spawn(work, nprocs=GPUS)
+
+@pytest.mark.world_size(2)
+def test_marked(rank):
+    work(rank)
+
+def test_alone(tmp_path):
+    where = f"file://{tmp_path}/store"
+    dist.init_process_group("nccl", rank=0, world_size=1, init_method=where)
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    dist.new_group(backend="nccl")
+    dist.destroy_process_group()
+    torch.utils.data.DataLoader([1], pin_memory=True)
+
+def call(rank):
+    rpc.rpc_sync("rank0", print)
+
+def test_remote_call():
+    with pytest.raises(mp.ProcessRaisedException, match="expected ranks without remote calls"):
+        mp.spawn(call, nprocs=1)
+"""
+
+
+def test_gpus_in_name(pytester, run):
+    pytester.makepyfile(WANTS_GPUS)
+    options = ("--zero-sim-spawn", "--zero-sim-cuda-is-cpu", "--zero-sim-gpus", "2")
+    run(*options).assert_outcomes(passed=4)
+    run("--zero-sim-spawn").assert_outcomes(skipped=4)
+
+
+LATE = """
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank):
+    dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(1), async_op=True)
+
+def test_work():
+    mp.spawn(work, nprocs=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "outcome"), [((), "failed"), (("--zero-sim-no-strict",), "passed")]
+)
+def test_a_call_that_nobody_waits_for(pytester, run, options, outcome):
+    pytester.makepyfile(LATE)
+    run("--zero-sim-spawn", *options).assert_outcomes(**{outcome: 1})
+
+
+STARTER_JOINS = """
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank):
+    dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
+
+def test_starter_is_rank_0():
+    mp.spawn(work, args=(), nprocs=1, join=False)
+    work(0)
+"""
+
+
+def test_a_starter_that_is_a_rank_is_refused(pytester, run):
+    pytester.makepyfile(STARTER_JOINS)
+    result = run("--zero-sim-spawn")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*expected all ranks of a group to be started processes, got 1 *"])
+
+
+CONTINUOUS = """
+import torch
+import torch.distributed as dist
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+
+class Sums(MultiProcContinuousTest):
+    world_size = 2
+
+    @classmethod
+    def backend_str(cls):
+        return "gloo"
+
+    def check(self):
+        value = torch.tensor([self.rank])
+        dist.all_reduce(value, group=self.pg)
+        self.assertEqual(value.item(), 1)
+
+    def test_a(self):
+        self.check()
+
+    def test_b(self):
+        self.check()
+
+    def test_c(self):
+        self.assertEqual(self.rank, 0)
+"""
+
+
+def test_torchs_class_whose_processes_go_on(pytester, run):
+    pytester.makepyfile(CONTINUOUS)
+    run("--zero-sim-spawn").assert_outcomes(passed=2, failed=1)

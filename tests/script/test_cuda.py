@@ -44,6 +44,10 @@ stream = torch.cuda.Stream()
 start.record()
 with torch.cuda.stream(stream), torch.autocast("cuda", dtype=torch.bfloat16):
     loss = model(torch.ones(1, 2).cuda()).sum()
+    assert torch.cuda.current_stream() is stream
+    loss.record_stream(torch.cuda.current_stream())
+    torch.cuda._sleep(100)
+assert torch.cuda.current_stream() is torch.cuda.default_stream()
 assert loss.dtype is torch.bfloat16
 with torch.autocast(device_type="cuda"):
     assert model(torch.ones(1, 2).cuda()).dtype is torch.float16
@@ -62,6 +66,7 @@ dist.barrier(device_ids=[rank])
 states = [torch.cuda.get_rng_state(), *torch.cuda.get_rng_state_all()]
 assert [len(state) for state in states] == [16, 16, 16]
 torch.cuda.set_rng_state(states[0])
+torch.cuda.default_generators[rank].set_state(states[0])
 assert torch.cuda.nccl.version() >= (2, 10)
 model.register_comm_hook(None, bf16_compress_hook)
 model(torch.ones(1, 2).cuda()).sum().backward()

@@ -12,12 +12,13 @@ that are not rounded on their way; cuDNN's deterministic algorithms, chosen with
 Afterwards all is as it was, but for the variable of the environment, which cuBLAS reads once.
 
 [Note: the device that is there]
-torch is asked for its accelerator by a name of this module. Where a script runs with GPUs that are
-the CPU, `torch.accelerator` tells it of one, which has no generator and no streams to wait for.
+torch is asked for its accelerator once. Where a script runs with GPUs that are the CPU, torch tells
+it of one, which has no generator and no streams to wait for.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -69,8 +70,13 @@ def check_device(name: str) -> torch.device:
 
 
 def _present() -> list[str]:
-    accelerator = current_accelerator(check_available=True)
+    accelerator = _accelerator()
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+@functools.cache
+def _accelerator() -> torch.device | None:
+    return current_accelerator(check_available=True)
 
 
 @contextmanager
@@ -213,18 +219,18 @@ def seeded_state(seed: int) -> Tensor | None:
     """The state that the current device's generator has after being seeded; None as above."""
     if _module_in_use() is None:
         return None
-    accelerator = current_accelerator()
+    accelerator = _accelerator()
     return torch.Generator(accelerator).manual_seed(seed).get_state()
 
 
 def has_accelerator() -> bool:
     """True if this process can compute on something else than the CPU."""
-    return current_accelerator(check_available=True) is not None
+    return _accelerator() is not None
 
 
 def _module_in_use() -> Any:
     """What torch has for its accelerator; to look at a GPU that nobody uses would start it."""
-    accelerator = current_accelerator(check_available=True)
+    accelerator = _accelerator()
     if accelerator is None:
         return None
     module = torch.get_device_module(accelerator)

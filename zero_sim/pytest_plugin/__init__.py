@@ -28,7 +28,7 @@ import pytest
 from zero_sim.pytest_plugin.mark import MARK, WANTED, Refused, Wanted, read_mark
 from zero_sim.pytest_plugin.processes import ON_RANK, RanksFailed, run_on_processes
 from zero_sim.pytest_plugin.ranks import run_simulated
-from zero_sim.pytest_plugin.resources import RESOURCES, SessionResources
+from zero_sim.pytest_plugin.resources import GPUS, RESOURCES, SessionResources
 from zero_sim.pytest_plugin.scenarios import ScenarioFile
 from zero_sim.pytest_plugin.started import add_options, check_options, processes_as_ranks
 from zero_sim.report.commands import DEFAULT_BUNDLES
@@ -63,7 +63,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help=f"Where failing scenarios leave their bundles (default: {DEFAULT_BUNDLES}).",
     )
-    add_options(group)
+    group.addoption(
+        "--zero-sim-cuda-is-cpu",
+        action="store_true",
+        help="Let tests find GPUs in name, so they do not skip; all is computed on the CPU.",
+    )
+    group.addoption(
+        "--zero-sim-gpus",
+        type=int,
+        metavar="N",
+        help=f"With --zero-sim-cuda-is-cpu: number of GPUs (default: {GPUS}).",
+    )
+    add_options(parser, group)
     parser.addini(
         "zero_sim_scenarios",
         "Files and folders whose *.toml are scenarios to run as tests.",

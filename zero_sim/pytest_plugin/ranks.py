@@ -85,7 +85,8 @@ def run_simulated(resources: SessionResources, item: pytest.Function, wanted: Wa
 
     def program(rank: int) -> None:
         try:
-            call(rank)
+            with resources.in_rank():
+                call(rank)
         except SKIPS as skip:
             # It does not end the world: another rank may have something to say yet.
             skips[rank] = skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from zero_sim.scenario.spec import Scenario
     from zero_sim.sim import World
 
+GPUS = 4
+"""GPUs of a session under `--zero-sim-cuda-is-cpu`."""
 RESOURCES: pytest.StashKey[SessionResources] = pytest.StashKey()
 
 
@@ -28,10 +31,27 @@ class SessionResources:
         self.backend: Literal["sim", "gloo", "nccl"] = config.getoption("--zero-sim-backend")
         self.timeout_seconds: float = config.getoption("--zero-sim-timeout")
         self.bundles = Path(config.getoption("--zero-sim-bundles"))
+        self.in_rank: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        """Makes a context around the program of a rank, in its thread."""
         self._stack = contextlib.ExitStack()
+        if config.getoption("zero_sim_cuda_is_cpu"):
+            self._find_gpus(config.getoption("zero_sim_gpus") or GPUS)
         self._worlds: dict[int, World] = {}
         self._judge: Any = None
         self._teams: Any = None
+
+    def _find_gpus(self, count: int) -> None:
+        """Let tests find GPUs in name, from before their collection."""
+        with packages_needed():
+            from zero_sim.script.cuda import CudaOnCpu
+            from zero_sim.sim.world.rank_threads import rank_state
+
+        cuda = CudaOnCpu(
+            device_count=count, rank=lambda: -1 if rank_state.rank is None else rank_state.rank
+        )
+        self._stack.enter_context(cuda.installed())
+        self._stack.enter_context(cuda.in_rank())
+        self.in_rank = cuda.in_rank
 
     def world(self, size: int, settings: Mapping[str, Any]) -> World:
         """An open world of a size, with the defaults but for the settings."""

@@ -10,20 +10,29 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 
 from zero_sim.errors import UsageError
+from zero_sim.pytest_plugin.resources import RESOURCES
 
 if TYPE_CHECKING:
     from zero_sim.script.started_ranks import RankPopen
 
-_OPTIONS = ("timing", "schedule", "seed", "races")
+_OPTIONS = ("timing", "schedule", "seed", "races", "strict")
 """Arguments of `World` that options of the command line set."""
 
 
-def add_options(group: pytest.OptionGroup) -> None:
+def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     """Add the options of tests that start processes."""
+    parser.addini(
+        "zero_sim_rank_local",
+        "With --zero-sim-spawn: names of which each rank has a value of its own, such as "
+        "package.module:GLOBAL, module:Class.attribute, module:function(argument) or module:*.",
+        type="linelist",
+        default=[],
+    )
     group.addoption(
         "--zero-sim-spawn",
         action="store_true",
@@ -52,25 +61,40 @@ def add_options(group: pytest.OptionGroup) -> None:
         default=None,
         help="With --zero-sim-spawn: look at every operation for uses of memory in flight.",
     )
+    group.addoption(
+        "--zero-sim-no-strict",
+        dest="zero_sim_strict",
+        action="store_const",
+        const=False,
+        help="With --zero-sim-spawn: accept calls that gloo accepts and NCCL does not.",
+    )
 
 
 def check_options(config: pytest.Config) -> None:
     """Refuse options that nothing reads.
 
     Raises:
-        pytest.UsageError: One needs `--zero-sim-spawn`.
+        pytest.UsageError: One needs another one, or does not go with another one.
     """
-    if config.getoption("zero_sim_spawn"):
-        if config.getoption("zero_sim_backend") != "sim":
+    for name in ("spawn", "cuda_is_cpu"):
+        if config.getoption(f"zero_sim_{name}") and config.getoption("zero_sim_backend") != "sim":
             raise pytest.UsageError(
-                "expected --zero-sim-spawn or another --zero-sim-backend than sim, got both. Omit "
-                "one; without --zero-sim-spawn tests start real processes."
+                f"expected --zero-sim-{name.replace('_', '-')} or another --zero-sim-backend than "
+                "sim, got both. Omit one: on a backend, tests run on real processes and devices."
             )
+    gpus = config.getoption("zero_sim_gpus")
+    if gpus is not None and (gpus < 1 or not config.getoption("zero_sim_cuda_is_cpu")):
+        raise pytest.UsageError(
+            "expected --zero-sim-cuda-is-cpu with --zero-sim-gpus and a positive number, got "
+            f"{gpus}. Add --zero-sim-cuda-is-cpu, or omit --zero-sim-gpus."
+        )
+    if config.getoption("zero_sim_spawn"):
         return
     for name in _OPTIONS:
         if config.getoption(f"zero_sim_{name}") is not None:
+            option = "no-strict" if name == "strict" else name
             raise pytest.UsageError(
-                f"expected --zero-sim-spawn with --zero-sim-{name}, got it alone. Add "
+                f"expected --zero-sim-spawn with --zero-sim-{option}, got it alone. Add "
                 "--zero-sim-spawn, or give settings of marked tests in their marks."
             )
 
@@ -79,16 +103,48 @@ def processes_as_ranks(config: pytest.Config) -> AbstractContextManager[None]:
     """Around one test: processes that it starts are ranks, if the option is given."""
     if not config.getoption("zero_sim_spawn"):
         return contextlib.nullcontext()
-    given = {name: config.getoption(f"zero_sim_{name}") for name in _OPTIONS}
-    return _as_ranks({name: value for name, value in given.items() if value is not None})
+    return _as_ranks(config)
 
 
 @contextlib.contextmanager
-def _as_ranks(settings: dict[str, Any]) -> Iterator[None]:
+def _as_ranks(config: pytest.Config) -> Iterator[None]:
+    from zero_sim.script.remote_calls import remote_calls_refused
     from zero_sim.script.started_ranks import StartedRanks, started_as_ranks
 
-    ranks = StartedRanks(lambda processes: _run(processes, settings), all_own=True)
-    with started_as_ranks(ranks, stall_seconds=_stall_seconds()):
+    names: list[str] = list(config.getini("zero_sim_rank_local"))
+    ranks = StartedRanks(lambda processes: _run(processes, config, names), all_own=True)
+    with (
+        started_as_ranks(ranks, stall_seconds=_stall_seconds()),
+        remote_calls_refused(),
+        _world_per_test(names),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _world_per_test(names: list[str]) -> Iterator[None]:
+    """Let torch's `MultiProcContinuousTest` start processes for each test, and end them with it.
+
+    Args:
+        names: Receives rank-local attributes of the test's class.
+    """
+    module = sys.modules.get("torch.testing._internal.common_distributed")
+    if module is None:
+        yield
+        return
+    case = module.MultiProcContinuousTest
+    set_up = case.setUp
+
+    def set_up_and_end(self: Any) -> None:
+        set_up(self)
+        kind = type(self)
+        names.extend(f"{kind.__module__}:{kind.__qualname__}.{name}" for name in ("pg", "rank"))
+        # Ranks run to their end when the test first waits, so they are told now to end.
+        for queue in self.task_queues:
+            queue.put(None)
+        kind._processes_spawned = False
+
+    with mock.patch.object(case, "setUp", set_up_and_end):
         yield
 
 
@@ -98,15 +154,31 @@ def _stall_seconds() -> float:
     return WorldSettings().stall_seconds
 
 
-def _run(processes: Sequence[RankPopen], settings: dict[str, Any]) -> None:
-    """Run processes as ranks that share all modules, as those of marked tests do."""
+def _run(processes: Sequence[RankPopen], config: pytest.Config, names: Sequence[str]) -> None:
+    """Run processes as ranks that share all modules, apart from values of some names."""
+    from zero_sim.script.own_names import NoSuchName, find_slots
     from zero_sim.script.rank_state import RankState
+    from zero_sim.script.settings import SINGLETONS
     from zero_sim.sim import RankFailed, World
 
-    state = RankState(environment=lambda rank: {}, folder=None)
+    given = {name: config.getoption(f"zero_sim_{name}") for name in _OPTIONS}
+    settings = {name: value for name, value in given.items() if value is not None}
+    in_rank = config.stash[RESOURCES].in_rank
+    for name in names:
+        try:
+            find_slots(name)
+        except NoSuchName as error:
+            pytest.fail(f"expected a name in zero_sim_rank_local, got {name}: {error}")
+    known = [name for name in SINGLETONS if name.partition(":")[0] in sys.modules]
+    state = RankState(environment=lambda rank: {}, folder=None, names=[*known, *names])
+
+    def program(rank: int) -> None:
+        with in_rank():
+            processes[rank].run_program(None)
+
     try:
         with World(len(processes), initialized=False, rank_local=state, **settings) as world:
-            world.run(lambda rank: processes[rank].run_program(None))
+            world.run(program)
     except UsageError as error:
         pytest.fail(f"expected options that fit the ranks of this test: {error}", pytrace=False)
     except RankFailed as failed:

@@ -20,7 +20,7 @@ REFUSED_STATUS = 86
 """Exit status of a process that tried to join a group; no other program's usual one."""
 
 _C10D = "torch.distributed.distributed_c10d"
-_GROUP_MAKERS = ("rendezvous", "_new_process_group_helper")
+GROUP_MAKERS = ("rendezvous", "_new_process_group_helper")
 """Functions that `init_process_group` calls, whichever way a script came to that."""
 
 
@@ -65,7 +65,7 @@ class GuardedRun:
 
     def guard(self, c10d: ModuleType) -> None:
         """Let torch's functions that make groups refuse."""
-        for name in _GROUP_MAKERS:
+        for name in GROUP_MAKERS:
             setattr(c10d, name, self._refuse)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +20,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from zero_sim.host.device import has_accelerator
 from zero_sim.host.dynamo import real_dynamo
 from zero_sim.sim.world.rank_threads import rank_state
 
@@ -41,6 +44,7 @@ _MEMORY = (
     "utilization",
 )
 _NOTHING_DONE = (
+    "_sleep",
     "empty_cache",
     "init",
     "ipc_collect",
@@ -54,7 +58,6 @@ _NOTHING_DONE = (
     "set_per_process_memory_fraction",
     "set_rng_state",
     "set_rng_state_all",
-    "set_stream",
     "synchronize",
 )
 _MEMORY_BYTES = 80 << 30
@@ -80,13 +83,15 @@ class CudaOnCpu:
         self._current: dict[int, int] = {}
 
     def in_rank(self) -> AbstractContextManager[object]:
-        """Around the program of one rank: its tensors named cuda are the CPU's."""
+        """Around a program of the calling thread: its tensors named cuda are the CPU's."""
         return _Moved()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Let ranks find GPUs; to be entered by the thread that runs them."""
+        """Let the process find GPUs; to be entered by the thread that runs the ranks."""
         self._current.clear()
+        # Remembered from now on, when torch gives our answer.
+        has_accelerator()
         # It looks all functions of torch up by name when it is imported, and again once a process
         # group was made; ours would stand under several names.
         real_dynamo().trace_rules.get_torch_obj_rule_map()
@@ -120,6 +125,11 @@ class CudaOnCpu:
         yield dist, "is_nccl_available", lambda: True
         yield torch.cuda.nccl, "version", lambda: _NCCL_VERSION
         yield torch.version, "cuda", _CUDA_VERSION
+        for place in (dist, distributed_c10d):
+            for name in ("init_process_group", "new_group"):
+                yield place, name, _without_nccl(getattr(place, name))
+        # Not where methods are looked at: the binding refuses the stream before.
+        yield torch.Tensor, "record_stream", lambda tensor, stream: None
         yield torch, "load", _mapping(torch.load, ("map_location",))
         yield torch, "set_default_device", _mapping(torch.set_default_device, ("device",))
         yield torch.nn.Module, "to", _mapping(torch.nn.Module.to, ("device",), numbers=True)
@@ -153,11 +163,13 @@ class CudaOnCpu:
             "memory_stats": lambda device=None: defaultdict(int),
             "get_rng_state": _rng_state,
             "get_rng_state_all": lambda: [_rng_state() for _ in range(self._device_count)],
+            "default_generators": tuple([_GENERATOR] * self._device_count),
             "Stream": Stream,
             "Event": Event,
             "stream": lambda stream: stream or contextlib.nullcontext(),
-            "current_stream": lambda device=None: Stream(),
-            "default_stream": lambda device=None: Stream(),
+            "current_stream": lambda device=None: _thread.stream,
+            "default_stream": lambda device=None: _DEFAULT_STREAM,
+            "set_stream": lambda stream: setattr(_thread, "stream", stream),
         }
 
     def _set_device(self, device: Any, /) -> None:
@@ -176,18 +188,29 @@ def _rng_state(device: object = None) -> torch.Tensor:
     return torch.zeros(_RNG_STATE_BYTES, dtype=torch.uint8)
 
 
+_GENERATOR = SimpleNamespace(
+    get_state=_rng_state,
+    initial_seed=lambda: 0,
+    manual_seed=lambda seed: _GENERATOR,
+    seed=lambda: 0,
+    set_state=lambda state: _GENERATOR,
+)
 _GPU = torch.device("cuda")
 
 
 class Stream:
     """What a script does with a stream; all of it is done in order, at once."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._outer: list[Stream] = []
 
     def __enter__(self) -> Self:
+        self._outer.append(_thread.stream)
+        _thread.stream = self
         return self
 
-    def __exit__(self, *exception: object) -> None: ...
+    def __exit__(self, *exception: object) -> None:
+        _thread.stream = self._outer.pop()
 
     def wait_stream(self, stream: object) -> None:
         """Nothing is under way."""
@@ -238,8 +261,30 @@ class Event:
         return (end._seconds - self._seconds) * 1000
 
 
+_DEFAULT_STREAM = Stream()
+
+
+class _Thread(threading.local):
+    moves = False
+    """True if devices named cuda are the CPU."""
+    stream = _DEFAULT_STREAM
+    """The current one."""
+
+
+_thread = _Thread()
+
+
 class _Moved(TorchFunctionMode):
     """Puts the CPU in the place of every device named cuda that torch is called with."""
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._outer, _thread.moves = _thread.moves, True
+        return self
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        _thread.moves = self._outer
+        super().__exit__(exc_type, exc_val, exc_tb)
 
     def __torch_function__(
         self,
@@ -251,8 +296,6 @@ class _Moved(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _AS_THEY_ARE:
             return args[0]
-        if func is torch.Tensor.record_stream:
-            return None
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Its name, by which some libraries tell dtypes of tensors on a GPU.
             return func(*args).replace("torch.", "torch.cuda.", 1)
@@ -281,11 +324,11 @@ def _moved(value: Any, *, numbers: bool = False) -> Any:
 def _mapping(
     original: Callable[..., Any], names: tuple[str, ...], *, numbers: bool = False
 ) -> Callable[..., Any]:
-    """A function that takes devices, with those of ranks moved: by name, and first arguments."""
+    """A function that takes devices, moved if the thread's are: by name, and first arguments."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if rank_state.join is None:
+        if not _thread.moves:
             return original(*args, **kwargs)
         args = tuple([_moved(arg) for arg in args])
         if numbers and len(args) > 1:
@@ -298,12 +341,25 @@ def _mapping(
     return call
 
 
+def _without_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes groups, on gloo outside of ranks."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _thread.moves and rank_state.join is None:
+            args = tuple(["gloo" if each == "nccl" else each for each in args])
+            kwargs = {key: "gloo" if each == "nccl" else each for key, each in kwargs.items()}
+        return original(*args, **kwargs)
+
+    return call
+
+
 def _autocast(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def call(
         self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        if rank_state.join is not None and device_type == "cuda":
+        if _thread.moves and device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         original(self, device_type, dtype, *args, **kwargs)
 
@@ -313,7 +369,7 @@ def _autocast(original: Callable[..., None]) -> Callable[..., None]:
 def _without(original: Callable[..., None], names: tuple[str, ...]) -> Callable[..., None]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> None:
-        if rank_state.join is not None:
+        if _thread.moves:
             kwargs = {key: value for key, value in kwargs.items() if key not in names}
         original(*args, **kwargs)
 

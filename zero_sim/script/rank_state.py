@@ -1,7 +1,8 @@
 """State that a process has once and each rank of a script needs for itself, besides torch's.
 
-Its environment, arguments, working directory, own modules, `print`, and logging. Under the baton
-the values of the rank that gets it are put in place, and those of whoever had it are taken out.
+Its environment, arguments, working directory, own modules, names of shared ones, `print`, logging.
+Under the baton the values of the rank that gets it are put in place, and those of whoever had it
+are taken out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_sim.script.own_modules import OwnModules
+from zero_sim.script.own_names import OwnNames
 
 _SLOTS: tuple[tuple[Any, str], ...] = (
     (sys, "argv"),
@@ -45,6 +47,7 @@ class RankState:
         folder: Of the script: first on its path, and its modules are each rank's own. None for no
             such folder.
         packages: Top-level packages that are each rank's own besides.
+        names: Names of shared modules that each rank has a value of, as of `OwnNames`.
 
     Raises:
         UsageError: A package cannot be a rank's own.
@@ -57,6 +60,7 @@ class RankState:
         arguments: Sequence[str] | None = None,
         folder: str | None,
         packages: Collection[str] = (),
+        names: Sequence[str] = (),
     ) -> None:
         self.current = -1
         """Whose state is in place: a rank, or -1 for the caller of `World.run`."""
@@ -64,6 +68,7 @@ class RankState:
         self._arguments = None if arguments is None else list(arguments)
         self._folder = folder
         self._modules = OwnModules(folder=folder, packages=packages)
+        self._names = OwnNames(names)
         self._caller = -1
         self._saved: dict[int, _Saved] = {}
 
@@ -72,11 +77,13 @@ class RankState:
         self._saved.clear()
         self._caller = caller
         self._saved[caller] = _read()
+        self._names.begin(caller)
         self._modules.begin(caller)
 
     def take_out(self, owner: int) -> None:
         """Save what is in place as `owner`'s."""
         self._saved[owner] = _read()
+        self._names.take_out(owner)
         self._modules.take_out(owner)
 
     def put_in_place(self, owner: int, *, previous: int) -> None:
@@ -85,6 +92,7 @@ class RankState:
         if saved is None:
             saved = self._saved[owner] = self._beginning(owner)
         self._modules.put_in_place(owner)
+        self._names.put_in_place(owner)
         _put(saved, before=self._saved[previous])
         self.current = owner
 
@@ -95,6 +103,7 @@ class RankState:
     def forget(self) -> None:
         """Let go of everything that ranks had."""
         self._saved.clear()
+        self._names.forget()
         self._modules.forget()
 
     def _beginning(self, rank: int) -> _Saved:

@@ -15,6 +15,7 @@ from zero_sim.script.points import record_with
 from zero_sim.script.process_calls import calls_of_ranks, processes_of_ranks
 from zero_sim.script.rank_state import RankState
 from zero_sim.script.record import PointRecorder, ScriptRun
+from zero_sim.script.remote_calls import remote_calls_refused
 from zero_sim.script.settings import Guest, Settings
 from zero_sim.sim import RankFailed, World, WorldFailure
 from zero_sim.sim.callsite import raising_site, site_of
@@ -63,6 +64,7 @@ class Scene:
             stack.enter_context(calls_of_ranks(owns))
             stack.enter_context(processes_of_ranks())
             stack.enter_context(operators_of_ranks())
+            stack.enter_context(remote_calls_refused())
             stack.enter_context(without_compiler(self._note))
             if self._settings.kernels_are_stubs:
                 stack.enter_context(stubs_of_kernels())

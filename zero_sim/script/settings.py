@@ -14,6 +14,16 @@ from zero_sim.sim.log import CollectiveRecord
 KEEP_A_RANK = ("accelerate", "hydra")
 """Packages that keep the process's rank or settings in globals, so each rank has its own."""
 
+SINGLETONS = (
+    "accelerate.state:AcceleratorState._shared_state",
+    "accelerate.state:GradientState._shared_state",
+    "accelerate.state:PartialState._shared_state",
+    "fairscale.internal.parallel:get_process_group_cached._global_group_cache",
+    "fairscale.nn.model_parallel.initialize:*",
+    "hydra.core.singleton:Singleton._instances",
+)
+"""Names under which packages keep it, for ranks that share the packages."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:

@@ -8,6 +8,7 @@ starter waits for the first of them: joins it, asks whether it lives, or receive
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import pickle
@@ -21,8 +22,9 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from zero_sim.script.child_guard import NoRank, no_rank
+from zero_sim.script.child_guard import GROUP_MAKERS, NoRank, no_rank
 from zero_sim.script.parcel import Parcel
 from zero_sim.script.process_waits import waits_of_ranks
 from zero_sim.script.program import check_not_executing
@@ -285,9 +287,22 @@ def started_as_ranks(ranks: StartedRanks, *, stall_seconds: float) -> Iterator[N
         else:
             raise NoRank(no_rank(rank_state.rank, here()))
 
+    def checked(original: Callable[..., Any]) -> Callable[..., Any]:
+        # With its signature, which worlds read.
+        @functools.wraps(original)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            ranks.check_may_join()
+            return original(*args, **kwargs)
+
+        return make
+
+    makers: dict[str, Any] = {
+        name: checked(getattr(distributed_c10d, name)) for name in GROUP_MAKERS
+    }
     with (
         mock.patch.object(BaseProcess, "start", start_in_place),
         mock.patch.object(dist, "FileStore", _keeping([])),
+        mock.patch.multiple(distributed_c10d, **makers),
         waits_of_ranks(ranks, stall_seconds=stall_seconds),
     ):
         yield

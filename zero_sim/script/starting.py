@@ -20,7 +20,6 @@ from zero_sim.script.scene import Scene
 from zero_sim.script.settings import Guest, Settings
 from zero_sim.script.started_ranks import RankPopen, StartedRanks, started_as_ranks
 from zero_sim.sim import World, WorldFailure
-from zero_sim.sim.world.rank_threads import rank_state
 
 _LOOK_SECONDS = 0.2
 
@@ -89,9 +88,6 @@ class StartingScript:
                     main=lambda: sys.modules["__main__"],
                 )
                 stall_seconds = self._settings.stall_seconds
-                join = rank_state.join
-                assert join is not None
-                rank_state.join = lambda: (ranks.check_may_join(), join())[1]
                 try:
                     with started_as_ranks(ranks, stall_seconds=stall_seconds):
                         with self._scene.devices_in_rank(), self._guest.in_starter():
@@ -99,7 +95,6 @@ class StartingScript:
                         # Python joins children that a script leaves behind.
                         ranks.run()
                 finally:
-                    rank_state.join = join
                     failure, sizes = ranks.failure, tuple(ranks.sizes)
                     self._scene.end_lines(STARTER)
 

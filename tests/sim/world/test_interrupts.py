@@ -62,3 +62,18 @@ def test_a_second_interrupt_leaves_the_ranks_to_themselves(monkeypatch: pytest.M
     assert raised == []
     with pytest.raises(UsageError, match="expected an open world"):
         world.run(program)
+
+
+def test_who_waits_for_the_ranks_waits_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that comes just before a wait is handled after it, so no wait may be long."""
+    waits: list[float] = []
+
+    def wait(event: threading.Event, seconds: float) -> bool:
+        waits.append(seconds)
+        return event.is_set()
+
+    with World(1) as world:
+        ended = world._run.baton.all_ended
+    monkeypatch.setattr(threading.Event, "wait", wait)
+    assert not ended.wait(2.5)
+    assert waits == [1.0, 1.0, 0.5]

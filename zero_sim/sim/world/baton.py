@@ -33,6 +33,8 @@ from zero_sim.sim.world.rank_threads import check_not_forked
 CALLER = -1
 """Owner number of the thread that called `World.run`, in the randomness it lends to the ranks."""
 
+_STRETCH_SECONDS = 1.0
+
 FRUITLESS_POLLS_MAX = 1000
 """After so many polls of one unfinished work while nobody else can run, polling is a deadlock."""
 
@@ -80,6 +82,22 @@ class _Timeouts:
         return rank, seconds
 
 
+class InterruptibleEvent(threading.Event):
+    """An event whose waits have stretches, so an interrupt is handled within `_STRETCH_SECONDS`.
+
+    Python handles a signal just before a wait only when the wait ends.
+    """
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the event is set; False if it is not after `timeout` seconds."""
+        left = threading.TIMEOUT_MAX if timeout is None else timeout
+        while left > _STRETCH_SECONDS:
+            if super().wait(_STRETCH_SECONDS):
+                return True
+            left -= _STRETCH_SECONDS
+        return super().wait(left)
+
+
 class Baton:
     """The hand-over of control between rank threads during one run."""
 
@@ -94,7 +112,7 @@ class Baton:
         self.gates = gates
         self.schedule = schedule
         self.log = log
-        self.all_ended = threading.Event()
+        self.all_ended = InterruptibleEvent()
         self.failure: WorldFailure | None = None
         self.holder = CALLER
         self._rank_local = rank_local

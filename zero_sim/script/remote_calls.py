@@ -1,0 +1,47 @@
+"""`torch.distributed.rpc` in ranks, which share the one agent that a process can have.
+
+Test harnesses join it out of habit, so joining is accepted and remote calls are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from torch.distributed import rpc
+
+from zero_sim.errors import UsageError
+from zero_sim.sim.callsite import here
+from zero_sim.sim.world.rank_threads import rank_state
+
+
+@contextlib.contextmanager
+def remote_calls_refused() -> Iterator[None]:
+    """Let ranks join and leave the agent without one; calls of ranks raise `UsageError`."""
+
+    def in_rank(name: str, replacement: Callable[..., None]) -> Any:
+        original = getattr(rpc, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (original if rank_state.join is None else replacement)(*args, **kwargs)
+
+        return mock.patch.object(rpc, name, call)
+
+    with contextlib.ExitStack() as stack:
+        # A build of torch may lack all of it.
+        for name in ("init_rpc", "shutdown") if rpc.is_available() else ():
+            stack.enter_context(in_rank(name, lambda *args, **kwargs: None))
+        for name in ("remote", "rpc_async", "rpc_sync") if rpc.is_available() else ():
+            stack.enter_context(in_rank(name, _refuse))
+        yield
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise UsageError(
+        f"expected ranks without remote calls, got one by rank {rank_state.rank} at {here()}. Use "
+        "collectives, or start real processes."
+    )
