@@ -248,7 +248,7 @@ def drawn_reload(
     if partition == "one-owner" and system.gather_chunk_elems is not None:
         partition = "uneven"
     return replace(
-        _drawn_checkpoint(choices, before.run.steps, model, swarm),
+        _drawn_checkpoint(choices, before, swarm),
         world_size=ranks * parts,
         stage=stage,
         ep=ep,
@@ -270,16 +270,22 @@ def _other_stage(choices: Choices, system: SystemSpec, swarm: Swarm) -> Stage | 
     return choices.among(others) if others else None
 
 
-def _drawn_checkpoint(choices: Choices, steps: int, model: ModelSpec, swarm: Swarm) -> ReloadSpec:
+def _drawn_checkpoint(choices: Choices, before: Scenario, swarm: Swarm) -> ReloadSpec:
     """When a checkpoint is taken and how, into the same layout."""
-    step = choices.integer(1, steps - 1) if not model.freeze else choices.among(_late(steps))
+    steps, is_frozen = before.run.steps, bool(before.model.freeze)
+    step = choices.integer(1, steps - 1) if not is_frozen else choices.among(_late(steps))
     # One in three: each of them takes more steps.
     goes_on = swarm.on("saved async") and choices.integer(0, 2) == 2
+    weights_only = swarm.on("weights only")
+    lost_steps, lost_micro_batches = choices.among((0, 0, 1)), choices.among((0, 0, 1))
     return ReloadSpec(
         step=step,
         async_steps=choices.integer(1, steps - step) if goes_on else 0,
         form=choices.among(["sharded", "sharded", "consolidated"]),
-        weights_only=swarm.on("weights only"),
+        weights_only=weights_only,
+        lost_steps=0 if weights_only else lost_steps,
+        lost_micro_batches=lost_micro_batches,
+        early_save=choices.among((False, True)),
     )
 
 
