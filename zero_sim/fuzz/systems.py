@@ -89,7 +89,7 @@ def drawn_world(choices: Choices, *, size: int, swarm: Swarm) -> WorldSpec:
         swarm: What the case has.
     """
     orders = [order for order in _ORDERS if order in swarm.able.orders]
-    any_order = len(orders) > 1 and swarm.on("any order")
+    any_order = len(orders) > 1 and swarm.on("any order", often=True)
     return WorldSpec(
         size=size,
         order=choices.among(orders) if any_order else orders[0],
@@ -200,7 +200,8 @@ def _drawn_stage(choices: Choices, swarm: Swarm) -> Stage:
     if 0 in stages and len(stages) > 1 and swarm.on("stage 0"):
         chosen = 0
     if higher and len(stages) > 1 and swarm.on("stage 2 or 3"):
-        chosen = choices.among(higher)
+        # Stage 3 has most that can go wrong.
+        chosen = choices.among([*higher, *(stage for stage in higher if stage == 3)])
     return chosen
 
 
@@ -302,7 +303,7 @@ def _other_order(system: SystemSpec) -> Literal["registration", "reverse"]:
 
 
 def with_drawn_options(choices: Choices, scenario: Scenario, *, target: Target) -> Scenario:
-    """The case with options of the target drawn; half of the cases have none.
+    """The case with options of the target drawn; a third of the cases have none.
 
     Args:
         choices: What they are drawn with.
@@ -313,14 +314,15 @@ def with_drawn_options(choices: Choices, scenario: Scenario, *, target: Target) 
         ProtocolError: An option draws values of another type than that of its default.
     """
     options = options_of(target)
-    if not options or not choices.among((False, True)):
+    if not options or not choices.among((False, True, True)):
         return scenario
     said: dict[str, str] = {}
     for name, option in options.items():
         if option.fits is not None and option.fits(scenario):
             continue
-        # By default first: that is what a case shrinks to.
-        is_other = choices.among((False, True))
+        # By default first: that is what a case shrinks to. All values are as likely.
+        count = len(option.values) if isinstance(option.values, Sequence) else 1
+        is_other = choices.integer(0, count) > 0
         value = _value(choices, name, option, target) if is_other else option.default
         if type(value) is not type(option.default):
             raise ProtocolError(
