@@ -46,6 +46,7 @@ def effort_of(scenario: Scenario, *, sizes: Sequence[int]) -> int:
         return _CASE + _WORLD_RANK * ranks + ranks * run.steps * _step_of_rank(scenario, sizes)
     others = after.world_size or ranks
     rank_steps = ranks * (after.step + after.async_steps) + others * (run.steps - after.step)
+    rank_steps += others * (after.lost_steps + bool(after.lost_micro_batches))
     reloading = _RELOAD + _RELOAD_PARAM * (ranks + others) * len(sizes)
     of_worlds = _CASE + _WORLD_RANK * (ranks + others)
     return of_worlds + reloading + rank_steps * _step_of_rank(scenario, sizes)

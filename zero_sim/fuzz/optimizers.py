@@ -48,8 +48,9 @@ def drawn_optimizer(
         swarm: What the case has.
     """
     able = [each for each in OPTIMIZERS if each in swarm.able.optimizers] or swarm.able.optimizers
-    others = [name for name in able if name in swarm.theme.optimizers] or able
-    name = choices.among(others) if len(able) > 1 and swarm.on("any optimizer") else able[0]
+    others = [name for name in able if name in swarm.theme.optimizers] or able[1:]
+    is_other = len(able) > 1 and swarm.on("any optimizer", often=True)
+    name = choices.among(others) if is_other else able[0]
     clips = [way for way in ("norm", "value") if swarm.follows(f"optimizer.clip_{way}")]
     clip = choices.among(clips) if clips and swarm.on("clip") else None
     momentum = swarm.on("momentum", fits=name in USED_BY["optimizer.momentum"])

@@ -62,15 +62,16 @@ OWN = "zero_sim"
 RANKS_MAX = 12
 STEPS_MAX = 4
 _MANY_RANKS = 11
-_RANKS_MOSTLY = [2] * 6 + [3] * 4 + [4] * 4 + [8] + [RANKS_MAX]
+_RANKS_MOSTLY = [2] * 5 + [3] * 3 + [4] * 6 + [8] * 3 + [RANKS_MAX]
 """Most ranks of a case, as often as it says; one in so many has shards of two digits."""
+_FEW_RANKS = 4
 _EFFORTS = [EFFORT_USUAL] * 7 + [EFFORT_MAX]
 """What a case may cost, about: rare features meet in many cheap cases sooner than in a few dear."""
 _RANKS_SPLIT = 4
 """Ranks with which a model that can be split over two mostly is: two halves of two."""
 _RANKS_AFTER_SLOW = 3
 """Most ranks after the checkpoint of a case that takes long without it."""
-_SQUARISH = (2, 4, 4, 4, 6, 8)
+_SQUARISH = (4, 4, 4, 4, 4, 6, 8, 8)
 """Numbers of ranks that can hold several copies, each of them on several ranks: the others seldom
 meet what goes between copies and what goes within one at once."""
 _STEPS_MOSTLY = (2, 2, 2, STEPS_MAX)
@@ -277,7 +278,7 @@ def _ranks(choices: Choices, most: int, *, preferred: tuple[int, ...]) -> int:
     if most > _MANY_RANKS:
         return choices.integer(_MANY_RANKS, most)
     squarish = (ranks for ranks in _SQUARISH if ranks <= most)
-    return choices.among([*range(1, most + 1), *squarish])
+    return choices.among([*range(1, most + 1), *range(_FEW_RANKS + 1, most + 1), *squarish])
 
 
 def _skips(target: Target, able: Capabilities) -> bool:

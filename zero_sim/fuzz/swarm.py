@@ -129,6 +129,7 @@ _ABOUT = (
         stages=(3,),
     ),
     Theme(frozenset(_COPIED), ranks=(2, 4)),
+    Theme(frozenset({"copies", "stage 2 or 3", "accumulation"}), ranks=(4, 4, 8), stages=(3,)),
     Theme(frozenset(_COPIES_SUMMED_AT_FIRST), without=frozenset({"state over all"}), ranks=(4,)),
     Theme(frozenset(_WHOLE_PARAMS), optimizers=WHOLE_PARAM_OPTIMIZERS, ranks=(2, 2, 4)),
     Theme(frozenset({"split blocks", "checkpoints"}), models=("tp-block",), ranks=(1, 1, 2)),

@@ -89,7 +89,7 @@ def drawn_world(choices: Choices, *, size: int, swarm: Swarm) -> WorldSpec:
         swarm: What the case has.
     """
     orders = [order for order in _ORDERS if order in swarm.able.orders]
-    any_order = len(orders) > 1 and swarm.on("any order")
+    any_order = len(orders) > 1 and swarm.on("any order", often=True)
     return WorldSpec(
         size=size,
         order=choices.among(orders) if any_order else orders[0],
@@ -200,7 +200,8 @@ def _drawn_stage(choices: Choices, swarm: Swarm) -> Stage:
     if 0 in stages and len(stages) > 1 and swarm.on("stage 0"):
         chosen = 0
     if higher and len(stages) > 1 and swarm.on("stage 2 or 3"):
-        chosen = choices.among(higher)
+        # Stage 3 has most that can go wrong.
+        chosen = choices.among([*higher, *(stage for stage in higher if stage == 3)])
     return chosen
 
 
@@ -248,7 +249,7 @@ def drawn_reload(
     if partition == "one-owner" and system.gather_chunk_elems is not None:
         partition = "uneven"
     return replace(
-        _drawn_checkpoint(choices, before.run.steps, model, swarm),
+        _drawn_checkpoint(choices, before, swarm),
         world_size=ranks * parts,
         stage=stage,
         ep=ep,
@@ -270,16 +271,22 @@ def _other_stage(choices: Choices, system: SystemSpec, swarm: Swarm) -> Stage | 
     return choices.among(others) if others else None
 
 
-def _drawn_checkpoint(choices: Choices, steps: int, model: ModelSpec, swarm: Swarm) -> ReloadSpec:
+def _drawn_checkpoint(choices: Choices, before: Scenario, swarm: Swarm) -> ReloadSpec:
     """When a checkpoint is taken and how, into the same layout."""
-    step = choices.integer(1, steps - 1) if not model.freeze else choices.among(_late(steps))
+    steps, is_frozen = before.run.steps, bool(before.model.freeze)
+    step = choices.integer(1, steps - 1) if not is_frozen else choices.among(_late(steps))
     # One in three: each of them takes more steps.
     goes_on = swarm.on("saved async") and choices.integer(0, 2) == 2
+    weights_only = swarm.on("weights only")
+    lost_steps, lost_micro_batches = choices.among((0, 0, 1)), choices.among((0, 0, 1))
     return ReloadSpec(
         step=step,
         async_steps=choices.integer(1, steps - step) if goes_on else 0,
         form=choices.among(["sharded", "sharded", "consolidated"]),
-        weights_only=swarm.on("weights only"),
+        weights_only=weights_only,
+        lost_steps=0 if weights_only else lost_steps,
+        lost_micro_batches=lost_micro_batches,
+        early_save=choices.among((False, True)),
     )
 
 
@@ -296,7 +303,7 @@ def _other_order(system: SystemSpec) -> Literal["registration", "reverse"]:
 
 
 def with_drawn_options(choices: Choices, scenario: Scenario, *, target: Target) -> Scenario:
-    """The case with options of the target drawn; half of the cases have none.
+    """The case with options of the target drawn; a third of the cases have none.
 
     Args:
         choices: What they are drawn with.
@@ -307,14 +314,15 @@ def with_drawn_options(choices: Choices, scenario: Scenario, *, target: Target) 
         ProtocolError: An option draws values of another type than that of its default.
     """
     options = options_of(target)
-    if not options or not choices.among((False, True)):
+    if not options or not choices.among((False, True, True)):
         return scenario
     said: dict[str, str] = {}
     for name, option in options.items():
         if option.fits is not None and option.fits(scenario):
             continue
-        # By default first: that is what a case shrinks to.
-        is_other = choices.among((False, True))
+        # By default first: that is what a case shrinks to. All values are as likely.
+        count = len(option.values) if isinstance(option.values, Sequence) else 1
+        is_other = choices.integer(0, count) > 0
         value = _value(choices, name, option, target) if is_other else option.default
         if type(value) is not type(option.default):
             raise ProtocolError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -45,6 +45,11 @@ class Segment:
     """Checkpoint to start from."""
     weights_only: bool = False
     """Whether to take the weights alone from it."""
+    lost_steps: int = 0
+    lost_micro_batches: int = 0
+    """What the engine that loads it has trained before."""
+    early_save: Path | None = None
+    """Checkpoint to save before the first step, which nobody loads."""
     save: Path | None = None
     """Checkpoint to end with."""
     save_step: int | None = None
@@ -79,6 +84,7 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
         stop=reload.step + reload.async_steps,
         save=path,
         save_step=reload.step if reload.async_steps else None,
+        early_save=folder / "early" if reload.early_save else None,
     )
     yield Segment(
         scenario=after_reload(scenario),
@@ -86,6 +92,8 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
         stop=steps,
         load=path,
         weights_only=reload.weights_only,
+        lost_steps=reload.lost_steps,
+        lost_micro_batches=reload.lost_micro_batches,
     )
 
 
@@ -138,6 +146,17 @@ def build_program(
         bare, engine, costs = _build(
             segment, context, target=target, group=group, rank_time=rank_time
         )
+        training = _Training(
+            context=context,
+            rank=rank,
+            engine=engine,
+            names=frozenset(bare.names.values()),
+            observers=Observers([]),
+            rank_time=rank_time,
+            target_name=target.name,
+        )
+        if segment.load is not None:
+            _load(training, segment, segment.load)
         with rank_time.harness():
             facts = facts_of(engine, with_start=segment.scenario.model.distinct_start)
         # What the user is to mend, and no failure of the judge that would hear of it.
@@ -163,16 +182,7 @@ def build_program(
             # Judges of all dp-cp groups step together, which they can once every engine is there.
             with rank_time.caused_by_harness():
                 dist.barrier()
-        training = _Training(
-            context=context,
-            rank=rank,
-            engine=engine,
-            names=frozenset(bare.names.values()),
-            observers=observers,
-            rank_time=rank_time,
-            target_name=target.name,
-        )
-        _train(training, segment, outcome=outcome)
+        _train(replace(training, observers=observers), segment, outcome=outcome)
 
     return program
 
@@ -217,7 +227,7 @@ def _build(
     group: dist.ProcessGroup,
     rank_time: RankTime,
 ) -> tuple[BareModule, CompletedEngine, Costs]:
-    """Build a rank's engine, from a checkpoint where the segment starts with one."""
+    """Build a rank's engine."""
     scenario = context.dp_cp_group.scenario
     with rank_time.harness():
         module = build_module(
@@ -234,9 +244,30 @@ def _build(
     costs = costs_of(target, scenario, engine=system)
     engine = complete(system, model=model, asking=rank_time.engine)
     _check_can_reload(engine, segment, target=target)
-    if segment.load is not None:
-        engine.load(segment.load, weights_only=segment.weights_only)
     return bare, engine, costs
+
+
+def _load(training: _Training, segment: Segment, path: Path) -> None:
+    """Load the checkpoint that a segment starts from, into an engine that has trained or not.
+
+    The judge sees nothing of that training: whatever it leaves shows in the steps that follow.
+    """
+    engine, scenario = training.engine, training.context.dp_cp_group.scenario
+    for step in range(segment.start, segment.start + segment.lost_steps):
+        _lose(training, step, scenario.run.micro_batches)
+        engine.step(lr_factor=lr_factor(scenario, step))
+        engine.settle()
+    if segment.lost_micro_batches:
+        _lose(training, segment.start + segment.lost_steps, segment.lost_micro_batches)
+    engine.load(path, weights_only=segment.weights_only)
+
+
+def _lose(training: _Training, step: int, micro_batches: int) -> None:
+    """Train micro-batches that the next load makes void."""
+    _freeze(training, step)
+    training.engine.zero_grad()
+    for micro in range(micro_batches):
+        _take_part(training, step, micro)
 
 
 def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
@@ -250,6 +281,8 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
     # once that forward has used them.
     deferred = overlaps_params(scenario.system)
     saving: Saving | None = None
+    if segment.early_save is not None:
+        _save(training, segment, segment.early_save)
     for step in range(segment.start, stop):
         if step == segment.save_step:
             saving = _begin_save(training, segment)
@@ -277,7 +310,10 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
             for watch in observers.after_gather:
                 watch(step)
     if segment.save is not None:
-        _end_save(segment, segment.save, engine, saving)
+        if saving is None:
+            _save(training, segment, segment.save)
+        else:
+            saving.wait()
         return
     # On every rank: where params are sharded, a forward is one of them all.
     with training.rank_time.caused_by_harness():
@@ -299,13 +335,12 @@ def _begin_save(training: _Training, segment: Segment) -> Saving:
         return training.engine.save_async(segment.save, form=segment.scenario.reload.form)
 
 
-def _end_save(segment: Segment, path: Path, engine: CompletedEngine, saving: Saving | None) -> None:
-    """Wait for the checkpoint that was begun, or save it all now."""
-    if saving is not None:
-        saving.wait()
-        return
+def _save(training: _Training, segment: Segment, path: Path) -> None:
+    """Save all there is now; what it calls belongs to no step."""
     assert segment.scenario.reload is not None
-    engine.save(path, form=segment.scenario.reload.form)
+    training.engine.settle()
+    with training.context.judge.book.aside(training.rank):
+        training.engine.save(path, form=segment.scenario.reload.form)
 
 
 def _check_can_reload(engine: CompletedEngine, segment: Segment, *, target: Target) -> None:

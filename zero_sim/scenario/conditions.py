@@ -270,6 +270,19 @@ CONDITIONS = (
         message="expected at least one step before the checkpoint and one after it, got {got}.",
         suggestion="Try 1, and run.steps of at least 2.",
     ),
+    Condition(
+        reads=("reload.weights_only", "reload.lost_steps"),
+        broken=lambda s: s.reload is not None and s.reload.weights_only and s.reload.lost_steps > 0,
+        message="weights alone leave an engine the optimizer state that it has, and that of lost "
+        "steps is of no use, got {got} with reload.lost_steps.",
+        suggestion="Leave out either.",
+    ),
+    Condition(
+        reads=("reload.lost_micro_batches", "run.micro_batches"),
+        broken=lambda s: s.reload is not None and s.reload.lost_micro_batches > s.run.micro_batches,
+        message="expected at most the run.micro_batches of one step, got {got}.",
+        suggestion="Write 1.",
+    ),
     # Elsewhere `applies` refuses an arena beside reduce buffers.
     Condition(
         reads=("system.arena", "system.reduce_buffer_elems", "reload.stage"),

@@ -56,7 +56,9 @@ def _world_elems(scenario: Scenario) -> int:
 def _work(scenario: Scenario) -> int:
     elems, params = _model_size(scenario.model)
     rows = 1 if scenario.model.shapes is not None else 1 + _rows(scenario)
-    steps = scenario.run.steps + (scenario.reload.async_steps if scenario.reload else 0)
+    steps, after = scenario.run.steps, scenario.reload
+    if after is not None:
+        steps += after.async_steps + after.lost_steps + 1
     passes = _ranks(scenario) * steps * scenario.run.micro_batches
     return passes * (elems * rows + params * _PARAM_WORK + _PASS_WORK)
 

@@ -89,6 +89,8 @@ BOUNDS = (
     Bound(path="optimizer.clip_value", least=0, most=FP32_MAX, open_least=True),
     Bound(path="optimizer.loss_scale.growth_interval", least=1, most=2**31 - 1),
     Bound(path="reload.async_steps", least=0, most=10**6),
+    Bound(path="reload.lost_steps", least=0, most=10**6),
+    Bound(path="reload.lost_micro_batches", least=0, most=10**6),
     Bound(path="reload.world_size", least=1, most=WORLD_SIZE_MAX),
     Bound(path="reload.ep", least=1, most=WORLD_SIZE_MAX),
     Bound(path="reload.redundancy", least=1, most=WORLD_SIZE_MAX),

@@ -485,6 +485,13 @@ class ReloadSpec:
     where training waits for it."""
     form: CheckpointForm = "sharded"
     """One file a rank, or one file with whole params."""
+    lost_steps: int = 0
+    """Steps that the engine which loads it has trained before the load, whose gradients it still
+    has; nothing of them may be left. 0 where no engine was there before."""
+    lost_micro_batches: int = 0
+    """Micro-batches that this engine has trained besides, of a step that it does not end."""
+    early_save: bool = False
+    """Whether the engine saves a checkpoint before its first step, too, which is never loaded."""
     weights_only: bool = False
     """Whether only the masters and working params are taken from it: optimizer state and loss scale
     begin anew."""

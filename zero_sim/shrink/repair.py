@@ -110,6 +110,7 @@ def _repair_reload(scenario: Scenario, after: ReloadSpec) -> ReloadSpec:
     return replace(
         after,
         step=step,
+        lost_micro_batches=min(after.lost_micro_batches, scenario.run.micro_batches),
         async_steps=min(after.async_steps, steps - step),
         world_size=None if after.world_size is None else size,
         ep=ep if after.ep is not None or ep != topology.ep else None,

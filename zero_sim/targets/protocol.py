@@ -232,7 +232,12 @@ class FullEngine(Engine, Protocol):
         ...
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
-        """Save a checkpoint; every rank calls it."""
+        """Save a checkpoint; every rank calls it.
+
+        Args:
+            path: Where to save it; does not exist yet, and is the same on every rank.
+            form: As `reload.form` says.
+        """
         ...
 
     def save_async(self, path: Path, *, form: CheckpointForm) -> Saving:
@@ -246,6 +251,9 @@ class FullEngine(Engine, Protocol):
 
     def load(self, path: Path, *, weights_only: bool = False) -> None:
         """Go on from a checkpoint, whatever layout it was saved from; every rank calls it.
+
+        Called before the first step, and where `reload.lost_steps` or `reload.lost_micro_batches`
+        say so on an engine that has trained and holds gradients: nothing of that may be left.
 
         Args:
             path: Where it was saved.

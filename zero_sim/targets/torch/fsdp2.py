@@ -46,8 +46,8 @@ from torch.distributed import ProcessGroup
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
-from zero_sim.scenario.spec import Scenario
-from zero_sim.targets.declared import OPTIMIZER_SETTINGS, Capabilities, Numerics
+from zero_sim.scenario.spec import ReloadSpec, Scenario
+from zero_sim.targets.declared import OPTIMIZER_SETTINGS, UPSTREAM, Capabilities, Numerics
 from zero_sim.targets.options import Option, chosen_options
 from zero_sim.targets.torch.fsdp1 import predivide_factor
 from zero_sim.targets.torch.fsdp2_engine import FSDP2Engine
@@ -165,6 +165,23 @@ def _why_not_kept_by_few(scenario: Scenario) -> str:
     return "params that are freed after forward at stage 3"
 
 
+def _ill_saved(reload: ReloadSpec) -> Iterator[Problem]:
+    """Yield what torch's state-dict functions do to an optimizer that has no state yet."""
+    if reload.early_save:
+        yield Problem(
+            path="reload.early_save",
+            message="to have state to save, get_state_dict takes a step that counts. " + UPSTREAM,
+            suggestion="Leave it out.",
+        )
+    if reload.lost_micro_batches and not reload.lost_steps:
+        yield Problem(
+            path="reload.lost_micro_batches",
+            message="where params have gradients, get_state_dict makes no state to load into, and "
+            "set_state_dict loads none. " + UPSTREAM,
+            suggestion="Write lost_steps = 1, or leave it out.",
+        )
+
+
 class TorchFSDP2:
     """`fully_shard`, with fp32 masters; params, gradients and state are sharded.
 
@@ -195,7 +212,9 @@ class TorchFSDP2:
             "system.reshard_after_forward",
             "system.prefetch",
             "system.sync",
+            "reload",
         ),
+        only=(("reload.form", ("sharded",)), ("reload.weights_only", (False,))),
     )
     options = {  # noqa: RUF012
         "reduce_dtype": Option(default="param", values=_DTYPES),
@@ -251,6 +270,9 @@ class TorchFSDP2:
                 "is sharded: see scenarios/upstream.",
                 suggestion="Leave out divide_factor, force_sum or fp16.",
             )
+
+        if scenario.reload is not None and not self._as_is:
+            yield from _ill_saved(scenario.reload)
 
     def reduce_ops(self, scenario: Scenario) -> tuple[str, ...]:
         """Return the reduce operations of its collectives besides SUM."""

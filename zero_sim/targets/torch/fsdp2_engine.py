@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zero_sim.errors import UsageError
-from zero_sim.scenario.spec import Scenario, SystemSpec
+from zero_sim.scenario.spec import CheckpointForm, Scenario, SystemSpec
 from zero_sim.targets.protocol import OwnedPart, Place, StepResult
+from zero_sim.targets.torch import dcp
 from zero_sim.targets.torch.optim import LearningRates, flat_state, grads_to_tell, plain_optimizer
 from zero_sim.targets.torch.wrapping import called_children, widen_params
 
@@ -175,6 +177,14 @@ class FSDP2Engine:
             for name, param in self._params.items()
             if param.grad is not None
         }
+
+    def save(self, path: Path, *, form: CheckpointForm) -> None:
+        """Save shards; there is one form."""
+        dcp.save(self.module, self._optimizer, path)
+
+    def load(self, path: Path, *, weights_only: bool = False) -> None:
+        """Load shards, of any number of ranks."""
+        dcp.load(self.module, self._optimizer, path)
 
     def stray_gradients(self, *, padding_only: bool) -> str:
         """Name a param with a gradient where none must be; padding is not looked at."""

@@ -1,0 +1,47 @@
+"""Checkpoints as torch's documentation shows them: state-dict functions and `checkpoint.save`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+def save(module: nn.Module, optimizer: Optimizer, path: Path) -> None:
+    """Save params and optimizer state; every rank of the world calls it.
+
+    Args:
+        module: With sharded params.
+        optimizer: Over these params.
+        path: A folder that does not exist yet.
+    """
+    from torch.distributed import checkpoint
+
+    checkpoint.save(_state_of(module, optimizer), checkpoint_id=str(path))
+
+
+def load(module: nn.Module, optimizer: Optimizer, path: Path) -> None:
+    """Load them, resharded to the params of these ranks; every rank of the world calls it.
+
+    Args:
+        module: As for `save`.
+        optimizer: As for `save`.
+        path: Folder of the checkpoint.
+    """
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    state = _state_of(module, optimizer)
+    checkpoint.load(state, checkpoint_id=str(path))
+    set_state_dict(
+        module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+
+
+def _state_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model_state, optimizer_state = get_state_dict(module, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
