@@ -200,6 +200,7 @@ class FlatShardEngine(_WholeWorkingParams):
         """Hook: return start and stop of a group rank's shard in a buffer of `elems` elements.
 
         By default all shards have one length. The buffer is padded with zeros up to the last stop.
+        If lengths differ, override `reduce` and `gather` too for gloo, which needs equal ones.
         """
         shard_elems = -(-elems // self.group.size())
         return rank * shard_elems, (rank + 1) * shard_elems
