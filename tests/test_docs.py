@@ -21,7 +21,7 @@ from zero_sim.reference import CLIP_FORMS
 from zero_sim.report.explain import explain
 from zero_sim.scenario import spec
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, RunSpec, Scenario, WorldSpec
-from zero_sim.targets import Capabilities, Numerics, OwnedPart, Place
+from zero_sim.targets import Capabilities, Numerics, Place
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -193,7 +193,7 @@ class FlatEngine:
 
 def test_the_parts_that_a_page_shows_are_all_of_each_param():
     (code,) = [each for each in _python(TARGETS) if each.startswith("def parts")]
-    names = {"OwnedPart": OwnedPart, "Place": Place}
+    names = {"flat_parts": targets.flat_parts}
     exec(code, names)  # What a reader copies.
 
     class Shows(FlatEngine):
@@ -216,19 +216,60 @@ def test_the_parts_that_a_page_shows_are_all_of_each_param():
     assert not {"masters and optimizer state", "reduced gradients"} & set(result.unobserved)
 
 
-def test_the_target_that_a_page_shows_whole_is_right():
-    (code,) = [each for each in _python(TARGETS) if "class PlainTarget" in each]
+@pytest.mark.parametrize("name", ["OwnersTarget", "ShardsTarget"])
+def test_a_target_of_a_ready_engine_that_a_page_shows_is_right(name):
+    (code,) = [each for each in _python(TARGETS) if f"class {name}" in each]
     names = {}
     exec(code, names)  # What a reader copies.
     for optimizer in ("adamw", "sgd"):
         case = Scenario(
             schema=1, name="case", model=ModelSpec(name="params", shapes=((3,), (2, 2), ())),
-            world=WorldSpec(size=3), run=RunSpec(steps=3), system=spec.SystemSpec(stage=0),
+            world=WorldSpec(size=3), run=RunSpec(steps=3, micro_batches=2),
             optimizer=OptimizerSpec(name=optimizer, weight_decay=0.1, warmup_steps=2),
         )  # fmt: skip
-        result = run_case(case, target=names["PlainTarget"]())
+        result = run_case(case, target=names[name]())
         assert (result.verdict, result.findings) == ("pass", ())
         assert not {"masters and optimizer state", "reduced gradients"} & set(result.unobserved)
+
+
+def test_every_hook_that_a_page_names_is_one():
+    rows = re.findall(r"^\| `(\w+Engine)\.(\w+)\(([\w, ]*)\)`", TARGETS, flags=re.MULTILINE)
+    assert len(rows) == 6
+    for engine, hook, arguments in rows:
+        signature = inspect.signature(getattr(getattr(targets, engine), hook))
+        assert list(signature.parameters)[1:] == arguments.split(", ") * bool(arguments)
+
+
+(TEN,) = [each for each in _python(TARGETS) if "class MyEngine" in each]
+
+
+def test_the_ten_lines_are_the_same_on_both_pages():
+    assert TEN in (ROOT / "README.md").read_text()
+
+
+def test_the_ten_lines_conform():
+    names = {}
+    exec(compile(TEN, "test_mine.py", "exec"), names)  # What a reader copies.
+    names["test_mine"]()
+
+
+def test_the_ten_lines_pass_the_command_that_a_page_shows(tmp_path, monkeypatch):
+    (tmp_path / "test_mine.py").write_text(TEN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    shown = TARGETS[TARGETS.index("$ zero-sim fuzz --target test_mine") :]
+    command, *lines = shown[: shown.index("```")].splitlines()
+    done = CliRunner().invoke(main, command.removeprefix("$ zero-sim ").split())
+    monkeypatch.delitem(sys.modules, "test_mine")
+    assert done.exit_code == 0, done.output
+    told = _without_times(done.output).splitlines()
+    assert len(told) == len(lines)
+    for line, want in zip(told, lines, strict=True):
+        assert line.startswith(_without_times(want).removesuffix("...")), line
+
+
+def _without_times(text):
+    return re.sub(r"\d+\.\d+ (s\b|a second)", r"T \1", text)
 
 
 def test_helpers_of_the_optimizer_are_public_and_have_the_arguments_that_a_page_gives():

@@ -29,7 +29,7 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-WORLD, RACE, TEST, SCENARIO = blocks("python")
+WORLD, RACE, TARGET, TEST, SCENARIO = blocks("python")
 
 
 @pytest.mark.parametrize("code", [WORLD, SCENARIO], ids=["world", "scenario"])

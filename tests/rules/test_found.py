@@ -13,7 +13,7 @@ from zero_sim.rules import found as found_rules
 from zero_sim.rules import norms as norm_rules
 from zero_sim.rules.found import find_rules
 from zero_sim.run.small_cases import BASE, changed
-from zero_sim.targets import Capabilities, Numerics
+from zero_sim.targets import Capabilities, Numerics, WholeParamEngine, settings_of
 
 
 @pytest.fixture
@@ -216,6 +216,34 @@ def test_what_is_declared_otherwise_is_named(quick):
 def test_a_system_that_follows_no_known_rule_is_refused(quick):
     with pytest.raises(UsageError, match=r"to pass a plain case by some known rule, got equality"):
         find_rules(Target({"by": 17.0}))
+
+
+class RoundedUp(torch.optim.AdamW):
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            param.copy_(torch.nextafter(param, torch.tensor(torch.inf)))
+
+
+class RoundedUpTarget:
+    name = "rounded-up"
+    capabilities = Capabilities(stages=(0,))
+
+    def build(self, module, *, scenario, group):
+        optimizer = RoundedUp(module.parameters(), **settings_of(scenario.optimizer))
+        return WholeParamEngine(module, optimizer, group=group)
+
+
+def test_an_update_that_is_rounded_otherwise_is_named(quick):
+    with pytest.raises(UsageError) as caught:
+        find_rules(RoundedUpTarget())
+    expected = (
+        "got an update that differs from torch's AdamW, first by 1 ulp: the fp32 master differs, "
+        "and no gradient does by Numerics(grads_told='after-division')"
+    )
+    assert expected in str(caught.value)
+    assert "declare `reference_optimizer`" in str(caught.value)
 
 
 class ParamsOf:

@@ -129,7 +129,7 @@ def clip_own_rows(self):
 def test_a_norm_of_one_ranks_own_gradients_shows(monkeypatch):
     def clip_before_the_sum(self, loss, *, last_micro, rows):
         loss.backward()
-        nn.utils.clip_grad_norm_(self._params.values(), self._spec.clip_norm)
+        nn.utils.clip_grad_norm_(self.named.values(), self._spec.clip_norm)
 
     monkeypatch.setattr(DDPEngine, "backward", clip_before_the_sum)
     assert run_case(CLIPPED, target=TorchDDP()).findings[0].check == "equality.grad"

@@ -29,6 +29,7 @@ from zero_sim.cli.costs import memory, traffic
 from zero_sim.cli.findings import explain, report
 from zero_sim.cli.fingerprint import fingerprint
 from zero_sim.cli.fuzz import fuzz
+from zero_sim.cli.init import init
 from zero_sim.cli.kept import tell_kept_names
 from zero_sim.cli.mutants import mutants
 from zero_sim.cli.options import Asked, imported, own_options, own_options_again, parse_own_options
@@ -443,6 +444,7 @@ def _visit(report: Path, *, only: Sequence[str]) -> int:
 main.add_command(bench)
 main.add_command(fingerprint)
 main.add_command(fuzz)
+main.add_command(init)
 main.add_command(memory)
 main.add_command(mutants)
 main.add_command(rules)

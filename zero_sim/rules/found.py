@@ -138,7 +138,7 @@ class _Search:
         others = [stage for stage in (1, 0) if stage not in declared.stages]
         # Where nothing is sharded, copies of shards show nothing.
         stages = (*sorted(declared.stages, key=lambda stage: (stage == 0, stage)), *others)
-        alarm = ""
+        alarm, other = "", ""
         for size in (3, 2, 1):
             if alarm and size == 2:
                 # What three ranks do wrong two may hide.
@@ -152,11 +152,15 @@ class _Search:
                 meant = size <= (declared.world_size_max or size) and not self._is_limited()
                 if meant and not alarm and not self._refuses(self.base):
                     alarm = self._wrong_with(size, came)
-                why = why or came
+                why, other = why or came, other or self._nearest_update()
         raise UsageError(
             f"expected target {self.target.name!r} to pass a plain case by some known rule, got "
-            f"{why}. Try `zero-sim run` on one case."
+            + (other or f"{why}. Try `zero-sim run` on one case.")
         )
+
+    def _nearest_update(self) -> str:
+        nearest = self.search.nearest
+        return "" if nearest is None else nearest.as_rounding(self.base.optimizer)
 
     def _settle_base(self, size: int, stage: int, *, sums: bool) -> str:
         """Find rules for a plain case, one that divides by many numbers if the system asks that."""

@@ -18,13 +18,16 @@ from zero_sim.rules.declared import Asked, declared_by, in_words, with_change
 from zero_sim.rules.judging import run_case
 from zero_sim.run.refused_sizes import refused_size
 from zero_sim.scenario.checks import Check
-from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Numerics, Target
+from zero_sim.scenario.spec import OptimizerSpec, Scenario
+from zero_sim.targets import Numerics, Target, class_of
 
 _DEPTH = 8
 """Most rules that are changed one after the other."""
 _TRIED_MAX = 80
 """Most declarations that are tried on some cases."""
+_OF_UPDATES = (Check.EQUALITY_STATE, Check.EQUALITY_MASTER)
+_ROUNDING_ULP = 64
+"""An update this near torch's is called another rounding, in words alone."""
 _OF_GRADS = (Check.EQUALITY_GRAD, Check.EQUALITY_STATE, Check.EQUALITY_MASTER)
 _TOLD: Sequence[Mapping[str, Any]] = (
     {"grads_told": "after-division"},
@@ -83,6 +86,23 @@ class Failed:
         return (
             f"by the nearest of them, Numerics({in_words(self.said, empty='')}), case "
             f"{self.case!r} has {first.check}: {first.message}{step}{param}{many}{of}"
+        )
+
+    def as_rounding(self, spec: OptimizerSpec) -> str:
+        """Return what differs and a remedy, if updates alone differ, by little; '' otherwise.
+
+        Args:
+            spec: The optimizer of the case.
+        """
+        first = self.finding
+        # Farther apart, it may as well be a gradient that is divided otherwise than is reported.
+        if first.check not in _OF_UPDATES or first.ulp is None or first.ulp > _ROUNDING_ULP:
+            return ""
+        return (
+            f"an update that differs from torch's {class_of(spec).__name__}, first by {first.ulp} "
+            f"ulp: {first.message}, and no gradient does by "
+            f"Numerics({in_words(self.said, empty='')}). If this rounding is intended, declare "
+            "`reference_optimizer` or `reference_step`."
         )
 
 

@@ -39,6 +39,12 @@ from zero_sim.targets.registry import (
     name_of,
     target_names,
 )
+from zero_sim.targets.torch.engines import (
+    FlatBuffer,
+    FlatShardEngine,
+    WholeParamEngine,
+    flat_parts,
+)
 from zero_sim.targets.torch.optim import (
     LearningRates,
     class_of,
@@ -63,6 +69,8 @@ __all__ = [
     "CostedEngine",
     "Costs",
     "Engine",
+    "FlatBuffer",
+    "FlatShardEngine",
     "FullEngine",
     "LearningRates",
     "Library",
@@ -76,6 +84,7 @@ __all__ = [
     "Settings",
     "StepResult",
     "Target",
+    "WholeParamEngine",
     "capabilities_of",
     "check_asked",
     "check_target",
@@ -84,6 +93,7 @@ __all__ = [
     "complete",
     "costs_of",
     "find_target",
+    "flat_parts",
     "flat_state",
     "group_index",
     "import_target",

@@ -14,12 +14,11 @@ back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -27,13 +26,11 @@ from torch.optim import Optimizer
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.declared import OPTIMIZER_SETTINGS, Capabilities, Numerics
 from zero_sim.targets.options import Option, chosen_options
-from zero_sim.targets.protocol import OwnedPart, Place, StepResult
+from zero_sim.targets.protocol import StepResult
+from zero_sim.targets.torch.engines import WholeParamEngine
 from zero_sim.targets.torch.optim import (
     OPTIMIZERS,
-    LearningRates,
     class_of,
-    flat_state,
-    grads_to_tell,
     param_groups,
     plain_optimizer,
     settings_of,
@@ -72,7 +69,7 @@ OPTIONS: Mapping[str, Option] = {
 }
 
 
-class DDPEngine:
+class DDPEngine(WholeParamEngine):
     """One rank of DDP and an optimizer that updates whole params.
 
     Args:
@@ -91,22 +88,16 @@ class DDPEngine:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._spec = scenario.optimizer
-        self._params = {
-            name: param for name, param in module.named_parameters() if param.requires_grad
-        }
+        params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         self._ddp = _wrapped(module, group=group, options=options)
-        self.module: nn.Module = self._ddp
-        self._optimizer = self._build_optimizer(group)
-        self._rates = LearningRates(self._optimizer)
+        super().__init__(module, self._build_optimizer(params, group), group=group)
+        self.module = self._ddp
         self._unsynced = ExitStack()
-        self._reduced: dict[str, Tensor] = {}
 
-    def _build_optimizer(self, group: ProcessGroup) -> Optimizer:
-        return plain_optimizer(self._spec, self._params)
-
-    def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
-        self._optimizer.zero_grad()
+    def _build_optimizer(
+        self, params: Mapping[str, nn.Parameter], group: ProcessGroup
+    ) -> Optimizer:
+        return plain_optimizer(self._spec, params)
 
     def start_micro_batch(self, *, last: bool) -> None:
         """Keep DDP from reducing, but for the last micro-batch."""
@@ -118,55 +109,19 @@ class DDPEngine:
         with self._unsynced:
             loss.backward()
 
-    def step(self, *, lr_factor: float) -> StepResult:
-        """Clip, if that is asked for, and update the params."""
-        self._reduced = grads_to_tell(self._spec, self._gradients())
-        norm = self._clip()
-        self._rates.scale(lr_factor)
-        self._optimizer.step()
-        return StepResult(norm=norm)
+    def reduce(self) -> None:
+        """Do nothing, because DDP has reduced during backward."""
 
-    def _clip(self) -> Tensor | None:
-        """Clip as it is asked for; the norm before, where one was taken."""
+    def update(self) -> StepResult:
+        """Clip, if that is asked for, and update the params."""
         spec, norm = self._spec, None
         if spec.clip_value is not None:
-            nn.utils.clip_grad_value_(self._params.values(), spec.clip_value)
+            nn.utils.clip_grad_value_(self.named.values(), spec.clip_value)
         if spec.clip_norm is not None:
             # Every rank has whole gradients, so that nothing has to be exchanged.
-            norm = nn.utils.clip_grad_norm_(self._params.values(), spec.clip_norm)
-        return norm
-
-    def params(self) -> Mapping[str, Tensor]:
-        """Full working params, which are their own masters."""
-        return {name: param.detach() for name, param in self._params.items()}
-
-    def parts(self) -> Iterator[OwnedPart]:
-        """Every param whole, with its state."""
-        yield from self._parts_of(self._params, state=self._optimizer.state)
-
-    def _parts_of(
-        self, names: Sequence[str] | Mapping[str, Tensor], *, state: Mapping[Any, Any]
-    ) -> Iterator[OwnedPart]:
-        for name in names:
-            param = self._params[name]
-            grad = self._reduced.get(name)
-            yield OwnedPart(
-                place=Place(param=name, start=0, stop=param.numel()),
-                grad=(torch.zeros_like(param) if grad is None else grad).detach().reshape(-1),
-                master=param.detach().reshape(-1),
-                state=flat_state(state.get(param, {})),
-            )
-
-    def _gradients(self) -> dict[str, Tensor]:
-        return {name: param.grad for name, param in self._params.items() if param.grad is not None}
-
-    def stray_gradients(self, *, padding_only: bool) -> str:
-        """Name a param with a gradient where none must be; DDP pads nothing."""
-        if padding_only:
-            return ""
-        return next(
-            (f"param {name!r}" for name, grad in self._gradients().items() if grad.any()), ""
-        )
+            norm = nn.utils.clip_grad_norm_(self.named.values(), spec.clip_norm)
+        self.optimizer.step()
+        return StepResult(norm=norm)
 
     def stray_padding(self) -> str:
         """Nowhere: nothing is padded."""
@@ -211,24 +166,28 @@ def _hook(name: str) -> Any:
 class ZeroRedundancyEngine(DDPEngine):
     """One rank of DDP and torch's ZeroRedundancyOptimizer, which deals whole params to ranks."""
 
-    def _build_optimizer(self, group: ProcessGroup) -> Optimizer:
+    def _build_optimizer(
+        self, params: Mapping[str, nn.Parameter], group: ProcessGroup
+    ) -> Optimizer:
         # Import where it is needed: it takes a tenth of a second.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         self._sharded = ZeroRedundancyOptimizer(
-            param_groups(self._spec, self._params),
+            param_groups(self._spec, params),
             class_of(self._spec),
             process_group=group,
             **settings_of(self._spec),
         )
         return self._sharded
 
-    def parts(self) -> Iterator[OwnedPart]:
-        """The params that this rank updates, whole."""
-        local = self._sharded.optim
-        mine = {id(param) for group in local.param_groups for param in group["params"]}
-        names = [name for name, param in self._params.items() if id(param) in mine]
-        yield from self._parts_of(names, state=local.state)
+    def owns(self, name: str) -> bool:
+        """Return True if this rank's local optimizer steps a param."""
+        groups = self._sharded.optim.param_groups
+        return any(self.named[name] is param for group in groups for param in group["params"])
+
+    def state_of(self, param: nn.Parameter) -> Mapping[str, Any]:
+        """Return the local optimizer's state of a param."""
+        return self._sharded.optim.state.get(param, {})
 
 
 class TorchDDP:

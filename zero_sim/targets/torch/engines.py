@@ -1,0 +1,315 @@
+"""Engines around an optimizer of your own: they do all but the communication to be judged.
+
+    class MyTarget:
+        name = "mine"
+        capabilities = Capabilities(stages=(0,))
+        numerics = Numerics(grads_told="after-division")
+
+        def build(self, module, *, scenario, group):
+            optimizer = MyOptimizer(module.parameters(), **settings_of(scenario.optimizer))
+            return WholeParamEngine(module, optimizer, group=group)
+
+Of your optimizer the engines use `step`, `param_groups` and `state`. Override the hooks with your
+own communication, which is then judged in place of theirs: `reduce`, `update` and `share` of
+`WholeParamEngine`; `shard_of`, `reduce`, `update` and `gather` of `FlatShardEngine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
+from torch.optim import Optimizer
+
+from zero_sim.targets.protocol import OwnedPart, Place, StepResult
+from zero_sim.targets.torch.optim import LearningRates, flat_state
+
+
+class _WholeWorkingParams:
+    """The half of the protocol that both engines share.
+
+    Args:
+        module: The bare model.
+        group: The data-parallel group.
+    """
+
+    def __init__(self, module: nn.Module, *, group: ProcessGroup) -> None:
+        self.module = module
+        self.group = group
+        self.named = {n: p for n, p in module.named_parameters() if p.requires_grad}
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        for param in self.named.values():
+            param.grad = None
+
+    def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
+        """Run backward for one micro-batch; gradients accumulate on this rank."""
+        if loss.requires_grad:
+            loss.backward()
+
+    def params(self) -> Mapping[str, Tensor]:
+        """Return all params, by their names in the bare model."""
+        return self.named
+
+    def stray_gradients(self, *, padding_only: bool) -> str:
+        """Return a param that has a gradient where none must be; empty if there is none."""
+        grads = {} if padding_only else {name: param.grad for name, param in self.named.items()}
+        return next((f"param {n!r}" for n, g in grads.items() if g is not None and g.any()), "")
+
+
+class WholeParamEngine(_WholeWorkingParams):
+    """One rank with whole params: DDP and the like, and ZeRO-1 where each param has one owner.
+
+    A step calls `reduce`, `update` and `share`. Gradients are reported as `reduce` leaves them, by
+    default as means: the target declares `Numerics(grads_told="after-division")`.
+
+    Args:
+        module: The bare model. If forward goes through a wrapper such as DDP, assign that to
+            `module` afterwards.
+        optimizer: Your optimizer over all params, or over those that this rank owns.
+        group: The data-parallel group.
+        owner_of: From a param's name to the group rank that steps it, where the target declares
+            `Capabilities(stages=(1,))`. None if every rank steps all params: `stages=(0,)`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        *,
+        group: ProcessGroup,
+        owner_of: Callable[[str], int] | None = None,
+    ) -> None:
+        super().__init__(module, group=group)
+        self.optimizer = optimizer
+        self.owner_of = owner_of
+        self.rates = LearningRates(optimizer)
+        self.reduced: dict[str, Tensor] = {}
+
+    def reduce(self) -> None:
+        """Hook: turn `.grad` into the mean over all ranks, at least on the param's owner."""
+        for param in self.named.values():
+            if param.requires_grad:  # False while the param is frozen.
+                if param.grad is None:  # Another rank may have a gradient, so take part.
+                    param.grad = torch.zeros_like(param)
+                dist.all_reduce(param.grad, group=self.group)
+                param.grad /= self.group.size()
+
+    def update(self) -> StepResult | None:
+        """Hook: step the params that this rank owns."""
+        for name, param in self.named.items():
+            if not self.owns(name):
+                param.grad = None  # So that an optimizer over all params skips it.
+        self.optimizer.step()
+        return None
+
+    def share(self) -> None:
+        """Hook: send each param from its owner to all ranks.
+
+        Override it to do nothing if the optimizer's `step` has sent them.
+        """
+        if self.owner_of is not None:
+            for name, param in self.named.items():
+                owner = self.owner_of(name)
+                dist.broadcast(param.detach(), group_src=owner, group=self.group)
+
+    def owns(self, name: str) -> bool:
+        """Return True if this rank steps a param."""
+        return self.owner_of is None or self.owner_of(name) == self.group.rank()
+
+    def state_of(self, param: nn.Parameter) -> Mapping[str, Any]:
+        """Return the optimizer's state of a param, by torch's keys; empty before the first step."""
+        return self.optimizer.state.get(param, {})
+
+    def step(self, *, lr_factor: float) -> StepResult | None:
+        """Reduce gradients, update owned params, and share them."""
+        self.reduce()
+        # Copies, because clipping and some optimizers write to `.grad`.
+        self.reduced = {n: p.grad.clone() for n, p in self.named.items() if p.grad is not None}
+        self.rates.scale(lr_factor)
+        result = self.update()
+        self.share()
+        return result
+
+    def parts(self) -> Iterator[OwnedPart]:
+        """Yield each param that this rank owns, with its reduced gradient and its state."""
+        for name, param in self.named.items():
+            if self.owns(name):
+                grad = self.reduced.get(name)
+                yield OwnedPart(
+                    place=Place(param=name, start=0, stop=param.numel()),
+                    grad=None if grad is None else grad.reshape(-1),
+                    master=param.detach().reshape(-1),
+                    state=flat_state(self.state_of(param)),
+                )
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class FlatBuffer:
+    """Params of one dtype, one after another, and the shard that this rank steps."""
+
+    named: dict[str, nn.Parameter]
+    """Its params, by their names in the bare model; each is a view of `flat`."""
+    flat: Tensor  # 1D, dtype of the params
+    spans: list[tuple[int, int]]
+    """Start and stop of each rank's shard in `flat`."""
+    first: int
+    """Offset of this rank's shard."""
+    shard: nn.Parameter  # 1D, fp32
+    """Master params of the shard, padding included."""
+    grad: Tensor | None = None  # 1D, fp32
+    """Copy of the shard's reduced gradient, because some optimizers write to `shard.grad`."""
+
+
+class FlatShardEngine(_WholeWorkingParams):
+    """One rank that steps its shard of flat buffers, one for each dtype: ZeRO-1.
+
+    A step calls `reduce` for each buffer, `update`, and `gather` for each buffer. Masters are fp32.
+    The target declares `Capabilities(stages=(1,))` and `Numerics(grads_told="after-division")`,
+    with bf16 params also `told_dtype="fp32"`.
+
+    Args:
+        module: The bare model; its params become views of the buffers.
+        make_optimizer: From the shards, by the name of their buffer, to your optimizer over them.
+        group: The data-parallel group.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: Callable[[dict[str, nn.Parameter]], Optimizer],
+        *,
+        group: ProcessGroup,
+    ) -> None:
+        super().__init__(module, group=group)
+        by_dtype: dict[str, dict[str, nn.Parameter]] = {}
+        for name, param in self.named.items():
+            by_dtype.setdefault(str(param.dtype), {})[name] = param
+        self.buffers = {key: self._buffer(named) for key, named in by_dtype.items()}
+        self.optimizer = make_optimizer({key: each.shard for key, each in self.buffers.items()})
+        self.rates = LearningRates(self.optimizer)
+
+    def shard_of(self, elems: int, rank: int) -> tuple[int, int]:
+        """Hook: return start and stop of a group rank's shard in a buffer of `elems` elements.
+
+        By default all shards have one length. The buffer is padded with zeros up to the last stop.
+        If lengths differ, override `reduce` and `gather` too for gloo, which needs equal ones.
+        """
+        shard_elems = -(-elems // self.group.size())
+        return rank * shard_elems, (rank + 1) * shard_elems
+
+    def reduce(self, buffer: FlatBuffer, grads: Tensor) -> Tensor:
+        """Hook: return this rank's shard of the mean gradient, in fp32.
+
+        Args:
+            buffer: Where the gradients belong.
+            grads: This rank's gradients, padding included. 1D, dtype of the params.
+        """
+        own = torch.empty_like(buffer.shard, dtype=grads.dtype)
+        pieces = [grads[start:stop] for start, stop in buffer.spans]
+        dist.reduce_scatter(own, pieces, group=self.group)
+        return own.float() / self.group.size()
+
+    def update(self) -> StepResult | None:
+        """Hook: step the shards."""
+        self.optimizer.step()
+        return None
+
+    def gather(self, buffer: FlatBuffer) -> None:
+        """Hook: fill `buffer.flat` with the updated shards of all ranks."""
+        pieces = [buffer.flat[start:stop] for start, stop in buffer.spans]
+        own = buffer.shard.detach().to(buffer.flat.dtype)
+        dist.all_gather(pieces, own, group=self.group)
+
+    def step(self, *, lr_factor: float) -> StepResult | None:
+        """Reduce gradients to shards, update these, and gather params."""
+        for each in self.buffers.values():
+            each.shard.grad = self.reduce(each, _flat_grads(each))
+            each.grad = each.shard.grad.clone()
+        self.rates.scale(lr_factor)
+        result = self.update()
+        for each in self.buffers.values():
+            self.gather(each)
+        return result
+
+    def parts(self) -> Iterator[OwnedPart]:
+        """Yield the stretch of each param that lies in this rank's shards."""
+        for index, each in enumerate(self.buffers.values()):
+            yield from flat_parts(
+                each.named,
+                first=each.first,
+                master=each.shard,
+                grad=each.grad,
+                state=self.optimizer.state.get(each.shard, {}),
+                buffer=index,
+            )
+
+    def stray_padding(self) -> str:
+        """Return a buffer whose padding is not zero; empty if there is none."""
+        for key, each in self.buffers.items():
+            elems = sum(param.numel() for param in each.named.values())
+            if each.flat[elems:].any() or each.shard[max(0, elems - each.first) :].any():
+                return f"buffer {key}"
+        return ""
+
+    def _buffer(self, named: dict[str, nn.Parameter]) -> FlatBuffer:
+        flat = torch.cat([param.detach().reshape(-1) for param in named.values()])
+        spans = [self.shard_of(len(flat), rank) for rank in range(self.group.size())]
+        flat = pad(flat, (0, spans[-1][1] - len(flat)))
+        first, stop = spans[self.group.rank()]
+        shard = nn.Parameter(flat[first:stop].float().clone())
+        offset = 0
+        for param in named.values():
+            param.data = flat[offset : offset + param.numel()].view_as(param)
+            offset += param.numel()
+        return FlatBuffer(named=named, flat=flat, spans=spans, first=first, shard=shard)
+
+
+def _flat_grads(buffer: FlatBuffer) -> Tensor:
+    """Return this rank's gradients, zeros where there is none, padded as the buffer is."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in buffer.named.values()]
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    return pad(flat, (0, len(buffer.flat) - len(flat)))
+
+
+def flat_parts(
+    params: Mapping[str, Tensor],
+    *,
+    first: int,
+    master: Tensor,
+    grad: Tensor | None,
+    state: Mapping[str, Any],
+    buffer: int = 0,
+) -> Iterator[OwnedPart]:
+    """Cut a rank's shard of a flat buffer into parts, for `parts` of an engine.
+
+    Args:
+        params: All params of the buffer, by their names in the bare model, in its order.
+        first: Offset of the shard in the buffer.
+        master: The shard's master params. 1D, fp32.
+        grad: Its reduced gradient. 1D; None before the first step.
+        state: The optimizer's state of the shard: 1D tensors of its length, 0D counters.
+        buffer: Index of the buffer, if there are several.
+    """
+    start, state = 0, flat_state(state)
+    for name, param in params.items():
+        stop = start + param.numel()
+        low, high = max(start, first), min(stop, first + len(master))
+        if low < high:
+            here = slice(low - first, high - first)
+            yield OwnedPart(
+                place=Place(
+                    param=name, start=low - start, stop=high - start, flat_start=low, buffer=buffer
+                ),
+                grad=None if grad is None else grad[here],
+                master=master.detach()[here],
+                state={key: each[here] if each.dim() else each for key, each in state.items()},
+            )
+        start = stop
