@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
+from zero_sim.against.dropout import ByDesign
 from zero_sim.against.flat_params import FlatPlace, flat_places
 from zero_sim.against.native_dtypes import native, stored_dtypes
 from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, plain_name
@@ -71,8 +70,7 @@ class RankCapture:
         """Optimizer steps before the last checkpoint that the rank saved; -1 if it saved none."""
         self.started: dict[str, str] = {}
         """Digests of the values that params had before they got others, by name. Not of shards."""
-        self.refusals: dict[str, str] = {}
-        """Modules whose result depends on the number of ranks by design, with the reason."""
+        self.design = ByDesign(self._aside)
         self.sharers: set[int] = set()
         """Ranks of the meshes of DTensors that forwards use: they compute one forward together."""
         self._rank = rank
@@ -143,6 +141,9 @@ class RankCapture:
                     self._rows.evaluated(args, kwargs)
             name = self._names.of_module(module)
             self._replicas.begin_forward(module, name, steps=self.steps, trains=trains)
+        now_args, now_kwargs = replaced or (args, kwargs)
+        values = (*now_args, *now_kwargs.values())
+        self.design.begin_forward(name, values, step=self.steps)
         return replaced
 
     def _count_own_step(self) -> None:
@@ -174,8 +175,7 @@ class RankCapture:
         prefix = self._names.of_module(module)
         with self._aside():
             self._replicas.end_forward(module, prefix, steps=self.steps)
-        if module.training and torch.is_grad_enabled() and (reason := _by_design(module)):
-            self.refusals[f"{type(module).__name__} {prefix or ''}".strip()] = reason
+        self.design.end_forward(module)
         if prefix is None:
             return
         moment: Moment = "forward" if torch.is_grad_enabled() else "evaluation"
@@ -404,15 +404,6 @@ def _used(module: Module) -> Iterator[tuple[str, Tensor]]:
     for name, value in vars(module).items():
         if isinstance(value, Tensor) and value.requires_grad:
             yield name, value
-
-
-def _by_design(module: Module) -> str:
-    """Why a module's result depends on the number of ranks by design; empty if it does not."""
-    if isinstance(module, _DropoutNd) and module.p > 0:
-        return "each rank draws a mask of its own"
-    if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm):
-        return "each rank normalises by the mean of its own rows"
-    return ""
 
 
 def piece_of(tensor: Any) -> Piece:

@@ -7,7 +7,7 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero_sim.against import native_dtypes
 from zero_sim.against.capture import RankCapture
+from zero_sim.against.dropout import Mask
 from zero_sim.against.gathers import GatherLog
 from zero_sim.against.hooks import hooks_installed
 from zero_sim.against.integers import IntegerSums
@@ -109,6 +110,8 @@ class Observed:
     reductions: Reductions = field(default_factory=Reductions)
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Modules that depend on the number of ranks by design, with the reason."""
+    masks: Set[Mask] = frozenset()
+    """Masks of dropout that ranks drew."""
 
     @property
     def resumed_at(self) -> int:
@@ -293,7 +296,10 @@ def _observe(
         integers=guest.integers,
         reductions=guest.reductions,
         started=tuple(each.started for each in captures),
-        reasons={name: reason for each in captures for name, reason in each.refusals.items()},
+        reasons={
+            name: reason for each in captures for name, reason in each.design.refusals.items()
+        },
+        masks={mask for each in captures for mask in each.design.masks},
     )
 
 
