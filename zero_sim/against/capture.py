@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from zero_sim.against.dropout import ByDesign
-from zero_sim.against.flat_params import FlatPlace, flat_places
+from zero_sim.against.flat_params import FlatPlace, flat_places, shards_of_whole
 from zero_sim.against.native_dtypes import native, stored_dtypes
 from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, plain_name
 from zero_sim.against.rank_replicas import RankReplicas
@@ -157,8 +157,10 @@ class RankCapture:
             self._seen.clear()
 
     def _restart(self) -> None:
-        for name, param in self._names.params():
-            value = self._start.pop(name, None)
+        met = list(self._names.params())
+        # Whole params that are used now will be gathered from their shards again.
+        for name, param in (*met, *self._names.shards()):
+            value = self._start.get(name)
             piece = None if value is None else piece_of(param)
             if value is None or piece is None or piece.shape != tuple(value.shape):
                 continue
@@ -168,6 +170,8 @@ class RankCapture:
                 value = _chunk(value, dim=dim, index=index, count=count)
             if not torch.equal(piece.values, value):
                 _local(param).copy_(value)
+        for name, _ in met:
+            self._start.pop(name, None)
 
     def end_forward(self, module: Module) -> None:
         """After each module's forward."""
@@ -306,6 +310,7 @@ class _Names:
         self._modules: dict[int, str] = {}
         self._params: dict[int, str] = {}
         self._optimizers: list[Any] = []
+        self._shards: list[tuple[str, Tensor]] = []
         self.flat: dict[int, FlatPlace] = {}
         """Places of params by identity, if they are parts of flat ones."""
         self.others: dict[str, Tensor] = {}
@@ -326,6 +331,15 @@ class _Names:
                 self.others.pop(known or "", None)
                 self._params[id(param)] = prefix + plain_name(name)
         self.flat.update((id(param), place) for param, place in flat_places(module))
+        for owner, name, shard in shards_of_whole(module):
+            full = f"{self._modules.get(id(owner), '')}.{name}".lstrip(".")
+            if self._params.setdefault(id(shard), full) == full:
+                self._shards.append((full, shard))
+
+    def shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Shards of params that are whole now."""
+        present = {id(param) for _, param in self.params()}
+        return (each for each in self._shards if id(each[1]) not in present)
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Name the params of an optimizer that no module names, by their places."""
