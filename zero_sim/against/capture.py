@@ -15,6 +15,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.nn import Module
 from zero_sim.against.dropout import ByDesign
 from zero_sim.against.flat_params import FlatPlace, flat_places, shards_of_whole
 from zero_sim.against.native_dtypes import native, stored_dtypes
+from zero_sim.against.numbering import other_prefixes, renamed
 from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, plain_name
 from zero_sim.against.rank_replicas import RankReplicas
 from zero_sim.against.rows import RowsRead, digest_of
@@ -51,6 +53,7 @@ class RankCapture:
         rows: Receives the rows that outermost forwards read, and may replace them.
         steps: Optimizer steps of an earlier run that this one continues.
         start: Values that params get before their first forward, by name.
+        known: Digests of the params of the run to compare with at their start, by name.
         replicas: Compares tensors that several ranks have.
     """
 
@@ -62,6 +65,7 @@ class RankCapture:
         rows: RowsRead,
         steps: int = 0,
         start: Mapping[str, Tensor],
+        known: Mapping[str, str] = MappingProxyType({}),
         replicas: RankReplicas,
     ) -> None:
         self.steps = steps
@@ -77,7 +81,7 @@ class RankCapture:
         self._sink = sink
         self._rows = rows
         self._depth = {"forward": 0, "backward": 0, "step": 0}
-        self._names = _Names()
+        self._names = _Names(known)
         self._start = dict(start)
         self._replicas = replicas
         self._seen: set[tuple[Moment, str]] = set()
@@ -256,6 +260,8 @@ class RankCapture:
         """Observe the tensors of a checkpoint by their places in it."""
         if moment == "saved":
             self.saved_at = self.steps
+        if self._names.is_renumbered:
+            return  # Its names are those of this rank alone.
         key = (moment, *site)
         self._files[key] += 1
         label = f"checkpoint of line {site[1]}, #{self._files[key]}"
@@ -304,7 +310,10 @@ class RankCapture:
 class _Names:
     """Names of a rank's modules and params, in the order in which forwards meet them."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Mapping[str, str]) -> None:
+        self._known = known
+        self.is_renumbered = False
+        """True if the rank has other names for some modules than the run to compare with."""
         self.roots: list[Module] = []
         """Outermost modules in the order of their first forwards."""
         self._modules: dict[int, str] = {}
@@ -322,19 +331,31 @@ class _Names:
             return
         self.roots.append(module)
         prefix = "" if len(self.roots) == 1 else f"module {len(self.roots)}: "
+        others = self._other_prefixes(module, prefix)
+        self.is_renumbered |= bool(others)
         for name, each in module.named_modules():
-            self._modules.setdefault(id(each), prefix + plain_name(name))
+            self._modules.setdefault(id(each), renamed(prefix + plain_name(name), others))
         for name, param in module.named_parameters():
+            name = renamed(prefix + plain_name(name), others)
             known = self._params.get(id(param))
             if known is None or known in self.others:
                 # A step before the first forward named it by its place.
                 self.others.pop(known or "", None)
-                self._params[id(param)] = prefix + plain_name(name)
+                self._params[id(param)] = name
         self.flat.update((id(param), place) for param, place in flat_places(module))
         for owner, name, shard in shards_of_whole(module):
             full = f"{self._modules.get(id(owner), '')}.{name}".lstrip(".")
             if self._params.setdefault(id(shard), full) == full:
                 self._shards.append((full, shard))
+
+    def _other_prefixes(self, module: Module, prefix: str) -> dict[str, str]:
+        if not self._known:
+            return {}
+        pieces = {prefix + plain_name(n): piece_of(each) for n, each in module.named_parameters()}
+        whole = {name: piece for name, piece in pieces.items() if not piece.shards}
+        return other_prefixes(
+            {name: digest_of(piece.values) for name, piece in whole.items()}, self._known
+        )
 
     def shards(self) -> Iterator[tuple[str, Tensor]]:
         """Shards of params that are whole now."""

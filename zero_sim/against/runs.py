@@ -138,6 +138,8 @@ class Way:
     keeps_rows: bool = False
     start: Mapping[str, Tensor] | None = None
     """Values that params have at their first forward, by name; None to leave them as they are."""
+    known: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the params of the run to compare with at their start, by name."""
     called: Callable[[CollectiveRecord, Call], None] | None = None
     """Receives each call of a collective."""
 
@@ -184,6 +186,7 @@ class _Observer:
             rows=self._readers[rank],
             steps=steps,
             start=way.start or {},
+            known=way.known,
             replicas=RankReplicas(rank, self._replicas),
         )
         with self._mode(rank), capture.observing():

@@ -184,6 +184,7 @@ def _observe_second(
         sink=measurement,
         dealt=tuple(prepared.observed.rows) if feeds else None,
         start=prepared.baseline.start() if starts_alike else None,
+        known=prepared.baseline.start_digests(),
     )
     got = observe(side, way, seed=prepared.seed)
     if any(log.lacks_rows for log in got.rows):
