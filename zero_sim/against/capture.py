@@ -99,6 +99,11 @@ class RankCapture:
         """True within a backward."""
         return bool(self._depth["backward"])
 
+    @property
+    def elems(self) -> int:
+        """Elements of all named params."""
+        return sum(param.numel() for _, param in self._names.params())
+
     def named_params(self) -> Iterator[tuple[str, Tensor]]:
         """All params with their names."""
         return self._names.params()

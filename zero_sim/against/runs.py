@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import shutil
 import tempfile
@@ -39,6 +40,8 @@ from zero_sim.sim.world.rank_threads import rank_state
 from zero_sim.sim.world.run import Run
 
 COPY_LIMIT_BYTES = 2 << 30
+COLLECTED_ELEMS = 1 << 20
+"""Elements of params of all ranks above which a run's model is not left to Python's collector."""
 _STARTER = 999
 """Stands for a script's main part among the ranks, to draw rounding noise."""
 NOT_COPIED = frozenset({".git", ".venv", "__pycache__", ".zero-sim", "node_modules"})
@@ -283,7 +286,7 @@ def _observe(
         side = replace(side, started=len(ranks))
     captures = [guest.captures[rank] for rank in ranks]
     rows = [guest.rows[rank] for rank in ranks]
-    return Observed(
+    observed = Observed(
         script=run,
         side=side,
         rows=rows if before is None else [*(log.until(steps) for log in before.rows), *rows],
@@ -304,6 +307,13 @@ def _observe(
         },
         masks={mask for each in captures for mask in each.design.masks},
     )
+    is_large = sum(each.elems for each in captures) > COLLECTED_ELEMS
+    # Else the script's model would live as long as the log of its run.
+    del captures
+    guest.captures.clear()
+    if is_large:
+        gc.collect()
+    return observed
 
 
 def _uncompiled(model: object = None, **options: object) -> object:
