@@ -1,10 +1,10 @@
 """Dropout with equal masks on any number of ranks, and modules refused by name.
 
 [Note: one mask for all rows]
-A mask for each row would have to follow the row through any layout of the model. So a mask has one
-number for each feature, the last dimension, and all rows of a step share it. Step, name of the
-module and number of features seed its draw. Then micro-batches, recomputed forwards and ranks with
-parts of a sequence get equal masks, whichever rows they have.
+A mask for each row would have to follow the row through any layout. So a mask has one
+number for each feature, the last dimension, and all rows in a step share it. Step, module
+name and feature count seed its draw. Then micro-batches, recomputed forwards and ranks with
+partial sequences get equal masks, whichever rows they have.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn.modules.dropout import AlphaDropout, FeatureAlphaDropout
 from zero_sim.sim.dispatch import has_own_dispatch
 
 Mask = tuple[str, int]
-"""Name of the module with dropout, and number of its features."""
+"""Module with dropout, and its feature count."""
 _OWN_MASK = "each rank draws a mask of its own"
 
 
@@ -36,14 +36,14 @@ class ByDesign:
 
     def __init__(self, aside: Callable[[], AbstractContextManager[None]]) -> None:
         self.refusals: dict[str, str] = {}
-        """Modules without equal results on other numbers of ranks, with the reason."""
+        """Modules that cannot be compared, with the reason."""
         self.masks: set[Mask] = set()
         """Masks drawn so far."""
         self._aside = aside
         self._inside: list[str] = [""]
-        """Names of the modules whose forwards run, the innermost last."""
+        """Modules whose forwards run, the innermost last."""
         self._rows: set[int] = set()
-        """Sizes of the first dimension of the outermost forward's tensors."""
+        """First sizes in the outermost forward's tensors."""
         self._step = 0
 
     @property
@@ -56,7 +56,7 @@ class ByDesign:
 
         Args:
             name: The module's name, if it has one.
-            values: Arguments of the forward.
+            values: The forward's arguments.
             step: Optimizer steps so far.
         """
         self._step = step
@@ -73,7 +73,7 @@ class ByDesign:
             self.refusals[f"{type(module).__name__} {name}".strip()] = reason
 
     def kept(self, tensor: Tensor, p: float, dim: int = -1) -> Tensor:
-        """Draw a mask for the features of a tensor.
+        """Draw a mask for a tensor's features.
 
         Args:
             tensor: The tensor.

@@ -1,8 +1,8 @@
-"""Names of modules that a rank numbers in its own way, found by the start of their params.
+"""Names of modules that a rank numbers in its own way, found by their params' start.
 
-A rank that holds experts 4 to 7 of eight may call them `experts.0` to `experts.3`. If a param has
-the bits of exactly one param of the run to compare with, and under another name, its module gets
-that name, with all params in it: zeros and ones have the bits of many others.
+A rank that holds experts 4 to 7 may call them `experts.0` to `experts.3`. If a param has
+the bits that exactly one param has in the run to compare with, under another name, its module
+gets that name, with all params in it: zeros and ones look like many others.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 
 def other_prefixes(own: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Prefixes of one rank's names, each with the prefix in the run to compare with.
+    """One rank's prefixes, each with the prefix in the run to compare with.
 
     Args:
-        own: Digests of one rank's params at their start, by name.
+        own: Digests by name for one rank's params at their start.
         known: The same of the run to compare with.
 
     Returns:

@@ -114,7 +114,7 @@ class Observed:
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Modules that depend on the number of ranks by design, with the reason."""
     masks: Set[Mask] = frozenset()
-    """Masks of dropout that ranks drew."""
+    """Dropout masks that ranks drew."""
 
     @property
     def resumed_at(self) -> int:
