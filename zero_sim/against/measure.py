@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from zero_sim.against.gathers import GatherLog, gathered
-from zero_sim.against.points import LOCALISING, Piece, Point
+from zero_sim.against.points import LOCALISING, Moment, Piece, Point
+from zero_sim.against.rows import digest_of
 from zero_sim.against.whole import Whole, relative_difference, whole_of
 
 FLOOR = 2.0**-52
@@ -69,15 +70,20 @@ class Baseline:
             self._wholes[point] = whole_of(self.pieces[point]) if point in self.pieces else None
         return self._wholes[point]
 
-    def start(self) -> dict[str, Tensor]:
-        """Params at their first forward, by name."""
+    def start(self, *moments: Moment) -> dict[str, Tensor]:
+        """Params at their first forward, or their first of some moments, by name."""
         found: dict[str, Tensor] = {}
         for point in sorted(self.pieces):
-            if point.moment == "forward" and point.name not in found:
+            if point.moment in (moments or ("forward",)) and point.name not in found:
                 tensor = self.expected(point)
                 if tensor is not None:
                     found[point.name] = tensor
         return found
+
+    def start_digests(self) -> dict[str, str]:
+        """Digests of params at their first forward, by name; empty if compared rank by rank."""
+        starts = {} if self._by_rank else self.start("forward", "evaluation")
+        return {name: digest_of(values) for name, values in starts.items()}
 
     @property
     def comparable(self) -> set[Point]:

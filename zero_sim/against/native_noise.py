@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_sim.against.noise import Noise
@@ -47,11 +46,6 @@ class NativeNoise(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if isinstance(func, torch._ops.OpOverload) and not any(map(is_fake, types)):
             plan = plan_of(func)
-            if not plan.is_exact and not plan.is_factory and not _is_meta(result):
+            if not plan.is_exact and not plan.is_factory:
                 self._noise.move(result)
         return result
-
-
-def _is_meta(result: Any) -> bool:
-    values = result if isinstance(result, (list, tuple)) else (result,)
-    return any(isinstance(each, Tensor) and each.device.type == "meta" for each in values)

@@ -67,6 +67,7 @@ class Noise:
                 and not has_own_dispatch(type(each))
                 and each.numel()
                 and each.layout is torch.strided
+                and not each.is_meta
                 and stored(each) in _FORMATS
             ):
                 self._move(each)

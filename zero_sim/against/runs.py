@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from zero_sim.against import native_dtypes
 from zero_sim.against.capture import RankCapture
+from zero_sim.against.dropout import Mask
 from zero_sim.against.gathers import GatherLog
 from zero_sim.against.hooks import hooks_installed
 from zero_sim.against.integers import IntegerSums
@@ -38,6 +40,8 @@ from zero_sim.sim.world.rank_threads import rank_state
 from zero_sim.sim.world.run import Run
 
 COPY_LIMIT_BYTES = 2 << 30
+COLLECTED_ELEMS = 1 << 20
+"""Elements of params of all ranks above which a run's model is not left to Python's collector."""
 _STARTER = 999
 """Stands for a script's main part among the ranks, to draw rounding noise."""
 NOT_COPIED = frozenset({".git", ".venv", "__pycache__", ".zero-sim", "node_modules"})
@@ -109,6 +113,8 @@ class Observed:
     reductions: Reductions = field(default_factory=Reductions)
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Modules that depend on the number of ranks by design, with the reason."""
+    masks: Set[Mask] = frozenset()
+    """Dropout masks that ranks drew."""
 
     @property
     def resumed_at(self) -> int:
@@ -135,6 +141,8 @@ class Way:
     keeps_rows: bool = False
     start: Mapping[str, Tensor] | None = None
     """Values that params have at their first forward, by name; None to leave them as they are."""
+    known: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the params of the run to compare with at their start, by name."""
     called: Callable[[CollectiveRecord, Call], None] | None = None
     """Receives each call of a collective."""
 
@@ -181,6 +189,7 @@ class _Observer:
             rows=self._readers[rank],
             steps=steps,
             start=way.start or {},
+            known=way.known,
             replicas=RankReplicas(rank, self._replicas),
         )
         with self._mode(rank), capture.observing():
@@ -277,7 +286,7 @@ def _observe(
         side = replace(side, started=len(ranks))
     captures = [guest.captures[rank] for rank in ranks]
     rows = [guest.rows[rank] for rank in ranks]
-    return Observed(
+    observed = Observed(
         script=run,
         side=side,
         rows=rows if before is None else [*(log.until(steps) for log in before.rows), *rows],
@@ -293,8 +302,18 @@ def _observe(
         integers=guest.integers,
         reductions=guest.reductions,
         started=tuple(each.started for each in captures),
-        reasons={name: reason for each in captures for name, reason in each.refusals.items()},
+        reasons={
+            name: reason for each in captures for name, reason in each.design.refusals.items()
+        },
+        masks={mask for each in captures for mask in each.design.masks},
     )
+    is_large = sum(each.elems for each in captures) > COLLECTED_ELEMS
+    # Else the script's model would live as long as the log of its run.
+    del captures
+    guest.captures.clear()
+    if is_large:
+        gc.collect()
+    return observed
 
 
 def _uncompiled(model: object = None, **options: object) -> object:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from zero_sim.against.dropout import unlike_masks
 from zero_sim.against.measure import FLOOR, LIMIT, Baseline, Measured, Measurement
 from zero_sim.against.points import LOCALISING, Point
 from zero_sim.against.rows import first_row_difference
@@ -183,6 +184,7 @@ def _observe_second(
         sink=measurement,
         dealt=tuple(prepared.observed.rows) if feeds else None,
         start=prepared.baseline.start() if starts_alike else None,
+        known=prepared.baseline.start_digests(),
     )
     got = observe(side, way, seed=prepared.seed)
     if any(log.lacks_rows for log in got.rows):
@@ -207,6 +209,8 @@ def _without_tensors(
         )
     if got.script.failure is not None:
         return _failed_second(prepared, got)
+    if reasons := {**got.reasons, **unlike_masks(prepared.observed.masks, got.masks)}:
+        return _by_design(reasons)
     if got.replicas.findings:
         return _drifted(got)
     if wrong_rows := wrongly_dealt(prepared.observed.rows, got.rows):
