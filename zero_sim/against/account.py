@@ -12,10 +12,9 @@ from torch import Tensor
 
 from zero_sim.against.measure import FLOOR, Baseline, Measurement
 from zero_sim.against.native_dtypes import native
-from zero_sim.against.points import Piece, Point
+from zero_sim.against.points import Piece, Point, Sink, dtype_name
 from zero_sim.against.runs import Side, Way, observe
-from zero_sim.against.verdict import Comparison, Difference
-from zero_sim.against.whole import Whole, relative_difference, whole_of
+from zero_sim.against.verdict import Comparison
 from zero_sim.findings.compare import spans_of
 from zero_sim.findings.records import BufferMap, MappedBucket, MappedPiece, MappedShard
 from zero_sim.sim.call import IN_PLACE, Call
@@ -49,7 +48,6 @@ class Feed:
 class Account:
     """Facts about the first difference."""
 
-    difference: Difference
     ranks: tuple[int, ...]
     """Ranks that differ, or whose shards do."""
     world_size: int
@@ -74,38 +72,36 @@ class Account:
     picture: BufferMap
 
 
-_NO_PIECE = Piece(values=torch.empty(0), shape=())
-
-
 def account_of(comparison: Comparison) -> Account | None:
     """Look closer at the first difference, with one more run; None without differing tensors."""
     measurement, differences = comparison.measurement, comparison.verdict.differences
     if measurement is None or comparison.way is None or not differences:
         return None
     prepared, side, first = comparison.prepared, comparison.side, differences[0]
-    expected = prepared.baseline.expected(first.point)
-    whole = whole_of(measurement.kept.get(first.point) or {0: _NO_PIECE})
-    if first.point in measurement.joined:
-        expected, joined = measurement.joined[first.point]
-        ranks = tuple(range(side.world_size))
-        whole = Whole(kind="sharded", candidates={0: joined}, ranks=ranks)
-    elif whole is not None and expected is not None and not prepared.baseline.is_alike(first.point):
-        expected, whole = _worst_by_rank(prepared.baseline, first.point, whole)
-    assert expected is not None
-    assert whole is not None
+    expected, whole = measurement.compared(first.point)
     bound = max(first.rounding * 64, FLOOR * 64) * float(expected.abs().max() or 1.0)
-    rank, got = _worst(whole, expected)
+    # The rank whose tensor is farthest off.
+    rank, got = max(
+        whole.candidates.items(), key=lambda item: float((item[1] - expected).abs().max())
+    )
     differs = ((got - expected).abs() > bound).reshape(-1)
     element = int((got - expected).abs().reshape(-1).argmax())
     spans = spans_of(differs)
     owners = _owners(measurement.kept.get(first.point, {}), expected.shape)
-    ranks = _ranks(whole, expected, bound=bound, owners=owners, spans=spans)
+    if whole.kind == "replicated":
+        off = {rank: (each - expected).abs() > bound for rank, each in whole.candidates.items()}
+        ranks = tuple(rank for rank, each in off.items() if bool(each.any()))
+    else:
+        ranks = tuple(
+            rank
+            for rank, (start, stop) in owners.items()
+            if any(a < stop and b > start for a, b in spans)
+        )
     same_point = [each for each in differences[1:] if each.point[:2] == first.point[:2]]
     return Account(
-        difference=first,
         ranks=ranks,
         world_size=side.world_size,
-        is_alike=_is_alike(whole),
+        is_alike=all(torch.equal(each, got) for each in whole.candidates.values()),
         differ_count=int(differs.sum()),
         elems=expected.numel(),
         spans=spans,
@@ -119,25 +115,6 @@ def account_of(comparison: Comparison) -> Account | None:
         later_count=len(differences) - 1 - len(same_point),
         picture=_picture(first.point, expected, spans, owners, ranks, world_size=side.world_size),
     )
-
-
-def _worst(whole: Whole, expected: Tensor) -> tuple[int, Tensor]:
-    """The rank whose tensor is farthest off, and the tensor."""
-    return max(whole.candidates.items(), key=lambda item: float((item[1] - expected).abs().max()))
-
-
-def _worst_by_rank(baseline: Baseline, point: Point, whole: Whole) -> tuple[Tensor, Whole]:
-    """The rank that is farthest from its own expected tensor, of ranks whose tensors differ."""
-    expected = {rank: baseline.expected(point, rank) for rank in whole.candidates}
-    known = {rank: tensor for rank, tensor in expected.items() if tensor is not None}
-    rank = max(known, key=lambda each: relative_difference(whole.candidates[each], known[each]))
-    candidates = {rank: whole.candidates[rank]}
-    return known[rank], Whole(kind="replicated", candidates=candidates, ranks=whole.ranks)
-
-
-def _is_alike(whole: Whole) -> bool:
-    first, *others = whole.candidates.values()
-    return all(torch.equal(each, first) for each in others)
 
 
 def _owners(pieces: Mapping[int, Piece], shape: torch.Size) -> dict[int, tuple[int, int]]:
@@ -155,27 +132,6 @@ def _owners(pieces: Mapping[int, Piece], shape: torch.Size) -> dict[int, tuple[i
         start = sum({i: count for i, count in rows.values() if i < index}.values())
         owners[rank] = start * row_elems, (start + rows[rank][1]) * row_elems
     return owners
-
-
-def _ranks(
-    whole: Whole,
-    expected: Tensor,
-    *,
-    bound: float,
-    owners: Mapping[int, tuple[int, int]],
-    spans: Sequence[tuple[int, int]],
-) -> tuple[int, ...]:
-    if whole.kind == "replicated":
-        return tuple(
-            rank
-            for rank, got in whole.candidates.items()
-            if bool(((got - expected).abs() > bound).any())
-        )
-    return tuple(
-        rank
-        for rank, (start, stop) in owners.items()
-        if any(a < stop and b > start for a, b in spans)
-    )
 
 
 def _manners(
@@ -242,7 +198,7 @@ def _feeds(
     return tuple(probe.feeds[rank] for rank in ranks if rank in probe.feeds)
 
 
-class _Probe:
+class _Probe(Sink):
     """Looks up what fed a tensor at the moment when it is observed."""
 
     def __init__(self, point: Point) -> None:
@@ -265,8 +221,7 @@ class _Probe:
         calls = self._calls.setdefault(record.rank, deque(maxlen=KEPT_CALLS))
         if written:
             # Tensors are stored in float64, which says nothing to the reader.
-            dtype = str(native(written[0])).removeprefix("torch.")
-            calls.append((record._replace(dtype=dtype), written))
+            calls.append((record._replace(dtype=dtype_name(native(written[0]))), written))
 
     def take(self, rank: int, point: Point, piece: Piece) -> None:
         """Search the latest calls first."""

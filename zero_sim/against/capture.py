@@ -27,7 +27,7 @@ from zero_sim.against.flat_params import FlatPlace, flat_places
 from zero_sim.against.native_dtypes import native, stored_dtypes
 from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, plain_name
 from zero_sim.against.rank_replicas import RankReplicas
-from zero_sim.against.rows import RowsRead, digest_of
+from zero_sim.against.rows import RowLog, digest_of
 from zero_sim.sim import unwatched
 
 _TREE_DEPTH = 8
@@ -60,7 +60,7 @@ class RankCapture:
         rank: int,
         *,
         sink: Sink,
-        rows: RowsRead,
+        rows: RowLog,
         steps: int = 0,
         start: Mapping[str, Tensor],
         replicas: RankReplicas,
@@ -193,8 +193,7 @@ class RankCapture:
         if self._depth["forward"] or not torch.is_grad_enabled():
             return target
         with self._aside():
-            replaced = self._rows.read(self.steps, loss, (), {"target": target})
-        return target if replaced is None else replaced[1]["target"]
+            return self._rows.read(self.steps, loss, (), {"target": target})[1]["target"]
 
     def begin_pass(self) -> None:
         """Before each pass over a DataLoader."""

@@ -7,8 +7,6 @@ known for certain: the format would round it. Sums of other numbers are rounded 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from zero_sim.against.native_dtypes import native, stored
+from zero_sim.against.points import dtype_name
 from zero_sim.sim.call import Call
 from zero_sim.sim.callsite import call_site, site_of
 from zero_sim.sim.log import CollectiveRecord
@@ -29,34 +28,12 @@ ADDITIONS = frozenset(
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LostInteger:
-    """A sum of integers that its dtype cannot hold."""
-
-    dtype: torch.dtype
-    rank: int
-    place: str
-    """The operation or the collective, with the script's line."""
-    exact: float
-    rounded: float
-
-    @property
-    def text(self) -> str:
-        """The loss in words."""
-        name = str(self.dtype).removeprefix("torch.")
-        return (
-            f"integers summed in a float format beyond its exact range: {name} has all integers "
-            f"up to {EXACT_BELOW[self.dtype]:,}. Rank {self.rank}, {self.place}: "
-            f"{self.exact:,.0f} becomes {self.rounded:,.0f}. Count in integers or in a wider dtype."
-        )
-
-
 class IntegerSums:
     """Looks at the sums of all ranks of one run."""
 
     def __init__(self) -> None:
-        self.found: dict[str, LostInteger] = {}
-        """The first loss at each place."""
+        self._found: dict[str, str] = {}
+        """The first loss at each place, in words."""
         self._pending: dict[tuple[str, tuple[int, ...], int], dict[int, list[Tensor]]] = {}
 
     def added(self, rank: int, operation: str, result: Any) -> None:
@@ -87,10 +64,10 @@ class IntegerSums:
         if len(given) < len(record.group_ranks):
             return
         del self._pending[key]
-        dtypes = [native(each) for each in call.inputs]
-        for dtype, total in zip(dtypes, _totals(given), strict=False):
-            if dtype in EXACT_BELOW:
-                self._check(record.rank, dtype, total, record.kind, site=record.site)
+        if all(given.values()):
+            for like, *tensors in zip(call.inputs, *given.values(), strict=True):
+                total = torch.stack(tensors).sum(0)
+                self._check(record.rank, native(like), total, record.kind, site=record.site)
 
     def _check(
         self, rank: int, dtype: torch.dtype, sums: Tensor, operation: str, *, site: str | None
@@ -108,29 +85,23 @@ class IntegerSums:
             site = site_of(file, line)
         place = f"{operation} at {site}"
         first = int(lost.nonzero()[0])
-        self.found.setdefault(
-            place,
-            LostInteger(
-                dtype=dtype,
-                rank=rank,
-                place=place,
-                exact=float(sums.reshape(-1)[first]),
-                rounded=float(rounded.reshape(-1)[first]),
-            ),
+        text = (
+            f"integers summed in a float format beyond its exact range: {dtype_name(dtype)} has "
+            f"all integers up to {EXACT_BELOW[dtype]:,}. Rank {rank}, {place}: "
+            f"{float(sums.reshape(-1)[first]):,.0f} becomes "
+            f"{float(rounded.reshape(-1)[first]):,.0f}. Count in integers or in a wider dtype."
         )
+        self._found.setdefault(place, text)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The losses in words, in the order in which they were found."""
-        if not self.found:
+        if not self._found:
             return ()
-        first, *others = self.found.values()
-        more = f" So at {len(others)} more places: {_listed(others)}." if others else ""
-        return (first.text + more,)
-
-
-def _listed(losses: Sequence[LostInteger]) -> str:
-    return ", ".join(each.place for each in losses[:3]) + (", ..." if len(losses) > 3 else "")
+        _, *others = self._found
+        places = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        more = f" So at {len(others)} more places: {places}." if others else ""
+        return (next(iter(self._found.values())) + more,)
 
 
 def _is_of_simulator(file: str) -> bool:
@@ -153,11 +124,3 @@ def _is_whole(tensor: Tensor) -> bool:
     if not first.is_integer():
         return False
     return bool((tensor.detach().trunc() == tensor).all()) and bool(tensor.isfinite().all())
-
-
-def _totals(given: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
-    """Sums over ranks, if each rank gave whole numbers."""
-    lists = list(given.values())
-    if not all(lists):
-        return []
-    return [torch.stack(list(each)).sum(0) for each in zip(*lists, strict=True)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 Moment = Literal[
@@ -44,6 +45,11 @@ _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoi
 def plain_name(name: str) -> str:
     """A param's name without the names that wrappers of modules add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as in `float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 class Point(NamedTuple):
@@ -90,17 +96,15 @@ class Piece:
     """The script's dtype."""
 
 
-class Sink(Protocol):
-    """Receives what ranks observe."""
+class Sink:
+    """Receives the observations of ranks; this one keeps nothing."""
 
     def wants(self, point: Point) -> bool:
         """True if a point is worth a copy."""
-        ...
+        return False
 
     def forget(self) -> None:
         """Forget all, because the run begins anew."""
-        ...
 
     def take(self, rank: int, point: Point, piece: Piece) -> None:
         """Receive one rank's piece, whose values change after the call."""
-        ...

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_sim.against.capture import RankCapture
 from zero_sim.against.native_dtypes import native
+from zero_sim.against.points import dtype_name
 from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
 
@@ -79,8 +80,8 @@ class Reductions:
         place, (dtype, declared) = next(iter(self.narrow.items()))
         more = f", and at {len(self.narrow) - 1} more places" if len(self.narrow) > 1 else ""
         return (
-            f"gradients are reduced in {_name(dtype)}, and params and settings declare "
-            f"{_name(declared)}: {place}{more}. If it is meant, declare it, such as by "
+            f"gradients are reduced in {dtype_name(dtype)}, and params and settings declare "
+            f"{dtype_name(declared)}: {place}{more}. If it is meant, declare it, such as by "
             "`reduce_dtype`; float64 hides what it loses.",
         )
 
@@ -122,7 +123,3 @@ def _of_settings(module: Module) -> Iterator[torch.dtype]:
 
 def _epsilon(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -299,7 +299,7 @@ def _run(
     with Launcher(script, settings) as launcher:
         check_found(settings.packages, folder=script.folder)
         for seed in seeds:
-            watch = ScriptWatch(world_size=settings.world_size, allowed=runs.allow_drift)
+            watch = ScriptWatch(allowed=runs.allow_drift)
             launcher.guest = watch
             with watch.watching():
                 run = launcher.run(seed=seed, quiet=first is not None)
