@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from zero_sim.against.measure import FLOOR, Baseline, Measurement
 from zero_sim.against.native_dtypes import native
 from zero_sim.against.points import Piece, Point, Sink, dtype_name
-from zero_sim.against.runs import Side, Way, observe
+from zero_sim.against.runs import observe
 from zero_sim.against.verdict import Comparison
 from zero_sim.findings.compare import spans_of
 from zero_sim.findings.records import BufferMap, MappedBucket, MappedPiece, MappedShard
@@ -97,41 +99,42 @@ def account_of(comparison: Comparison) -> Account | None:
             for rank, (start, stop) in owners.items()
             if any(a < stop and b > start for a, b in spans)
         )
+    probe = _Probe(first.point)
+    way = replace(comparison.way, sink=probe, called=probe.called)
+    observe(side, way, seed=prepared.seed)
+    elems = expected.numel()
+    places = owners or dict.fromkeys(range(side.world_size), (0, elems))
     same_point = [each for each in differences[1:] if each.point[:2] == first.point[:2]]
     return Account(
         ranks=ranks,
         world_size=side.world_size,
         is_alike=all(torch.equal(each, got) for each in whole.candidates.values()),
         differ_count=int(differs.sum()),
-        elems=expected.numel(),
+        elems=elems,
         spans=spans,
         element=element,
         expected=float(expected.reshape(-1)[element]),
         got=float(got.reshape(-1)[element]),
         manners=tuple(_manners(prepared.baseline, first.point, expected, got, differs)),
         is_unreduced=_is_unreduced(measurement, first.point),
-        feeds=_feeds(side, comparison.way, first.point, ranks or (rank,), seed=prepared.seed),
+        feeds=tuple(probe.feeds[each] for each in ranks or (rank,) if each in probe.feeds),
         beside=tuple(each.point.name for each in same_point),
         later_count=len(differences) - 1 - len(same_point),
-        picture=_picture(first.point, expected, spans, owners, ranks, world_size=side.world_size),
+        picture=_picture(first.point.name, elems, places, spans=spans, ranks=ranks),
     )
 
 
 def _owners(pieces: Mapping[int, Piece], shape: torch.Size) -> dict[int, tuple[int, int]]:
     """Flat spans of ranks, for tensors that are sharded along their first dimension alone."""
-    owners: dict[int, tuple[int, int]] = {}
-    rows: dict[int, tuple[int, int]] = {}
-    for rank, piece in sorted(pieces.items()):
-        if len(piece.shards) != 1 or piece.shards[0][0] != 0 or not len(shape):
-            return {}
-        rows[rank] = piece.shards[0][1], piece.values.shape[0]
-    row_elems = 1
-    for size in () if any(piece.is_flat for piece in pieces.values()) else shape[1:]:
-        row_elems *= size
-    for rank, (index, _) in rows.items():
-        start = sum({i: count for i, count in rows.values() if i < index}.values())
-        owners[rank] = start * row_elems, (start + rows[rank][1]) * row_elems
-    return owners
+    if not len(shape) or any([dim for dim, _, _ in each.shards] != [0] for each in pieces.values()):
+        return {}
+    is_flat = any(piece.is_flat for piece in pieces.values())
+    row_elems = 1 if is_flat else math.prod(shape[1:])
+    # By the position in the shard group; replicas have the same.
+    sizes = {each.shards[0][1]: each.values.shape[0] * row_elems for each in pieces.values()}
+    stops = dict(zip(sorted(sizes), accumulate(sizes[each] for each in sorted(sizes)), strict=True))
+    places = {rank: piece.shards[0][1] for rank, piece in sorted(pieces.items())}
+    return {rank: (stops[place] - sizes[place], stops[place]) for rank, place in places.items()}
 
 
 def _manners(
@@ -188,14 +191,6 @@ def _is_unreduced(measurement: Measurement, point: Point) -> bool:
         and measured.reduced_relative <= _SAME < measured.relative
         for each, measured in measurement.measured.items()
     )
-
-
-def _feeds(
-    side: Side, way: Way, point: Point, ranks: Sequence[int], *, seed: int
-) -> tuple[Feed, ...]:
-    probe = _Probe(point)
-    observe(side, replace(way, sink=probe, called=probe.called), seed=seed)
-    return tuple(probe.feeds[rank] for rank in ranks if rank in probe.feeds)
 
 
 class _Probe(Sink):
@@ -258,20 +253,17 @@ def _match(tensor: Tensor, result: Tensor) -> tuple[int, float] | None:
 
 
 def _picture(
-    point: Point,
-    expected: Tensor,
-    spans: Sequence[tuple[int, int]],
+    param: str,
+    elems: int,
     owners: Mapping[int, tuple[int, int]],
-    ranks: Sequence[int],
     *,
-    world_size: int,
+    spans: Sequence[tuple[int, int]],
+    ranks: Sequence[int],
 ) -> BufferMap:
     """The tensor as a buffer with its shards, and what differs."""
-    elems = expected.numel()
     shards: dict[tuple[int, int], list[int]] = {}
     for rank, span in owners.items():
         shards.setdefault(span, []).append(rank)
-    shards = shards or {(0, elems): list(range(world_size))}
     return BufferMap(
         check="against",
         buffer=0,
@@ -283,7 +275,7 @@ def _picture(
             MappedShard(index=index, bucket=0, ranks=tuple(held), start=start, stop=stop)
             for index, ((start, stop), held) in enumerate(sorted(shards.items()))
         ),
-        pieces=(MappedPiece(param=point.name, start=0, stop=elems, param_start=0),),
+        pieces=(MappedPiece(param=param, start=0, stop=elems, param_start=0),),
         padding=(),
         unowned=(),
         differ=tuple(spans),

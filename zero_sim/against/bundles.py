@@ -50,14 +50,11 @@ class ScriptBundle:
 
 
 def write_script_bundle(bundle: ScriptBundle, *, folder: Path) -> Path:
-    """Write a bundle with the Python files of the working folder.
+    """Write a bundle with the Python files of the working folder to a folder named by its id.
 
     Args:
         bundle: The verdict.
-        folder: Where bundles are kept.
-
-    Returns:
-        The bundle's own folder, named by its id.
+        folder: The folder of all bundles.
 
     Raises:
         UsageError: The code is too large, or the folder cannot be written to.
@@ -112,12 +109,7 @@ def _inside(side: Side) -> Side:
 
 
 def find_script_bundle(name: str, *, folder: Path) -> Path | None:
-    """The folder of a bundle of a script; None if no such bundle is there.
-
-    Args:
-        name: A path to it, or its id or the beginning of it.
-        folder: Where bundles are kept.
-    """
+    """The folder of a bundle by its path or the beginning of its id; None if there is none."""
     if (Path(name) / HEAD_FILE).is_file():
         return Path(name)
     found = [path.parent for path in folder.glob(f"*/{HEAD_FILE}")]
@@ -126,10 +118,7 @@ def find_script_bundle(name: str, *, folder: Path) -> Path | None:
 
 
 def read_script_bundle(path: Path) -> ScriptBundle:
-    """Read a bundle.
-
-    Args:
-        path: Its folder.
+    """Read the bundle in a folder.
 
     Raises:
         BundleError: It is no bundle of a script, or of a newer version.

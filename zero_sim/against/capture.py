@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from zero_sim.against.flat_params import FlatPlace, flat_places
 from zero_sim.against.native_dtypes import native, stored_dtypes
-from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, plain_name
+from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, dtype_name, plain_name
 from zero_sim.against.rank_replicas import RankReplicas
 from zero_sim.against.rows import RowLog, digest_of
 from zero_sim.sim import unwatched
@@ -47,64 +47,43 @@ class RankCapture:
     """Observes one rank.
 
     Args:
-        rank: Its world rank.
         sink: Receives the observations.
         rows: Receives the rows that outermost forwards read, and may replace them.
+        replicas: Compares tensors that several ranks have.
         steps: Optimizer steps of an earlier run that this one continues.
         start: Values that params get before their first forward, by name.
-        replicas: Compares tensors that several ranks have.
     """
 
     def __init__(
         self,
-        rank: int,
         *,
         sink: Sink,
         rows: RowLog,
-        steps: int = 0,
-        start: Mapping[str, Tensor],
         replicas: RankReplicas,
+        steps: int = 0,
+        start: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.steps = steps
         """Outermost calls of `Optimizer.step` so far, or changes of params without one."""
         self.saved_at = -1
         """Optimizer steps before the last checkpoint that the rank saved; -1 if it saved none."""
-        self.started: dict[str, str] = {}
-        """Digests of the values that params had before they got others, by name. Not of shards."""
+        self.start = _Start(start or {})
+        self.names = _Names()
         self.refusals: dict[str, str] = {}
         """Modules whose result depends on the number of ranks by design, with the reason."""
-        self.sharers: set[int] = set()
-        """Ranks of the meshes of DTensors that forwards use: they compute one forward together."""
-        self._rank = rank
         self._sink = sink
         self._rows = rows
         self._depth = {"forward": 0, "backward": 0, "step": 0}
-        self._names = _Names()
-        self._start = dict(start)
         self._replicas = replicas
         self._seen: set[tuple[Moment, str]] = set()
         self._watched: dict[str, Tensor] | None = None
         """Values of a few params at the last forward, if no `Optimizer.step` came after it."""
-        self._files: dict[tuple[str, str, int], int] = defaultdict(int)
-
-    @property
-    def unnamed_params(self) -> Mapping[str, Tensor]:
-        """Params of optimizers that no module names."""
-        return self._names.others
+        self._files: Counter[tuple[str, str, int]] = Counter()
 
     @property
     def is_in_backward(self) -> bool:
         """True within a backward."""
         return bool(self._depth["backward"])
-
-    def named_params(self) -> Iterator[tuple[str, Tensor]]:
-        """All params with their names."""
-        return self._names.params()
-
-    @property
-    def outermost(self) -> Sequence[Module]:
-        """Modules whose forwards no other contained."""
-        return self._names.roots
 
     def is_computing(self) -> bool:
         """True within a forward or backward."""
@@ -129,9 +108,8 @@ class RankCapture:
         trains = torch.is_grad_enabled()
         with self._aside():
             if self._depth["forward"] == 1:
-                self._names.add(module)
-                if self._start:
-                    self._restart()
+                self.names.add(module)
+                self.start.apply(self.names)
                 if trains:
                     self._count_own_step()
                 self._replicas.begin_outermost(module, trains=trains)
@@ -141,13 +119,13 @@ class RankCapture:
                     replaced = self._rows.read(self.steps, name, args, kwargs, trains=trains)
                 else:
                     self._rows.evaluated(args, kwargs)
-            name = self._names.of_module(module)
+            name = self.names.of_module(module)
             self._replicas.begin_forward(module, name, steps=self.steps, trains=trains)
         return replaced
 
     def _count_own_step(self) -> None:
         """Count a step of an optimizer that is none of torch's: params changed since a forward."""
-        now = {name: _local(param).clone() for name, param in self._names.smallest()}
+        now = {name: _local(param).clone() for name, param in self.names.smallest()}
         before, self._watched = self._watched, now
         if before is None or before.keys() != now.keys():
             return
@@ -155,23 +133,10 @@ class RankCapture:
             self.steps += 1
             self._seen.clear()
 
-    def _restart(self) -> None:
-        for name, param in self._names.params():
-            value = self._start.pop(name, None)
-            piece = None if value is None else piece_of(param)
-            if value is None or piece is None or piece.shape != tuple(value.shape):
-                continue
-            if not piece.shards:
-                self.started[name] = digest_of(piece.values)
-            for dim, index, count in piece.shards:
-                value = _chunk(value, dim=dim, index=index, count=count)
-            if not torch.equal(piece.values, value):
-                _local(param).copy_(value)
-
     def end_forward(self, module: Module) -> None:
         """After each module's forward."""
         self._depth["forward"] -= 1
-        prefix = self._names.of_module(module)
+        prefix = self.names.of_module(module)
         with self._aside():
             self._replicas.end_forward(module, prefix, steps=self.steps)
         if module.training and torch.is_grad_enabled() and (reason := _by_design(module)):
@@ -182,7 +147,7 @@ class RankCapture:
         for name, tensor in _used(module):
             mesh = getattr(tensor, "device_mesh", None)
             if mesh is not None:
-                self.sharers.update(mesh.mesh.flatten().tolist())
+                self._rows.sharers.update(mesh.mesh.flatten().tolist())
             full = f"{prefix}.{name}".lstrip(".")
             if (moment, full) not in self._seen:
                 self._seen.add((moment, full))
@@ -208,7 +173,7 @@ class RankCapture:
         finally:
             self._depth["backward"] -= 1
         if not self._depth["backward"]:
-            for name, param in self._names.params():
+            for name, param in self.names.params():
                 if param.grad is not None:
                     self._observe("backward", name, param.grad, owner=param)
 
@@ -218,14 +183,14 @@ class RankCapture:
         if self._depth["step"] > 1:
             return
         with self._aside():
-            self._names.add_optimizer(optimizer)
+            self.names.add_optimizer(optimizer)
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if isinstance(value, float):
                     self._observe_number("setting", f"{key} of group {index}", value)
             for param in group["params"]:
                 if param.grad is not None:
-                    name = self._names.of_param(param)
+                    name = self.names.of_param(param)
                     self._observe("gradient", name, param.grad, owner=param)
 
     def end_step(self, optimizer: Any) -> None:
@@ -236,7 +201,7 @@ class RankCapture:
         self._replicas.end_step(optimizer)
         for group in optimizer.param_groups:
             for param in group["params"]:
-                name = self._names.of_param(param)
+                name = self.names.of_param(param)
                 for key, value in optimizer.state.get(param, {}).items():
                     if isinstance(value, Tensor):
                         self._observe("state", f"{name}:{key}", value, owner=param)
@@ -258,9 +223,9 @@ class RankCapture:
             self._observe(moment, f"{label}: {path}", tensor)
 
     def _observe_end(self) -> None:
-        for name, param in self._names.params():
+        for name, param in self.names.params():
             self._observe("end", name, param, step=END_STEP, owner=param)
-        for name, buffer in self._names.buffers():
+        for name, buffer in self.names.buffers():
             self._observe("end", name, buffer, step=END_STEP, is_buffer=True)
 
     def _observe_number(self, moment: Moment, name: str, value: float) -> None:
@@ -268,7 +233,9 @@ class RankCapture:
             point = Point(self.steps, moment, name)
             if self._sink.wants(point):
                 values = torch.tensor(value, dtype=torch.float64)
-                self._sink.take(self._rank, point, Piece(values=values, shape=(), dtype="float"))
+                self._sink.take(
+                    self._replicas.rank, point, Piece(values=values, shape=(), dtype="float")
+                )
 
     def _observe(
         self,
@@ -284,16 +251,43 @@ class RankCapture:
             point = Point(self.steps if step is None else step, moment, name)
             if tensor.layout is torch.strided and self._sink.wants(point):
                 piece = replace(piece_of(tensor), is_buffer=is_buffer)
-                place = self._names.flat.get(id(owner))
+                place = self.names.flat.get(id(owner))
                 if place is not None and owner is not None and tensor.shape == owner.shape:
                     piece = place.placed(piece)
-                self._sink.take(self._rank, point, piece)
+                self._sink.take(self._replicas.rank, point, piece)
 
     @staticmethod
     @contextlib.contextmanager
     def _aside() -> Iterator[None]:
         with torch.no_grad(), unwatched(), stored_dtypes():
             yield
+
+
+class _Start:
+    """Puts values in the place of those that params start with.
+
+    Args:
+        values: By name.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self.replaced: dict[str, str] = {}
+        """Digests of the values that params had before, by name. Not of shards."""
+        self._left = dict(values)
+
+    def apply(self, names: _Names) -> None:
+        """Replace the values of params that have names now and had none before."""
+        for name, param in names.params() if self._left else ():
+            value = self._left.pop(name, None)
+            piece = None if value is None else piece_of(param)
+            if value is None or piece is None or piece.shape != tuple(value.shape):
+                continue
+            if not piece.shards:
+                self.replaced[name] = digest_of(piece.values)
+            for dim, index, count in piece.shards:
+                value = _chunk(value, dim=dim, index=index, count=count)
+            if not torch.equal(piece.values, value):
+                _local(param).copy_(value)
 
 
 class _Names:
@@ -416,7 +410,7 @@ def _by_design(module: Module) -> str:
 
 def piece_of(tensor: Any) -> Piece:
     """What the calling rank has of a tensor, as a view of its memory where possible."""
-    dtype = str(native(tensor)).removeprefix("torch.")
+    dtype = dtype_name(native(tensor))
     shape = tuple(tensor.shape)
     placements = getattr(tensor, "placements", None)
     if placements is None:
@@ -437,7 +431,7 @@ def piece_of(tensor: Any) -> Piece:
         shape=shape,
         shards=shards,
         is_partial=len(strided) > 1 or any(each.is_partial() for each in placements),
-        dtype=str(native(local)).removeprefix("torch."),
+        dtype=dtype_name(native(local)),
     )
 
 

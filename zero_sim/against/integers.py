@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from zero_sim.against.native_dtypes import native, stored
-from zero_sim.against.points import dtype_name
+from zero_sim.against.points import dtype_name, tensors_in
 from zero_sim.sim.call import Call
 from zero_sim.sim.callsite import call_site, site_of
 from zero_sim.sim.log import CollectiveRecord
@@ -37,15 +37,9 @@ class IntegerSums:
         self._pending: dict[tuple[str, tuple[int, ...], int], dict[int, list[Tensor]]] = {}
 
     def added(self, rank: int, operation: str, result: Any) -> None:
-        """Look at the result of an operation of `ADDITIONS`.
-
-        Args:
-            rank: World rank.
-            operation: Its name.
-            result: A tensor stored in float64, or a list of them.
-        """
-        for each in result if isinstance(result, (list, tuple)) else (result,):
-            dtype = native(each) if isinstance(each, Tensor) else None
+        """Look at the result of an operation of `ADDITIONS`: a tensor in float64, or a list."""
+        for each in tensors_in((result,)):
+            dtype = native(each)
             if dtype in EXACT_BELOW and _is_whole(each):
                 self._check(rank, dtype, each, operation, site=None)
 

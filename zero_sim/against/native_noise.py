@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_sim.against.noise import Noise
-from zero_sim.against.wide_operations import plan_of
+from zero_sim.against.wide_operations import RankMode, plan_of
 from zero_sim.sim.dispatch import has_own_dispatch, is_fake
 
 
-class NativeNoise(TorchDispatchMode):
+class NativeNoise(RankMode):
     """Moves the results of one rank's operations in the script's own dtypes.
 
     Args:
         seed: Seed of the movements.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._noise = Noise(seed)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __enter__(self) -> Self:
-        # Not as the base class does it, which sets flags of the whole process.
-        torch._C._push_on_torch_dispatch_stack(self)
-        return self
-
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        torch._C._pop_torch_dispatch_stack(None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -47,11 +31,6 @@ class NativeNoise(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if isinstance(func, torch._ops.OpOverload) and not any(map(is_fake, types)):
             plan = plan_of(func)
-            if not plan.is_exact and not plan.is_factory and not _is_meta(result):
+            if not plan.is_exact and not plan.is_factory:
                 self._noise.move(result)
         return result
-
-
-def _is_meta(result: Any) -> bool:
-    values = result if isinstance(result, (list, tuple)) else (result,)
-    return any(isinstance(each, Tensor) and each.device.type == "meta" for each in values)

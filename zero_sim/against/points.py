@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +53,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among values, and those in lists and tuples."""
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from tensors_in(each)
+
+
 class Point(NamedTuple):
     """One observation of one tensor, the same on all ranks and in all runs."""
 
@@ -66,10 +76,15 @@ class Point(NamedTuple):
         return self.step, _ORDER[self.moment]
 
     @property
+    def when(self) -> str:
+        """Step and moment in words."""
+        when = "the end" if self.step == END_STEP else f"step {self.step + 1}"
+        return f"{when}, {MOMENTS[self.moment]}"
+
+    @property
     def text(self) -> str:
         """The point in words."""
-        when = "the end" if self.step == END_STEP else f"step {self.step + 1}"
-        return f"{when}, {MOMENTS[self.moment]}: {self.name}"
+        return f"{self.when}: {self.name}"
 
 
 _ORDER = {moment: index for index, moment in enumerate(MOMENTS)}

@@ -80,10 +80,10 @@ def measure_precision(
     Args:
         expected: The side that is taken to be right.
         got: The side that is judged.
-        seed: Seed of schedules and of random numbers that the script does not seed.
-        feeds: True to deal it the rows that rank 0 of the first side read.
+        seed: As of `prepare`.
+        feeds: As of `judge`.
         splits: True to split each batch that is dealt among the ranks.
-        starts_alike: True to let its params start with the values of the first side.
+        starts_alike: As of `judge`.
     """
     baseline = Baseline()
     way = Way(sink=baseline, is_native=True, keeps_rows=feeds)

@@ -108,12 +108,7 @@ class RankReplicas:
     _trains: bool = False
 
     def begin_outermost(self, root: Module, *, trains: bool) -> None:
-        """Before a forward that no other contains.
-
-        Args:
-            root: Its module.
-            trains: True if gradients are enabled.
-        """
+        """Before a forward that no other contains."""
         self._trains = trains
         if not trains:
             return

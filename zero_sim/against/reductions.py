@@ -52,18 +52,12 @@ class Reductions:
         self._ranks: dict[int, _Rank] = {}
 
     def called(self, record: CollectiveRecord, call: Call, capture: RankCapture) -> None:
-        """Look at a reduction.
-
-        Args:
-            record: Kind, group and site of the call.
-            call: Its tensors.
-            capture: Knows the modules of its rank.
-        """
-        if call.kind not in _KINDS or call.reduce_op not in _SUMS or not capture.outermost:
+        """Look at a reduction by a rank whose modules a capture knows."""
+        if call.kind not in _KINDS or call.reduce_op not in _SUMS or not capture.names.roots:
             return
         dtypes = {native(each) for each in call.inputs if each.is_floating_point()}
         known = self._ranks.get(record.rank)
-        if known is None or known.roots != len(capture.outermost):
+        if known is None or known.roots != len(capture.names.roots):
             known = self._ranks[record.rank] = _facts_of(capture)
         if not known.dtypes or not (capture.is_in_backward or _is_of_gradients(call, known)):
             return
@@ -92,16 +86,16 @@ def _is_of_gradients(call: Call, known: _Rank) -> bool:
 
 
 def _facts_of(capture: RankCapture) -> _Rank:
-    params = [param for _, param in capture.named_params() if param.is_floating_point()]
+    params = [param for _, param in capture.names.params() if param.is_floating_point()]
     dtypes: set[torch.dtype] = set()
     for param in params:
         local: Any = param.to_local() if hasattr(param, "to_local") else param
         dtypes.add(native(local))
-    for root in capture.outermost:
+    for root in capture.names.roots:
         for module in root.modules():
             dtypes.update(_of_settings(module))
     counts = frozenset(param.numel() for param in params if param.numel() > 1)
-    return _Rank(len(capture.outermost), counts, frozenset(dtypes))
+    return _Rank(len(capture.names.roots), counts, frozenset(dtypes))
 
 
 def _of_settings(module: Module) -> Iterator[torch.dtype]:

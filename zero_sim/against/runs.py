@@ -175,17 +175,15 @@ class _Observer:
         if rank not in self.rows:
             self.rows[rank] = self._row_log(rank)
         capture = self.captures[rank] = RankCapture(
-            rank,
             sink=way.sink,
             rows=self.rows[rank],
             # A script may start one world after another.
             steps=self._steps if earlier is None else earlier.steps,
-            start=way.start or {},
+            start=way.start,
             replicas=RankReplicas(rank, self._replicas, world_size=world_size_of_run()),
         )
         with self._mode(rank), capture.observing():
             yield
-        self.rows[rank].sharers |= capture.sharers
 
     def in_starter(self) -> AbstractContextManager[object]:
         """Compute as the ranks do, unobserved."""
@@ -221,7 +219,7 @@ class _Observer:
         """Learn from a gather, and pass the call on."""
         capture = self.captures[record.rank]
         with torch.no_grad(), native_dtypes.stored_dtypes():
-            self.gathers.called(record, call, step=capture.steps, params=capture.unnamed_params)
+            self.gathers.called(record, call, step=capture.steps, params=capture.names.others)
             if not self._way.is_native and self._way.noise_seed is None:
                 self.integers.called(record, call)
                 self.reductions.called(record, call, capture)
@@ -291,7 +289,7 @@ def _observe(
         replicas=replicas,
         integers=guest.integers,
         reductions=guest.reductions,
-        started=tuple(each.started for each in captures),
+        started=tuple(each.start.replaced for each in captures),
         reasons={name: reason for each in captures for name, reason in each.refusals.items()},
     )
 

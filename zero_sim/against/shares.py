@@ -68,12 +68,7 @@ def shared_rows_note(logs: Sequence[RowLog]) -> str:
 
 
 def wrongly_dealt(expected: Sequence[RowLog], got: Sequence[RowLog]) -> AgainstVerdict | None:
-    """The verdict if rows are dealt wrongly.
-
-    Args:
-        expected: Logs of the ranks to compare with.
-        got: Logs of the ranks that are judged.
-    """
+    """The verdict if ranks that are judged deal the rows of the ranks to compare with wrongly."""
     known = _rows_of(expected, by_epoch=True)
     for time, ranks in sorted(_rows_of(got, by_epoch=True).items()):
         once, read = sum(known[time], Counter()), sum(ranks, Counter())

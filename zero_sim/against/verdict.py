@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zero_sim.against.measure import FLOOR, LIMIT, Baseline, Measurement
-from zero_sim.against.points import LOCALISING, Point
+from zero_sim.against.points import LOCALISING, Point, Sink
 from zero_sim.against.records import AgainstVerdict, Difference, inconclusive
 from zero_sim.against.rows import RowsLack
 from zero_sim.against.runs import Observed, Side, Way, observe
@@ -73,11 +73,11 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = 
             prepared = again
     observed = prepared.observed
     if observed.script.failure is not None:
-        prepared.failure = _failed_first(prepared)
+        prepared.failure = _failed(prepared, observed)
     elif observed.replicas.findings:
         prepared.failure = _drifted(observed)
     elif observed.reasons:
-        prepared.failure = _by_design(observed)
+        prepared.failure = _by_design(observed.reasons)
     else:
         prepared.failure = _measure_rounding(prepared)
     return prepared
@@ -148,7 +148,10 @@ def _without_tensors(prepared: Prepared, got: Observed) -> AgainstVerdict | None
             reason, _, remedy = str(log.trouble).partition(". ")
             return inconclusive(f"The rows of one rank cannot be dealt: {reason}.", remedy)
     if got.script.failure is not None:
-        return _failed_second(prepared, got)
+        error = getattr(got.script.failure, "error", None)
+        if isinstance(error, UsageError):
+            raise error  # Of how the script is run, which is no difference between the sides.
+        return _failed(prepared, got)
     return _drifted(got) if got.replicas.findings else None
 
 
@@ -164,39 +167,33 @@ def _own_params(got: Observed) -> AgainstVerdict | None:
     return None
 
 
-def _failed_first(prepared: Prepared) -> AgainstVerdict:
-    """The side failed in float64; perhaps it fails without it, too."""
-    side = prepared.side
-    native = observe(side, Way(sink=Baseline(), is_native=True), seed=prepared.seed).script
-    if native.failure is not None:
-        return AgainstVerdict(
-            outcome="script-fails",
-            reason=f"The script fails on {side.text}: {native.ending}",
-            remedy=f"Make it run on {side.text} first, perhaps with --arguments-of-one.",
-            ending=native.failure.report,
-        )
-    failed = prepared.observed.script
-    return AgainstVerdict(
-        outcome="unsupported",
-        reason=f"The script fails in float64 alone, on {side.text}: {failed.ending}",
-        remedy="Avoid what depends on the bytes of a float, or judge the engine with a target.",
-        ending=failed.failure.report if failed.failure else "",
-    )
-
-
-def _failed_second(prepared: Prepared, got: Observed) -> AgainstVerdict:
+def _failed(prepared: Prepared, got: Observed) -> AgainstVerdict:
+    """A run failed in float64; perhaps it fails without it, too."""
     side = got.side
-    error = getattr(got.script.failure, "error", None)
-    if isinstance(error, UsageError):
-        raise error  # Of how the script is run, which is no difference between the sides.
-    native = observe(side, Way(sink=Baseline(), is_native=True), seed=prepared.seed).script
-    failed = got.script if native.failure is None else native
-    where = " in float64 alone" if native.failure is None else ""
+    native = observe(side, Way(sink=Sink(), is_native=True), seed=prepared.seed).script
+    by_float64 = native.failure is None
+    failed = got.script if by_float64 else native
+    ending = failed.failure.report if failed.failure else ""
+    if got is not prepared.observed:
+        alone = " in float64 alone" if by_float64 else ""
+        return AgainstVerdict(
+            outcome="unsupported" if by_float64 else "different",
+            reason=f"The run on {side.text} fails{alone}, and that on {prepared.side.text} does "
+            f"not: {failed.ending}",
+            ending=ending,
+        )
+    if by_float64:
+        return AgainstVerdict(
+            outcome="unsupported",
+            reason=f"The script fails in float64 alone, on {side.text}: {failed.ending}",
+            remedy="Avoid what depends on the bytes of a float, or judge the engine with a target.",
+            ending=ending,
+        )
     return AgainstVerdict(
-        outcome="unsupported" if native.failure is None else "different",
-        reason=f"The run on {side.text} fails{where}, and that on {prepared.side.text} does not: "
-        f"{failed.ending}",
-        ending=failed.failure.report if failed.failure else "",
+        outcome="script-fails",
+        reason=f"The script fails on {side.text}: {failed.ending}",
+        remedy=f"Make it run on {side.text} first, perhaps with --arguments-of-one.",
+        ending=ending,
     )
 
 
@@ -210,15 +207,14 @@ def _drifted(observed: Observed) -> AgainstVerdict:
     )
 
 
-def _by_design(observed: Observed) -> AgainstVerdict:
-    reasons = [f"{name}: {reason}" for name, reason in observed.reasons.items()]
+def _by_design(reasons: Mapping[str, str]) -> AgainstVerdict:
+    named = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
     more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
     remedies = []
-    if any("mask" in reason for reason in observed.reasons.values()):
+    if any("mask" in reason for reason in reasons.values()):
         remedies.append("Set dropout to 0, for example by an argument of the script.")
-    if any("mean of its own rows" in reason for reason in observed.reasons.values()):
+    if any("mean of its own rows" in reason for reason in reasons.values()):
         remedies.append("Replace BatchNorm by SyncBatchNorm or another norm.")
-    named = "; ".join(reasons[:3])
     return AgainstVerdict(
         outcome="unsupported",
         reason=f"The result depends on the number of ranks by design: {named}{more}.",

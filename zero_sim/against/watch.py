@@ -40,10 +40,8 @@ class ScriptWatch:
     def in_rank(self, rank: int) -> Iterator[None]:
         """Around one rank's program."""
         capture = RankCapture(
-            rank,
             sink=Sink(),
             rows=self.rows[rank],
-            start={},
             replicas=RankReplicas(rank, self.replicas, world_size=world_size_of_run()),
         )
         # torch.compile warns of hooks on all modules, which the script has not asked for.
