@@ -17,15 +17,13 @@ from torch import Tensor
 from zero_sim.against import native_dtypes
 from zero_sim.against.capture import RankCapture
 from zero_sim.against.gathers import GatherLog
+from zero_sim.against.hidden import IntegerSums, Reductions
 from zero_sim.against.hooks import hooks_installed
-from zero_sim.against.integers import IntegerSums
-from zero_sim.against.native_noise import NativeNoise
 from zero_sim.against.points import Sink
 from zero_sim.against.rank_replicas import RankReplicas, world_size_of_run
-from zero_sim.against.reductions import Reductions
 from zero_sim.against.replicas import ReplicaCheck
 from zero_sim.against.rows import Dealer, RowLog
-from zero_sim.against.wide_operations import WideOperations
+from zero_sim.against.wide_operations import NativeNoise, WideOperations
 from zero_sim.against.working_folder import files_of, in_copy_of
 from zero_sim.errors import UsageError
 from zero_sim.script.launch import Launcher, Settings

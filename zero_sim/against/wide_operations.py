@@ -1,4 +1,4 @@
-"""Runs every operation of one rank in float64, and notes native dtypes."""
+"""Runs every operation of one rank in float64 and notes native dtypes, or adds rounding noise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_sim.against.integers import ADDITIONS
+from zero_sim.against.hidden import ADDITIONS
 from zero_sim.against.native_dtypes import WIDE, native, note, stored, thread, widened
 from zero_sim.against.noise import Noise
 from zero_sim.against.points import tensors_in
@@ -215,6 +215,31 @@ class WideOperations(RankMode):
         else:
             for each in tensors_in((result,)):
                 _note_fresh(each, dtype)
+        return result
+
+
+class NativeNoise(RankMode):
+    """Moves the results of one rank's operations in the script's own dtypes.
+
+    Args:
+        seed: Seed of the movements.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._noise = Noise(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for each in types:
+            if has_own_dispatch(each) and not is_fake(each):
+                return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if isinstance(func, torch._ops.OpOverload) and not any(map(is_fake, types)):
+            plan = plan_of(func)
+            if not plan.is_exact and not plan.is_factory:
+                self._noise.move(result)
         return result
 
 
