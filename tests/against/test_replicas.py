@@ -3,8 +3,8 @@
 import pytest
 
 from tests.against.conftest import TINY
-from zero_sim.against.shares import shared_rows_note
 from zero_sim.against.watch import ScriptWatch
+from zero_sim.replicas.shares import shared_rows_note
 from zero_sim.script.launch import Launcher, Settings
 from zero_sim.script.program import read_script
 

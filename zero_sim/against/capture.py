@@ -25,9 +25,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from zero_sim.against.flat_params import FlatPlace, flat_places
 from zero_sim.against.native_dtypes import native, stored_dtypes
-from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, dtype_name, plain_name
-from zero_sim.against.rank_replicas import RankReplicas
-from zero_sim.against.rows import RowLog, digest_of
+from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, dtype_name
+from zero_sim.replicas.of_rank import RankReplicas, plain_name
+from zero_sim.replicas.rows import RowLog, digest_of
 from zero_sim.sim import unwatched
 
 _TREE_DEPTH = 8

@@ -40,14 +40,6 @@ END_STEP = 1 << 30
 """The step of what is observed after the script's last line."""
 
 
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-
-
-def plain_name(name: str) -> str:
-    """A param's name without the names that wrappers of modules add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as in `float32`."""
     return str(dtype).removeprefix("torch.")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zero_sim.against.measure import Baseline
 from zero_sim.against.points import LOCALISING, Point
-from zero_sim.against.rows import RowLog
+from zero_sim.replicas.rows import RowLog
 
 
 def trained(baseline: Baseline) -> list[str]:

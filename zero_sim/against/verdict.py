@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from zero_sim.against.measure import FLOOR, LIMIT, Baseline, Measurement
 from zero_sim.against.points import LOCALISING, Point, Sink
 from zero_sim.against.records import AgainstVerdict, Difference, inconclusive
-from zero_sim.against.rows import RowsLack
 from zero_sim.against.runs import Observed, Side, Way, observe
-from zero_sim.against.shares import other_rows, wrongly_dealt
 from zero_sim.against.starts import is_changed_draw
 from zero_sim.against.trained import metrics_of, trained, trains_nothing
 from zero_sim.errors import UsageError
+from zero_sim.replicas.rows import RowsLack
+from zero_sim.replicas.shares import other_rows, wrongly_dealt
 
 NOISY_RUNS = 2
 """Runs with rounding noise. With two, a one-element tensor passes ten times rounding by chance in
@@ -120,12 +120,13 @@ def judge(
         # A script that ends after so many rows takes fewer steps on more ranks.
         steps = min(prepared.observed.step_count, got.step_count)
     verdict = _without_tensors(prepared, got)
-    if verdict is None:
-        expected_rows = prepared.observed.rows
-        verdict = wrongly_dealt(expected_rows, got.rows) or _own_params(got)
-        verdict = verdict or other_rows(
-            expected_rows, got.rows, all_read_all=all_read_all, steps=steps
-        )
+    rows = prepared.observed.rows, got.rows
+    if verdict is None and (reason := wrongly_dealt(*rows)):
+        remedy = "Let samplers of all ranks draw one order, with one seed, and share it out."
+        verdict = AgainstVerdict(outcome="different", reason=reason, remedy=remedy)
+    verdict = verdict or _own_params(got)
+    if verdict is None and (other := other_rows(*rows, all_read_all=all_read_all, steps=steps)):
+        verdict = inconclusive(*other)
     if verdict is None:
         measurement.finish(got.gathers)
         if steps is not None and steps < prepared.observed.step_count:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from zero_sim.against.capture import RankCapture
 from zero_sim.against.hooks import hooks_installed
 from zero_sim.against.points import Sink
-from zero_sim.against.rank_replicas import RankReplicas, world_size_of_run
-from zero_sim.against.replicas import ReplicaCheck
-from zero_sim.against.rows import RowLog
+from zero_sim.replicas.check import ReplicaCheck
+from zero_sim.replicas.of_rank import RankReplicas, world_size_of_run
+from zero_sim.replicas.rows import RowLog
 from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
 

@@ -101,7 +101,7 @@ class RankMode(TorchDispatchMode):
         push_mode(self)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         pop_mode()
 
 
@@ -137,9 +137,9 @@ class WideOperations(RankMode):
         thread.active = True
         return super().__enter__()
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         thread.active = False
-        super().__exit__(*exception)
+        super().__exit__(exc_type, exc_val, exc_tb)
 
     @property
     def digest(self) -> str:

@@ -284,8 +284,8 @@ def _run(
     words: Sequence[str],
     runs: _RunOptions,
 ) -> int:
-    from zero_sim.against.shares import shared_rows_note
     from zero_sim.against.watch import ScriptWatch
+    from zero_sim.replicas.shares import shared_rows_note
     from zero_sim.script.launch import Launcher
     from zero_sim.script.own_modules import check_found
     from zero_sim.script.program import read_script

@@ -26,14 +26,19 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zero_sim.against.points import plain_name
-from zero_sim.against.replicas import ReplicaCheck, ReplicaKey, ValueIndex
+from zero_sim.replicas.check import ReplicaCheck, ReplicaKey, ValueIndex
 from zero_sim.sim.dispatch import has_own_dispatch
 from zero_sim.sim.world.rank_threads import rank_state
 from zero_sim.sim.world.run import Run
 
 _LOCAL_HOOKS = ("post_localSGD_hook", "noop_hook")
 _KNOWN_HOOKS = "torch.distributed.algorithms"
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def plain_name(name: str) -> str:
+    """A param's name without the names that wrappers of modules add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def world_size_of_run() -> int:

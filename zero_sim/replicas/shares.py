@@ -16,8 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from zero_sim.against.records import AgainstVerdict, inconclusive
-from zero_sim.against.rows import RowLog, Slot
+from zero_sim.replicas.rows import RowLog, Slot
 
 Rows = Counter[str]
 """How often a rank read each row."""
@@ -67,28 +66,26 @@ def shared_rows_note(logs: Sequence[RowLog]) -> str:
     return ""
 
 
-def wrongly_dealt(expected: Sequence[RowLog], got: Sequence[RowLog]) -> AgainstVerdict | None:
-    """The verdict if ranks that are judged deal the rows of the ranks to compare with wrongly."""
+def wrongly_dealt(expected: Sequence[RowLog], got: Sequence[RowLog]) -> str:
+    """The reason why ranks that are judged deal the rows of others wrongly; empty for none."""
     known = _rows_of(expected, by_epoch=True)
     for time, ranks in sorted(_rows_of(got, by_epoch=True).items()):
         once, read = sum(known[time], Counter()), sum(ranks, Counter())
         missed, shared = once.keys() - read.keys(), _read_by_several(ranks)
         is_known = max(once.values(), default=0) == 1 and read.keys() <= once.keys()
         if is_known and once.total() == read.total() and _are_distinct(ranks) and missed and shared:
-            return AgainstVerdict(
-                outcome="different",
-                reason=f"Rows are dealt wrongly: in {time} {len(shared)} of {once.total()} rows of "
+            return (
+                f"Rows are dealt wrongly: in {time} {len(shared)} of {once.total()} rows of "
                 f"{time.slot} are read by several ranks and {len(missed)} by none; the run to "
-                "compare with reads each once.",
-                remedy="Let samplers of all ranks draw one order, with one seed, and share it out.",
+                "compare with reads each once."
             )
-    return None
+    return ""
 
 
 def other_rows(
     expected: Sequence[RowLog], got: Sequence[RowLog], *, all_read_all: bool, steps: int | None
-) -> AgainstVerdict | None:
-    """The verdict if ranks together read other rows than the other run, or some of them twice.
+) -> tuple[str, str] | None:
+    """Reason and remedy if ranks together read other rows than another run, or some twice.
 
     Args:
         expected: Logs of the ranks to compare with.
@@ -127,7 +124,7 @@ def _of_forwards(logs: Sequence[RowLog], ranks: Sequence[Rows]) -> list[Rows]:
 
 def _other_rows_at(
     time: _Time, once: Rows, ranks: Sequence[Rows], *, is_repeated: bool
-) -> AgainstVerdict:
+) -> tuple[str, str]:
     read, several = sum(ranks, Counter()), len(_read_by_several(ranks))
     more = ""
     if is_repeated:
@@ -150,8 +147,8 @@ def _other_rows_at(
             "Draw the rows of a step alike for any number of ranks, and share them out; or let "
             "--feed deal the rows of one rank to all."
         )
-    return inconclusive(
+    reason = (
         f"The data differ: in {time} all ranks together read {read.total()} rows of {time.slot}, "
-        f"and the other run read {once.total()}; {(once & read).total()} are the same{more}.",
-        remedy,
+        f"and the other run read {once.total()}; {(once & read).total()} are the same{more}."
     )
+    return reason, remedy
