@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.against.test_traps import RIGHT
-from zero_sim.against.starts import FALSE_ALARM, is_changed_draw, neighbours_probability
+from zero_sim.against.draws import FALSE_ALARM, is_changed_draw, neighbours_probability
 
 
 def drawn(count, seed):

@@ -1,4 +1,4 @@
-"""Tells a param that was changed after its draw from one that was drawn otherwise.
+"""Tests whether a param is a draw that was changed, or a draw of its own.
 
 [Note: neighbours among two draws]
 Sort the values of both tensors together. If both are draws from one distribution, each way to pair
