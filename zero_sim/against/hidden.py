@@ -162,7 +162,9 @@ class Reductions:
         known = self._ranks.get(record.rank)
         if known is None or known.roots != len(capture.names.roots):
             known = self._ranks[record.rank] = _facts_of(capture)
-        if not known.dtypes or not (capture.is_in_backward or _is_of_gradients(call, known)):
+        sizes, largest = {each.numel() for each in call.inputs}, max(known.counts, default=0)
+        is_of_gradients = sizes & known.counts or max(sizes, default=0) > largest > 0
+        if not known.dtypes or not (capture.is_in_backward or is_of_gradients):
             return
         widest = min(known.dtypes, key=_epsilon)
         for dtype in dtypes:
@@ -181,11 +183,6 @@ class Reductions:
             f"{dtype_name(declared)}: {place}{more}. If it is meant, declare it, such as by "
             "`reduce_dtype`; float64 hides what it loses.",
         )
-
-
-def _is_of_gradients(call: Call, known: _Rank) -> bool:
-    largest = max(known.counts, default=0)
-    return any(each.numel() in known.counts or each.numel() > largest > 0 for each in call.inputs)
 
 
 def _facts_of(capture: RankCapture) -> _Rank:

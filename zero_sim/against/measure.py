@@ -87,15 +87,7 @@ class Baseline(Sink):
         return {point for point in self.pieces if self.expected(point) is not None}
 
     def expected(self, point: Point, rank: int | None = None) -> Tensor | None:
-        """The tensor to compare with.
-
-        Args:
-            point: Where it was observed.
-            rank: The rank whose tensor is compared; None for the lowest.
-
-        Returns:
-            None if the places of its elements are not known.
-        """
+        """The tensor to compare a rank's with; None if the places of its elements are not known."""
         whole = self.whole(point)
         if whole is None:
             return None
@@ -114,14 +106,14 @@ class Baseline(Sink):
         return self._alike[point]
 
 
+def _same(one: Piece, other: Piece) -> bool:
+    return one.values.shape == other.values.shape and torch.equal(one.values, other.values)
+
+
 def _all_same(ranks: Mapping[int, float], kept: Mapping[int, Piece]) -> bool:
     """True if all ranks have one tensor that differs from the baseline's."""
     values = [piece.values for piece in kept.values()]
     return len(kept) == len(ranks) and all(torch.equal(each, values[0]) for each in values)
-
-
-def _same(one: Piece, other: Piece) -> bool:
-    return one.values.shape == other.values.shape and torch.equal(one.values, other.values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,11 +172,7 @@ class Measurement(Sink):
             kept[rank] = replace(piece, values=piece.values.clone())
 
     def finish(self, gathers: GatherLog) -> None:
-        """Put shards together, after the run.
-
-        Args:
-            gathers: Those of the run.
-        """
+        """Put shards together, after a run and its gathers."""
         for point in {*self._ranks, *self.kept}:
             if point.moment == "state" or _STATE_DICT.search(point.name):
                 self._drop_unused(point)

@@ -43,11 +43,7 @@ _FORMATS = {
 
 
 class Noise:
-    """Random movements of one rank's results.
-
-    Args:
-        seed: Seed of the movements.
-    """
+    """Random movements of one rank's results, drawn with a seed."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)

@@ -77,13 +77,7 @@ def measure_precision(
 ) -> PrecisionReport:
     """Run both sides in native dtypes, and the first with rounding noise several times.
 
-    Args:
-        expected: The side that is taken to be right.
-        got: The side that is judged.
-        seed: As of `prepare`.
-        feeds: As of `judge`.
-        splits: True to split each batch that is dealt among the ranks.
-        starts_alike: As of `judge`.
+    Args are those of `prepare` and `judge`, and `splits`, True to split each batch that is dealt.
     """
     baseline = Baseline()
     way = Way(sink=baseline, is_native=True, keeps_rows=feeds)

@@ -105,11 +105,6 @@ class Observed:
     """Modules that depend on the number of ranks by design, with the reason."""
 
     @property
-    def rank_count(self) -> int:
-        """Number of ranks that ran."""
-        return len(self.steps_of_ranks)
-
-    @property
     def step_count(self) -> int:
         """Most optimizer steps of a rank."""
         return max(self.steps_of_ranks, default=0)

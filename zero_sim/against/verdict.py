@@ -69,7 +69,7 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = 
         # Examples often refuse a machine with one GPU, which is no property of one rank.
         settings = replace(side.settings, gpus_per_node=side.spare_gpus)
         again = run(replace(side, settings=settings, spare_gpus=0))
-        if again.baseline.pieces and again.observed.rank_count == side.settings.world_size:
+        if again.baseline.pieces and len(again.observed.steps_of_ranks) == side.settings.world_size:
             prepared = again
     observed = prepared.observed
     if observed.script.failure is not None:
@@ -263,9 +263,12 @@ def _irregular(prepared: Prepared) -> AgainstVerdict:
     """Two runs of one side differ: they differ without noise, too, or rounding decides."""
     side = prepared.side
     again, took_same_way = _run_again(prepared, fill=7 / 8)
-    differing = [point for point, each in again.measured.items() if each.relative]
+    differing = sorted(
+        (point for point, each in again.measured.items() if each.relative),
+        key=lambda point: (point.order, point.name),
+    )
     if differing or not took_same_way:
-        first = f" First at {min(differing, key=_order).text}." if differing else ""
+        first = f" First at {differing[0].text}." if differing else ""
         return inconclusive(
             f"Two runs on {side.text} are not the same.{first}",
             "Seed all random numbers, and fill every tensor before it is read.",
@@ -274,10 +277,6 @@ def _irregular(prepared: Prepared) -> AgainstVerdict:
         f"On {side.text} rounding decides which operations the script performs.",
         "Make branches depend on integers, or run fewer steps.",
     )
-
-
-def _order(point: Point) -> tuple[tuple[int, int], str]:
-    return point.order, point.name
 
 
 def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> AgainstVerdict:
@@ -314,7 +313,13 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
         verdict = AgainstVerdict(outcome="different", differences=tuple(found))
     verdict = verdict or _lacks(prepared, measurement, decided)
     if verdict is None:
-        verdict = AgainstVerdict(outcome="equal", notes=_of_scaled_gradients(found))
+        count, notes = len({each.point.name for each in found}), ()
+        if found:
+            notes = (
+                f"{count} gradients differ and no param does, such as {found[0].point.text}: "
+                "perhaps they are scaled otherwise.",
+            )
+        verdict = AgainstVerdict(outcome="equal", notes=notes)
     return replace(
         verdict,
         steps=got.step_count,
@@ -322,15 +327,6 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
         unobserved=tuple(sorted(unjudged)),
         undecided=tuple(sorted(names - decided)),
         largest_multiple=largest,
-    )
-
-
-def _of_scaled_gradients(found: Sequence[Difference]) -> tuple[str, ...]:
-    if not found:
-        return ()
-    return (
-        f"{len({each.point.name for each in found})} gradients differ and no param does, such "
-        f"as {found[0].point.text}: perhaps they are scaled otherwise.",
     )
 
 

@@ -59,11 +59,9 @@ def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
 
 
 def _joined(parts: Mapping[tuple[int, ...], Tensor], like: Piece) -> Tensor | None:
-    """Put shards together, the innermost mesh dimension first.
+    """Put shards together by the coordinates of their ranks, as those of a piece among them.
 
-    Args:
-        parts: By the coordinates of their ranks. Ranks of a flat tensor may have none.
-        like: One of the pieces.
+    The innermost mesh dimension comes first. Ranks of a flat tensor may have no shard.
     """
     for depth in reversed(range(len(like.shards))):
         dim, _, count = like.shards[depth]

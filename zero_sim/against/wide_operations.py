@@ -20,17 +20,10 @@ from zero_sim.sim.dispatch import has_own_dispatch, is_fake, pop_mode, push_mode
 
 _FACTORIES_WITHOUT_DRAWS = frozenset(
     {
-        "empty",
-        "zeros",
-        "ones",
-        "full",
-        "empty_strided",
-        "arange",
-        "linspace",
-        "eye",
+        "empty", "zeros", "ones", "full", "empty_strided", "arange", "linspace", "eye",
         "scalar_tensor",
     }
-)
+)  # fmt: skip
 _UNFILLED = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 _BY_AUTOCAST = frozenset(
     {
@@ -219,11 +212,7 @@ class WideOperations(RankMode):
 
 
 class NativeNoise(RankMode):
-    """Moves the results of one rank's operations in the script's own dtypes.
-
-    Args:
-        seed: Seed of the movements.
-    """
+    """Moves the results of one rank's operations in the script's own dtypes, drawn with a seed."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
