@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero_sim.against.runs import Side
-from zero_sim.against.working_folder import files_of
 from zero_sim.errors import BundleError, UsageError
 from zero_sim.host.files import folder_whole, unwritten
+from zero_sim.host.working_folder import files_of
 from zero_sim.untrusted import printable
 from zero_sim.untrusted_json import InvalidField, build_record, parse
 

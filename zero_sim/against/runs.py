@@ -21,8 +21,8 @@ from zero_sim.against.hidden import IntegerSums, Reductions
 from zero_sim.against.hooks import hooks_installed
 from zero_sim.against.points import Sink
 from zero_sim.against.wide_operations import NativeNoise, WideOperations
-from zero_sim.against.working_folder import files_of, in_copy_of
 from zero_sim.errors import UsageError
+from zero_sim.host.working_folder import files_of, in_copy_of
 from zero_sim.replicas.check import ReplicaCheck
 from zero_sim.replicas.of_rank import RankReplicas, world_size_of_run
 from zero_sim.replicas.rows import Dealer, RowLog

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from zero_sim.against.draws import is_changed_draw
 from zero_sim.against.measure import FLOOR, LIMIT, Baseline, Measurement
 from zero_sim.against.points import LOCALISING, Point, Sink
 from zero_sim.against.records import AgainstVerdict, Difference, inconclusive
 from zero_sim.against.runs import Observed, Side, Way, observe
 from zero_sim.against.trained import metrics_of, trained, trains_nothing
 from zero_sim.errors import UsageError
+from zero_sim.findings.draws import is_changed_draw
 from zero_sim.replicas.rows import RowsLack
 from zero_sim.replicas.shares import other_rows, wrongly_dealt
 

@@ -241,7 +241,7 @@ def replay_script(path: Path, *, trust: bool) -> int:
     from zero_sim.against.records import EXIT_STATUS
     from zero_sim.against.text import render
     from zero_sim.against.verdict import judge, prepare
-    from zero_sim.against.working_folder import in_copy_of
+    from zero_sim.host.working_folder import in_copy_of
 
     bundle = read_script_bundle(path)
     if not trust:

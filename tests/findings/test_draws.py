@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.against.test_traps import RIGHT
-from zero_sim.against.draws import FALSE_ALARM, is_changed_draw, neighbours_probability
+from zero_sim.findings.draws import FALSE_ALARM, is_changed_draw, neighbours_probability
 
 
 def drawn(count, seed):
@@ -62,17 +61,3 @@ def neighbours(places):
 def test_bound_is_that_of_all_elements_at_least():
     assert neighbours_probability(10, 10) == pytest.approx(1 / math.prod(range(1, 20, 2)))
     assert neighbours_probability(9, 9) > FALSE_ALARM >= neighbours_probability(10, 10)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ("torch.nn.init.normal_(model[0].weight, generator=other)", "inconclusive"),
-        ("model[0].weight.data.mul_(1 + 1e-6)", "different"),
-    ],
-)
-def test_start_on_several_ranks(judged, change, expected):
-    begin = f"other = torch.Generator().manual_seed(ranks)\nif ranks > 1: {change}\n"
-    verdict = judged("train.py", code=begin + RIGHT).verdict
-    assert verdict.outcome == expected
-    assert ("--start-of-one" in verdict.remedy) is (expected == "inconclusive")
