@@ -202,3 +202,17 @@ def test_rows_of_a_teacher_are_no_data_to_compare(judged, taught):
 def test_teacher_is_dealt_the_rows_of_its_student(judged):
     code = TAUGHT.format(rows=OWN_BATCH, taught="mine")
     assert judged("train.py", code=code, feeds=True).verdict.outcome == "equal"
+
+
+@pytest.mark.parametrize("setting", [("offload=0", "reshard=1"), ("offload=1", "reshard=0")])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_params_unsharded_before_a_forward_start_with_those_of_one_rank(judged, setting, ranks):
+    verdict = judged("fsdp2_unshard.py", *setting, ranks=ranks, starts_alike=True).verdict
+    assert verdict.outcome == "equal"
+    wrong = judged("fsdp2_unshard.py", "fault=shard", *setting, one=setting, starts_alike=True)
+    assert wrong.verdict.outcome == "different"
+
+
+def test_start_of_meta_params_is_no_rounding(judged):
+    verdict = judged("fsdp2_unshard.py", one=()).verdict
+    assert "other random numbers" in verdict.reason

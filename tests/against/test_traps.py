@@ -129,12 +129,6 @@ def test_noise_that_changes_a_branch_is_inconclusive(judged):
     assert "rounding decides" in verdict.reason
 
 
-def test_dropout_is_refused_by_name(judged):
-    verdict = judged("train.py", code="model.append(torch.nn.Dropout(0.1))\n" + RIGHT).verdict
-    assert verdict.outcome == "unsupported"
-    assert "Dropout" in verdict.reason
-
-
 def test_failing_script_is_told_from_failing_float64(judged):
     assert outcome(judged("train.py", code="raise ValueError('no data')")) == "script-fails"
     verdict = judged("train.py", code="torch.zeros(2).view(torch.int32)").verdict

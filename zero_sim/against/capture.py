@@ -15,16 +15,17 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
-from zero_sim.against.flat_params import FlatPlace, flat_places
+from zero_sim.against.dropout import ByDesign
+from zero_sim.against.flat_params import FlatPlace, flat_places, shards_of_whole
 from zero_sim.against.native_dtypes import native, stored_dtypes
+from zero_sim.against.numbering import other_prefixes, renamed
 from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, dtype_name
 from zero_sim.replicas.of_rank import RankReplicas, plain_name
 from zero_sim.replicas.rows import RowLog, digest_of
@@ -52,6 +53,7 @@ class RankCapture:
         replicas: Compares tensors that several ranks have.
         steps: Optimizer steps of an earlier run that this one continues.
         start: Values that params get before their first forward, by name.
+        known: Digests of the params of the run to compare with at their start, by name.
     """
 
     def __init__(
@@ -62,15 +64,15 @@ class RankCapture:
         replicas: RankReplicas,
         steps: int = 0,
         start: Mapping[str, Tensor] | None = None,
+        known: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.steps = steps
         """Outermost calls of `Optimizer.step` so far, or changes of params without one."""
         self.saved_at = -1
         """Optimizer steps before the last checkpoint that the rank saved; -1 if it saved none."""
         self.start = _Start(start or {})
-        self.names = _Names()
-        self.refusals: dict[str, str] = {}
-        """Modules whose result depends on the number of ranks by design, with the reason."""
+        self.names = _Names(known)
+        self.design = ByDesign(self._aside)
         self._sink = sink
         self._rows = rows
         self._depth = {"forward": 0, "backward": 0, "step": 0}
@@ -121,6 +123,9 @@ class RankCapture:
                     self._rows.evaluated(args, kwargs)
             name = self.names.of_module(module)
             self._replicas.begin_forward(module, name, steps=self.steps, trains=trains)
+        now_args, now_kwargs = replaced or (args, kwargs)
+        values = (*now_args, *now_kwargs.values())
+        self.design.begin_forward(name, values, step=self.steps)
         return replaced
 
     def _count_own_step(self) -> None:
@@ -139,8 +144,7 @@ class RankCapture:
         prefix = self.names.of_module(module)
         with self._aside():
             self._replicas.end_forward(module, prefix, steps=self.steps)
-        if module.training and torch.is_grad_enabled() and (reason := _by_design(module)):
-            self.refusals[f"{type(module).__name__} {prefix or ''}".strip()] = reason
+        self.design.end_forward(module)
         if prefix is None:
             return
         moment: Moment = "forward" if torch.is_grad_enabled() else "evaluation"
@@ -216,6 +220,8 @@ class RankCapture:
         """Observe the tensors of a checkpoint by their places in it."""
         if moment == "saved":
             self.saved_at = self.steps
+        if self.names.is_renumbered:
+            return  # Its names are those of this rank alone.
         key = (moment, *site)
         self._files[key] += 1
         label = f"checkpoint of line {site[1]}, #{self._files[key]}"
@@ -277,8 +283,10 @@ class _Start:
 
     def apply(self, names: _Names) -> None:
         """Replace the values of params that have names now and had none before."""
-        for name, param in names.params() if self._left else ():
-            value = self._left.pop(name, None)
+        met = list(names.params()) if self._left else []
+        # Whole params that are used now will be gathered from their shards again.
+        for name, param in (*met, *names.shards()):
+            value = self._left.get(name)
             piece = None if value is None else piece_of(param)
             if value is None or piece is None or piece.shape != tuple(value.shape):
                 continue
@@ -288,17 +296,23 @@ class _Start:
                 value = _chunk(value, dim=dim, index=index, count=count)
             if not torch.equal(piece.values, value):
                 _local(param).copy_(value)
+        for name, _ in met:
+            self._left.pop(name, None)
 
 
 class _Names:
     """Names of a rank's modules and params, in the order in which forwards meet them."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Mapping[str, str]) -> None:
+        self._known = known
+        self.is_renumbered = False
+        """True if the rank has other names for some modules than the run to compare with."""
         self.roots: list[Module] = []
         """Outermost modules in the order of their first forwards."""
         self._modules: dict[int, str] = {}
         self._params: dict[int, str] = {}
         self._optimizers: list[Any] = []
+        self._shards: list[tuple[str, Tensor]] = []
         self.flat: dict[int, FlatPlace] = {}
         """Places of params by identity, if they are parts of flat ones."""
         self.others: dict[str, Tensor] = {}
@@ -310,15 +324,36 @@ class _Names:
             return
         self.roots.append(module)
         prefix = "" if len(self.roots) == 1 else f"module {len(self.roots)}: "
+        others = self._other_prefixes(module, prefix)
+        self.is_renumbered |= bool(others)
         for name, each in module.named_modules():
-            self._modules.setdefault(id(each), prefix + plain_name(name))
+            self._modules.setdefault(id(each), renamed(prefix + plain_name(name), others))
         for name, param in module.named_parameters():
+            name = renamed(prefix + plain_name(name), others)
             known = self._params.get(id(param))
             if known is None or known in self.others:
                 # A step before the first forward named it by its place.
                 self.others.pop(known or "", None)
-                self._params[id(param)] = prefix + plain_name(name)
+                self._params[id(param)] = name
         self.flat.update((id(param), place) for param, place in flat_places(module))
+        for owner, name, shard in shards_of_whole(module):
+            full = f"{self._modules.get(id(owner), '')}.{name}".lstrip(".")
+            if self._params.setdefault(id(shard), full) == full:
+                self._shards.append((full, shard))
+
+    def _other_prefixes(self, module: Module, prefix: str) -> dict[str, str]:
+        if not self._known:
+            return {}
+        pieces = {prefix + plain_name(n): piece_of(each) for n, each in module.named_parameters()}
+        whole = {name: piece for name, piece in pieces.items() if not piece.shards}
+        return other_prefixes(
+            {name: digest_of(piece.values) for name, piece in whole.items()}, self._known
+        )
+
+    def shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Shards of params that are whole now."""
+        present = {id(param) for _, param in self.params()}
+        return (each for each in self._shards if id(each[1]) not in present)
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Name the params of an optimizer that no module names, by their places."""
@@ -397,15 +432,6 @@ def _used(module: Module) -> Iterator[tuple[str, Tensor]]:
     for name, value in vars(module).items():
         if isinstance(value, Tensor) and value.requires_grad:
             yield name, value
-
-
-def _by_design(module: Module) -> str:
-    """Why a module's result depends on the number of ranks by design; empty if it does not."""
-    if isinstance(module, _DropoutNd) and module.p > 0:
-        return "each rank draws a mask of its own"
-    if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm):
-        return "each rank normalises by the mean of its own rows"
-    return ""
 
 
 def piece_of(tensor: Any) -> Piece:

@@ -1,4 +1,4 @@
-"""Places of shards in `FullyShardedDataParallel`, whose ranks hold pieces of a flat param in order.
+"""Places of shards in `FullyShardedDataParallel`, and shards of `fully_shard` behind whole params.
 
 A flat param is all params of a module one after the other, padded at the end and cut into pieces of
 equal size. A rank holds what its piece has of each param, which may be nothing.
@@ -50,3 +50,19 @@ def flat_places(module: Module) -> Iterator[tuple[Tensor, FlatPlace]]:
                 flat=flat, shape=tuple(shape), index=handle.rank, count=handle.world_size
             )
             yield param, place
+
+
+def shards_of_whole(module: Module) -> Iterator[tuple[Module, str, Tensor]]:
+    """Shards of `fully_shard`, each with the module of its param and the name there."""
+    for each in module.modules():
+        state: Any = getattr(each, "_get_fsdp_state", lambda: None)()
+        for group in () if state is None else _groups(state):
+            for param in group.fsdp_params:
+                place = param._module_info
+                yield place.module, place.param_name, param.sharded_param
+
+
+def _groups(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)  # Since torch 2.13.
+    one = several if several is not None else [state._fsdp_param_group]
+    return [group for group in one if group is not None]

@@ -21,6 +21,7 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils.data import DataLoader
 
+from zero_sim.against import dropout
 from zero_sim.against.capture import current
 from zero_sim.sim.callsite import call_site
 
@@ -123,24 +124,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield checkpoint, "save", saved_by_parts
     yield checkpoint, "load", loaded_by_parts
     functional = torch.nn.functional
-    dropout, attention = functional.dropout, functional.scaled_dot_product_attention
-
-    # Named as torch does, because modes of others pass arguments by keyword.
-    def dropped(
-        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
-        if current.capture is not None and training and p > 0 and torch.is_grad_enabled():
-            current.capture.refusals["dropout"] = "each rank draws a mask of its own"
-        return dropout(input, p, training, inplace)
-
-    def attended(*args: Any, **kwargs: Any) -> Tensor:
-        p = kwargs.get("dropout_p") or (args[4] if len(args) > 4 else 0)
-        if current.capture is not None and p and torch.is_grad_enabled():
-            current.capture.refusals["dropout of attention"] = "each rank draws a mask of its own"
-        return attention(*args, **kwargs)
-
-    yield functional, "dropout", dropped
-    yield functional, "scaled_dot_product_attention", attended
+    yield from dropout.patches(lambda: current.capture.design if current.capture else None)
     for name in _LOSSES:
         yield functional, name, _loss(name, getattr(functional, name))
     # torch makes state by a step with gradients of 0, which is none of the script's.

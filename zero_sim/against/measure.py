@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from zero_sim.against.gathers import GatherLog, gathered
-from zero_sim.against.points import LOCALISING, Piece, Point, Sink
+from zero_sim.against.points import LOCALISING, Moment, Piece, Point, Sink
 from zero_sim.against.whole import Whole, relative_difference, whole_of
+from zero_sim.replicas.rows import digest_of
 
 FLOOR = 2.0**-52
 """Relative rounding that each tensor is granted: one unit in the last place of float64."""
@@ -60,9 +61,9 @@ class Baseline(Sink):
     def take(self, rank: int, point: Point, piece: Piece) -> None:
         """Keep a piece."""
         others = self.pieces[point]
-        known = [self._latest.get(point.name), *others.values()]
-        same = next((each for each in known if each is not None and _same(each, piece)), None)
-        values = piece.values.clone() if same is None else same.values
+        known = (each.values for each in (self._latest.get(point.name), *others.values()) if each)
+        same = next((each for each in known if torch.equal(each, piece.values)), None)
+        values = piece.values.clone() if same is None else same
         others[rank] = self._latest[point.name] = replace(piece, values=values)
 
     def whole(self, point: Point) -> Whole | None:
@@ -71,15 +72,20 @@ class Baseline(Sink):
             self._wholes[point] = whole_of(self.pieces[point]) if point in self.pieces else None
         return self._wholes[point]
 
-    def start(self) -> dict[str, Tensor]:
-        """Params at their first forward, by name."""
+    def start(self, *moments: Moment) -> dict[str, Tensor]:
+        """Params at their first forward, or their first of some moments, by name."""
         found: dict[str, Tensor] = {}
         for point in sorted(self.pieces):
-            if point.moment == "forward" and point.name not in found:
+            if point.moment in (moments or ("forward",)) and point.name not in found:
                 tensor = self.expected(point)
                 if tensor is not None:
                     found[point.name] = tensor
         return found
+
+    def start_digests(self) -> dict[str, str]:
+        """Digests of params at their first forward, by name; empty if compared rank by rank."""
+        starts = {} if self._by_rank else self.start("forward", "evaluation")
+        return {name: digest_of(values) for name, values in starts.items()}
 
     @property
     def comparable(self) -> set[Point]:
@@ -104,10 +110,6 @@ class Baseline(Sink):
             values = [] if whole is None else list(whole.candidates.values())
             self._alike[point] = all(torch.equal(each, values[0]) for each in values)
         return self._alike[point]
-
-
-def _same(one: Piece, other: Piece) -> bool:
-    return one.values.shape == other.values.shape and torch.equal(one.values, other.values)
 
 
 def _all_same(ranks: Mapping[int, float], kept: Mapping[int, Piece]) -> bool:

@@ -57,9 +57,9 @@ class Noise:
         for each in tensors_in((result,)):
             if (
                 not has_own_dispatch(type(each))
-                and not each.is_meta
                 and each.numel()
                 and each.layout is torch.strided
+                and not each.is_meta
                 and stored(each) in _FORMATS
             ):
                 self._move(each)

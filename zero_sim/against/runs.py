@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from zero_sim.against import native_dtypes
 from zero_sim.against.capture import RankCapture
+from zero_sim.against.dropout import Mask
 from zero_sim.against.gathers import GatherLog
 from zero_sim.against.hidden import IntegerSums, Reductions
 from zero_sim.against.hooks import hooks_installed
@@ -33,6 +35,8 @@ from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
 
 COPY_LIMIT_BYTES = 2 << 30
+COLLECTED_ELEMS = 1 << 20
+"""Elements of params of all ranks above which a run's model is not left to Python's collector."""
 _STARTER = 999
 """Stands for a script's main part among the ranks, to draw rounding noise."""
 
@@ -103,6 +107,8 @@ class Observed:
     reductions: Reductions = field(default_factory=Reductions)
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Modules that depend on the number of ranks by design, with the reason."""
+    masks: Set[Mask] = frozenset()
+    """Dropout masks that ranks drew."""
 
     @property
     def step_count(self) -> int:
@@ -134,6 +140,8 @@ class Way:
     keeps_rows: bool = False
     start: Mapping[str, Tensor] | None = None
     """Values that params have at their first forward, by name; None to leave them as they are."""
+    known: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the params of the run to compare with at their start, by name."""
     called: Callable[[CollectiveRecord, Call], None] | None = None
     """Receives each call of a collective."""
 
@@ -173,6 +181,7 @@ class _Observer:
             # A script may start one world after another.
             steps=self._steps if earlier is None else earlier.steps,
             start=way.start,
+            known=way.known,
             replicas=RankReplicas(rank, self._replicas, world_size=world_size_of_run()),
         )
         with self._mode(rank), capture.observing():
@@ -267,7 +276,7 @@ def _observe(
         side = replace(side, started=len(ranks))
     captures = [guest.captures[rank] for rank in ranks]
     rows = [guest.rows[rank] for rank in ranks]
-    return Observed(
+    observed = Observed(
         script=run,
         side=side,
         rows=rows if before is None else [*(log.until(steps) for log in before.rows), *rows],
@@ -283,8 +292,18 @@ def _observe(
         integers=guest.integers,
         reductions=guest.reductions,
         started=tuple(each.start.replaced for each in captures),
-        reasons={name: reason for each in captures for name, reason in each.refusals.items()},
+        reasons={
+            name: reason for each in captures for name, reason in each.design.refusals.items()
+        },
+        masks={mask for each in captures for mask in each.design.masks},
     )
+    elems = sum(param.numel() for each in captures for _, param in each.names.params())
+    # Else the script's model would live as long as the log of its run.
+    captures.clear()
+    guest.captures.clear()
+    if elems > COLLECTED_ELEMS:
+        gc.collect()
+    return observed
 
 
 def _uncompiled(model: object = None, **options: object) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from zero_sim.against.dropout import unlike_masks
 from zero_sim.against.measure import FLOOR, LIMIT, Baseline, Measurement
 from zero_sim.against.points import LOCALISING, Point, Sink
 from zero_sim.against.records import AgainstVerdict, Difference, inconclusive
@@ -101,15 +102,15 @@ def judge(
         all_read_all: True if each rank is meant to read all rows, as with tensor parallelism.
     """
     side = side.as_tried(prepared.side)
-    names = {"expected": prepared.side.text, "got": side.text}
     if prepared.failure is not None:
-        verdict = replace(prepared.failure, **names)
+        verdict = replace(prepared.failure, expected=prepared.side.text, got=side.text)
         return Comparison(verdict=verdict, prepared=prepared, side=side)
     measurement = Measurement(prepared.baseline)
     way = Way(
         sink=measurement,
         dealt=tuple(prepared.observed.rows) if feeds else None,
         start=prepared.baseline.start() if starts_alike else None,
+        known=prepared.baseline.start_digests(),
     )
     got, steps = observe(side, way, seed=prepared.seed), None
     if any(isinstance(log.trouble, RowsLack) for log in got.rows):
@@ -143,7 +144,7 @@ def judge(
 
 
 def _without_tensors(prepared: Prepared, got: Observed) -> AgainstVerdict | None:
-    """The verdict, if rows could not be dealt, the run failed or replicas differ."""
+    """The verdict if no rows were dealt, the run failed, or masks or replicas differ."""
     for log in got.rows:
         if log.trouble is not None:
             reason, _, remedy = str(log.trouble).partition(". ")
@@ -153,6 +154,8 @@ def _without_tensors(prepared: Prepared, got: Observed) -> AgainstVerdict | None
         if isinstance(error, UsageError):
             raise error  # Of how the script is run, which is no difference between the sides.
         return _failed(prepared, got)
+    if reasons := {**got.reasons, **unlike_masks(prepared.observed.masks, got.masks)}:
+        return _by_design(reasons)
     return _drifted(got) if got.replicas.findings else None
 
 

@@ -176,11 +176,9 @@ class WideOperations(RankMode):
                 kwargs = {**kwargs, "dtype": WIDE[kwargs["dtype"]]}
             return func(*args, **kwargs)
         dtype = kwargs.get("dtype")
-        if _is_meta(kwargs.get("device")):
+        if _is_meta(kwargs.get("device")) or (plan.is_factory and not plan.takes_dtype):
             return func(*args, **kwargs)
         if plan.is_factory:
-            if not plan.takes_dtype:
-                return func(*args, **kwargs)
             return _made(func, plan, args, kwargs)
         tensors = list(tensors_in((*args, *kwargs.values())))
         stays_meta = not kwargs.get("device") and all(_is_meta(each.device) for each in tensors)
@@ -251,8 +249,7 @@ def _made(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             wide.copy_(result)
         note(wide, made)
         return wide
-    if isinstance(result, Tensor):
-        _note_fresh(result, dtype)
+    _note_fresh(result, dtype)
     return result
 
 

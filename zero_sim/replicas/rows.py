@@ -211,5 +211,6 @@ def _digests(tensor: Tensor) -> list[str]:
 
 def digest_of(values: Tensor) -> str:
     """A hash of the bytes of a tensor."""
-    content = values.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    # A copy, because memory that numpy has seen cannot be resized, as FSDP2 does.
+    content = values.detach().flatten().clone().view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()

@@ -1,0 +1,193 @@
+"""Dropout with equal masks on any number of ranks, and modules refused by name.
+
+[Note: one mask for all rows]
+A mask for each row would have to follow the row through any layout. So a mask has one
+number for each feature, the last dimension, and all rows in a step share it. Step, module
+name and feature count seed its draw. Then micro-batches, recomputed forwards and ranks with
+partial sequences get equal masks, whichever rows they have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, RNNBase
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import AlphaDropout, FeatureAlphaDropout
+
+from zero_sim.sim.dispatch import has_own_dispatch
+
+Mask = tuple[str, int]
+"""Module with dropout, and its feature count."""
+_OWN_MASK = "each rank draws a mask of its own"
+
+
+class ByDesign:
+    """Dropout of one rank, and its modules whose result depends on the number of ranks by design.
+
+    Args:
+        aside: Context in which nothing is observed and tensors are as they are stored.
+    """
+
+    def __init__(self, aside: Callable[[], AbstractContextManager[None]]) -> None:
+        self.refusals: dict[str, str] = {}
+        """Modules that cannot be compared, with the reason."""
+        self.masks: set[Mask] = set()
+        """Masks drawn so far."""
+        self._aside = aside
+        self._inside: list[str] = [""]
+        """Modules whose forwards run, the innermost last."""
+        self._rows: set[int] = set()
+        """First sizes in the outermost forward's tensors."""
+        self._step = 0
+
+    @property
+    def is_inside(self) -> bool:
+        """True within a forward."""
+        return len(self._inside) > 1
+
+    def begin_forward(self, name: str | None, values: Iterable[Any], *, step: int) -> None:
+        """Before each module's forward.
+
+        Args:
+            name: The module's name, if it has one.
+            values: The forward's arguments.
+            step: Optimizer steps so far.
+        """
+        self._step = step
+        if not self.is_inside:
+            self._rows = {
+                each.shape[0] for each in values if isinstance(each, Tensor) and each.dim()
+            }
+        self._inside.append(self._inside[-1] if name is None else name)
+
+    def end_forward(self, module: Module) -> None:
+        """After each module's forward."""
+        name = self._inside.pop()
+        if module.training and torch.is_grad_enabled() and (reason := _reason(module)):
+            self.refusals[f"{type(module).__name__} {name}".strip()] = reason
+
+    def kept(self, tensor: Tensor, p: float, dim: int = -1) -> Tensor:
+        """Draw a mask for a tensor's features.
+
+        Args:
+            tensor: The tensor.
+            p: Probability to drop a feature.
+            dim: Its dimension of features.
+
+        Returns:
+            True for kept features, in a shape broadcast to the tensor.
+        """
+        name, shape = self._inside[-1], tensor.shape
+        # The only dimension may be one of rows, so all of it is kept or dropped.
+        size = shape[dim] if len(shape) > 1 else 1
+        if size in self._rows and all(shape[0] % each for each in self._rows):
+            self.refusals[f"dropout in {name or 'the script'}"] = f"{_OWN_MASK}, over rows"
+        with self._aside():
+            self.masks.add((name, size))
+            key = hashlib.blake2b(f"{self._step} {size} {name}".encode(), digest_size=6).digest()
+            draws = torch.Generator().manual_seed(int.from_bytes(key))
+            kept = torch.rand(size, generator=draws, dtype=torch.float64) >= p
+            if dim != -1:
+                kept = kept.view(-1, *[1] * (len(shape) - 1 - dim % len(shape)))
+            if has_own_dispatch(type(tensor)) and hasattr(tensor, "device_mesh"):
+                kept = _replicated(kept, tensor)
+        return kept
+
+
+def _replicated(kept: Tensor, like: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    whole = [Replicate()] * like.device_mesh.ndim
+    return DTensor.from_local(kept, like.device_mesh, whole, run_check=False)
+
+
+def _reason(module: Module) -> str:
+    """Why a module's result depends on the number of ranks; empty if it does not."""
+    if isinstance(module, (AlphaDropout, FeatureAlphaDropout)) and module.p > 0:
+        return _OWN_MASK
+    if isinstance(module, RNNBase) and module.dropout > 0 and module.num_layers > 1:
+        return _OWN_MASK
+    if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm):
+        return "each rank normalises by the mean of its own rows"
+    return ""
+
+
+def unlike_masks(expected: Set[Mask], got: Set[Mask]) -> Mapping[str, str]:
+    """Modules whose masks the other side did not draw alike, with the reason."""
+    return {
+        f"dropout in {name or 'the script'}": f"{_OWN_MASK}, of {size} features on one side alone"
+        for name, size in sorted(expected ^ got)
+    }
+
+
+def patches(design: Callable[[], ByDesign | None]) -> Iterator[tuple[Any, str, Any]]:
+    """Functions with dropout, and their replacements.
+
+    Args:
+        design: Returns the running rank's; None in an unobserved thread.
+    """
+    functional = torch.nn.functional
+
+    def dropped(by: ByDesign, tensor: Tensor, p: float, inplace: bool, dim: int = -1) -> Tensor:
+        kept, scale = by.kept(tensor, p, dim), 1 / (1 - p) if p < 1 else 0.0
+        return tensor.mul_(kept).mul_(scale) if inplace else tensor * kept * scale
+
+    def elements(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        # Named as torch does, because modes of others pass arguments by keyword.
+        def dropout(
+            input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        ) -> Tensor:
+            by = design()
+            if by is None or not training or not 0 < p <= 1:
+                return original(input, p, training, inplace)
+            return dropped(by, input, p, inplace)
+
+        return dropout
+
+    def channels(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def dropout(
+            input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        ) -> Tensor:
+            by = design()
+            if by is None or not training or not 0 < p <= 1:
+                return original(input, p, training, inplace)
+            is_one_row = name == "dropout1d" and input.dim() == 2
+            return dropped(by, input, p, inplace, 0 if is_one_row else 1)
+
+        return dropout
+
+    def attended(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        by = design()
+        if by is not None and 0 < dropout_p < 1:
+            # To drop a key for all queries is to drop its value.
+            kept = by.kept(value, dropout_p, -2)
+            value, dropout_p = value * kept * (1 / (1 - dropout_p)), 0.0
+        return attention(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+
+    def drawn(self: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
+        by = design()
+        # Stochastic depth draws one number for each row in this way.
+        if by is None or generator is not None or not isinstance(p, float) or not by.is_inside:
+            return bernoulli(self, p, generator=generator)
+        return self.copy_(by.kept(self, 1 - p).expand_as(self))
+
+    attention, bernoulli = functional.scaled_dot_product_attention, Tensor.bernoulli_
+    yield functional, "dropout", elements(functional.dropout)
+    for name in ("dropout1d", "dropout2d", "dropout3d"):
+        yield functional, name, channels(name, getattr(functional, name))
+    yield functional, "scaled_dot_product_attention", attended
+    yield Tensor, "bernoulli_", drawn
