@@ -35,7 +35,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgainstVerdict:
-    """The result of comparing two ways to run a script."""
+    """The result when two ways to run a script are compared."""
 
     outcome: Outcome
     reason: str = ""
@@ -49,7 +49,7 @@ class AgainstVerdict:
     """All tensors that differ, in the order in which a fault reached them."""
     compared_count: int = 0
     largest_multiple: float = 0.0
-    """Largest multiple of rounding of a tensor that decides the verdict."""
+    """Largest multiple among tensors that decide the verdict."""
     unobserved: tuple[str, ...] = ()
     """Tensors whose shards could not be put together."""
     undecided: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
-"""Tests whether a param is a draw that was changed, or a draw of its own.
+"""Tests whether a param is a changed draw or another one.
 
 [Note: neighbours among two draws]
-Sort the values of both tensors together. If both are draws from one distribution, each way to pair
+Sort both tensors' values together. If both are draws from one distribution, each way to pair
 the 2n values is equally likely, so k given pairs of neighbours belong to one element each with
 probability 1 / ((2n - 1)(2n - 3) ... (2n - 2k + 1)). There are C(2n - k, k) ways to choose k pairs
 of neighbours, and the product bounds the probability that k or more elements have their two values
@@ -19,7 +19,7 @@ FALSE_ALARM = 1e-8
 
 
 def is_changed_draw(expected: Tensor, got: Tensor) -> bool:
-    """True if a param's values are those expected but for a change, and no draw of their own.
+    """True if a param's values are those expected but for a change, and no other draw.
 
     Args:
         expected: Values that it starts with in another run.
@@ -37,11 +37,11 @@ def is_changed_draw(expected: Tensor, got: Tensor) -> bool:
 
 
 def neighbours_probability(elems: int, count: int) -> float:
-    """Bound of the probability that so many elements of two draws are neighbours.
+    """Bound the probability that so many elements are neighbours in two draws.
 
     Args:
-        elems: Elements of each draw.
-        count: Elements whose two values are next to each other in the order of all values.
+        elems: Elements in each draw.
+        count: Elements whose two values are neighbours when all values are sorted.
     """
     bound = 1.0
     for index in range(count):

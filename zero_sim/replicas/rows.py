@@ -79,7 +79,7 @@ class RowLog:
         *,
         trains: bool = True,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Note the rows of an outermost forward.
+        """Note the rows that an outermost forward reads.
 
         Args:
             step: Optimizer steps so far.
@@ -142,7 +142,7 @@ class Dealer:
         """Arguments that are no data, such as a mask."""
 
     def deal(self, step: int, slot: Slot, tensor: Tensor) -> Tensor:
-        """The rows in place of those of a tensor.
+        """The rows that replace a tensor.
 
         Raises:
             UsageError: The other run has none for it.

@@ -32,7 +32,7 @@ class _Time(NamedTuple):
 
 
 def _rows_of(logs: Sequence[RowLog], *, by_epoch: bool) -> dict[_Time, list[Rows]]:
-    """The rows of each rank, by epoch or step."""
+    """Each rank's rows, by epoch or step."""
     found: dict[_Time, list[Rows]] = defaultdict(lambda: [Counter() for _ in logs])
     for index, log in enumerate(logs):
         for (step, slot), digests in log.digests.items():
@@ -67,7 +67,7 @@ def shared_rows_note(logs: Sequence[RowLog]) -> str:
 
 
 def wrongly_dealt(expected: Sequence[RowLog], got: Sequence[RowLog]) -> str:
-    """The reason why ranks that are judged deal the rows of others wrongly; empty for none."""
+    """The reason why ranks deal another run's rows wrongly; empty for none."""
     known = _rows_of(expected, by_epoch=True)
     for time, ranks in sorted(_rows_of(got, by_epoch=True).items()):
         once, read = sum(known[time], Counter()), sum(ranks, Counter())
@@ -114,7 +114,7 @@ def other_rows(
 
 
 def _of_forwards(logs: Sequence[RowLog], ranks: Sequence[Rows]) -> list[Rows]:
-    """Rows of each rank; of ranks that share forwards and read the same rows, those of one."""
+    """Each rank's rows, once for ranks that share forwards and read the same."""
     kept: list[tuple[RowLog, Rows]] = []
     for log, rows in zip(logs, ranks, strict=True):
         if not any(log.rank in other.sharers and rows == known for other, known in kept):
