@@ -2,6 +2,9 @@
 
 import pytest
 
+from zero_sim.against.account import account_of
+from zero_sim.against.text import render
+
 # Averages of the weights that follow at every micro-batch, not at every step.
 AVERAGED = """
 import contextlib, copy
@@ -54,4 +57,7 @@ DIVIDED = UNDIVIDED.format(loss="loss_of(model, micro) / count")
 @pytest.mark.parametrize(("code", "expected"), [(HIDDEN, "different"), (DIVIDED, "equal")])
 def test_missing_division_is_seen_with_other_micro_batches(judged, code, expected):
     assert judged("train.py", "4", code=code).verdict.outcome == "equal"
-    assert judged("train.py", "4", code=code, ranks=1, one=("2",)).verdict.outcome == expected
+    comparison = judged("train.py", "4", code=code, ranks=1, one=("2",))
+    assert comparison.verdict.outcome == expected
+    text = render(comparison.verdict, account_of(comparison))
+    assert ("  the only rank: " in text) is (expected == "different")

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.against.conftest import TINY
-from zero_sim.against.shares import shared_rows_note
 from zero_sim.against.watch import ScriptWatch
+from zero_sim.replicas.shares import shared_rows_note
 from zero_sim.script.launch import Launcher, Settings
 from zero_sim.script.program import read_script
 
@@ -30,7 +30,7 @@ def watched(monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "train.py").write_text(TINY + code)
         script = read_script("train.py", is_module=False, arguments=())
-        watch = ScriptWatch(world_size=ranks, allowed=allowed)
+        watch = ScriptWatch(allowed=allowed)
         settings = Settings(ranks_per_node=ranks)
         with Launcher(script, settings, guest=watch) as launcher, watch.watching():
             ended = launcher.run(seed=0, quiet=True)
@@ -41,7 +41,7 @@ def watched(monkeypatch, tmp_path):
 
 
 def names(drifts):
-    return {each.name for each in drifts}
+    return {each.key.name for each in drifts}
 
 
 def test_replicas_of_a_right_script_are_equal(watched):
@@ -73,7 +73,7 @@ for index in range(8):
 
 def test_micro_batch_skipped_by_one_rank_alone_is_found(watched):
     first = watched(WRAPPED + SKIPS.format(agreed=False)).replicas.findings[0]
-    assert first.steps == 1
+    assert first.index.steps == 1
     assert first.ranks == (0, 1)
     assert first.text.startswith("0.weight of DistributedDataParallel, as the first forward after")
     assert "24 of 24 elements differ; element 0: rank 0 has" in first.text
@@ -135,7 +135,7 @@ def test_params_of_modules_that_are_not_called_are_compared(watched):
     replicas = watched(WRAPPED + ATTENTION.format(added=0)).replicas
     assert len(replicas.compared) == 12
     found = watched(WRAPPED + ATTENTION.format(added="rank")).replicas.findings
-    assert found[0].name == "0.self_attn.out_proj.weight"
+    assert found[0].key.name == "0.self_attn.out_proj.weight"
 
 
 def test_tensor_allowed_by_name_may_drift(watched):
@@ -269,7 +269,7 @@ def test_equal_tensors_that_nothing_declares_and_drift_are_a_warning(watched):
     replicas = watched(PLAIN.format(between="pass")).replicas
     assert not replicas.findings
     assert names(replicas.warnings) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    assert replicas.warnings[0].steps == 1
+    assert replicas.warnings[0].index.steps == 1
 
 
 def test_tensors_that_drift_apart_are_noted_beside_a_verdict(judged):
@@ -317,7 +317,7 @@ def test_replicated_placements_are_compared_within_their_shard(watched, between,
     replicas = watched(PLACED.format(between=between), ranks=4).replicas
     assert bool(replicas.findings) is is_found
     if is_found:
-        assert replicas.findings[0].declared == "DTensor"
+        assert replicas.findings[0].key.declared == "DTensor"
         assert replicas.findings[0].ranks == (1, 3)
 
 

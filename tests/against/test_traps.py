@@ -192,6 +192,20 @@ def test_rows_that_several_ranks_read_are_different(judged):
     assert outcome(judged("train.py", code=code)) == "different"
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("torch.nn.init.normal_(model[0].weight, generator=other)", "inconclusive"),
+        ("model[0].weight.data.mul_(1 + 1e-6)", "different"),
+    ],
+)
+def test_start_on_several_ranks(judged, change, expected):
+    begin = f"other = torch.Generator().manual_seed(ranks)\nif ranks > 1: {change}\n"
+    verdict = judged("train.py", code=begin + RIGHT).verdict
+    assert verdict.outcome == expected
+    assert ("--start-of-one" in verdict.remedy) is (expected == "inconclusive")
+
+
 def test_options_after_the_script_are_refused(monkeypatch, tmp_path):
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)

@@ -39,7 +39,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
         name = module or (str(PROGRAMS / program) if program else "train.py")
         script = read_script(name, is_module=bool(module), arguments=arguments)
         given = Settings(ranks_per_node=ranks, **settings)
-        watch = ScriptWatch(world_size=given.world_size)
+        watch = ScriptWatch()
         with Launcher(script, given, guest=watch) as launcher, watch.watching():
             done = launcher.run(seed=seed)
         assert not watch.replicas.findings, watch.replicas.finding

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from zero_sim.against.measure import FLOOR, Baseline, Measurement
 from zero_sim.against.native_dtypes import native
-from zero_sim.against.points import Piece, Point
-from zero_sim.against.runs import Side, Way, observe
-from zero_sim.against.verdict import Comparison, Difference
-from zero_sim.against.whole import Whole, relative_difference, whole_of
+from zero_sim.against.points import Piece, Point, Sink, dtype_name
+from zero_sim.against.runs import observe
+from zero_sim.against.verdict import Comparison
 from zero_sim.findings.compare import spans_of
 from zero_sim.findings.records import BufferMap, MappedBucket, MappedPiece, MappedShard
 from zero_sim.sim.call import IN_PLACE, Call
@@ -49,7 +50,6 @@ class Feed:
 class Account:
     """Facts about the first difference."""
 
-    difference: Difference
     ranks: tuple[int, ...]
     """Ranks that differ, or whose shards do."""
     world_size: int
@@ -74,108 +74,67 @@ class Account:
     picture: BufferMap
 
 
-_NO_PIECE = Piece(values=torch.empty(0), shape=())
-
-
 def account_of(comparison: Comparison) -> Account | None:
     """Look closer at the first difference, with one more run; None without differing tensors."""
     measurement, differences = comparison.measurement, comparison.verdict.differences
     if measurement is None or comparison.way is None or not differences:
         return None
     prepared, side, first = comparison.prepared, comparison.side, differences[0]
-    expected = prepared.baseline.expected(first.point)
-    whole = whole_of(measurement.kept.get(first.point) or {0: _NO_PIECE})
-    if first.point in measurement.joined:
-        expected, joined = measurement.joined[first.point]
-        ranks = tuple(range(side.world_size))
-        whole = Whole(kind="sharded", candidates={0: joined}, ranks=ranks)
-    elif whole is not None and expected is not None and not prepared.baseline.is_alike(first.point):
-        expected, whole = _worst_by_rank(prepared.baseline, first.point, whole)
-    assert expected is not None
-    assert whole is not None
+    expected, whole = measurement.compared(first.point)
     bound = max(first.rounding * 64, FLOOR * 64) * float(expected.abs().max() or 1.0)
-    rank, got = _worst(whole, expected)
+    # The rank whose tensor is farthest off.
+    rank, got = max(
+        whole.candidates.items(), key=lambda item: float((item[1] - expected).abs().max())
+    )
     differs = ((got - expected).abs() > bound).reshape(-1)
     element = int((got - expected).abs().reshape(-1).argmax())
     spans = spans_of(differs)
     owners = _owners(measurement.kept.get(first.point, {}), expected.shape)
-    ranks = _ranks(whole, expected, bound=bound, owners=owners, spans=spans)
+    if whole.kind == "replicated":
+        off = {rank: (each - expected).abs() > bound for rank, each in whole.candidates.items()}
+        ranks = tuple(rank for rank, each in off.items() if bool(each.any()))
+    else:
+        ranks = tuple(
+            rank
+            for rank, (start, stop) in owners.items()
+            if any(a < stop and b > start for a, b in spans)
+        )
+    probe = _Probe(first.point)
+    way = replace(comparison.way, sink=probe, called=probe.called)
+    observe(side, way, seed=prepared.seed)
+    elems = expected.numel()
+    places = owners or dict.fromkeys(range(side.world_size), (0, elems))
     same_point = [each for each in differences[1:] if each.point[:2] == first.point[:2]]
     return Account(
-        difference=first,
         ranks=ranks,
         world_size=side.world_size,
-        is_alike=_is_alike(whole),
+        is_alike=all(torch.equal(each, got) for each in whole.candidates.values()),
         differ_count=int(differs.sum()),
-        elems=expected.numel(),
+        elems=elems,
         spans=spans,
         element=element,
         expected=float(expected.reshape(-1)[element]),
         got=float(got.reshape(-1)[element]),
         manners=tuple(_manners(prepared.baseline, first.point, expected, got, differs)),
         is_unreduced=_is_unreduced(measurement, first.point),
-        feeds=_feeds(side, comparison.way, first.point, ranks or (rank,), seed=prepared.seed),
+        feeds=tuple(probe.feeds[each] for each in ranks or (rank,) if each in probe.feeds),
         beside=tuple(each.point.name for each in same_point),
         later_count=len(differences) - 1 - len(same_point),
-        picture=_picture(first.point, expected, spans, owners, ranks, world_size=side.world_size),
+        picture=_picture(first.point.name, elems, places, spans=spans, ranks=ranks),
     )
-
-
-def _worst(whole: Whole, expected: Tensor) -> tuple[int, Tensor]:
-    """The rank whose tensor is farthest off, and the tensor."""
-    return max(whole.candidates.items(), key=lambda item: float((item[1] - expected).abs().max()))
-
-
-def _worst_by_rank(baseline: Baseline, point: Point, whole: Whole) -> tuple[Tensor, Whole]:
-    """The rank that is farthest from its own expected tensor, of ranks whose tensors differ."""
-    expected = {rank: baseline.expected(point, rank) for rank in whole.candidates}
-    known = {rank: tensor for rank, tensor in expected.items() if tensor is not None}
-    rank = max(known, key=lambda each: relative_difference(whole.candidates[each], known[each]))
-    candidates = {rank: whole.candidates[rank]}
-    return known[rank], Whole(kind="replicated", candidates=candidates, ranks=whole.ranks)
-
-
-def _is_alike(whole: Whole) -> bool:
-    first, *others = whole.candidates.values()
-    return all(torch.equal(each, first) for each in others)
 
 
 def _owners(pieces: Mapping[int, Piece], shape: torch.Size) -> dict[int, tuple[int, int]]:
     """Flat spans of ranks, for tensors that are sharded along their first dimension alone."""
-    owners: dict[int, tuple[int, int]] = {}
-    rows: dict[int, tuple[int, int]] = {}
-    for rank, piece in sorted(pieces.items()):
-        if len(piece.shards) != 1 or piece.shards[0][0] != 0 or not len(shape):
-            return {}
-        rows[rank] = piece.shards[0][1], piece.values.shape[0]
-    row_elems = 1
-    for size in () if any(piece.is_flat for piece in pieces.values()) else shape[1:]:
-        row_elems *= size
-    for rank, (index, _) in rows.items():
-        start = sum({i: count for i, count in rows.values() if i < index}.values())
-        owners[rank] = start * row_elems, (start + rows[rank][1]) * row_elems
-    return owners
-
-
-def _ranks(
-    whole: Whole,
-    expected: Tensor,
-    *,
-    bound: float,
-    owners: Mapping[int, tuple[int, int]],
-    spans: Sequence[tuple[int, int]],
-) -> tuple[int, ...]:
-    if whole.kind == "replicated":
-        return tuple(
-            rank
-            for rank, got in whole.candidates.items()
-            if bool(((got - expected).abs() > bound).any())
-        )
-    return tuple(
-        rank
-        for rank, (start, stop) in owners.items()
-        if any(a < stop and b > start for a, b in spans)
-    )
+    if not len(shape) or any([dim for dim, _, _ in each.shards] != [0] for each in pieces.values()):
+        return {}
+    is_flat = any(piece.is_flat for piece in pieces.values())
+    row_elems = 1 if is_flat else math.prod(shape[1:])
+    # By the position in the shard group; replicas have the same.
+    sizes = {each.shards[0][1]: each.values.shape[0] * row_elems for each in pieces.values()}
+    stops = dict(zip(sorted(sizes), accumulate(sizes[each] for each in sorted(sizes)), strict=True))
+    places = {rank: piece.shards[0][1] for rank, piece in sorted(pieces.items())}
+    return {rank: (stops[place] - sizes[place], stops[place]) for rank, place in places.items()}
 
 
 def _manners(
@@ -234,15 +193,7 @@ def _is_unreduced(measurement: Measurement, point: Point) -> bool:
     )
 
 
-def _feeds(
-    side: Side, way: Way, point: Point, ranks: Sequence[int], *, seed: int
-) -> tuple[Feed, ...]:
-    probe = _Probe(point)
-    observe(side, replace(way, sink=probe, called=probe.called), seed=seed)
-    return tuple(probe.feeds[rank] for rank in ranks if rank in probe.feeds)
-
-
-class _Probe:
+class _Probe(Sink):
     """Looks up what fed a tensor at the moment when it is observed."""
 
     def __init__(self, point: Point) -> None:
@@ -265,8 +216,7 @@ class _Probe:
         calls = self._calls.setdefault(record.rank, deque(maxlen=KEPT_CALLS))
         if written:
             # Tensors are stored in float64, which says nothing to the reader.
-            dtype = str(native(written[0])).removeprefix("torch.")
-            calls.append((record._replace(dtype=dtype), written))
+            calls.append((record._replace(dtype=dtype_name(native(written[0]))), written))
 
     def take(self, rank: int, point: Point, piece: Piece) -> None:
         """Search the latest calls first."""
@@ -303,20 +253,17 @@ def _match(tensor: Tensor, result: Tensor) -> tuple[int, float] | None:
 
 
 def _picture(
-    point: Point,
-    expected: Tensor,
-    spans: Sequence[tuple[int, int]],
+    param: str,
+    elems: int,
     owners: Mapping[int, tuple[int, int]],
-    ranks: Sequence[int],
     *,
-    world_size: int,
+    spans: Sequence[tuple[int, int]],
+    ranks: Sequence[int],
 ) -> BufferMap:
     """The tensor as a buffer with its shards, and what differs."""
-    elems = expected.numel()
     shards: dict[tuple[int, int], list[int]] = {}
     for rank, span in owners.items():
         shards.setdefault(span, []).append(rank)
-    shards = shards or {(0, elems): list(range(world_size))}
     return BufferMap(
         check="against",
         buffer=0,
@@ -328,7 +275,7 @@ def _picture(
             MappedShard(index=index, bucket=0, ranks=tuple(held), start=start, stop=stop)
             for index, ((start, stop), held) in enumerate(sorted(shards.items()))
         ),
-        pieces=(MappedPiece(param=point.name, start=0, stop=elems, param_start=0),),
+        pieces=(MappedPiece(param=param, start=0, stop=elems, param_start=0),),
         padding=(),
         unowned=(),
         differ=tuple(spans),

@@ -6,21 +6,18 @@ so a bundle of somebody else is replayed only with `--trust`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zero_sim.against.runs import NOT_COPIED, Side
-from zero_sim.against.verdict import AgainstVerdict
+from zero_sim.against.runs import Side
 from zero_sim.errors import BundleError, UsageError
 from zero_sim.host.files import folder_whole, unwritten
+from zero_sim.host.working_folder import files_of
 from zero_sim.untrusted import printable
 from zero_sim.untrusted_json import InvalidField, build_record, parse
 
@@ -53,14 +50,11 @@ class ScriptBundle:
 
 
 def write_script_bundle(bundle: ScriptBundle, *, folder: Path) -> Path:
-    """Write a bundle with the Python files of the working folder.
+    """Write a bundle with the Python files of the working folder to a folder named by its id.
 
     Args:
         bundle: The verdict.
-        folder: Where bundles are kept.
-
-    Returns:
-        The bundle's own folder, named by its id.
+        folder: The folder of all bundles.
 
     Raises:
         UsageError: The code is too large, or the folder cannot be written to.
@@ -90,18 +84,11 @@ def write_script_bundle(bundle: ScriptBundle, *, folder: Path) -> Path:
 def _code(side: Side) -> Iterator[tuple[str, bytes]]:
     """Python files of the working folder, and the script if it lies elsewhere."""
     working, total = Path.cwd(), 0
-    paths: list[tuple[str, Path]] = []
-    for place, folders, files in os.walk(working):
-        folders[:] = sorted(each for each in folders if each not in NOT_COPIED)
-        paths += [
-            (str(Path(place, name).relative_to(working)), Path(place, name))
-            for name in sorted(files)
-            if name.endswith(".py")
-        ]
-    inside = _inside(side).name
-    if not side.is_module and inside not in dict(paths):
-        paths.append((inside, Path(side.name)))
-    for name, path in paths:
+    paths = {str(each.relative_to(working)): each for each in files_of(working)}
+    paths = {name: each for name, each in paths.items() if name.endswith(".py")}
+    if not side.is_module:
+        paths.setdefault(_inside(side).name, Path(side.name))
+    for name, path in paths.items():
         data = path.read_bytes()
         total += len(data)
         if total > CODE_BYTES_MAX:
@@ -122,12 +109,7 @@ def _inside(side: Side) -> Side:
 
 
 def find_script_bundle(name: str, *, folder: Path) -> Path | None:
-    """The folder of a bundle of a script; None if no such bundle is there.
-
-    Args:
-        name: A path to it, or its id or the beginning of it.
-        folder: Where bundles are kept.
-    """
+    """The folder of a bundle by its path or the beginning of its id; None if there is none."""
     if (Path(name) / HEAD_FILE).is_file():
         return Path(name)
     found = [path.parent for path in folder.glob(f"*/{HEAD_FILE}")]
@@ -136,10 +118,7 @@ def find_script_bundle(name: str, *, folder: Path) -> Path | None:
 
 
 def read_script_bundle(path: Path) -> ScriptBundle:
-    """Read a bundle.
-
-    Args:
-        path: Its folder.
+    """Read the bundle in a folder.
 
     Raises:
         BundleError: It is no bundle of a script, or of a newer version.
@@ -154,22 +133,3 @@ def read_script_bundle(path: Path) -> ScriptBundle:
         return build_record(ScriptBundle, table, where=HEAD_FILE)
     except (InvalidField, OSError) as unfit:
         raise BundleError(printable(f"{path}: {unfit}.")) from None
-
-
-@contextlib.contextmanager
-def in_code_of(path: Path) -> Iterator[None]:
-    """Work in a copy of a bundle's code."""
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory(prefix="zero-sim-") as made:
-        copy = Path(made, "code")
-        shutil.copytree(path.absolute() / CODE_FOLDER, copy)
-        os.chdir(copy)
-        try:
-            yield
-        finally:
-            os.chdir(before)
-
-
-def first_of(verdict: AgainstVerdict) -> str:
-    """The first difference in words; empty if there is none."""
-    return verdict.differences[0].point.text if verdict.differences else ""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -26,9 +26,9 @@ from zero_sim.against.dropout import ByDesign
 from zero_sim.against.flat_params import FlatPlace, flat_places, shards_of_whole
 from zero_sim.against.native_dtypes import native, stored_dtypes
 from zero_sim.against.numbering import other_prefixes, renamed
-from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, plain_name
-from zero_sim.against.rank_replicas import RankReplicas
-from zero_sim.against.rows import RowsRead, digest_of
+from zero_sim.against.points import END_STEP, Moment, Piece, Point, Sink, dtype_name
+from zero_sim.replicas.of_rank import RankReplicas, plain_name
+from zero_sim.replicas.rows import RowLog, digest_of
 from zero_sim.sim import unwatched
 
 _TREE_DEPTH = 8
@@ -48,70 +48,44 @@ class RankCapture:
     """Observes one rank.
 
     Args:
-        rank: Its world rank.
         sink: Receives the observations.
         rows: Receives the rows that outermost forwards read, and may replace them.
+        replicas: Compares tensors that several ranks have.
         steps: Optimizer steps of an earlier run that this one continues.
         start: Values that params get before their first forward, by name.
         known: Digests of the params of the run to compare with at their start, by name.
-        replicas: Compares tensors that several ranks have.
     """
 
     def __init__(
         self,
-        rank: int,
         *,
         sink: Sink,
-        rows: RowsRead,
-        steps: int = 0,
-        start: Mapping[str, Tensor],
-        known: Mapping[str, str] = MappingProxyType({}),
+        rows: RowLog,
         replicas: RankReplicas,
+        steps: int = 0,
+        start: Mapping[str, Tensor] | None = None,
+        known: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.steps = steps
         """Outermost calls of `Optimizer.step` so far, or changes of params without one."""
         self.saved_at = -1
         """Optimizer steps before the last checkpoint that the rank saved; -1 if it saved none."""
-        self.started: dict[str, str] = {}
-        """Digests of the values that params had before they got others, by name. Not of shards."""
+        self.start = _Start(start or {})
+        self.names = _Names(known)
         self.design = ByDesign(self._aside)
-        self.sharers: set[int] = set()
-        """Ranks of the meshes of DTensors that forwards use: they compute one forward together."""
-        self._rank = rank
         self._sink = sink
         self._rows = rows
         self._depth = {"forward": 0, "backward": 0, "step": 0}
-        self._names = _Names(known)
-        self._start = dict(start)
         self._replicas = replicas
         self._seen: set[tuple[Moment, str]] = set()
         self._watched: dict[str, Tensor] | None = None
         """Values of a few params at the last forward, if no `Optimizer.step` came after it."""
-        self._files: dict[tuple[str, str, int], int] = defaultdict(int)
-
-    @property
-    def unnamed_params(self) -> Mapping[str, Tensor]:
-        """Params of optimizers that no module names."""
-        return self._names.others
+        self._files: Counter[tuple[str, str, int]] = Counter()
 
     @property
     def is_in_backward(self) -> bool:
         """True within a backward."""
         return bool(self._depth["backward"])
-
-    @property
-    def elems(self) -> int:
-        """Elements of all named params."""
-        return sum(param.numel() for _, param in self._names.params())
-
-    def named_params(self) -> Iterator[tuple[str, Tensor]]:
-        """All params with their names."""
-        return self._names.params()
-
-    @property
-    def outermost(self) -> Sequence[Module]:
-        """Modules whose forwards no other contained."""
-        return self._names.roots
 
     def is_computing(self) -> bool:
         """True within a forward or backward."""
@@ -136,9 +110,8 @@ class RankCapture:
         trains = torch.is_grad_enabled()
         with self._aside():
             if self._depth["forward"] == 1:
-                self._names.add(module)
-                if self._start:
-                    self._restart()
+                self.names.add(module)
+                self.start.apply(self.names)
                 if trains:
                     self._count_own_step()
                 self._replicas.begin_outermost(module, trains=trains)
@@ -148,7 +121,7 @@ class RankCapture:
                     replaced = self._rows.read(self.steps, name, args, kwargs, trains=trains)
                 else:
                     self._rows.evaluated(args, kwargs)
-            name = self._names.of_module(module)
+            name = self.names.of_module(module)
             self._replicas.begin_forward(module, name, steps=self.steps, trains=trains)
         now_args, now_kwargs = replaced or (args, kwargs)
         values = (*now_args, *now_kwargs.values())
@@ -157,7 +130,7 @@ class RankCapture:
 
     def _count_own_step(self) -> None:
         """Count a step of an optimizer that is none of torch's: params changed since a forward."""
-        now = {name: _local(param).clone() for name, param in self._names.smallest()}
+        now = {name: _local(param).clone() for name, param in self.names.smallest()}
         before, self._watched = self._watched, now
         if before is None or before.keys() != now.keys():
             return
@@ -165,27 +138,10 @@ class RankCapture:
             self.steps += 1
             self._seen.clear()
 
-    def _restart(self) -> None:
-        met = list(self._names.params())
-        # Whole params that are used now will be gathered from their shards again.
-        for name, param in (*met, *self._names.shards()):
-            value = self._start.get(name)
-            piece = None if value is None else piece_of(param)
-            if value is None or piece is None or piece.shape != tuple(value.shape):
-                continue
-            if not piece.shards:
-                self.started[name] = digest_of(piece.values)
-            for dim, index, count in piece.shards:
-                value = _chunk(value, dim=dim, index=index, count=count)
-            if not torch.equal(piece.values, value):
-                _local(param).copy_(value)
-        for name, _ in met:
-            self._start.pop(name, None)
-
     def end_forward(self, module: Module) -> None:
         """After each module's forward."""
         self._depth["forward"] -= 1
-        prefix = self._names.of_module(module)
+        prefix = self.names.of_module(module)
         with self._aside():
             self._replicas.end_forward(module, prefix, steps=self.steps)
         self.design.end_forward(module)
@@ -195,7 +151,7 @@ class RankCapture:
         for name, tensor in _used(module):
             mesh = getattr(tensor, "device_mesh", None)
             if mesh is not None:
-                self.sharers.update(mesh.mesh.flatten().tolist())
+                self._rows.sharers.update(mesh.mesh.flatten().tolist())
             full = f"{prefix}.{name}".lstrip(".")
             if (moment, full) not in self._seen:
                 self._seen.add((moment, full))
@@ -206,8 +162,7 @@ class RankCapture:
         if self._depth["forward"] or not torch.is_grad_enabled():
             return target
         with self._aside():
-            replaced = self._rows.read(self.steps, loss, (), {"target": target})
-        return target if replaced is None else replaced[1]["target"]
+            return self._rows.read(self.steps, loss, (), {"target": target})[1]["target"]
 
     def begin_pass(self) -> None:
         """Before each pass over a DataLoader."""
@@ -222,7 +177,7 @@ class RankCapture:
         finally:
             self._depth["backward"] -= 1
         if not self._depth["backward"]:
-            for name, param in self._names.params():
+            for name, param in self.names.params():
                 if param.grad is not None:
                     self._observe("backward", name, param.grad, owner=param)
 
@@ -232,14 +187,14 @@ class RankCapture:
         if self._depth["step"] > 1:
             return
         with self._aside():
-            self._names.add_optimizer(optimizer)
+            self.names.add_optimizer(optimizer)
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if isinstance(value, float):
                     self._observe_number("setting", f"{key} of group {index}", value)
             for param in group["params"]:
                 if param.grad is not None:
-                    name = self._names.of_param(param)
+                    name = self.names.of_param(param)
                     self._observe("gradient", name, param.grad, owner=param)
 
     def end_step(self, optimizer: Any) -> None:
@@ -250,7 +205,7 @@ class RankCapture:
         self._replicas.end_step(optimizer)
         for group in optimizer.param_groups:
             for param in group["params"]:
-                name = self._names.of_param(param)
+                name = self.names.of_param(param)
                 for key, value in optimizer.state.get(param, {}).items():
                     if isinstance(value, Tensor):
                         self._observe("state", f"{name}:{key}", value, owner=param)
@@ -265,7 +220,7 @@ class RankCapture:
         """Observe the tensors of a checkpoint by their places in it."""
         if moment == "saved":
             self.saved_at = self.steps
-        if self._names.is_renumbered:
+        if self.names.is_renumbered:
             return  # Its names are those of this rank alone.
         key = (moment, *site)
         self._files[key] += 1
@@ -274,9 +229,9 @@ class RankCapture:
             self._observe(moment, f"{label}: {path}", tensor)
 
     def _observe_end(self) -> None:
-        for name, param in self._names.params():
+        for name, param in self.names.params():
             self._observe("end", name, param, step=END_STEP, owner=param)
-        for name, buffer in self._names.buffers():
+        for name, buffer in self.names.buffers():
             self._observe("end", name, buffer, step=END_STEP, is_buffer=True)
 
     def _observe_number(self, moment: Moment, name: str, value: float) -> None:
@@ -284,7 +239,9 @@ class RankCapture:
             point = Point(self.steps, moment, name)
             if self._sink.wants(point):
                 values = torch.tensor(value, dtype=torch.float64)
-                self._sink.take(self._rank, point, Piece(values=values, shape=(), dtype="float"))
+                self._sink.take(
+                    self._replicas.rank, point, Piece(values=values, shape=(), dtype="float")
+                )
 
     def _observe(
         self,
@@ -300,16 +257,47 @@ class RankCapture:
             point = Point(self.steps if step is None else step, moment, name)
             if tensor.layout is torch.strided and self._sink.wants(point):
                 piece = replace(piece_of(tensor), is_buffer=is_buffer)
-                place = self._names.flat.get(id(owner))
+                place = self.names.flat.get(id(owner))
                 if place is not None and owner is not None and tensor.shape == owner.shape:
                     piece = place.placed(piece)
-                self._sink.take(self._rank, point, piece)
+                self._sink.take(self._replicas.rank, point, piece)
 
     @staticmethod
     @contextlib.contextmanager
     def _aside() -> Iterator[None]:
         with torch.no_grad(), unwatched(), stored_dtypes():
             yield
+
+
+class _Start:
+    """Puts values in the place of those that params start with.
+
+    Args:
+        values: By name.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self.replaced: dict[str, str] = {}
+        """Digests of the values that params had before, by name. Not of shards."""
+        self._left = dict(values)
+
+    def apply(self, names: _Names) -> None:
+        """Replace the values of params that have names now and had none before."""
+        met = list(names.params()) if self._left else []
+        # Whole params that are used now will be gathered from their shards again.
+        for name, param in (*met, *names.shards()):
+            value = self._left.get(name)
+            piece = None if value is None else piece_of(param)
+            if value is None or piece is None or piece.shape != tuple(value.shape):
+                continue
+            if not piece.shards:
+                self.replaced[name] = digest_of(piece.values)
+            for dim, index, count in piece.shards:
+                value = _chunk(value, dim=dim, index=index, count=count)
+            if not torch.equal(piece.values, value):
+                _local(param).copy_(value)
+        for name, _ in met:
+            self._left.pop(name, None)
 
 
 class _Names:
@@ -448,7 +436,7 @@ def _used(module: Module) -> Iterator[tuple[str, Tensor]]:
 
 def piece_of(tensor: Any) -> Piece:
     """What the calling rank has of a tensor, as a view of its memory where possible."""
-    dtype = str(native(tensor)).removeprefix("torch.")
+    dtype = dtype_name(native(tensor))
     shape = tuple(tensor.shape)
     placements = getattr(tensor, "placements", None)
     if placements is None:
@@ -469,7 +457,7 @@ def piece_of(tensor: Any) -> Piece:
         shape=shape,
         shards=shards,
         is_partial=len(strided) > 1 or any(each.is_partial() for each in placements),
-        dtype=str(native(local)).removeprefix("torch."),
+        dtype=dtype_name(native(local)),
     )
 
 

@@ -62,7 +62,7 @@ class GatherLog:
         """Search a gather's contribution for the numbers of params.
 
         Args:
-            record: The call as the log has it, with its group.
+            record: The call with its group.
             call: Its tensors, before the data moves.
             step: Optimizer steps that its rank has finished.
             params: Params of the rank's optimizers that no module names.
@@ -133,17 +133,14 @@ def gathered(
     got: Mapping[int, Piece],
     got_log: GatherLog,
 ) -> tuple[Tensor, Tensor] | None:
-    """Two flat tensors with equal places, put together from pieces of ranks.
+    """Put two flat tensors with equal places together; None if the places are not known.
 
     Args:
         name: The param that the pieces belong to.
         expected: Pieces of the run to compare with, by rank.
-        expected_log: Its gathers.
+        expected_log: Gathers of that run.
         got: Pieces of the run that is judged.
-        got_log: Its gathers.
-
-    Returns:
-        None if the places are not known on both sides.
+        got_log: Gathers of that run.
     """
     wanted = _joined(name, expected, expected_log)
     came = _joined(name, got, got_log)

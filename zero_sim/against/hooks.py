@@ -135,16 +135,9 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
 
 
 _LOSSES = (
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "cross_entropy",
-    "huber_loss",
-    "kl_div",
-    "l1_loss",
-    "mse_loss",
-    "nll_loss",
-    "smooth_l1_loss",
-)
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "huber_loss",
+    "kl_div", "l1_loss", "mse_loss", "nll_loss", "smooth_l1_loss",
+)  # fmt: skip
 """Functions whose second argument holds the targets of rows."""
 
 

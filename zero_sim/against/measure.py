@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from zero_sim.against.gathers import GatherLog, gathered
-from zero_sim.against.points import LOCALISING, Moment, Piece, Point
-from zero_sim.against.rows import digest_of
+from zero_sim.against.points import LOCALISING, Moment, Piece, Point, Sink
 from zero_sim.against.whole import Whole, relative_difference, whole_of
+from zero_sim.replicas.rows import digest_of
 
 FLOOR = 2.0**-52
 """Relative rounding that each tensor is granted: one unit in the last place of float64."""
@@ -32,7 +32,7 @@ _STATE_DICT = re.compile(r"\bstate\.\d+\.")
 """Names of an optimizer's state in its state_dict, within a checkpoint."""
 
 
-class Baseline:
+class Baseline(Sink):
     """Keeps the tensors of the run that others are compared with.
 
     Args:
@@ -41,6 +41,8 @@ class Baseline:
     """
 
     def __init__(self, *, by_rank: bool = False) -> None:
+        self.gathers = GatherLog()
+        """Gathers of the run."""
         self._by_rank = by_rank
         self._alike: dict[Point, bool] = {}
         self.pieces: dict[Point, dict[int, Piece]] = defaultdict(dict)
@@ -59,9 +61,9 @@ class Baseline:
     def take(self, rank: int, point: Point, piece: Piece) -> None:
         """Keep a piece."""
         others = self.pieces[point]
-        known = [self._latest.get(point.name), *others.values()]
-        same = next((each for each in known if each is not None and _same(each, piece)), None)
-        values = piece.values.clone() if same is None else same.values
+        known = (each.values for each in (self._latest.get(point.name), *others.values()) if each)
+        same = next((each for each in known if torch.equal(each, piece.values)), None)
+        values = piece.values.clone() if same is None else same
         others[rank] = self._latest[point.name] = replace(piece, values=values)
 
     def whole(self, point: Point) -> Whole | None:
@@ -91,15 +93,7 @@ class Baseline:
         return {point for point in self.pieces if self.expected(point) is not None}
 
     def expected(self, point: Point, rank: int | None = None) -> Tensor | None:
-        """The tensor to compare with.
-
-        Args:
-            point: Where it was observed.
-            rank: The rank whose tensor is compared; None for the lowest.
-
-        Returns:
-            None if the places of its elements are not known.
-        """
+        """The tensor to compare a rank's with; None if the places of its elements are not known."""
         whole = self.whole(point)
         if whole is None:
             return None
@@ -124,10 +118,6 @@ def _all_same(ranks: Mapping[int, float], kept: Mapping[int, Piece]) -> bool:
     return len(kept) == len(ranks) and all(torch.equal(each, values[0]) for each in values)
 
 
-def _same(one: Piece, other: Piece) -> bool:
-    return one.values.shape == other.values.shape and torch.equal(one.values, other.values)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     """How far a run's tensor is from the baseline's."""
@@ -140,7 +130,7 @@ class Measured:
     """For gradients that differ among ranks: the same for their mean."""
 
 
-class Measurement:
+class Measurement(Sink):
     """Measures one run against a baseline while it runs.
 
     Args:
@@ -157,14 +147,13 @@ class Measurement:
         """Points that are not compared, because one run ended before them."""
         self._baseline = baseline
         self._keep_above = keep_above
-        self.joined: dict[Point, tuple[Tensor, Tensor]] = {}
-        """Expected and got, flat, for shards whose places gathers told."""
+        self._joined: dict[Point, tuple[Tensor, Whole]] = {}
+        """Expected and got, flat, for shards whose places only gathers show."""
         self._ranks: dict[Point, dict[int, float]] = defaultdict(dict)
-        self._logs = GatherLog(), GatherLog()
 
     def forget(self) -> None:
         """Forget all tensors."""
-        for each in (self.measured, self.kept, self.unobserved, self.joined, self._ranks):
+        for each in (self.measured, self.kept, self.unobserved, self._joined, self._ranks):
             each.clear()
 
     def wants(self, point: Point) -> bool:
@@ -174,37 +163,24 @@ class Measurement:
     def take(self, rank: int, point: Point, piece: Piece) -> None:
         """Measure a piece, or keep it until all ranks have theirs."""
         expected = self._baseline.expected(point, rank)
-        self._ranks[point].pop(
-            rank, None
-        )  # An earlier backward of the step may have had all of it.
-        if (
-            expected is None
-            or piece.shards
-            or piece.is_partial
-            or piece.values.shape != expected.shape
-        ):
-            self.kept[point][rank] = replace(piece, values=piece.values.clone())
-            return
-        relative = relative_difference(piece.values, expected)
-        self._ranks[point][rank] = relative
-        self.kept[point].pop(rank, None)
-        if relative > self._keep_above:
-            self.kept[point][rank] = replace(piece, values=piece.values.clone())
+        ranks, kept = self._ranks[point], self.kept[point]
+        # An earlier backward of the step may have had all of it.
+        ranks.pop(rank, None)
+        kept.pop(rank, None)
+        is_whole = not piece.shards and not piece.is_partial
+        if expected is not None and is_whole and piece.values.shape == expected.shape:
+            ranks[rank] = relative_difference(piece.values, expected)
+        if rank not in ranks or ranks[rank] > self._keep_above:
+            kept[rank] = replace(piece, values=piece.values.clone())
 
-    def finish(self, *, expected_log: GatherLog, got_log: GatherLog) -> None:
-        """Put shards together, after the run.
-
-        Args:
-            expected_log: Gathers of the baseline's run.
-            got_log: Gathers of the run that was measured.
-        """
-        self._logs = expected_log, got_log
+    def finish(self, gathers: GatherLog) -> None:
+        """Put shards together, after a run and its gathers."""
         for point in {*self._ranks, *self.kept}:
             if point.moment == "state" or _STATE_DICT.search(point.name):
                 self._drop_unused(point)
             ranks, kept = self._ranks.get(point, {}), self.kept.get(point, {})
             if kept and set(kept) - set(ranks):
-                self._measure_shards(point, kept)
+                self._measure_shards(point, kept, gathers)
             else:
                 if any(piece.is_buffer for piece in kept.values()) and not _all_same(ranks, kept):
                     self.unobserved.add(point)
@@ -231,6 +207,23 @@ class Measurement:
         ranks = self._ranks.get(point, {})
         return not ranks or _all_same(ranks, self.kept.get(point, {}))
 
+    def compared(self, point: Point) -> tuple[Tensor, Whole]:
+        """The expected tensor, and those that ranks have at a point that differs."""
+        if point in self._joined:
+            return self._joined[point]
+        whole, expected = whole_of(self.kept[point]), self._baseline.expected(point)
+        assert whole is not None
+        assert expected is not None
+        if self._baseline.is_alike(point):
+            return expected, whole
+        # Of ranks whose tensors differ, the one that is farthest from its own.
+        known = {rank: self._baseline.expected(point, rank) for rank in whole.candidates}
+        rank, expected = max(
+            ((rank, own) for rank, own in known.items() if own is not None),
+            key=lambda item: relative_difference(whole.candidates[item[0]], item[1]),
+        )
+        return expected, replace(whole, candidates={rank: whole.candidates[rank]})
+
     def keep_steps(self, count: int) -> None:
         """Leave out what was observed after a number of steps, and checkpoints."""
         for point in self._baseline.pieces:
@@ -250,38 +243,29 @@ class Measurement:
             for rank in unused:
                 del ranks[rank], kept[rank]
 
-    def _measure_shards(self, point: Point, kept: Mapping[int, Piece]) -> None:
-        expected = self._baseline.expected(point)
-        whole = whole_of(kept)
-        if (
-            expected is None
-            or whole is None
-            or any(each.shape != expected.shape for each in whole.candidates.values())
-        ):
-            self._measure_gathered(point, kept)
-            return
+    def _measure_shards(self, point: Point, kept: Mapping[int, Piece], gathers: GatherLog) -> None:
+        expected, whole = self._baseline.expected(point), whole_of(kept)
+        shapes = {each.shape for each in whole.candidates.values()} if whole is not None else set()
+        if expected is None or whole is None or shapes != {expected.shape}:
+            pair = gathered(
+                point.name.partition(":")[0],
+                expected=self._baseline.pieces[point],
+                expected_log=self._baseline.gathers,
+                got=kept,
+                got_log=gathers,
+            )
+            if pair is None:
+                self.unobserved.add(point)
+                return
+            expected, joined = pair
+            whole = Whole(kind="sharded", candidates={0: joined})
+            self._joined[point] = expected, whole
         relative = max(relative_difference(each, expected) for each in whole.candidates.values())
         self.measured[point] = Measured(kind=whole.kind, relative=relative)
         if relative <= self._keep_above:
+            self._joined.pop(point, None)
+        if relative <= self._keep_above or point in self._joined:
             self.kept.pop(point)
-
-    def _measure_gathered(self, point: Point, kept: Mapping[int, Piece]) -> None:
-        expected_log, got_log = self._logs
-        pair = gathered(
-            point.name.partition(":")[0],
-            expected=self._baseline.pieces[point],
-            expected_log=expected_log,
-            got=kept,
-            got_log=got_log,
-        )
-        if pair is None:
-            self.unobserved.add(point)
-            return
-        relative = relative_difference(pair[1], pair[0])
-        self.measured[point] = Measured(kind="sharded", relative=relative)
-        if relative > self._keep_above:
-            self.joined[point] = pair
-        self.kept.pop(point)
 
     def _of_mean(
         self, point: Point, ranks: Mapping[int, float], kept: Mapping[int, Piece]

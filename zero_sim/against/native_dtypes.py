@@ -62,10 +62,12 @@ _noted: dict[int, torch.dtype] = {}
 """Native dtype of each storage by its address, where that is narrower than the stored one."""
 
 
+_HARNESS = ("zero_sim.sim", "zero_sim.against", "zero_sim.script", "zero_sim.replicas")
+
+
 def _is_harness(depth: int = 2) -> bool:
     """True if the calling code moves data for the simulator, and so needs stored dtypes."""
-    name = sys._getframe(depth).f_globals.get("__name__", "")
-    return name.startswith(("zero_sim.sim", "zero_sim.against", "zero_sim.script"))
+    return sys._getframe(depth).f_globals.get("__name__", "").startswith(_HARNESS)
 
 
 def _is_torch() -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.against.native_dtypes import stored
+from zero_sim.against.points import tensors_in
 from zero_sim.sim.dispatch import has_own_dispatch
 
 _PART_ELEMS = 1 << 15
@@ -42,11 +43,7 @@ _FORMATS = {
 
 
 class Noise:
-    """Random movements of one rank's results.
-
-    Args:
-        seed: Seed of the movements.
-    """
+    """Random movements of one rank's results, drawn with a seed."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -56,15 +53,10 @@ class Noise:
         to draw each factor would take as long as the script's own operations."""
 
     def move(self, result: Any) -> None:
-        """Move the numbers of a result by up to one unit in the last place of their format.
-
-        Args:
-            result: A tensor, or a list of tensors and other values.
-        """
-        for each in result if isinstance(result, (list, tuple)) else (result,):
+        """Move the numbers of a tensor or a list by up to one unit in the last place."""
+        for each in tensors_in((result,)):
             if (
-                isinstance(each, Tensor)
-                and not has_own_dispatch(type(each))
+                not has_own_dispatch(type(each))
                 and each.numel()
                 and each.layout is torch.strided
                 and not each.is_meta

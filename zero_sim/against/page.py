@@ -17,11 +17,7 @@ _HEAD = ("step and moment", "tensor", "of the largest value", "times rounding")
 
 
 def write_against_page(path: Path, reported: Sequence[Reported]) -> None:
-    """Write the page.
-
-    Args:
-        path: The file; one that is there is replaced.
-        reported: Verdicts on one script.
+    """Write a page of verdicts on one script, in place of one that is there.
 
     Raises:
         UsageError: It cannot be written there.
@@ -34,18 +30,17 @@ def write_against_page(path: Path, reported: Sequence[Reported]) -> None:
 
 def _case(reported: Reported) -> dict[str, object]:
     verdict, account = reported.verdict, reported.account
-    differences = verdict.differences[:ROWS_MAX]
     rows = [
         (
             "",
             (
-                each.point.text.rpartition(f": {each.point.name}")[0],
+                each.point.when,
                 each.point.name,
                 f"{each.measured.relative:.1e}",
                 f"{each.multiple:.0e}",
             ),
         )
-        for each in differences
+        for each in verdict.differences[:ROWS_MAX]
     ]
     has_picture = account is not None and equal_elems(account.picture) != 0
     return {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 Moment = Literal[
@@ -38,12 +40,18 @@ END_STEP = 1 << 30
 """The step of what is observed after the script's last line."""
 
 
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as in `float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
-def plain_name(name: str) -> str:
-    """A param's name without the names that wrappers of modules add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among values, and those in lists and tuples."""
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from tensors_in(each)
 
 
 class Point(NamedTuple):
@@ -60,10 +68,15 @@ class Point(NamedTuple):
         return self.step, _ORDER[self.moment]
 
     @property
+    def when(self) -> str:
+        """Step and moment in words."""
+        when = "the end" if self.step == END_STEP else f"step {self.step + 1}"
+        return f"{when}, {MOMENTS[self.moment]}"
+
+    @property
     def text(self) -> str:
         """The point in words."""
-        when = "the end" if self.step == END_STEP else f"step {self.step + 1}"
-        return f"{when}, {MOMENTS[self.moment]}: {self.name}"
+        return f"{self.when}: {self.name}"
 
 
 _ORDER = {moment: index for index, moment in enumerate(MOMENTS)}
@@ -90,17 +103,15 @@ class Piece:
     """The script's dtype."""
 
 
-class Sink(Protocol):
-    """Receives what ranks observe."""
+class Sink:
+    """Receives the observations of ranks; this one keeps nothing."""
 
     def wants(self, point: Point) -> bool:
         """True if a point is worth a copy."""
-        ...
+        return False
 
     def forget(self) -> None:
         """Forget all, because the run begins anew."""
-        ...
 
     def take(self, rank: int, point: Point, piece: Piece) -> None:
         """Receive one rank's piece, whose values change after the call."""
-        ...

@@ -11,15 +11,16 @@ is the rate of false alarms on this script.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from zero_sim.against.measure import Baseline, Measurement
 from zero_sim.against.points import LOCALISING, Point
-from zero_sim.against.runs import Observed, Side, Way, observe
+from zero_sim.against.runs import Side, Way, observe
+from zero_sim.script.record import ScriptRun
 
 NOISY_RUNS = 6
 LIMIT = 8.0
@@ -37,12 +38,10 @@ class PrecisionReport:
     compared_count: int = 0
     above: Mapping[Point, tuple[float, str]] = field(default_factory=dict)
     """Multiples of rounding above the limit, with the tensor's dtype, in the order of a fault."""
-    noisy_runs: int = NOISY_RUNS
     false_runs: int = 0
     """Noisy runs that the others would warn of."""
     false_points: int = 0
-    judged_points: int = 0
-    """Tensors of noisy runs that were judged by the others."""
+    """Tensors of noisy runs that the others would warn of."""
 
     @property
     def text(self) -> str:
@@ -50,8 +49,8 @@ class PrecisionReport:
         if self.trouble:
             return f"precision: not compared, because {self.trouble}."
         rate = (
-            f"of {self.noisy_runs} runs with rounding noise alone {self.false_runs} would be "
-            f"warned of ({self.false_points} of {self.judged_points:,} tensors)"
+            f"of {NOISY_RUNS} runs with rounding noise alone {self.false_runs} would be warned of "
+            f"({self.false_points} of {NOISY_RUNS * self.compared_count:,} tensors)"
         )
         if not self.above:
             return (
@@ -78,74 +77,58 @@ def measure_precision(
 ) -> PrecisionReport:
     """Run both sides in native dtypes, and the first with rounding noise several times.
 
-    Args:
-        expected: The side that is taken to be right.
-        got: The side that is judged.
-        seed: Seed of schedules and of random numbers that the script does not seed.
-        feeds: True to deal it the rows that rank 0 of the first side read.
-        splits: True to split each batch that is dealt among the ranks.
-        starts_alike: True to let its params start with the values of the first side.
+    Args are those of `prepare` and `judge`, and `splits`, True to split each batch that is dealt.
     """
     baseline = Baseline()
     way = Way(sink=baseline, is_native=True, keeps_rows=feeds)
     plain = observe(expected, way, seed=seed)
+    baseline.gathers = plain.gathers
     if plain.script.failure is not None:
         return PrecisionReport(trouble=f"{expected.text} fails in them: {plain.script.ending}")
+
+    def relative(side: Side, **options: Any) -> tuple[dict[Point, float], ScriptRun]:
+        """Relative differences of the tensors that decide."""
+        measurement = Measurement(baseline, keep_above=float("inf"))
+        observed = observe(side, Way(sink=measurement, is_native=True, **options), seed=seed)
+        measurement.finish(observed.gathers)
+        measured = measurement.measured.items()
+        differs = {p: each.relative for p, each in measured if p.moment not in LOCALISING}
+        return differs, observed.script
+
     runs: list[Mapping[Point, float]] = []
     for index in range(NOISY_RUNS):
-        noisy = Measurement(baseline, keep_above=float("inf"))
-        way = Way(sink=noisy, is_native=True, noise_seed=index + 1)
-        observed = observe(expected, way, seed=seed)
-        differs = _relative(noisy, plain, observed)
-        if observed.script.failure is not None or (runs and differs.keys() != runs[0].keys()):
+        differs, script = relative(expected, noise_seed=index + 1)
+        if script.failure is not None or (runs and differs.keys() != runs[0].keys()):
             return PrecisionReport(trouble="rounding decides which operations the script performs")
         runs.append(differs)
-    judged = Measurement(baseline, keep_above=float("inf"))
-    way = Way(
-        sink=judged,
-        is_native=True,
-        dealt=tuple(plain.rows) if feeds else None,
-        splits=splits,
-        start=baseline.start() if starts_alike else None,
-    )
-    observed = observe(got, way, seed=seed)
-    if observed.script.failure is not None:
-        return PrecisionReport(trouble=f"{got.text} fail in them: {observed.script.ending}")
-    return _report(baseline, runs, _relative(judged, plain, observed))
-
-
-def _relative(measurement: Measurement, plain: Observed, observed: Observed) -> dict[Point, float]:
-    """Relative differences of the tensors that decide."""
-    measurement.finish(expected_log=plain.gathers, got_log=observed.gathers)
-    return {
-        point: each.relative
-        for point, each in measurement.measured.items()
-        if point.moment not in LOCALISING
-    }
+    dealt = tuple(plain.rows) if feeds else None
+    start = baseline.start() if starts_alike else None
+    differs, script = relative(got, dealt=dealt, splits=splits, start=start)
+    if script.failure is not None:
+        return PrecisionReport(trouble=f"{got.text} fail in them: {script.ending}")
+    return _report(baseline, runs, differs)
 
 
 def _report(
     baseline: Baseline, runs: Sequence[Mapping[Point, float]], got: Mapping[Point, float]
 ) -> PrecisionReport:
-    dtypes = {point: next(iter(pieces.values())).dtype for point, pieces in baseline.pieces.items()}
     above: dict[Point, tuple[float, str]] = {}
-    compared = false_points = judged_points = 0
-    false_runs: dict[int, int] = defaultdict(int)
+    compared = false_points = 0
+    false_runs: set[int] = set()
     for point in sorted(got, key=lambda each: (each.order, each.name)):
         noise = [run[point] for run in runs if point in run]
-        floor = _epsilon(dtypes[point])
+        dtype = next(iter(baseline.pieces[point].values())).dtype
+        floor = _epsilon(dtype)
         if len(noise) < len(runs) or max(noise) > _UNDECIDED:
             continue
         compared += 1
         multiple = got[point] / max(*noise, floor)
         if multiple > LIMIT:
-            above[point] = multiple, dtypes[point]
+            above[point] = multiple, dtype
         for index, own in enumerate(noise):
-            judged_points += 1
-            others = max(*noise[:index], *noise[index + 1 :], floor)
-            if own > LIMIT * others:
+            if own > LIMIT * max(*noise[:index], *noise[index + 1 :], floor):
                 false_points += 1
-                false_runs[index] += 1
+                false_runs.add(index)
     if not compared:
         return PrecisionReport(trouble="rounding alone changes every tensor by much")
     return PrecisionReport(
@@ -153,7 +136,6 @@ def _report(
         above=above,
         false_runs=len(false_runs),
         false_points=false_points,
-        judged_points=judged_points,
     )
 
 

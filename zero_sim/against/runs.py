@@ -6,8 +6,6 @@ import contextlib
 import functools
 import gc
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -21,30 +19,26 @@ from zero_sim.against import native_dtypes
 from zero_sim.against.capture import RankCapture
 from zero_sim.against.dropout import Mask
 from zero_sim.against.gathers import GatherLog
+from zero_sim.against.hidden import IntegerSums, Reductions
 from zero_sim.against.hooks import hooks_installed
-from zero_sim.against.integers import IntegerSums
-from zero_sim.against.native_noise import NativeNoise
 from zero_sim.against.points import Sink
-from zero_sim.against.rank_replicas import RankReplicas
-from zero_sim.against.reductions import Reductions
-from zero_sim.against.replicas import ReplicaCheck
-from zero_sim.against.rows import DealtRows, RowLog
-from zero_sim.against.wide_operations import WideOperations
+from zero_sim.against.wide_operations import NativeNoise, WideOperations
 from zero_sim.errors import UsageError
+from zero_sim.host.working_folder import files_of, in_copy_of
+from zero_sim.replicas.check import ReplicaCheck
+from zero_sim.replicas.of_rank import RankReplicas, world_size_of_run
+from zero_sim.replicas.rows import Dealer, RowLog
 from zero_sim.script.launch import Launcher, Settings
 from zero_sim.script.program import read_script
 from zero_sim.script.record import ScriptRun
 from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
-from zero_sim.sim.world.rank_threads import rank_state
-from zero_sim.sim.world.run import Run
 
 COPY_LIMIT_BYTES = 2 << 30
 COLLECTED_ELEMS = 1 << 20
 """Elements of params of all ranks above which a run's model is not left to Python's collector."""
 _STARTER = 999
 """Stands for a script's main part among the ranks, to draw rounding noise."""
-NOT_COPIED = frozenset({".git", ".venv", "__pycache__", ".zero-sim", "node_modules"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +111,14 @@ class Observed:
     """Dropout masks that ranks drew."""
 
     @property
+    def step_count(self) -> int:
+        """Most optimizer steps of a rank."""
+        return max(self.steps_of_ranks, default=0)
+
+    @property
     def resumed_at(self) -> int:
         """Optimizer steps that a run which resumes need not take again."""
-        return self.saved_at if self.saved_at >= 0 else max(self.steps_of_ranks, default=0)
+        return self.saved_at if self.saved_at >= 0 else self.step_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +164,6 @@ class _Observer:
         self.gathers = GatherLog()
         self.integers = IntegerSums()
         self.reductions = Reductions()
-        self._readers: dict[int, RowLog | DealtRows] = {}
         self._way = way
         self._steps = steps
         self._replicas = replicas
@@ -174,27 +172,20 @@ class _Observer:
     def in_rank(self, rank: int) -> Iterator[None]:
         """Observe one rank."""
         way = self._way
-        steps = self._steps
-        if rank in self.captures:
-            # The script starts one world after another.
-            steps = self.captures[rank].steps
-        run = rank_state.run
-        assert isinstance(run, Run)
-        self._replicas.world_size = len(run.buffers)
-        if rank not in self._readers:
-            self._readers[rank] = self._reader(rank, world_size=len(run.buffers))
+        earlier = self.captures.get(rank)
+        if rank not in self.rows:
+            self.rows[rank] = self._row_log(rank)
         capture = self.captures[rank] = RankCapture(
-            rank,
             sink=way.sink,
-            rows=self._readers[rank],
-            steps=steps,
-            start=way.start or {},
+            rows=self.rows[rank],
+            # A script may start one world after another.
+            steps=self._steps if earlier is None else earlier.steps,
+            start=way.start,
             known=way.known,
-            replicas=RankReplicas(rank, self._replicas),
+            replicas=RankReplicas(rank, self._replicas, world_size=world_size_of_run()),
         )
         with self._mode(rank), capture.observing():
             yield
-        self.rows[rank].sharers |= capture.sharers
 
     def in_starter(self) -> AbstractContextManager[object]:
         """Compute as the ranks do, unobserved."""
@@ -215,23 +206,22 @@ class _Observer:
             )
         return self.operations[rank]
 
-    def _reader(self, rank: int, *, world_size: int) -> RowLog | DealtRows:
+    def _row_log(self, rank: int) -> RowLog:
         way = self._way
         if way.dealt is None:
-            log = self.rows[rank] = RowLog(rank=rank, keeps_values=way.keeps_rows)
-            return log
-        own = len(way.dealt) == world_size
-        source, place = (way.dealt[rank], 0) if own else (way.dealt[0], rank)
-        size = 1 if own else world_size
-        dealt = DealtRows(source, rank=place, world_size=size, splits=way.splits)
-        self.rows[rank] = dealt.log
-        return dealt
+            return RowLog(rank=rank, keeps_values=way.keeps_rows)
+        world_size = world_size_of_run()
+        if len(way.dealt) == world_size:
+            dealer = Dealer(way.dealt[rank], rank=0, world_size=1, splits=way.splits)
+        else:
+            dealer = Dealer(way.dealt[0], rank=rank, world_size=world_size, splits=way.splits)
+        return RowLog(rank=rank, deal=dealer.deal)
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
         """Learn from a gather, and pass the call on."""
         capture = self.captures[record.rank]
         with torch.no_grad(), native_dtypes.stored_dtypes():
-            self.gathers.called(record, call, step=capture.steps, params=capture.unnamed_params)
+            self.gathers.called(record, call, step=capture.steps, params=capture.names.others)
             if not self._way.is_native and self._way.noise_seed is None:
                 self.integers.called(record, call)
                 self.reductions.called(record, call, capture)
@@ -270,7 +260,7 @@ def _observe(
     side: Side, way: Way, arguments: Sequence[str], *, path: str, seed: int, before: Observed | None
 ) -> Observed:
     steps = 0 if before is None else before.resumed_at
-    replicas = ReplicaCheck(world_size=side.world_size, allowed=side.allowed_drift)
+    replicas = ReplicaCheck(allowed=side.allowed_drift)
     guest = _Observer(way, steps=steps, replicas=replicas)
     script = read_script(path, is_module=side.is_module, arguments=arguments)
     with Launcher(replace(script, name=side.name), side.settings, guest=guest) as launcher:
@@ -301,17 +291,17 @@ def _observe(
         replicas=replicas,
         integers=guest.integers,
         reductions=guest.reductions,
-        started=tuple(each.started for each in captures),
+        started=tuple(each.start.replaced for each in captures),
         reasons={
             name: reason for each in captures for name, reason in each.design.refusals.items()
         },
         masks={mask for each in captures for mask in each.design.masks},
     )
-    is_large = sum(each.elems for each in captures) > COLLECTED_ELEMS
+    elems = sum(param.numel() for each in captures for _, param in each.names.params())
     # Else the script's model would live as long as the log of its run.
-    del captures
+    captures.clear()
     guest.captures.clear()
-    if is_large:
+    if elems > COLLECTED_ELEMS:
         gc.collect()
     return observed
 
@@ -324,41 +314,23 @@ def _uncompiled(model: object = None, **options: object) -> object:
 @contextlib.contextmanager
 def _in_copy(side: Side) -> Iterator[str]:
     """Work in a copy of the working folder; the script's name there."""
-    folder = Path.cwd()
     # Names the file as the user did, if there is none.
     read_script(side.name, is_module=side.is_module, arguments=side.arguments)
-    _check_size(folder)
-    with tempfile.TemporaryDirectory(prefix="zero-sim-") as made:
-        copy = Path(made, folder.name or "root")
-        shutil.copytree(folder, copy, ignore=_skipped, symlinks=True)
-        name = side.name
-        if not side.is_module:
-            path = Path(os.path.abspath(name))
-            if path.is_relative_to(folder):
-                name = str(copy / path.relative_to(folder))
-            else:
-                name = str(path)
-        os.chdir(copy)
-        try:
-            yield name
-        finally:
-            os.chdir(folder)
-
-
-def _skipped(folder: str, names: Sequence[str]) -> set[str]:
-    return {name for name in names if name in NOT_COPIED}
-
-
-def _check_size(folder: Path) -> None:
-    total = 0
-    for place, folders, files in os.walk(folder):
-        folders[:] = [each for each in folders if each not in NOT_COPIED]
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(place, name)).st_size
+    folder, total = Path.cwd(), 0
+    for path in files_of(folder):
+        with contextlib.suppress(OSError):
+            total += path.lstat().st_size
         if total > COPY_LIMIT_BYTES:
             raise UsageError(
                 f"expected a working folder of at most {COPY_LIMIT_BYTES >> 30} GiB, because each "
                 f"run gets a copy of its own, got more in {str(folder)!r}. Run from a smaller "
                 "folder, and give the script's path."
             )
+    script = Path(os.path.abspath(side.name))
+    with in_copy_of(folder) as copy:
+        if side.is_module:
+            yield side.name
+        elif script.is_relative_to(folder):
+            yield str(copy / script.relative_to(folder))
+        else:
+            yield str(script)

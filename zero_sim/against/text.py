@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_sim.against.account import Account, Feed
 from zero_sim.against.measure import LIMIT
 from zero_sim.against.points import MOMENTS
-from zero_sim.against.verdict import EXIT_STATUS, AgainstVerdict
+from zero_sim.against.records import EXIT_STATUS, AgainstVerdict
 from zero_sim.report.junit import TestCase
-from zero_sim.report.schemas import DIALECT, VERSION, record_schema
-from zero_sim.report.text_buffer_map import describe_spread, draw_buffer_map, equal_elems
+from zero_sim.report.schemas import DIALECT, VERSION, Node, list_of, object_of, record_schema
+from zero_sim.report.text_buffer_map import describe_spread, draw_buffer_map, equal_elems, in_runs
 
 NAMES_SHOWN = 4
 _UNFED = "no collective of this rank wrote these values"
@@ -36,7 +36,7 @@ def headline(verdict: AgainstVerdict) -> str:
     """The verdict in one line."""
     label = verdict.outcome.replace("-", " ").upper()
     if verdict.outcome == "different" and verdict.differences:
-        return f"{label}: first at {verdict.differences[0].point.text}"
+        return f"{label}: first at {verdict.first}"
     if verdict.outcome == "equal":
         return (
             f"{label} up to rounding: {verdict.got} against {verdict.expected}, "
@@ -66,16 +66,13 @@ def render(verdict: AgainstVerdict, account: Account | None) -> str:
 
 
 def _account(verdict: AgainstVerdict, account: Account) -> list[str]:
-    first = account.difference
-    sizes = (
-        f"{first.measured.relative:.1e} of the largest value, {first.multiple:.0e} x rounding "
-        f"(limit {LIMIT:.0e})"
-    )
-    lines = [f"{_ranks(account)}: {sizes}"]
-    lines.append(
+    first = verdict.differences[0]
+    lines = [
+        f"{_ranks(account, first.measured.kind)}: {first.measured.relative:.1e} of the largest "
+        f"value, {first.multiple:.0e} x rounding (limit {LIMIT:.0e})",
         f"{account.differ_count:,} of {account.elems:,} elements differ; element "
-        f"{account.element}: expected {account.expected:.9g}, got {account.got:.9g}"
-    )
+        f"{account.element}: expected {account.expected:.9g}, got {account.got:.9g}",
+    ]
     lines += [f"{manner[0].upper()}{manner[1:]}." for manner in account.manners]
     if account.is_unreduced and not account.is_alike and not account.manners:
         lines.append("Its gradient is not reduced: the mean over ranks is right.")
@@ -84,29 +81,28 @@ def _account(verdict: AgainstVerdict, account: Account) -> list[str]:
         lines.append(f"at the same point {len(account.beside)} more: {_listed(account.beside)}")
     if account.later_count:
         lines.append(f"later {account.later_count:,} more, perhaps as a consequence")
-    return lines + _picture(account)
+    if equal_elems(account.picture) != 0:
+        lines += draw_buffer_map(account.picture)[1:]
+    elif len(account.picture.shards) > 1:
+        lines.append(describe_spread(account.picture))
+    return lines
 
 
-def _picture(account: Account) -> list[str]:
-    if equal_elems(account.picture) == 0:
-        several = len(account.picture.shards) > 1
-        return [describe_spread(account.picture)] if several else []
-    return draw_buffer_map(account.picture)[1:]
-
-
-def _ranks(account: Account) -> str:
-    world = account.world_size
-    if not account.ranks:
+def _ranks(account: Account, kind: str) -> str:
+    ranks, world = account.ranks, account.world_size
+    if not ranks:
         return f"the shards of {world} ranks, put together"
-    if account.difference.measured.kind == "sharded":
-        return f"shards of {_numbers('rank', account.ranks)}"
-    if len(account.ranks) < world:
-        return f"{_numbers('rank', account.ranks)} of {world}"
+    if kind == "sharded":
+        return f"shards of {_named(ranks)}"
+    if len(ranks) < world:
+        return f"{_named(ranks)} of {world}"
+    if world == 1:
+        return "the only rank"
     return f"all {world} ranks, {'in the same way' if account.is_alike else 'each in its own way'}"
 
 
-def _numbers(noun: str, numbers: Sequence[int]) -> str:
-    return f"{noun}{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) != 1 else ''} {in_runs(ranks)}"
 
 
 def _fed(feeds: Sequence[Feed]) -> list[str]:
@@ -116,7 +112,7 @@ def _fed(feeds: Sequence[Feed]) -> list[str]:
         times = "" if abs(feed.factor - 1) < 1e-9 else f", times {feed.factor:.6g}"
         line = f"fed by {feed.call}, from its element {feed.start} on{times}"
         ranks.setdefault(line if feed.call else _UNFED, []).append(feed.rank)
-    return [f"{_numbers('rank', sorted(held))}: {line}" for line, held in ranks.items()]
+    return [f"{_named(fed)}: {line}" for line, fed in ranks.items()]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -125,10 +121,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def as_dict(reported: Reported) -> dict[str, object]:
-    """A verdict, ready for JSON."""
+    """A verdict, ready for JSON, which has no infinity."""
     verdict, account = reported.verdict, reported.account
-    facts = {} if account is None else dataclasses.asdict(account)
-    first = {key: _plain(value) for key, value in facts.items() if key != "difference"} or None
     differences = [
         {
             "step": each.point.step,
@@ -139,16 +133,11 @@ def as_dict(reported: Reported) -> dict[str, object]:
         }
         for each in verdict.differences
     ]
-    rest = {
-        field.name: _plain(getattr(verdict, field.name))
-        for field in dataclasses.fields(verdict)
-        if field.name != "differences"
-    }
     return {
-        **rest,
+        **{each.name: getattr(verdict, each.name) for each in dataclasses.fields(verdict)},
         "largest_multiple": _finite(verdict.largest_multiple),
         "differences": differences,
-        "first": first,
+        "first": None if account is None else dataclasses.asdict(account),
         "command": reported.command,
         "bundle": reported.bundle,
         "seconds": reported.seconds,
@@ -156,57 +145,32 @@ def as_dict(reported: Reported) -> dict[str, object]:
     }
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def verdicts_schema() -> dict[str, object]:
     """The JSON Schema of the file that `zero-sim torchrun --against` writes with `--json`."""
-    number: dict[str, object] = {"type": ["number", "null"], "description": "Null if infinite."}
-    difference = {
+    number: Node = {"type": ["number", "null"], "description": "Null if infinite."}
+    difference: dict[str, Node] = {
         "step": {"type": "integer", "minimum": 0},
         "moment": {"enum": list(MOMENTS)},
         "tensor": {"type": "string"},
         "relative": number,
         "multiple_of_rounding": number,
     }
-    fields = {
+    fields: dict[str, Node] = {
         **record_schema(AgainstVerdict)["properties"],
         "largest_multiple": number,
-        "differences": {"type": "array", "items": _object(difference)},
-        "first": {"anyOf": [_without(record_schema(Account), "difference"), {"type": "null"}]},
+        "differences": list_of(object_of(difference)),
+        "first": {"anyOf": [record_schema(Account), {"type": "null"}]},
         "command": {"type": "string"},
         "bundle": {"type": ["string", "null"], "description": "Id of its bundle."},
         "seconds": {"type": "number", "minimum": 0},
         "exit_status": {"enum": sorted(EXIT_STATUS.values())},
     }
-    verdicts = {"type": "array", "items": _object(fields)}
-    whole = _object({"schema": {"const": VERSION}, "verdicts": verdicts})
+    whole = object_of({"schema": {"const": VERSION}, "verdicts": list_of(object_of(fields))})
     return {"$schema": DIALECT, "title": "zero-sim torchrun --against --json", **whole}
-
-
-def _object(properties: Mapping[str, object]) -> dict[str, object]:
-    return {
-        "type": "object",
-        "properties": dict(properties),
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-
-
-def _without(node: Mapping[str, object], field: str) -> dict[str, object]:
-    properties = dict(node["properties"])  # pyrefly: ignore [no-matching-overload]
-    del properties[field]
-    return _object(properties)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _plain(value: object) -> object:
-    """JSON has no infinity, and tuples are lists there."""
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value
 
 
 def junit_case(reported: Reported) -> TestCase:

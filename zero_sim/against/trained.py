@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zero_sim.against.measure import Baseline
 from zero_sim.against.points import LOCALISING, Point
-from zero_sim.against.rows import RowLog
+from zero_sim.replicas.rows import RowLog
 
 
 def trained(baseline: Baseline) -> list[str]:
@@ -41,12 +41,7 @@ def metrics_of(
 ) -> set[Point]:
     """Tensors of checkpoints that other rows may have decided, such as a validation loss.
 
-    These are tensors of a shape that no param has, if evaluations read other rows on both sides.
-
-    Args:
-        baseline: What the run is compared with.
-        points: Tensors that were compared.
-        rows: Logs of all ranks, of each side.
+    These are tensors of a shape that no param has, if evaluations of the two sides read other rows.
     """
     first, *others = ({row for log in logs for row in log.evaluations} for logs in rows)
     if all(each == first for each in others):

@@ -20,93 +20,64 @@ class Whole:
     """`replicated` or `sharded`."""
     candidates: Mapping[int, Tensor]
     """By rank: its copy, if replicated; else the tensor put together, under the lowest rank."""
-    ranks: tuple[int, ...]
-    """Ranks that have a part of it."""
 
 
 def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
     """The whole tensor of pieces by rank; None if their places are not known."""
     first = pieces[min(pieces)]
-    if any(piece.is_partial for piece in pieces.values()):
+    each = pieces.values()
+    if any(piece.is_partial or len(piece.shards) != len(first.shards) for piece in each):
         return None
-    if not any(piece.shards for piece in pieces.values()):
-        if any(piece.values.shape != first.values.shape for piece in pieces.values()):
+    if not first.shards:
+        if any(piece.values.shape != first.values.shape for piece in each):
             return None
         return Whole(
-            kind="replicated",
-            candidates={rank: piece.values for rank, piece in pieces.items()},
-            ranks=tuple(sorted(pieces)),
+            kind="replicated", candidates={rank: piece.values for rank, piece in pieces.items()}
         )
-    if any(len(piece.shards) != len(first.shards) for piece in pieces.values()):
-        return None
-    groups: dict[tuple[int, ...], tuple[int, Piece]] = {}
-    for rank in sorted(pieces):
-        coordinates = tuple(shard[1] for shard in pieces[rank].shards)
-        known = groups.setdefault(coordinates, (rank, pieces[rank]))
-        if not torch.equal(known[1].values, pieces[rank].values):
-            return _replicas_differ(pieces)
-    parts = {place: piece.values for place, (_, piece) in groups.items()}
-    tensor = _joined(parts, first.shards, allows_gaps=first.is_flat)
-    if tensor is not None and first.is_flat:
-        tensor = _unpadded(tensor, first.shape)
-    if tensor is None or tuple(tensor.shape) != first.shape:
-        return None
-    return Whole(kind="sharded", candidates={min(pieces): tensor}, ranks=tuple(sorted(pieces)))
-
-
-def _unpadded(flat: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    numel = math.prod(shape)
-    return flat[:numel].reshape(shape) if flat.numel() >= numel else None
-
-
-def _replicas_differ(pieces: Mapping[int, Piece]) -> Whole | None:
-    """One candidate for each replica of a sharded tensor, if ranks are laid out in blocks."""
-    first = next(iter(pieces.values()))
-    shards = first.shards
-    replicas: list[dict[tuple[int, ...], tuple[int, Tensor]]] = []
+    # Ranks by the coordinates of their shards, for each replica of a sharded tensor.
+    replicas: list[dict[tuple[int, ...], int]] = []
     for rank in sorted(pieces):
         place = tuple(shard[1] for shard in pieces[rank].shards)
-        home = next((each for each in replicas if place not in each), None)
+        home = next((known for known in replicas if place not in known), None)
         if home is None:
             home = {}
             replicas.append(home)
-        home[place] = rank, pieces[rank].values
+        home[place] = rank
     candidates: dict[int, Tensor] = {}
     for home in replicas:
-        parts = {place: values for place, (_, values) in home.items()}
-        tensor = _joined(parts, shards, allows_gaps=first.is_flat)
-        if tensor is not None and first.is_flat:
-            tensor = _unpadded(tensor, first.shape)
-        if tensor is None:
+        parts = {place: pieces[rank].values for place, rank in home.items()}
+        if candidates and all(
+            torch.equal(values, pieces[replicas[0][place]].values)
+            for place, values in parts.items()
+        ):
+            continue  # Equal to the first.
+        tensor = _joined(parts, first)
+        if tensor is None or tuple(tensor.shape) != first.shape:
             return None
-        candidates[min(rank for rank, _ in home.values())] = tensor
-    return Whole(kind="sharded", candidates=candidates, ranks=tuple(sorted(pieces)))
+        candidates[min(home.values())] = tensor
+    return Whole(kind="sharded", candidates=candidates)
 
 
-def _joined(
-    parts: Mapping[tuple[int, ...], Tensor],
-    shards: tuple[tuple[int, int, int], ...],
-    *,
-    allows_gaps: bool = False,
-) -> Tensor | None:
-    """Put shards together, the innermost mesh dimension first.
+def _joined(parts: Mapping[tuple[int, ...], Tensor], like: Piece) -> Tensor | None:
+    """Put shards together by the coordinates of their ranks, as those of a piece among them.
 
-    Args:
-        parts: By the coordinates of their ranks.
-        shards: As in `Piece`.
-        allows_gaps: True if a rank may have no part.
+    The innermost mesh dimension comes first. Ranks of a flat tensor may have no shard.
     """
-    for depth in reversed(range(len(shards))):
-        dim, _, count = shards[depth]
+    for depth in reversed(range(len(like.shards))):
+        dim, _, count = like.shards[depth]
         joined: dict[tuple[int, ...], Tensor] = {}
         for prefix in {place[:depth] for place in parts}:
             row = [parts.get((*prefix, index)) for index in range(count)]
             present = [each for each in row if each is not None]
-            if len(present) < count and not allows_gaps:
+            if len(present) < count and not like.is_flat:
                 return None
             joined[prefix] = torch.cat(present, dim=dim)
         parts = joined
-    return parts.get(())
+    tensor = parts.get(())
+    if tensor is None or not like.is_flat:
+        return tensor
+    numel = math.prod(like.shape)
+    return tensor[:numel].reshape(like.shape) if tensor.numel() >= numel else None
 
 
 def relative_difference(got: Tensor, expected: Tensor) -> float:

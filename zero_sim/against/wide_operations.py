@@ -1,4 +1,4 @@
-"""Runs every operation of one rank in float64, and notes native dtypes."""
+"""Runs every operation of one rank in float64 and notes native dtypes, or adds rounding noise."""
 
 from __future__ import annotations
 
@@ -12,24 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_sim.against.integers import ADDITIONS
-from zero_sim.against.native_dtypes import WIDE, native, note, stored, thread
+from zero_sim.against.hidden import ADDITIONS
+from zero_sim.against.native_dtypes import WIDE, native, note, stored, thread, widened
 from zero_sim.against.noise import Noise
-from zero_sim.sim.dispatch import has_own_dispatch, is_fake
+from zero_sim.against.points import tensors_in
+from zero_sim.sim.dispatch import has_own_dispatch, is_fake, pop_mode, push_mode
 
 _FACTORIES_WITHOUT_DRAWS = frozenset(
     {
-        "empty",
-        "zeros",
-        "ones",
-        "full",
-        "empty_strided",
-        "arange",
-        "linspace",
-        "eye",
+        "empty", "zeros", "ones", "full", "empty_strided", "arange", "linspace", "eye",
         "scalar_tensor",
     }
-)
+)  # fmt: skip
 _UNFILLED = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 _BY_AUTOCAST = frozenset(
     {
@@ -86,8 +80,26 @@ def plan_of(func: Any) -> Plan:
     )
 
 
-class WideOperations(TorchDispatchMode):
-    """Stands in one rank's stack of modes while it runs a script.
+class RankMode(TorchDispatchMode):
+    """Stands in one rank's stack of modes while it runs a script."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __enter__(self) -> Self:
+        # Not as the base class does it, which sets flags of the whole process.
+        push_mode(self)
+        return self
+
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
+        pop_mode()
+
+
+class WideOperations(RankMode):
+    """Runs the operations of one rank in float64.
 
     Args:
         noise_seed: Seed of the rounding noise; None for no noise.
@@ -97,8 +109,6 @@ class WideOperations(TorchDispatchMode):
             on what torch has cached.
         added: Receives name and result of each operation of `ADDITIONS`.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -116,19 +126,13 @@ class WideOperations(TorchDispatchMode):
         self._taken = hashlib.blake2b(digest_size=16)
         self.operation_count = 0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
     def __enter__(self) -> Self:
-        # Not as the base class does it, which sets flags of the whole process.
-        torch._C._push_on_torch_dispatch_stack(self)
         thread.active = True
-        return self
+        return super().__enter__()
 
     def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         thread.active = False
-        torch._C._pop_torch_dispatch_stack(None)
+        super().__exit__(exc_type, exc_val, exc_tb)
 
     @property
     def digest(self) -> str:
@@ -172,24 +176,22 @@ class WideOperations(TorchDispatchMode):
                 kwargs = {**kwargs, "dtype": WIDE[kwargs["dtype"]]}
             return func(*args, **kwargs)
         dtype = kwargs.get("dtype")
-        if _is_meta(kwargs.get("device")):
+        if _is_meta(kwargs.get("device")) or (plan.is_factory and not plan.takes_dtype):
             return func(*args, **kwargs)
         if plan.is_factory:
-            if not plan.takes_dtype:
-                return func(*args, **kwargs)
             return _made(func, plan, args, kwargs)
-        tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        tensors = list(tensors_in((*args, *kwargs.values())))
         stays_meta = not kwargs.get("device") and all(_is_meta(each.device) for each in tensors)
         if tensors and stays_meta:
             return func(*args, **kwargs)
-        if any(stored(each) in WIDE and each.device.type != "meta" for each in tensors):
+        if any(map(_is_narrow, tensors)):
             args = tuple(_stored_wide(each) for each in args)
         if dtype in WIDE:
             kwargs = {**kwargs, "dtype": WIDE[dtype]}
         elif dtype is None:
             dtype = _promoted(tensors, plan)
         result = func(*args, **kwargs)
-        if _is_narrow(result):
+        if any(map(_is_narrow, tensors_in((result,)))):
             # Of integers: 1 / 3 is rounded to float32 here, and not only to float64.
             if plan.takes_dtype:
                 kwargs = {**kwargs, "dtype": torch.float64}
@@ -201,26 +203,35 @@ class WideOperations(TorchDispatchMode):
             firsts = next((each for each in args if isinstance(each, (list, tuple))), ())
             for each, like in zip(result, firsts, strict=False):
                 _note_fresh(each, native(like) if isinstance(like, Tensor) else dtype)
-        elif isinstance(result, (list, tuple)):
-            for each in result:
-                _note_fresh(each, dtype)
         else:
-            _note_fresh(result, dtype)
+            for each in tensors_in((result,)):
+                _note_fresh(each, dtype)
+        return result
+
+
+class NativeNoise(RankMode):
+    """Moves the results of one rank's operations in the script's own dtypes, drawn with a seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._noise = Noise(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for each in types:
+            if has_own_dispatch(each) and not is_fake(each):
+                return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if isinstance(func, torch._ops.OpOverload) and not any(map(is_fake, types)):
+            plan = plan_of(func)
+            if not plan.is_exact and not plan.is_factory:
+                self._noise.move(result)
         return result
 
 
 def _is_meta(device: Any) -> bool:
     return device is not None and torch.device(device).type == "meta"
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for each in values:
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif isinstance(each, (list, tuple)):
-            found += [one for one in each if isinstance(one, Tensor)]
-    return found
 
 
 def _made(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -231,15 +242,14 @@ def _made(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         note(result, dtype)
         return result
     result = func(*args, **kwargs)
-    made = stored(result) if isinstance(result, Tensor) else None
-    if made in WIDE and result.device.type != "meta":
+    if _is_narrow(result):
+        made = stored(result)
         wide = torch.empty_strided(result.shape, result.stride(), dtype=WIDE[made])
         if plan.name not in ("empty", "empty_strided"):
             wide.copy_(result)
         note(wide, made)
         return wide
-    if isinstance(result, Tensor):
-        _note_fresh(result, dtype)
+    _note_fresh(result, dtype)
     return result
 
 
@@ -275,16 +285,13 @@ _STORED = (torch.float64, torch.complex128)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def _is_narrow(result: Any) -> bool:
-    values = result if isinstance(result, (list, tuple)) else (result,)
-    return any(
-        isinstance(each, Tensor) and stored(each) in WIDE and each.device.type != "meta"
-        for each in values
-    )
+def _is_narrow(value: Any) -> bool:
+    """True for a tensor with memory in a narrow dtype, as C++ makes them."""
+    return isinstance(value, Tensor) and stored(value) in WIDE and not value.is_meta
 
 
 def _stored_wide(value: Any) -> Any:
-    if isinstance(value, Tensor) and stored(value) in WIDE and value.device.type != "meta":
+    if _is_narrow(value):
         return value.to(WIDE[stored(value)])
     if isinstance(value, (list, tuple)):
         return type(value)(map(_stored_wide, value))
@@ -302,12 +309,7 @@ def _as_float64(value: Any) -> Any:
 def _lift_fresh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor of Python numbers, which C++ has made in its narrow dtype."""
     result = func(*args, **kwargs)
-    dtype = stored(result)
-    if dtype not in WIDE or result.device.type == "meta":
-        return result
-    wide = result.to(WIDE[dtype])
-    note(wide, dtype)
-    return wide
+    return widened(result) if _is_narrow(result) else result
 
 
 def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,9 +20,10 @@ from zero_sim.host.files import unwritten, write_whole
 from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
+    from zero_sim.against.records import AgainstVerdict
     from zero_sim.against.runs import Side
     from zero_sim.against.text import Reported
-    from zero_sim.against.verdict import AgainstVerdict, Prepared
+    from zero_sim.against.verdict import Prepared
     from zero_sim.script.launch import Settings
 
 RELATIONS = ("1", "resumed", "mesh", "micro")
@@ -103,8 +104,9 @@ def judge_script(
     """
     from zero_sim.against.account import account_of
     from zero_sim.against.precision import measure_precision
+    from zero_sim.against.records import EXIT_STATUS
     from zero_sim.against.text import Reported, render
-    from zero_sim.against.verdict import EXIT_STATUS, judge, prepare
+    from zero_sim.against.verdict import judge, prepare
 
     expected, sides = _sides(options, settings, words=words, allowed_drift=tuple(allowed_drift))
     by_rank = options.against == "resumed"
@@ -200,7 +202,7 @@ def _write_bundle(
     by_rank: bool,
 ) -> str:
     """Write a bundle; its id."""
-    from zero_sim.against.bundles import ScriptBundle, first_of, write_script_bundle
+    from zero_sim.against.bundles import ScriptBundle, write_script_bundle
 
     bundle = ScriptBundle(
         expected=prepared.side,
@@ -212,7 +214,7 @@ def _write_bundle(
         all_read_all=options.all_read_all,
         outcome=verdict.outcome,
         reason=verdict.reason,
-        first=first_of(verdict),
+        first=verdict.first,
     )
     assert options.bundles is not None
     return write_script_bundle(bundle, folder=options.bundles).name
@@ -235,17 +237,19 @@ def replay_script(path: Path, *, trust: bool) -> int:
         trust: True if the script may run.
     """
     from zero_sim.against.account import account_of
-    from zero_sim.against.bundles import first_of, in_code_of, read_script_bundle
+    from zero_sim.against.bundles import CODE_FOLDER, read_script_bundle
+    from zero_sim.against.records import EXIT_STATUS
     from zero_sim.against.text import render
-    from zero_sim.against.verdict import EXIT_STATUS, judge, prepare
+    from zero_sim.against.verdict import judge, prepare
+    from zero_sim.host.working_folder import in_copy_of
 
     bundle = read_script_bundle(path)
     if not trust:
         raise UsageError(
             f"expected --trust for a bundle of a script, because its code runs here, got none. "
-            f"Read {path / 'code'} first."
+            f"Read {path / CODE_FOLDER} first."
         )
-    with in_code_of(path):
+    with in_copy_of(path.absolute() / CODE_FOLDER):
         prepared = prepare(
             bundle.expected, seed=bundle.seed, keeps_rows=bundle.feeds, by_rank=bundle.by_rank
         )
@@ -260,7 +264,7 @@ def replay_script(path: Path, *, trust: bool) -> int:
         text = render(verdict, account_of(comparison))
     if verdict.outcome == "equal":
         head = "FIXED"
-    elif (verdict.outcome, first_of(verdict)) == (bundle.outcome, bundle.first):
+    elif (verdict.outcome, verdict.first) == (bundle.outcome, bundle.first):
         head = "FAILED as in the bundle"
     else:
         then = bundle.first or bundle.reason

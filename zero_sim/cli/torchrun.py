@@ -284,8 +284,8 @@ def _run(
     words: Sequence[str],
     runs: _RunOptions,
 ) -> int:
-    from zero_sim.against.shares import shared_rows_note
     from zero_sim.against.watch import ScriptWatch
+    from zero_sim.replicas.shares import shared_rows_note
     from zero_sim.script.launch import Launcher
     from zero_sim.script.own_modules import check_found
     from zero_sim.script.program import read_script
@@ -299,7 +299,7 @@ def _run(
     with Launcher(script, settings) as launcher:
         check_found(settings.packages, folder=script.folder)
         for seed in seeds:
-            watch = ScriptWatch(world_size=settings.world_size, allowed=runs.allow_drift)
+            watch = ScriptWatch(allowed=runs.allow_drift)
             launcher.guest = watch
             with watch.watching():
                 run = launcher.run(seed=seed, quiet=first is not None)

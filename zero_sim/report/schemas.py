@@ -56,7 +56,7 @@ def versioned(value: Mapping[str, object]) -> dict[str, object]:
 
 def _run() -> Node:
     problem = dict.fromkeys(("source", "path", "message", "suggestion"), _TEXT)
-    case = _object(
+    case = object_of(
         {
             **record_schema(CaseResult)["properties"],
             "source": _described(_TEXT, "The scenario file."),
@@ -65,8 +65,8 @@ def _run() -> Node:
         }
     )
     return {
-        "cases": _list(case),
-        "problems": _described(_list(_object(problem)), "What is wrong in scenario files."),
+        "cases": list_of(case),
+        "problems": _described(list_of(object_of(problem)), "What is wrong in scenario files."),
         "seconds": _SECONDS,
         "interrupted": _FLAG,
         "not_run": _described(_COUNT, "Cases that an interrupt left."),
@@ -84,7 +84,7 @@ def _replay() -> Node:
         "same_events": _described(_or_null(_FLAG), "Null of real processes: it is not known."),
         "then": finding,
         "now": _or_null(finding),
-        "differences": _list(_TEXT),
+        "differences": list_of(_TEXT),
         "result": record_schema(CaseResult),
         "exit_status": _STATUS,
         "frozen": _or_null(_TEXT),
@@ -128,7 +128,7 @@ def _fuzz() -> Node:
     counts = ("cases", "earlier_cases", "batches")
     again = ("bundle", "said")
     outcome: Node = {"enum": ["fixed", "fails", "fails-otherwise", "unknown"]}
-    lost = _object({"index": _COUNT, "seed": _COUNT, "why": _TEXT})
+    lost = object_of({"index": _COUNT, "seed": _COUNT, "why": _TEXT})
     return {
         **dict.fromkeys(counts, _COUNT),
         "busy_seconds": _SECONDS,
@@ -140,14 +140,16 @@ def _fuzz() -> Node:
         "inconclusive_cases": _described(_COUNTS, "Cases by the check that says why."),
         "unobserved": _described(_COUNTS, "By what the target does not tell, cases without it."),
         "taken": _described(
-            _list(_TEXT), "Rules that were worked out because the target declares none."
+            list_of(_TEXT), "Rules that were worked out because the target declares none."
         ),
-        "findings": _list(_object(finding)),
+        "findings": list_of(object_of(finding)),
         "coverage": _coverage(),
-        "lost": _list(lost),
+        "lost": list_of(lost),
         "rechecked": _described(
-            _list(
-                _object({"key": _list(_TEXT), **dict.fromkeys(again, _TEXT), "outcome": outcome})
+            list_of(
+                object_of(
+                    {"key": list_of(_TEXT), **dict.fromkeys(again, _TEXT), "outcome": outcome}
+                )
             ),
             "What came of findings of earlier runs, judged again.",
         ),
@@ -159,7 +161,7 @@ def _fuzz() -> Node:
         "corpus": _TEXT,
         "shards": _COUNT,
         "shards_missing": _described(
-            _list(_COUNT), "With --join, those without a file, counted from 1."
+            list_of(_COUNT), "With --join, those without a file, counted from 1."
         ),
         "exit_status": _STATUS,
     }
@@ -167,7 +169,7 @@ def _fuzz() -> Node:
 
 def _coverage() -> Node:
     share: Node = {"type": ["number", "null"]}
-    ids: Node = {"type": "object", "additionalProperties": _list(_TEXT)}
+    ids: Node = {"type": "object", "additionalProperties": list_of(_TEXT)}
     always = {
         "cases": _described(_COUNT, "Those of which the features are known."),
         "features": _described(_COUNTS, "Cases by feature."),
@@ -178,7 +180,7 @@ def _coverage() -> Node:
         "pairs_left_min": _described(_or_null(_COUNT), "Likely least number of pairs to be met."),
     }
     on_demand = {
-        "features_never": _list(_TEXT),
+        "features_never": list_of(_TEXT),
         "pairs": _described(_COUNTS, "Cases by two features, joined by ` + `."),
         "pairs_never": _described(
             {"type": "object", "additionalProperties": {"type": "number"}},
@@ -188,23 +190,23 @@ def _coverage() -> Node:
         "mutants_by_feature": _described(ids, "Those in whose smallest case it is left."),
         "mutants_by_pair": ids,
     }
-    with_all = _object({**always, **on_demand})
-    return {"anyOf": [_object(always), _described(with_all, "With --coverage.")]}
+    with_all = object_of({**always, **on_demand})
+    return {"anyOf": [object_of(always), _described(with_all, "With --coverage.")]}
 
 
 def _mutants() -> Node:
     from zero_sim.mutants.records import Trial
 
-    kills = _object({"name": _TEXT, "killed": _COUNT, "of": _COUNT})
+    kills = object_of({"name": _TEXT, "killed": _COUNT, "of": _COUNT})
     return {
         "core": kills,
         "all": kills,
-        "by_class": _list(kills),
-        "by_flag": _list(kills),
+        "by_class": list_of(kills),
+        "by_flag": list_of(kills),
         "cases_median": {"type": "number"},
         "cases_most": _COUNT,
         "seconds": _SECONDS,
-        "trials": _list(record_schema(Trial)),
+        "trials": list_of(record_schema(Trial)),
         "exit_status": _STATUS,
     }
 
@@ -223,7 +225,7 @@ _WAY: dict[str, Node] = {
 def _memory() -> Node:
     held = _described(_COUNTS, "By category, and `total`: what a rank holds between two steps.")
     of_step: Node = {"type": "object", "additionalProperties": _COUNTS}
-    row = _object(
+    row = object_of(
         {
             **_WAY,
             "bytes_per_rank": held,
@@ -234,11 +236,11 @@ def _memory() -> Node:
             "saved": _NUMBER,
         }
     )
-    alone = _object({"gradients_freed": _COUNTS, "gradients_kept": _COUNTS})
+    alone = object_of({"gradients_freed": _COUNTS, "gradients_kept": _COUNTS})
     return {
         "bytes_per_rank": _described(_COUNTS, "Of the first of `rows`."),
         "total": _described(_COUNT, "Likewise."),
-        "rows": _list(row),
+        "rows": list_of(row),
         "single_device": _described(_or_null(alone), "One device without buffers."),
         "measured": _measured(),
     }
@@ -248,25 +250,25 @@ def _traffic() -> Node:
     from zero_sim.calculators.network import Network
 
     sent: Node = {"type": "object", "additionalProperties": _COUNTS}
-    flow = _object(
+    flow = object_of(
         {
             **dict.fromkeys(("kind", "group", "dtype"), _TEXT),
             **dict.fromkeys(("ranks", "calls", "messages", "contributed_bytes"), _COUNT),
             "sent_bytes": _COUNTS,
         }
     )
-    row = _object(
+    row = object_of(
         {
             **_WAY,
             "bytes_sent_per_rank": _described(sent, "By kind and link, and `total` by link."),
             **dict.fromkeys(("total", "bytes_sent_per_card", "calls", "messages"), _COUNT),
-            "flows": _list(flow),
+            "flows": list_of(flow),
         }
     )
     return {
         "bytes_sent_per_rank": _described(sent, "Of the first of `rows`."),
         "total": _described(_COUNT, "Likewise."),
-        "rows": _list(row),
+        "rows": list_of(row),
         "network": record_schema(Network),
         "measured": _measured(),
     }
@@ -274,38 +276,38 @@ def _traffic() -> Node:
 
 def _measured() -> Node:
     sent: Node = {"type": "object", "additionalProperties": _COUNTS}
-    rank = _object(
+    rank = object_of(
         {
             **dict.fromkeys(("rank", "peak"), _COUNT),
             "bytes": _described(_COUNTS, "Between two steps, by category."),
             "peak_bytes": _COUNTS,
             "peak_at": _TEXT,
             "unreported": _described(
-                _list(_TEXT), "Categories that the system does not tell apart."
+                list_of(_TEXT), "Categories that the system does not tell apart."
             ),
             "bytes_sent": _or_null(sent),
         }
     )
-    run = _object(
+    run = object_of(
         {
             "step": _COUNT,
-            "ranks": _list(rank),
+            "ranks": list_of(rank),
             "is_costed": _described(_FLAG, "Whether the system declares the closed forms."),
-            "differences": _described(_list(_TEXT), "What a run and closed forms say otherwise."),
+            "differences": _described(list_of(_TEXT), "What a run and closed forms say otherwise."),
         }
     )
-    return _described(_or_null(_list(run)), "With --measure: of each row the run.")
+    return _described(_or_null(list_of(run)), "With --measure: of each row the run.")
 
 
 def _fingerprint() -> Node:
-    size = _object(dict.fromkeys(("bytes_min", "bytes_max", "calls"), _COUNT))
+    size = object_of(dict.fromkeys(("bytes_min", "bytes_max", "calls"), _COUNT))
     return {
         "stage": _described(_TEXT, "Empty where no grammar fits."),
         **dict.fromkeys(("why", "letters"), _TEXT),
         "steps": _NUMBER,
         **dict.fromkeys(("copies", "overlapping", "calls"), _COUNT),
-        "odd": _list(_TEXT),
-        "sizes": _described(_list(size), "Calls by the size of their messages."),
+        "odd": list_of(_TEXT),
+        "sizes": _described(list_of(size), "Calls by the size of their messages."),
     }
 
 
@@ -320,18 +322,18 @@ def _rules() -> Node:
             "remedy if this is not intended.",
         ),
         "capabilities": _described(fields, "Fields of Capabilities that are not as by default."),
-        "unclear": _described(_list(_TEXT), "What could not be determined, and why."),
+        "unclear": _described(list_of(_TEXT), "What could not be determined, and why."),
         "left_out": _described(
             {"type": "object", "additionalProperties": _TEXT},
             "What the target cannot be asked for, and what came of asking.",
         ),
-        "contradicted": _described(_list(_TEXT), "What it declares otherwise."),
+        "contradicted": _described(list_of(_TEXT), "What it declares otherwise."),
         "limits": _described(
-            {"type": "object", "additionalProperties": _list(_TEXT)},
+            {"type": "object", "additionalProperties": list_of(_TEXT)},
             "By a check of its own by which it refuses sizes: names of the cases.",
         ),
         "alarms": _described(
-            _list(_TEXT),
+            list_of(_TEXT),
             "What a right system has not, such as several ranks that no known rule fits: with any, "
             "what was found is not to be declared.",
         ),
@@ -341,13 +343,13 @@ def _rules() -> Node:
 
 
 def _doctor() -> Node:
-    return {"facts": _list(record_schema(Fact))}
+    return {"facts": list_of(record_schema(Fact))}
 
 
 def _bench() -> Node:
     return {
-        "measurements": _list(record_schema(Measurement)),
-        "worse": _described(_list(record_schema(WorseRatio)), "Empty without --check."),
+        "measurements": list_of(record_schema(Measurement)),
+        "worse": _described(list_of(record_schema(WorseRatio)), "Empty without --check."),
     }
 
 
@@ -377,11 +379,13 @@ def _or_null(node: Node) -> Node:
     return {"anyOf": [node, {"type": "null"}]}
 
 
-def _list(node: Node) -> Node:
+def list_of(node: Node) -> Node:
+    """The schema of a list."""
     return {"type": "array", "items": node}
 
 
-def _object(properties: Mapping[str, Node]) -> Node:
+def object_of(properties: Mapping[str, Node]) -> Node:
+    """The schema of a table with these fields and no others."""
     return {
         "type": "object",
         "properties": dict(properties),
@@ -418,6 +422,6 @@ def _inlined(node: Any, defs: Mapping[str, Node]) -> Any:
         return _inlined({**found, **{k: v for k, v in node.items() if k != "$ref"}}, defs)
     if "properties" in node:
         told = {k: v for k, v in node["properties"].items() if k not in _NOT_TOLD}
-        fields = _object({name: _inlined(field, defs) for name, field in told.items()})
+        fields = object_of({name: _inlined(field, defs) for name, field in told.items()})
         return {**fields, "description": node["description"]}
     return {k: _inlined(v, defs) for k, v in node.items() if k not in ("title", "default")}

@@ -11,6 +11,7 @@ gradients before a step, the difference after it is a warning; if some rank's di
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,12 +26,26 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zero_sim.against.points import plain_name
-from zero_sim.against.replicas import ReplicaCheck, ReplicaKey, ValueIndex
+from zero_sim.replicas.check import ReplicaCheck, ReplicaKey, ValueIndex
 from zero_sim.sim.dispatch import has_own_dispatch
+from zero_sim.sim.world.rank_threads import rank_state
+from zero_sim.sim.world.run import Run
 
 _LOCAL_HOOKS = ("post_localSGD_hook", "noop_hook")
 _KNOWN_HOOKS = "torch.distributed.algorithms"
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def plain_name(name: str) -> str:
+    """A param's name without the names that wrappers of modules add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def world_size_of_run() -> int:
+    """Number of ranks of the calling rank's run."""
+    run = rank_state.run
+    assert isinstance(run, Run)
+    return len(run.buffers)
 
 
 @dataclass(slots=True, eq=False)
@@ -39,8 +54,9 @@ class _Wrapper:
 
     module: Any
     label: str
-    params: frozenset[int] = frozenset()
+    params: frozenset[int]
     """Their ids."""
+    ranks: tuple[int, ...]
     trains: bool = False
     """True within its forward with gradients."""
     reducing_forwards: int = 0
@@ -63,6 +79,10 @@ class _Wrapper:
             self.reduced = True
             self.reducing_forwards += 1
 
+    def key(self, name: str, tensor: Tensor) -> ReplicaKey:
+        """The key of its param or buffer."""
+        return ReplicaKey(self.label, name, tuple(tensor.shape), self.ranks)
+
     def excuse(self) -> str:
         """Why ranks' params may differ rightly; empty for no reason."""
         for hook, _ in self.module._comm_hooks:
@@ -81,6 +101,7 @@ class RankReplicas:
 
     rank: int
     check: ReplicaCheck
+    world_size: int
     _wrappers: list[_Wrapper] = field(default_factory=list)
     _wrapped: dict[int, tuple[_Wrapper, str]] = field(default_factory=dict)
     """The wrapper of each module that one contains, and the module's name in it."""
@@ -92,12 +113,7 @@ class RankReplicas:
     _trains: bool = False
 
     def begin_outermost(self, root: Module, *, trains: bool) -> None:
-        """Before a forward that no other contains.
-
-        Args:
-            root: Its module.
-            trains: True if gradients are enabled.
-        """
+        """Before a forward that no other contains."""
         self._trains = trains
         if not trains:
             return
@@ -134,11 +150,10 @@ class RankReplicas:
         if not wrapper.broadcasts_now:
             return
         broadcast = {id(each) for each in wrapper.module.modules_buffers}
-        group = _members(wrapper.module)
         for name, buffer in wrapper.module.module.named_buffers():
             if id(buffer) in broadcast and _is_plain(buffer):
-                key = ReplicaKey(wrapper.label, plain_name(name), tuple(buffer.shape), group)
-                self._compare(key, ValueIndex(0, wrapper.broadcasts), buffer, count=len(group))
+                key = wrapper.key(plain_name(name), buffer)
+                self._compare(key, ValueIndex(0, wrapper.broadcasts), buffer, len(wrapper.ranks))
 
     def end_forward(self, module: Module, name: str | None, *, steps: int) -> None:
         """After each forward; compares the params that it used."""
@@ -179,7 +194,8 @@ class RankReplicas:
         params = frozenset(
             id(param) for name, param in module.module.named_parameters() if name not in ignored
         )
-        made = _Wrapper(module, f"DistributedDataParallel{number}", params)
+        ranks = tuple(dist.get_process_group_ranks(module.process_group))
+        made = _Wrapper(module, f"DistributedDataParallel{number}", params, ranks)
         self._wrappers.append(made)
         for name, each in module.module.named_modules():
             self._wrapped[id(each)] = made, plain_name(name)
@@ -189,33 +205,28 @@ class RankReplicas:
         if not wrapper.trains or wrapper.joined or not _is_plain(param):
             return
         own = self._steps[id(param)]
-        index = ValueIndex(own) if own else ValueIndex(0, wrapper.reducing_forwards)
-        group = _members(wrapper.module)
-        key = ReplicaKey(wrapper.label, name, tuple(param.shape), group)
-        self._compare(key, index, param, count=len(group), excuse=wrapper.excuse)
+        index = ValueIndex(own, 0 if own else wrapper.reducing_forwards)
+        key = wrapper.key(name, param)
+        self._compare(key, index, param, len(wrapper.ranks), excuse=wrapper.excuse)
 
     def _compare_placed(self, name: str, param: Tensor, index: ValueIndex, mesh: Any) -> None:
         """A DTensor by its placements; a plain tensor by its name, or FSDP's unsharded param."""
         if not isinstance(param, DTensor):
+            declared, place = ("", ()) if mesh is None else ("DTensor", _ranks(mesh))
             if _is_plain(param):
-                key = ReplicaKey("", name, tuple(param.shape))
-                if mesh is not None:
-                    key = key._replace(declared="DTensor", place=_ranks(mesh))
-                self._compare(key, index, param, count=mesh.size() if mesh is not None else None)
+                key = ReplicaKey(declared, name, tuple(param.shape), place)
+                self._compare(key, index, param, len(place) or None)
             return
         mesh, local, placements = param.device_mesh, param.to_local(), param.placements
         coordinates = mesh.get_coordinate()
         if coordinates is None or any(each.is_partial() for each in placements):
             return
         shards = [index for index, each in enumerate(placements) if not each.is_replicate()]
-        count = mesh.size()
-        for dim in shards:
-            count //= mesh.size(dim)
+        count = mesh.size() // math.prod(mesh.size(dim) for dim in shards)
         if count > 1 and _is_plain(local):
             place = (*_ranks(mesh), *(coordinates[dim] for dim in shards))
-            self._compare(
-                ReplicaKey("DTensor", name, tuple(local.shape), place), index, local, count
-            )
+            key = ReplicaKey("DTensor", name, tuple(local.shape), place)
+            self._compare(key, index, local, count)
 
     def _compare(
         self,
@@ -228,19 +239,10 @@ class RankReplicas:
         if self._latest.get(key) == index:
             return
         self._latest[key] = index
+        count = count or self.world_size
         with _disable_current_modes(), torch.no_grad():
-            self.check.compare(
-                self.rank,
-                key,
-                index,
-                tensor.detach(),
-                count=count or self.check.world_size,
-                excuse=excuse(),
-            )
-
-
-def _members(module: Any) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(module.process_group))
+            tensor = tensor.detach()
+            self.check.compare(self.rank, key, index, tensor, count=count, excuse=excuse())
 
 
 def _ranks(mesh: Any) -> tuple[int, ...]:

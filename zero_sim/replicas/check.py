@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero_sim.findings.compare import Difference, find_difference
+
 KEPT_BYTES = 1 << 30
 """Memory of values that wait for other ranks. Beyond it the oldest are dropped, uncompared."""
 
@@ -56,32 +58,24 @@ class ValueIndex(NamedTuple):
 class Drift:
     """The first difference between two ranks' values of one tensor."""
 
-    name: str
-    declared: str
-    """What declares it to be a replica; empty for nothing."""
+    key: ReplicaKey
+    index: ValueIndex
     excuse: str
-    """Why it may differ rightly; empty for a finding."""
-    when: str
-    steps: int
-    """Optimizer steps on the tensor before it."""
+    """A reason why it may differ rightly; empty for a finding."""
     ranks: tuple[int, int]
     """The first two ranks that were found to differ, the lower first."""
-    differ_count: int
-    elems: int
-    element: int
-    """The first flat element that differs."""
-    values: tuple[float, float]
-    """The element's values on the two ranks."""
+    difference: Difference
+    """The values of the lower rank are those expected."""
 
     @property
     def text(self) -> str:
         """The difference in words."""
-        of = f" of {self.declared}" if self.declared else ""
-        one, other = self.ranks
+        of = f" of {self.key.declared}" if self.key.declared else ""
+        (one, other), found = self.ranks, self.difference
         return (
-            f"{self.name}{of}, {self.when}\n"
-            f"  {self.differ_count:,} of {self.elems:,} elements differ; element {self.element}: "
-            f"rank {one} has {self.values[0]:.9g}, rank {other} has {self.values[1]:.9g}"
+            f"{self.key.name}{of}, {self.index.text}\n"
+            f"  {found.differ_count:,} of {found.compared_count:,} elements differ; element "
+            f"{found.first}: rank {one} has {found.expected:.9g}, rank {other} has {found.got:.9g}"
         )
 
 
@@ -99,12 +93,10 @@ class ReplicaCheck:
     """Compares the tensors of all ranks of one run.
 
     Args:
-        world_size: Number of ranks.
         allowed: Patterns of names that may differ, as of `fnmatch`.
     """
 
-    def __init__(self, *, world_size: int, allowed: Sequence[str] = ()) -> None:
-        self.world_size = world_size
+    def __init__(self, *, allowed: Sequence[str] = ()) -> None:
         self.findings: list[Drift] = []
         """Declared replicas that differ, in the order in which they were found."""
         self.warnings: list[Drift] = []
@@ -135,26 +127,40 @@ class ReplicaCheck:
             index: When it is used.
             tensor: Its value.
             count: Number of ranks that have it.
-            excuse: Why it may differ from other ranks' rightly; empty for no reason.
+            excuse: A reason why other ranks may rightly differ; empty for none.
         """
         if key in self._done:
             return
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
         entry = self._entries.get((key, index))
         if entry is None:
             self._keep(key, index, _Entry(rank, tensor.clone(), excuse, {rank}))
             return
         entry.ranks.add(rank)
-        if not _same(entry.values, tensor):
+        (low, values), (high, others) = sorted(
+            ((entry.rank, entry.values), (rank, tensor)), key=lambda each: each[0]
+        )
+        difference = find_difference(values, others)
+        if difference is not None:
             self._done.add(key)
             self.compared.discard(key)
-            if key.declared or key in self._agreed:
-                # One rank that reduced gradients shows that the step was to be common.
-                self._differ(rank, key, index, tensor, entry, excuse=entry.excuse and excuse)
+            is_allowed = any(fnmatch.fnmatchcase(key.name, pattern) for pattern in self._allowed)
+            if is_allowed or not (key.declared or key in self._agreed):
+                return
+            # One rank that reduced gradients shows that the step was to be common.
+            excuse = entry.excuse and excuse
+            if not key.declared:
+                excuse = "nothing declares it to be a replica"
+            drift = Drift(
+                key=key, index=index, excuse=excuse, ranks=(low, high), difference=difference
+            )
+            (self.warnings if excuse else self.findings).append(drift)
         elif len(entry.ranks) == count:
             if key.declared:
                 self.compared.add(key)
             # Zeros and ones are equal on ranks that have different shards, too.
-            elif key not in self._agreed and not _is_constant(tensor):
+            elif key not in self._agreed and bool((tensor != tensor.reshape(-1)[0]).any()):
                 self._agreed.add(key)
             self._drop((key, index))
 
@@ -167,65 +173,25 @@ class ReplicaCheck:
     def _drop(self, place: tuple[ReplicaKey, ValueIndex]) -> None:
         self._bytes -= self._entries.pop(place).values.nbytes
 
-    def _differ(
-        self,
-        rank: int,
-        key: ReplicaKey,
-        index: ValueIndex,
-        tensor: Tensor,
-        entry: _Entry,
-        *,
-        excuse: str,
-    ) -> None:
-        if any(fnmatch.fnmatchcase(key.name, pattern) for pattern in self._allowed):
-            return
-        one, other = entry.values.reshape(-1), tensor.detach().reshape(-1)
-        differs = (one != other) & ~(one.isnan() & other.isnan())
-        element = int(differs.nonzero()[0])
-        if not key.declared:
-            excuse = "nothing declares it to be a replica"
-        (low, of_low), (high, of_high) = sorted(
-            ((entry.rank, _number(one[element])), (rank, _number(other[element])))
-        )
-        drift = Drift(
-            name=key.name,
-            declared=key.declared,
-            excuse=excuse,
-            when=index.text,
-            steps=index.steps,
-            ranks=(low, high),
-            differ_count=int(differs.sum()),
-            elems=one.numel(),
-            element=element,
-            values=(of_low, of_high),
-        )
-        (self.warnings if excuse else self.findings).append(drift)
-
     @property
     def finding(self) -> str:
         """The finding in words; empty for none."""
-        if not self.findings:
-            return ""
-        first, *others = self.findings
-        lines = [f"replicas differ: {first.text}", *_listed(others)]
-        lines.append(
-            "  Let all ranks step on the same gradients and params. If they differ on purpose, "
-            f"name them: --allow-drift '{first.name}'."
+        return _in_words(
+            self.findings,
+            "replicas differ",
+            "Let all ranks step on the same gradients and params. If they differ on purpose, name "
+            "them",
         )
-        return "\n".join(lines)
 
     @property
     def warning(self) -> str:
         """The tensors that drift apart and may do so rightly, in words; empty for none."""
-        if not self.warnings:
-            return ""
-        first, *others = self.warnings
-        lines = [f"equal on all ranks at first, then not: {first.text}", *_listed(others)]
-        lines.append(
-            f"  This may be right, since {first.excuse}. Then name it: --allow-drift "
-            f"'{first.name}'."
+        excuse = self.warnings[0].excuse if self.warnings else ""
+        return _in_words(
+            self.warnings,
+            "equal on all ranks at first, then not",
+            f"This may be right, since {excuse}. Then name it",
         )
-        return "\n".join(lines)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -234,22 +200,12 @@ class ReplicaCheck:
         return (". ".join(lines) + ".",) if lines else ()
 
 
-def _listed(others: Sequence[Drift]) -> list[str]:
-    if not others:
-        return []
-    more = f", and {len(others) - 3} more" if len(others) > 3 else ""
-    return [f"  so do {', '.join(each.name for each in others[:3])}{more}"]
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if torch.equal(one, other):
-        return True
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def _is_constant(tensor: Tensor) -> bool:
-    return not tensor.numel() or bool((tensor == tensor.reshape(-1)[0]).all())
-
-
-def _number(element: Tensor) -> float:
-    return element.abs().item() if element.is_complex() else float(element.item())
+def _in_words(drifts: Sequence[Drift], head: str, remedy: str) -> str:
+    if not drifts:
+        return ""
+    first, *others = drifts
+    lines = [f"{head}: {first.text}"]
+    if others:
+        more = f", and {len(others) - 3} more" if len(others) > 3 else ""
+        lines.append(f"  so do {', '.join(each.key.name for each in others[:3])}{more}")
+    return "\n".join([*lines, f"  {remedy}: --allow-drift '{first.key.name}'."])

@@ -1,0 +1,69 @@
+"""A verdict on two ways to run a script."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zero_sim.against.measure import Measured
+from zero_sim.against.points import Point
+
+Outcome = Literal["equal", "different", "script-fails", "inconclusive", "unsupported"]
+EXIT_STATUS: dict[Outcome, int] = {
+    "equal": 0,
+    "different": 1,
+    "script-fails": 2,
+    "inconclusive": 3,
+    "unsupported": 4,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A tensor that differs by more than rounding."""
+
+    point: Point
+    measured: Measured
+    rounding: float
+    """Relative difference that rounding alone makes."""
+
+    @property
+    def multiple(self) -> float:
+        """The difference as a multiple of rounding."""
+        return self.measured.relative / self.rounding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgainstVerdict:
+    """The result when two ways to run a script are compared."""
+
+    outcome: Outcome
+    reason: str = ""
+    """One sentence; empty for `equal` and for differing tensors."""
+    remedy: str = ""
+    expected: str = ""
+    """The side that is compared with, such as `1 rank`."""
+    got: str = ""
+    steps: int = 0
+    differences: tuple[Difference, ...] = ()
+    """All tensors that differ, in the order in which a fault reached them."""
+    compared_count: int = 0
+    largest_multiple: float = 0.0
+    """Largest multiple among tensors that decide the verdict."""
+    unobserved: tuple[str, ...] = ()
+    """Tensors whose shards could not be put together."""
+    undecided: tuple[str, ...] = ()
+    """Tensors that rounding alone changes wholly."""
+    notes: tuple[str, ...] = ()
+    ending: str = ""
+    """Report of a run that failed."""
+
+    @property
+    def first(self) -> str:
+        """The first difference in words; empty if there is none."""
+        return self.differences[0].point.text if self.differences else ""
+
+
+def inconclusive(reason: str, remedy: str) -> AgainstVerdict:
+    """The verdict on sides that cannot be compared."""
+    return AgainstVerdict(outcome="inconclusive", reason=reason, remedy=remedy)

@@ -1,0 +1,33 @@
+"""Copies of the working folder, so that a script's runs find and leave nothing of each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+NOT_COPIED = frozenset({".git", ".venv", "__pycache__", ".zero-sim", "node_modules"})
+
+
+def files_of(folder: Path) -> Iterator[Path]:
+    """Files of a folder that copies have, in order."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(each for each in folders if each not in NOT_COPIED)
+        yield from (Path(place, name) for name in sorted(names))
+
+
+@contextlib.contextmanager
+def in_copy_of(folder: Path) -> Iterator[Path]:
+    """Work in a copy of a folder, which is removed afterwards."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="zero-sim-") as made:
+        copy = Path(made, folder.name or "root")
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
+        os.chdir(copy)
+        try:
+            yield copy
+        finally:
+            os.chdir(before)

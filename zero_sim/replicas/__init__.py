@@ -1,0 +1,1 @@
+"""Tensors and rows that several ranks of a script have, compared in every run of it."""

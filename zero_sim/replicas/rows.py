@@ -1,0 +1,216 @@
+"""Rows of data that a rank's outermost forwards read, and dealing one run's rows to another.
+
+A slot is one argument of one module, such as `GPT(idx)`. Tensors that need gradients, and those
+without dimensions, hold no rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_sim.errors import UsageError
+
+_DIGEST_BYTES = 8
+
+
+class Slot(NamedTuple):
+    """An argument that holds rows."""
+
+    module: str
+    """Class of the module, or name of the loss function."""
+    argument: str
+    """Its name, or its position."""
+
+    def __str__(self) -> str:
+        return f"{self.module}({self.argument})"
+
+
+class RowsLack(UsageError):
+    """The run that rows are dealt from read too few."""
+
+
+def _own_rows(step: int, slot: Slot, rows: Tensor) -> Tensor:
+    return rows
+
+
+@dataclass(slots=True)
+class RowLog:
+    """Rows that one rank read, by step and slot."""
+
+    rank: int = 0
+    sharers: set[int] = field(default_factory=set)
+    """Ranks that share this rank's forwards: those of meshes of the DTensors that it uses there."""
+    keeps_values: bool = False
+    """True to keep the rows themselves, so that they can be dealt."""
+    deal: Callable[[int, Slot, Tensor], Tensor] = _own_rows
+    """Returns the rows that a forward gets in place of others, from step and slot."""
+    trouble: UsageError | None = None
+    """The reason why rows could not be dealt."""
+    digests: dict[tuple[int, Slot], list[str]] = field(default_factory=lambda: defaultdict(list))
+    epochs: dict[int, int] = field(default_factory=dict)
+    """Passes over DataLoaders that had begun in each step; 0 for rows that no DataLoader gave."""
+    values: dict[tuple[int, Slot], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    evaluations: set[str] = field(default_factory=set)
+    """Digests of the rows that forwards without gradients read."""
+    _passes: int = 0
+
+    def begin_pass(self) -> None:
+        """Note that a pass over a DataLoader begins."""
+        self._passes += 1
+
+    def evaluated(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note rows that a forward without gradients read."""
+        for _, tensor in _slots("", args, kwargs):
+            self.evaluations.update(_digests(tensor))
+
+    def read(
+        self,
+        step: int,
+        module: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        trains: bool = True,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Note the rows that an outermost forward reads.
+
+        Args:
+            step: Optimizer steps so far.
+            module: Class of the module, or name of the loss function.
+            args: Arguments by position.
+            kwargs: Arguments by name.
+            trains: False for a teacher, which computes without gradients: its rows are dealt, and
+                not compared.
+
+        Returns:
+            The arguments with the rows that are dealt.
+        """
+        self.epochs.setdefault(step, self._passes)
+        given = {**{str(index): each for index, each in enumerate(args)}, **kwargs}
+        for slot, tensor in _slots(module, args, kwargs):
+            try:
+                rows = given[slot.argument] = self.deal(step, slot, tensor)
+            except UsageError as trouble:
+                self.trouble = trouble
+                raise
+            if trains:
+                self.digests[step, slot] += _digests(rows)
+            if self.keeps_values:
+                self.values[step, slot].append(rows.detach().clone())
+        values = list(given.values())
+        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+    def until(self, step: int) -> RowLog:
+        """The log of the steps before one."""
+        digests = {key: rows for key, rows in self.digests.items() if key[0] < step}
+        return RowLog(
+            rank=self.rank, sharers=self.sharers, digests=digests, evaluations=self.evaluations
+        )
+
+
+class Dealer:
+    """Gives a rank the rows that are its share of those that another run read.
+
+    The `j`-th forward of rank `r` of N gets the rows from `(j * N + r) * b`, where `b` is the
+    number of rows that the rank would have read. If batches are to be split, that forward gets the
+    `r`-th of N equal parts of the batch that the other run's `j`-th forward read.
+
+    Args:
+        source: Log of the run that read them, with values.
+        rank: This rank.
+        world_size: Number of ranks.
+        splits: True to split each batch, for scripts whose batch per rank cannot be set.
+    """
+
+    def __init__(self, source: RowLog, *, rank: int, world_size: int, splits: bool = False) -> None:
+        self._values = source.values
+        self._rank = rank
+        self._world_size = world_size
+        self._splits = splits
+        self._dealt: Counter[tuple[int, Slot]] = Counter()
+        batches: dict[Slot, list[Tensor]] = defaultdict(list)
+        for (_, slot), each in source.values.items():
+            batches[slot] += each
+        self._constant = {slot: each[0] for slot, each in batches.items() if _are_constant(each)}
+        """Arguments that are no data, such as a mask."""
+
+    def deal(self, step: int, slot: Slot, tensor: Tensor) -> Tensor:
+        """The rows that replace a tensor.
+
+        Raises:
+            UsageError: The other run has none for it.
+        """
+        if (step, slot) not in self._values:
+            raise UsageError(
+                f"expected {slot} in step {step + 1} on one rank too, because its rows are to be "
+                "dealt. Run without --feed."
+            )
+        if slot in self._constant and torch.equal(self._constant[slot], tensor):
+            return tensor
+        index = self._dealt[step, slot]
+        self._dealt[step, slot] += 1
+        deal = self._part if self._splits else self._stretch
+        return deal(step, slot, index, tensor.shape[0]).to(tensor.device)
+
+    def _stretch(self, step: int, slot: Slot, index: int, count: int) -> Tensor:
+        rows = torch.cat(self._values[step, slot])
+        start = (index * self._world_size + self._rank) * count
+        if rows.shape[0] < start + count:
+            raise RowsLack(
+                f"expected at least {start + count} rows of {slot} in step {step + 1} on one rank, "
+                f"got {rows.shape[0]}. Let one rank read as many rows as all ranks together, with "
+                "--arguments-of-one."
+            )
+        return rows[start : start + count]
+
+    def _part(self, step: int, slot: Slot, index: int, _: int) -> Tensor:
+        batches = self._values[step, slot]
+        count = batches[index].shape[0] if index < len(batches) else 0
+        if not count or count % self._world_size:
+            raise UsageError(
+                f"expected a batch that {self._world_size} ranks can share in forward "
+                f"{index + 1} of {slot} in step {step + 1} on one rank, got {count} rows. Let one "
+                "rank read as many rows as all ranks together, with --arguments-of-one."
+            )
+        return batches[index].chunk(self._world_size)[self._rank]
+
+
+def _are_constant(batches: Sequence[Tensor]) -> bool:
+    return len(batches) > 1 and all(torch.equal(batches[0], each) for each in batches)
+
+
+def _slots(
+    module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Slot, Tensor]]:
+    for key, value in (*enumerate(args), *kwargs.items()):
+        if (
+            type(value) is Tensor
+            and value.dim()
+            and value.numel()
+            and not value.requires_grad
+            and value.layout is torch.strided
+            and value.device.type == "cpu"
+            and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        ):
+            yield Slot(module, str(key)), value
+
+
+def _digests(tensor: Tensor) -> list[str]:
+    rows = tensor.detach().contiguous()
+    if rows.dtype.is_floating_point:
+        rows = rows.to(torch.float64)
+    return [digest_of(row) for row in rows.reshape(rows.shape[0], -1)]
+
+
+def digest_of(values: Tensor) -> str:
+    """A hash of the bytes of a tensor."""
+    # A copy, because memory that numpy has seen cannot be resized, as FSDP2 does.
+    content = values.detach().flatten().clone().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()

@@ -1,0 +1,154 @@
+"""Judges which ranks read which rows, alone and next to another run.
+
+Without another run it is not known which rows there are, so rows that several ranks read are a
+note. Next to a run of one rank that reads each row once they are a finding: as many rows are read,
+some by several ranks and others by none. Other rows than those of the other run are no finding, and
+leave nothing to compare.
+
+[Note: the time within which a row is read once]
+An epoch, which is a pass over a DataLoader, or a step if no DataLoader gave the rows. Ranks of
+tensor parallelism read the same rows, and a sampler repeats a few rows to fill the last batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from zero_sim.replicas.rows import RowLog, Slot
+
+Rows = Counter[str]
+"""How often a rank read each row."""
+
+
+class _Time(NamedTuple):
+    is_epoch: bool
+    number: int
+    slot: Slot
+
+    def __str__(self) -> str:
+        return f"pass {self.number} over the data" if self.is_epoch else f"step {self.number}"
+
+
+def _rows_of(logs: Sequence[RowLog], *, by_epoch: bool) -> dict[_Time, list[Rows]]:
+    """Each rank's rows, by epoch or step."""
+    found: dict[_Time, list[Rows]] = defaultdict(lambda: [Counter() for _ in logs])
+    for index, log in enumerate(logs):
+        for (step, slot), digests in log.digests.items():
+            epoch = log.epochs.get(step, 0) if by_epoch else 0
+            found[_Time(epoch > 0, epoch or step + 1, slot)][index].update(digests)
+    return found
+
+
+def _read_by_several(ranks: Iterable[Iterable[str]]) -> set[str]:
+    readers = Counter(row for rows in ranks for row in rows)
+    return {row for row, count in readers.items() if count > 1}
+
+
+def _are_distinct(ranks: Sequence[Rows]) -> bool:
+    """True if each rank read several rows, and none of them twice."""
+    return all(len(rows) > 1 and max(rows.values()) == 1 for rows in ranks)
+
+
+def shared_rows_note(logs: Sequence[RowLog]) -> str:
+    """The first epoch or step in which several ranks read the same rows; empty for none."""
+    for time, ranks in sorted(_rows_of(logs, by_epoch=True).items()):
+        # Ranks that read the same rows altogether share the work on them.
+        count = len(_read_by_several({frozenset(rows) for rows in ranks}))
+        # A sampler fills the last batch of all ranks with fewer rows than there are ranks.
+        if _are_distinct(ranks) and count >= len(logs):
+            return (
+                f"in {time} {count} of {len(set().union(*ranks))} rows of {time.slot} were read by "
+                "several ranks, whose other rows differ. Check that samplers of all ranks have one "
+                "seed."
+            )
+    return ""
+
+
+def wrongly_dealt(expected: Sequence[RowLog], got: Sequence[RowLog]) -> str:
+    """The reason why ranks deal another run's rows wrongly; empty for none."""
+    known = _rows_of(expected, by_epoch=True)
+    for time, ranks in sorted(_rows_of(got, by_epoch=True).items()):
+        once, read = sum(known[time], Counter()), sum(ranks, Counter())
+        missed, shared = once.keys() - read.keys(), _read_by_several(ranks)
+        is_known = max(once.values(), default=0) == 1 and read.keys() <= once.keys()
+        if is_known and once.total() == read.total() and _are_distinct(ranks) and missed and shared:
+            return (
+                f"Rows are dealt wrongly: in {time} {len(shared)} of {once.total()} rows of "
+                f"{time.slot} are read by several ranks and {len(missed)} by none; the run to "
+                "compare with reads each once."
+            )
+    return ""
+
+
+def other_rows(
+    expected: Sequence[RowLog], got: Sequence[RowLog], *, all_read_all: bool, steps: int | None
+) -> tuple[str, str] | None:
+    """Reason and remedy if ranks together read other rows than another run, or some twice.
+
+    Args:
+        expected: Logs of the ranks to compare with.
+        got: Logs of the ranks that are judged.
+        all_read_all: True if each rank is meant to read all rows, as with tensor parallelism.
+        steps: Number of steps to look at; None for all.
+    """
+    wanted, came = _rows_of(expected, by_epoch=False), _rows_of(got, by_epoch=False)
+    differing: dict[_Time, tuple[Rows, list[Rows]]] = {}
+    dealt: set[tuple[int, str]] = set()
+    for time in sorted({*wanted, *came}):
+        if steps is not None and time.number > steps:
+            break
+        once = sum(_of_forwards(expected, wanted[time]), Counter())
+        each = _of_forwards(got, came[time])
+        if once == sum(each, Counter()) or (all_read_all and all(rows == once for rows in each)):
+            dealt.add((time.number, time.slot.module))
+        else:
+            differing[time] = once, each
+    for time, (once, each) in differing.items():
+        is_repeated = all(rows.keys() == once.keys() for rows in each)
+        # Masks and tables of positions are equal in each forward, so all ranks read them.
+        if not (is_repeated and (time.number, time.slot.module) in dealt):
+            return _other_rows_at(time, once, each, is_repeated=is_repeated)
+    return None
+
+
+def _of_forwards(logs: Sequence[RowLog], ranks: Sequence[Rows]) -> list[Rows]:
+    """Each rank's rows, once for ranks that share forwards and read the same."""
+    kept: list[tuple[RowLog, Rows]] = []
+    for log, rows in zip(logs, ranks, strict=True):
+        if not any(log.rank in other.sharers and rows == known for other, known in kept):
+            kept.append((log, rows))
+    return [rows for _, rows in kept]
+
+
+def _other_rows_at(
+    time: _Time, once: Rows, ranks: Sequence[Rows], *, is_repeated: bool
+) -> tuple[str, str]:
+    read, several = sum(ranks, Counter()), len(_read_by_several(ranks))
+    more = ""
+    if is_repeated:
+        more = "; every rank read every row"
+        remedy = (
+            "Give each rank rows of its own, for example with DistributedSampler and one seed for "
+            "all ranks, or pass --all-read-all if ranks share the work on each row, as with tensor "
+            "parallelism."
+        )
+    elif several:
+        more = f"; several ranks read {several}"
+        remedy = (
+            "Share the rows of a step out, for example with DistributedSampler and one seed for "
+            "all ranks."
+        )
+    elif once.total() != read.total():
+        remedy = "Give the other run as many rows with --arguments-of-one."
+    else:
+        remedy = (
+            "Draw the rows of a step alike for any number of ranks, and share them out; or let "
+            "--feed deal the rows of one rank to all."
+        )
+    reason = (
+        f"The data differ: in {time} all ranks together read {read.total()} rows of {time.slot}, "
+        f"and the other run read {once.total()}; {(once & read).total()} are the same{more}."
+    )
+    return reason, remedy
