@@ -121,7 +121,8 @@ class DeepSpeedEngine:
         self._reduced: dict[str, Tensor] = {}
 
     def zero_grad(self) -> None:
-        """Nothing: the engine forgets gradients when it has stepped."""
+        """Forget gradients of a step that did not end; the engine itself forgets the others."""
+        self._engine.zero_grad()
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
         """Run backward; the engine counts micro-batches by calls of its `step`."""
