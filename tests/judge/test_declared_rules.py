@@ -257,6 +257,14 @@ def test_a_step_that_is_skipped_needs_no_loss_scale(pool):
     assert never.findings[0].check == "equality.skipped"
 
 
+@pytest.mark.parametrize("declared", ["tokens", "micro-batches"])
+def test_losses_over_the_rows_of_each_micro_batch_are_no_other_mean(pool, declared):
+    """Micro-batches with few rows weigh as much as those with many."""
+    target = Target({"scale": lambda engine, rows: 1 / rows / 3}, Numerics(scale_loss=declared))
+    wrong = run_case(UNEVEN, pool=pool, target=target)
+    assert wrong.findings[0].check == "equality.grad"
+
+
 def raises_if_nonfinite(rank, *, finite):
     return not finite
 

@@ -296,8 +296,14 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
         engine.zero_grad()
         for watch in observers.before_backward:
             watch(step)
-        if engine.has_start_step:
-            engine.start_step(rows=_rows_of_step(training, step))
+        start_step(
+            engine,
+            training.context.workload,
+            scenario,
+            step=step,
+            rank=training.rank,
+            rank_time=training.rank_time,
+        )
         losses: list[Tensor] = []
         for micro in range(scenario.run.micro_batches):
             for watch in observers.before_micro_batch:
@@ -401,15 +407,24 @@ def draw_batch(workload: Workload, scenario: Scenario, step: int, rank: int, mic
     return batch
 
 
-def _rows_of_step(training: _Training, step: int) -> list[int]:
-    """Rows of each micro-batch that the rank has data for, in order."""
-    workload, rank = training.context.workload, training.rank
-    run = training.context.dp_cp_group.scenario.run
-    with training.rank_time.harness():
-        return [
+def start_step(
+    engine: CompletedEngine,
+    workload: Workload,
+    scenario: Scenario,
+    *,
+    step: int,
+    rank: int,
+    rank_time: RankTime = _UNTIMED,
+) -> None:
+    """Give an engine the rows of a step, if it takes them; batches are drawn twice then."""
+    if not engine.has_start_step:
+        return
+    with rank_time.harness():
+        rows = [
             workload.batch(step=step, rank=rank, micro=micro).rows
-            for micro in range(own_micro_batches(run, step=step, rank=rank))
+            for micro in range(own_micro_batches(scenario.run, step=step, rank=rank))
         ]
+    engine.start_step(rows=rows)
 
 
 def _take_part(training: _Training, step: int, micro: int) -> list[Tensor]:
