@@ -274,18 +274,18 @@ def _without_times(text):
 
 @pytest.mark.parametrize(("declared", "verdict"), [(True, "pass"), (False, "fail")])
 def test_the_target_of_a_page_that_scales_losses_by_tokens_is_right(declared, verdict):
-    names = {"torch": torch, "dist": dist}
-    for each in ("class PlainTarget", "class ByTokensTarget"):
-        (code,) = [page for page in _python(TARGETS) if each in page]
-        exec(code, names)  # What a reader copies.
+    names = {"torch": torch, "Numerics": Numerics}
+    (code,) = [page for page in _python(TARGETS) if "class ByTokensTarget" in page]
+    exec(TEN + code, names)  # What a reader copies.
     target = names["ByTokensTarget"]()
     if not declared:
-        target.numerics = Numerics(grads_told="after-division")
+        target.numerics = Numerics()
     case = Scenario(
         schema=1, name="case", model=ModelSpec(name="params", shapes=((3,), (2, 2), ())),
         world=WorldSpec(size=3), run=RunSpec(steps=2), system=spec.SystemSpec(stage=0),
-        optimizer=OptimizerSpec(), data=spec.DataSpec(uneven_rows=True, loss="sum"),
+        optimizer=OptimizerSpec(eps=0.1), data=spec.DataSpec(uneven_rows=True, loss="sum"),
     )  # fmt: skip
+    target.capabilities = Capabilities(stages=(0,), follows=("optimizer.eps",))
     assert run_case(case, target=target).verdict == verdict
 
 
