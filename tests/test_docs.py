@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from zero_sim import run_case, targets
 from zero_sim.cli.main import main
-from zero_sim.reference import CLIP_FORMS
+from zero_sim.reference import CLIP_FORMS, LossRows, ScaleLoss
 from zero_sim.report.explain import explain
 from zero_sim.scenario import spec
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, RunSpec, Scenario, WorldSpec
@@ -270,6 +270,29 @@ def test_the_ten_lines_pass_the_command_that_a_page_shows(tmp_path, monkeypatch)
 
 def _without_times(text):
     return re.sub(r"\d+\.\d+ (s\b|a second)", r"T \1", text)
+
+
+@pytest.mark.parametrize(("declared", "verdict"), [(True, "pass"), (False, "fail")])
+def test_the_target_of_a_page_that_scales_losses_by_tokens_is_right(declared, verdict):
+    names = {"torch": torch, "Numerics": Numerics}
+    (code,) = [page for page in _python(TARGETS) if "class ByTokensTarget" in page]
+    exec(TEN + code, names)  # What a reader copies.
+    target = names["ByTokensTarget"]()
+    if not declared:
+        target.numerics = Numerics()
+    case = Scenario(
+        schema=1, name="case", model=ModelSpec(name="params", shapes=((3,), (2, 2), ())),
+        world=WorldSpec(size=3), run=RunSpec(steps=2), system=spec.SystemSpec(stage=0),
+        optimizer=OptimizerSpec(eps=0.1), data=spec.DataSpec(uneven_rows=True, loss="sum"),
+    )  # fmt: skip
+    target.capabilities = Capabilities(stages=(0,), follows=("optimizer.eps",))
+    assert run_case(case, target=target).verdict == verdict
+
+
+def test_every_factor_of_losses_is_told():
+    (rows,) = re.findall(r"^\| `scale_loss` \| factor .*?\n\n", TARGETS, flags=re.M | re.S)
+    assert not [each for each in get_args(ScaleLoss) if f"`{each}`" not in rows]
+    assert not [f.name for f in dataclasses.fields(LossRows) if f"`{f.name}`" not in rows]
 
 
 def test_helpers_of_the_optimizer_are_public_and_have_the_arguments_that_a_page_gives():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.run.summing import Engine
 from zero_sim.calculators.counted import counted_model
 from zero_sim.calculators.footprint import footprint_of
 from zero_sim.calculators.measure import check_fits, measure
@@ -190,3 +191,22 @@ def test_checkpoints_by_ledger_are_those_of_the_closed_form():
             kept.add(measured.ledgers[0].peak_of("checkpoints").bytes["checkpoints"])
     # Two blocks of 3 rows x 4 positions x 8 features in bf16, whole or on four ranks.
     assert kept == {384, 96}
+
+
+def test_an_engine_that_counts_rows_ahead_is_measured():
+    """As it trains: it gets the rows of each step before the first forward."""
+    seen = []
+
+    class Counts(Engine):
+        def start_step(self, *, rows):
+            seen.append(rows)
+
+    class Counting:
+        name = "counting"
+
+        def build(self, module, *, scenario, group):
+            return Counts(module, scenario, group, averages=True, keeps=False)
+
+    scenario = case(stage=0)
+    measure(replace(scenario, model=replace(scenario.model, dtype="fp32")), target=Counting())
+    assert seen == [[scenario.data.rows]] * 8

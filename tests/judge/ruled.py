@@ -75,13 +75,22 @@ class Engine:
                 made = dist.new_group(list(range(place, self.size, share)))
                 self.across = made if group.rank() % share == place else self.across
         self.local, self.sums, self.shown, self.reached = {}, {}, {}, set()
+        self.step_rows = None
 
     def zero_grad(self):
         self.local, self.sums, self.reached = {}, {}, set()
         for param in self.named.values():
             param.grad = None
 
+    def start_step(self, *, rows):
+        if "scale" in self.does:
+            total = torch.tensor(sum(rows))
+            dist.all_reduce(total, group=self.group)
+            self.step_rows = int(total)
+
     def backward(self, loss, *, last_micro, rows):
+        if "scale" in self.does:
+            loss = loss * self.does["scale"](self, rows)
         loss.backward()
         for name, param in self.named.items():
             if param.grad is not None:
@@ -141,6 +150,8 @@ class Engine:
             self.shown = {n: g.to(self.does["told in"]) for n, g in self.shown.items()}
         wide = self.left(wide)
         skipped = not all(bool(grad.isfinite().all()) for grad in wide.values())
+        if "raises" in self.does and self.does["raises"](self.group.rank(), finite=not skipped):
+            raise FloatingPointError("a gradient is not finite")
         skipped = skipped and self.does.get("skips", False)
         norm = self.norm(wide)
         if self.spec.clip_norm is not None:

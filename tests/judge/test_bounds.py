@@ -26,7 +26,7 @@ from zero_sim.scenario.spec import (
     WorldSpec,
 )
 from zero_sim.sim import order_backends
-from zero_sim.targets import find_target
+from zero_sim.targets import Numerics, find_target
 from zero_sim.targets.own import ZeroSimEngine
 from zero_sim.zero import buffer as buffer_module
 from zero_sim.zero import unit as unit_module
@@ -188,6 +188,30 @@ class TestWhatAReaderIsTold:
         result = bounded()
         assert result.verdict == "inconclusive"
         assert result.findings[0].check == "guard.not-followed"
+
+
+class _ScalesLosses:
+    """The project's own system, whose losses are multiplied by ranks / tokens of the step."""
+
+    name, capabilities = "tokens", None
+    numerics = Numerics(scale_loss="tokens")
+
+    class Engine(ZeroSimEngine):
+        def backward(self, loss, *, last_micro, rows):
+            # Counted by hand, since a call for it is none that this system declares.
+            step_rows = sum((1, 2, 3, 1))
+            super().backward(loss * (4 / step_rows), last_micro=last_micro, rows=rows)
+
+    def build(self, module, *, scenario, group):
+        return self.Engine(module, scenario=scenario, group=group)
+
+
+def test_losses_that_a_system_scales_are_scaled_where_the_order_is_not_known(bounded):
+    data = DataSpec(rows=1, uneven_rows=True, loss="sum")
+    assert bounded(_ScalesLosses(), model=FP32, data=data).verdict == "pass"
+    undeclared = _ScalesLosses()
+    undeclared.numerics = Numerics()
+    assert "equality.grad" in checks_of(bounded(undeclared, model=FP32, data=data))
 
 
 class _Target:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.judge.ruled import Target, fp32
+from tests.judge.ruled import Engine, Target, fp32
 from zero_sim import run_case
 from zero_sim.backends.worlds import WorldPool
 from zero_sim.scenario.spec import (
@@ -34,6 +34,7 @@ CASE = Scenario(
 NARROW = replace(CASE, model=replace(CASE.model, dtype="bf16"))
 CLIPPED = replace(CASE, optimizer=OptimizerSpec(clip_norm=0.01))
 UNUSED = replace(CASE, model=ModelSpec(name="unusual"), optimizer=OptimizerSpec(weight_decay=0.1))
+UNEVEN = replace(NARROW, data=DataSpec(rows=2, uneven_rows=True, loss="sum"))
 OVERFLOW = replace(CASE, data=DataSpec(nan=NanSpec(step=0, rank=1)))
 BLOCKS = replace(CASE, world=WorldSpec(size=4), system=SystemSpec(stage=1, redundancy=2))
 
@@ -63,8 +64,31 @@ def own_clip(norm, bound):
     return 1.0 / (1.0 + norm / bound)
 
 
+def by_own_rows(at):
+    """1 / rows, which no name stands for."""
+    return 1 / at.rows
+
+
 # By name: the case, what the system does, what it declares, and what it can be asked besides.
 RULES = {
+    "losses over micro-batches": (
+        CASE,
+        {"scale": lambda engine, rows: 1 / 3},
+        Numerics(scale_loss="micro-batches"),
+        {},
+    ),
+    "losses over tokens": (
+        UNEVEN,
+        {"scale": lambda engine, rows: engine.size / engine.step_rows},
+        Numerics(scale_loss="tokens"),
+        {},
+    ),
+    "losses by a function": (
+        UNEVEN,
+        {"scale": lambda engine, rows: 1 / rows},
+        Numerics(scale_loss=by_own_rows),
+        {},
+    ),
     "pre": (NARROW, {"divide": "pre"}, Numerics(divide="pre"), {}),
     "premul": (NARROW, {"divide": "premul"}, Numerics(divide="premul"), {}),
     "premul by an fp32 scalar": (
@@ -171,7 +195,7 @@ RULES = {
 
 NOT_KNOWN = {
     "a free factor", "before and after", "before and after, as products", "a norm of nobody's",
-    "a clip of its own",
+    "a clip of its own", "losses by a function",
 }  # fmt: skip
 """What no rule of a known name is: the finding says nothing of rules."""
 SAID = {
@@ -231,6 +255,81 @@ def test_a_step_that_is_skipped_needs_no_loss_scale(pool):
     assert result.verdict == "pass", result.findings or result
     never = run_case(OVERFLOW, pool=pool, target=Target({}, declared))
     assert never.findings[0].check == "equality.skipped"
+
+
+@pytest.mark.parametrize("declared", ["tokens", "micro-batches"])
+def test_losses_over_the_rows_of_each_micro_batch_are_no_other_mean(pool, declared):
+    """Micro-batches with few rows weigh as much as those with many."""
+    target = Target({"scale": lambda engine, rows: 1 / rows / 3}, Numerics(scale_loss=declared))
+    wrong = run_case(UNEVEN, pool=pool, target=target)
+    assert wrong.findings[0].check == "equality.grad"
+
+
+def raises_if_nonfinite(rank, *, finite):
+    return not finite
+
+
+RAISES = Numerics(nonfinite="raises")
+
+
+@pytest.mark.parametrize("case", [OVERFLOW, CASE, replace(CLIPPED, data=OVERFLOW.data)])
+def test_a_step_that_is_not_finite_may_have_to_raise(pool, case):
+    does = {"raises": raises_if_nonfinite, "tells no norm": True}
+    result = run_case(case, pool=pool, target=Target(does, RAISES))
+    assert (result.verdict, result.findings) == ("pass", ())
+    assert "skipped" not in result.unobserved
+
+
+@pytest.mark.parametrize(
+    ("case", "raises", "rank", "said"),
+    [
+        (OVERFLOW, lambda rank, *, finite: False, 0, "step() returned though a gradient is not"),
+        (OVERFLOW, lambda rank, *, finite: not finite and rank != 1, 1, "step() returned though"),
+        (CASE, lambda rank, *, finite: rank == 2, 2, "step() raised though every gradient is"),
+    ],
+)
+def test_a_rank_that_raises_wrongly_or_returns_is_named(pool, case, raises, rank, said):
+    found = run_case(case, pool=pool, target=Target({"raises": raises}, RAISES)).findings[0]
+    assert (found.check, found.rank) == ("equality.skipped", rank)
+    assert found.message.startswith(said)
+
+
+def test_a_rank_that_raises_alone_before_a_collective_is_no_pass(pool):
+    """The others wait in it for a call that comes from the next step, or never."""
+
+    class Early(Engine):
+        def step(self, *, lr_factor):
+            if not bool(self.loss.isfinite()):
+                raise RuntimeError("not finite")
+            dist.all_reduce(torch.zeros(1))
+            return super().step(lr_factor=lr_factor)
+
+        def backward(self, loss, *, last_micro, rows):
+            self.loss = loss.detach()
+            super().backward(loss, last_micro=last_micro, rows=rows)
+
+    target = Target({"raises": raises_if_nonfinite}, RAISES)
+    target.build = lambda module, *, scenario, group: Early(module, scenario, group, target.does)
+    case = replace(OVERFLOW, run=RunSpec(steps=2))
+    result = run_case(case, pool=pool, target=target)
+    assert result.verdict == "fail"
+    assert result.findings[0].check.startswith("world.")
+
+
+def test_errors_of_other_kinds_are_failures(pool):
+    def broken(rank, *, finite):
+        raise KeyError("a bug")
+
+    result = run_case(OVERFLOW, pool=pool, target=Target({"raises": broken}, RAISES))
+    assert result.verdict == "fail"
+    assert "KeyError" in result.findings[0].message
+
+
+def test_a_factor_that_is_no_number_is_refused(pool):
+    declared = Numerics(scale_loss=lambda at: None)
+    result = run_case(CASE, pool=pool, target=Target({}, declared))
+    assert result.verdict == "error"
+    assert "Numerics.scale_loss to return a finite number, got None" in result.error
 
 
 def test_masters_are_compared_without_gradients(pool):

@@ -9,7 +9,16 @@ from zero_sim.errors import ScenarioError
 from zero_sim.reference.placement import MemoryLayout
 from zero_sim.reference.ranks import Adding, Ranks
 from zero_sim.reference.replay import isolated
-from zero_sim.scenario.spec import FreezeSpec, ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
+from zero_sim.reference.rules import Rules
+from zero_sim.scenario.spec import (
+    DataSpec,
+    FreezeSpec,
+    ModelSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
 from zero_sim.workloads import build_workload
 
 LINEAR = Adding(order="linear")
@@ -21,8 +30,8 @@ def case(**changed):
     return Scenario(schema=1, model=model, **changed)
 
 
-def ranks_of(scenario):
-    return Ranks(scenario, workload=build_workload(scenario))
+def ranks_of(scenario, rules=None):
+    return Ranks(scenario, workload=build_workload(scenario), rules=rules)
 
 
 def contributions(ranks, step=0):
@@ -41,6 +50,29 @@ def test_a_sum_is_over_all_ranks():
     for name, grad in grads.items():
         first, second, third = (each.rounds[0][name] for each in local.replays)
         assert torch.equal(grad, first + second + third)
+
+
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_losses_are_scaled_by_the_rows_of_all_ranks(scale):
+    """5 ranks, two of which have one micro-batch: 1 + 2 + 3 + 1 + 2 rows, of 3 ranks twice."""
+    run = RunSpec(micro_batches=2, own_micro_batches=(2, 1))
+    data = DataSpec(rows=1, uneven_rows=True, loss="sum")
+    scenario = case(world=WorldSpec(size=5), run=run, data=data)
+    seen = []
+
+    def noted(at):
+        seen.append((at.rows, at.rank_rows, at.step_rows, at.micro_batches, at.world_size))
+        return 0.5
+
+    plain = ranks_of(scenario)
+    halved = ranks_of(scenario, Rules(scale_loss=noted))
+    with isolated():
+        whole, half = (each.replay(0, scale=scale).replays for each in (plain, halved))
+    rows = [(1, 2), (1, 2), (2, 2), (3, 6), (3, 6), (1, 1), (2, 4), (2, 4)]
+    assert seen == [(*each, 15, 2, 5) for each in rows]
+    for name, grad in half[0].rounds[0].items():
+        assert torch.equal(grad, whole[0].rounds[0][name] * 0.5)
+    assert torch.equal(half[0].losses[0], whole[0].losses[0])
 
 
 def test_what_is_frozen_sums_to_zeros():

@@ -1,8 +1,11 @@
-"""The loss scale."""
+"""The loss scale, and factors of means."""
 
 from __future__ import annotations
 
-from zero_sim.reference.scaling import LossScale
+import pytest
+
+from zero_sim.errors import UsageError
+from zero_sim.reference.scaling import LossRows, LossScale, loss_factor
 from zero_sim.scenario.spec import LossScaleSpec
 
 
@@ -29,3 +32,22 @@ def test_an_overflow_halves_and_counts_anew():
 def test_never_below_one():
     """However often it overflows."""
     assert scales([False] * 4, initial=4.0, interval=2) == [4, 2, 1, 1]
+
+
+AT = LossRows(rows=2, rank_rows=5, step_rows=12, micro_batches=2, world_size=3)
+
+
+@pytest.mark.parametrize(
+    ("rule", "factor"),
+    [("micro-batches", 1 / 2), ("tokens", 3 / 12), (lambda at: at.rows / at.rank_rows, 2 / 5)],
+)
+def test_a_loss_is_multiplied_by_what_the_rule_counts(rule, factor):
+    """Of the step that it belongs to."""
+    assert loss_factor(rule, AT) == factor
+
+
+@pytest.mark.parametrize("bad", [None, True, float("nan"), "0.5"])
+def test_a_factor_is_a_finite_number(bad):
+    """Anything else names the function."""
+    with pytest.raises(UsageError, match=r"Numerics\.scale_loss to return a finite number"):
+        loss_factor(lambda at: bad, AT)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.rules.test_found import ParamsAlone
+from tests.judge.ruled import Engine
+from tests.rules.test_found import ParamsAlone, ParamsOf
 from zero_sim.backends.worlds import WorldPool
 from zero_sim.rules.search import RuleSearch
 from zero_sim.run.small_cases import BASE, changed
@@ -20,6 +21,27 @@ def search():
 def test_where_no_finding_names_a_rule_those_of_sums_are_tried(search):
     assert search.settle(LONG, sums=True) == ""
     assert search.numerics == {"divide": "pre"}
+
+
+class Counting(ParamsOf):
+    """Params alone of an engine that counts the rows of a step ahead."""
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.start_step = engine.start_step
+
+
+def test_the_factor_of_losses_is_found(search):
+    def by_tokens(engine, rows):
+        return engine.size / engine.step_rows
+
+    search.target = ParamsAlone({"scale": by_tokens})
+    search.target.build = lambda module, *, scenario, group: Counting(
+        Engine(module, scenario, group, search.target.does)
+    )
+    case = changed(LONG, "uneven rows", data={"uneven_rows": True, "loss": "sum"})
+    assert search.settle(case, changed(case, "micro-batches", run={"micro_batches": 3})) == ""
+    assert search.numerics == {"scale_loss": "tokens"}
 
 
 def test_rules_stay_as_they_are_where_none_fits(search):

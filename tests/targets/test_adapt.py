@@ -1,5 +1,7 @@
 """An engine with the least it must have is judged; what it lacks is not observed, never passed."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from tests.run.summing import Engine
 from zero_sim import run_case
 from zero_sim.errors import UsageError
 from zero_sim.scenario.spec import (
+    DataSpec,
     ModelSpec,
     OptimizerSpec,
     ReloadSpec,
@@ -257,3 +260,43 @@ def test_what_is_sharded_is_none_of_the_tensors_that_ranks_begin_with_alike():
     module.register_buffer("mean", torch.ones(2))
     engine = Least(module, Scenario(schema=1, model=ModelSpec(name="mlp")), None)
     assert set(complete(engine).module_tensors()) == {"weight", "bias", "mean"}
+
+
+class Starts(Least):
+    """Notes the rows of each step, and that no forward came before."""
+
+    seen: ClassVar[list] = []
+
+    def start_step(self, *, rows):
+        self.seen.append((self.group.rank(), list(rows)))
+        self.left = list(rows)
+
+    def backward(self, loss, *, last_micro, rows):
+        assert rows == self.left.pop(0)
+        super().backward(loss, last_micro=last_micro, rows=rows)
+
+    def join_micro_batch(self, *, last):
+        for param in self.module.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+
+
+def test_the_rows_of_a_step_are_told_before_its_first_forward(pool, monkeypatch):
+    monkeypatch.setattr(Starts, "seen", [])
+    target = Target(Starts)
+    target.capabilities = Capabilities(follows=("run.micro_batches", "run.own_micro_batches"))
+    run = RunSpec(steps=2, micro_batches=2, own_micro_batches=(1, 2))
+    data = DataSpec(rows=3, uneven_rows=True)
+    result = judge(pool, target, run=run, data=data)
+    assert (result.verdict, result.findings) == ("pass", ())
+    by_rank = {rank: [rows for each, rows in Starts.seen if each == rank] for rank in range(3)}
+    assert by_rank == {0: [[3], [3, 3]], 1: [[4, 4], [4]], 2: [[5], [5, 5]]}
+
+
+def test_a_start_of_a_step_that_takes_no_rows_is_named(pool):
+    class Takes(Least):
+        def start_step(self):
+            pass
+
+    result = judge(pool, Target(Takes))
+    assert result.verdict == "error"
+    assert "start_step(*, rows)" in result.error

@@ -6,6 +6,7 @@ import pytest
 
 from zero_sim.errors import Problem, ProtocolError, ScenarioError, UsageError
 from zero_sim.scenario.spec import (
+    ExpectSpec,
     ModelSpec,
     OneRankSpec,
     OptimizerSpec,
@@ -302,6 +303,12 @@ def test_reduce_operations_that_are_none_are_named(told, words):
 def test_a_refusal_says_how_to_declare_what_is_followed():
     (problem,) = refusals(Modest(), replace(PLAIN, optimizer=OptimizerSpec(clip_norm=1.0)))
     assert "follows=('optimizer.clip_norm',)" in problem.suggestion
+
+
+def test_one_device_scales_no_loss():
+    """Of a rounded factor it knows nothing."""
+    case = replace(PLAIN, expect=ExpectSpec(one_device=True))
+    assert paths(case, numerics=Numerics(scale_loss="tokens")) == ["expect.one_device"]
 
 
 def test_a_root_that_is_not_told_cannot_be_followed_in_an_unknown_order():

@@ -146,7 +146,7 @@ class Sums(Idle):
 
 
 class OfTokens(Params):
-    """Losses are multiplied by ranks over tokens: a right mean of them, by no known rule."""
+    """Losses are multiplied by ranks over tokens: a right mean that its target does not declare."""
 
     def backward(self, loss, *, last_micro, rows):
         data, ranks = self.scenario.data, self.group.size()

@@ -29,7 +29,7 @@ from zero_sim.cost.checkpoints import checkpoint_bytes
 from zero_sim.cost.forms import ParamSize, sizes_of
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.run.dp_cp_groups import DpCpGroup, dp_cp_groups_of
-from zero_sim.run.program import draw_batch, lr_factor
+from zero_sim.run.program import draw_batch, lr_factor, start_step
 from zero_sim.run.rank_local import rank_local_state
 from zero_sim.scenario.derived import own_micro_batches
 from zero_sim.scenario.spec import Scenario
@@ -264,6 +264,7 @@ class _Rank:
                 self._meter.is_sampling = step == _looked_at(scenario)
                 start = len(self._log.collectives)
                 engine.zero_grad()
+                start_step(engine, workload, scenario, step=step, rank=index)
                 for micro in range(scenario.run.micro_batches):
                     last = micro == scenario.run.micro_batches - 1
                     if micro >= own_micro_batches(scenario.run, step=step, rank=index):

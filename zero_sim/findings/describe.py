@@ -94,6 +94,24 @@ def misreported(name: str, step: int, rank: int, *, expected: object, got: objec
     )
 
 
+def wrongly_raised(step: int, rank: int, *, raised: str) -> Finding:
+    """A step that raised without a cause, or returned with one."""
+    message = (
+        f"step() raised though every gradient is finite: {raised}"
+        if raised
+        else "step() returned though a gradient is not finite, and the target declares "
+        "nonfinite = 'raises'"
+    )
+    return Finding(
+        check=Check.EQUALITY_SKIPPED,
+        step=step,
+        phase=Phase.NORM,
+        rank=rank,
+        message=message,
+        manner=_manner_said(not raised, bool(raised)),
+    )
+
+
 def misreported_range(
     name: str, step: int, rank: int, *, ends: tuple[float, float], got: float
 ) -> Finding:

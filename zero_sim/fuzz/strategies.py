@@ -282,9 +282,9 @@ def _ranks(choices: Choices, most: int, *, preferred: tuple[int, ...]) -> int:
 
 
 def _skips(target: Target, able: Capabilities) -> bool:
-    """Whether it skips steps that are not finite, whatever losses are multiplied by."""
+    """Return True if it skips steps that are not finite, or raises, without a loss scale."""
     plain = Scenario(schema=1, model=ModelSpec(name=next(iter(able.models), "mlp")))
-    return numerics_of(target, plain).nonfinite == "skipped"
+    return numerics_of(target, plain).nonfinite != "stepped"
 
 
 def _hiding(scenario: Scenario, *, swarm: Swarm) -> Scenario:

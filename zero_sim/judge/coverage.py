@@ -84,7 +84,8 @@ def _of_gradient(
     planted = scenario.data.nan
     advice = (
         "data.nan plants it: try optimizer.loss_scale, with which such a step is skipped, a target "
-        "that skips it and declares Numerics(nonfinite='skipped'), or leave data.nan out."
+        "that skips it or raises and declares Numerics(nonfinite='skipped') or 'raises', or leave "
+        "data.nan out."
         if planted is not None and planted.step <= step
         else f"Try a smaller optimizer.lr than {scenario.optimizer.lr:g}, fewer run.steps, or "
         "optimizer.loss_scale, with which such a step is skipped."

@@ -26,6 +26,7 @@ from zero_sim.reference.rules import (
     Sync,
     Unused,
 )
+from zero_sim.reference.scaling import LossRows, ScaleLoss, ScaleLossFunction
 from zero_sim.reference.stepping import settings_in_words
 from zero_sim.reference.steps import ReferenceStep, Standing
 
@@ -52,6 +53,7 @@ __all__ = [
     "Holding",
     "Holdings",
     "Interval",
+    "LossRows",
     "MemoryLayout",
     "NonFinite",
     "NonFiniteRule",
@@ -60,6 +62,8 @@ __all__ = [
     "Reference",
     "ReferenceStep",
     "Rules",
+    "ScaleLoss",
+    "ScaleLossFunction",
     "Standing",
     "StepAgain",
     "SumSite",

@@ -48,11 +48,15 @@ class Again:
     ranks: Ranks
     replays: Sequence[RankReplay]
     """By rank, with gradients by micro-batch."""
+    replay: Callable[[Rules], Sequence[RankReplay]]
+    """Computes these by other rules for the losses."""
     holdings: Holdings
     """Owned parts, by rank; empty if not reported."""
     finish: Callable[[StepAgain], ReferenceStep]
     """Computes the update from the sums."""
     _known: dict[object, StepAgain] = field(default_factory=dict)
+    _scaled: dict[object, Sequence[RankReplay]] = field(default_factory=dict)
+    """Replays by `Rules.scale_loss`, except that of `rules`."""
 
     def by(
         self, rules: Rules | None = None, terms: Terms | None = None, *, rank: int = 0
@@ -86,6 +90,19 @@ class Again:
             micro_batches=sum(len(replay.losses) for replay in self.replays),
             rows=sum(replay.rows for replay in self.replays),
         )
+
+    def replays_by(self, rules: Rules) -> Sequence[RankReplay]:
+        """Return the replays by rank, which differ if other rules scale the losses.
+
+        Args:
+            rules: The rules.
+        """
+        scale_loss = rules.scale_loss
+        if scale_loss == self.rules.scale_loss:
+            return self.replays
+        if scale_loss not in self._scaled:
+            self._scaled[scale_loss] = self.replay(replace(self.rules, scale_loss=scale_loss))
+        return self._scaled[scale_loss]
 
     @cached_property
     def unused(self) -> Sequence[str]:
@@ -182,7 +199,7 @@ class StepAgain:
 
     def _accumulated(self, rank: int, name: str) -> RankReplay:
         """What a rank brings to the sums of one param."""
-        replay, micros = self.again.replays[rank], self.terms.micros
+        replay, micros = self.again.replays_by(self.rules)[rank], self.terms.micros
         held = [
             {name: grads[name]}
             if name in grads and (micros is None or micro in micros)

@@ -89,7 +89,8 @@ class BoundedReference:
     Args:
         scenario: The case, without experts, params in fp8 or a reload.
         workload: Its workload. Forward must not change the module: one module plays all ranks.
-        rules: Of these only how a gradient is clipped by its norm; not a form that takes the root.
+        rules: Of these only `scale_loss`, and how a gradient is clipped by its norm; not a form
+            that takes the root.
 
     Raises:
         ModelError: The module has no param to train, or not one that is to be frozen.
@@ -100,7 +101,8 @@ class BoundedReference:
     ) -> None:
         self._scenario = scenario
         self._rules = rules or Rules()
-        self._ranks = Ranks(scenario, workload=workload)
+        scaled = Rules(scale_loss=self._rules.scale_loss)
+        self._ranks = Ranks(scenario, workload=workload, rules=scaled)
         self._starts = {
             name: weight.to(torch.float32, copy=True)
             for name, weight in self._ranks.weights().items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from zero_sim.reference.one_device import OneDevice
 from zero_sim.reference.placement import Addresses
 from zero_sim.reference.quantization import scale_for
 from zero_sim.reference.ranks import Adding, Contributions, Orders, Ranks
-from zero_sim.reference.replay import isolated
+from zero_sim.reference.replay import RankReplay, isolated
 from zero_sim.reference.rules import Rules, clip_by_rule_
 from zero_sim.reference.scaling import LossScale
 from zero_sim.reference.stepping import Stepper, lr_factor
@@ -305,7 +306,7 @@ class Reference:
         """
         step, local, scale = self._next_step, begun.local, self._scale
         factor = lr_factor(self._scenario.optimizer, step=step)
-        skips = self._loss_scale is not None or self._rules.nonfinite == "skipped"
+        skips = self._loss_scale is not None or self._rules.nonfinite != "stepped"
         skipped = skips and not measured.finite
         if self._rules.norm == "told" and told is not None:
             measured = replace(measured, norm=told, norm_certified=True)
@@ -352,20 +353,30 @@ class Reference:
         start = taken.start
         if start is None:
             return None
-        with isolated():
-            self._ranks.write(start.stepper.masters, scales=start.working.scales)
-            local = self._ranks.replay(taken.step, scale=taken.loss_scale, keep_micro=True)
-            self._write_params()
+        replay = partial(self._replay_again, taken, start)
         return Again(
             scenario=self._scenario,
             taken=taken,
             start=start,
             rules=self._rules,
             ranks=self._ranks,
-            replays=local.replays,
+            replays=replay(self._rules),
+            replay=replay,
             holdings=self._holdings(),
             finish=self._finish_again,
         )
+
+    def _replay_again(
+        self, taken: ReferenceStep, start: StepStart, rules: Rules
+    ) -> Sequence[RankReplay]:
+        """Replay the ranks of an earlier step; this reference stays where it is."""
+        ranks = copy(self._ranks)
+        ranks.rules = rules
+        with isolated():
+            ranks.write(start.stepper.masters, scales=start.working.scales)
+            local = ranks.replay(taken.step, scale=taken.loss_scale, keep_micro=True)
+            self._write_params()
+        return local.replays
 
     def _finish_again(self, by: StepAgain) -> ReferenceStep:
         """Take a step again from its sums; this reference stays where it is."""

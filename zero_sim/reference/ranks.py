@@ -17,6 +17,8 @@ from zero_sim.reference.placement import Addresses, MemoryLayout, move_params
 from zero_sim.reference.quantization import WorkingParams, decode, encode, find_scales
 from zero_sim.reference.replay import NonFinite, RankReplay, Replayer
 from zero_sim.reference.rules import GradDtype, Rules, Sync, dtype_named
+from zero_sim.reference.scaling import LossRows, loss_factor
+from zero_sim.scenario.derived import own_micro_batches
 from zero_sim.scenario.names import check_names
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import Workload, build_module
@@ -308,22 +310,58 @@ class Ranks:
 
         Args:
             step: Optimizer step, from 0.
-            scale: What losses are multiplied by; None for nothing.
+            scale: The dynamic loss scale; None without one.
             keep_micro: Whether to keep the gradients of each micro-batch, too.
         """
         rules = self.rules
         self._freeze(step)
+        scales = self._scales(step, scale=scale)
         replays = [
             replayer.replay_rank(
                 step=step,
                 rank=rank,
-                scale=scale,
+                scales=scales[rank],
                 keep_micro=keep_micro,
                 **self._rounds(rules),
             )
             for rank, replayer in enumerate(self._replayer_of_rank)
         ]
         return self.contributions(self.active(step, replays, rules), replays, rules)
+
+    def _scales(self, step: int, *, scale: float | None) -> list[Sequence[float | None]]:
+        """Return the factors of the losses of a step, by rank and micro-batch.
+
+        Args:
+            step: Optimizer step, from 0.
+            scale: The dynamic scale; None without one.
+        """
+        run, rule, size = self._scenario.run, self.rules.scale_loss, len(self._replayer_of_rank)
+        counts = [own_micro_batches(run, step=step, rank=rank) for rank in range(size)]
+        if rule is None:
+            return [(scale,) * count for count in counts]
+        rows = [
+            [self._workload.batch(step=step, rank=rank, micro=micro).rows for micro in range(count)]
+            for rank, count in enumerate(counts)
+        ]
+        dynamic = 1.0 if scale is None else scale
+        return [
+            [
+                # A power of two times a number is exact, so one product is as good as two.
+                dynamic
+                * loss_factor(
+                    rule,
+                    LossRows(
+                        rows=each,
+                        rank_rows=sum(of_rank),
+                        step_rows=sum(map(sum, rows)),
+                        micro_batches=run.micro_batches,
+                        world_size=size,
+                    ),
+                )
+                for each in of_rank
+            ]
+            for of_rank in rows
+        ]
 
     def _rounds(self, rules: Rules) -> _Rounds:
         sync, accumulate, reduce = self._how(rules)
@@ -413,8 +451,9 @@ class Ranks:
             step: The step that was replayed last.
             scale: As for `replay`.
         """
+        scales = self._scales(step, scale=scale)
         for rank, replayer in enumerate(self._replayer_of_rank):
-            found = replayer.find_nonfinite(step=step, rank=rank, scale=scale)
+            found = replayer.find_nonfinite(step=step, rank=rank, scales=scales[rank])
             if found is not None:
                 return found
         return None

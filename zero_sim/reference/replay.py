@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from zero_sim.host.device import random_state, seed_device, set_random_state
-from zero_sim.scenario.derived import own_micro_batches
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import Batch, Workload, seed_of
 
@@ -101,7 +100,7 @@ class Replayer:
         step: int,
         rank: int,
         grad_dtype: torch.dtype | None,
-        scale: float | None,
+        scales: Sequence[float | None],
         keep_micro: bool = False,
         every: bool | None = None,
     ) -> RankReplay:
@@ -115,7 +114,7 @@ class Replayer:
             rank: Rank whose data is used.
             grad_dtype: Dtype of the accumulated gradients, which each addition is rounded to; None
                 for what each param's own gradient has.
-            scale: What losses are multiplied by before backward; None for nothing.
+            scales: Factor of the loss of each micro-batch before its backward; None for 1.
             keep_micro: Whether to return the gradients of each micro-batch, too.
             every: Whether each micro-batch is a round by itself; None for what the scenario says.
         """
@@ -123,7 +122,7 @@ class Replayer:
         replays: list[MicroReplay] = []
 
         def replay_all() -> Iterator[Mapping[str, Tensor]]:
-            for micro in range(own_micro_batches(self.scenario.run, step=step, rank=rank)):
+            for micro, scale in enumerate(scales):
                 replay = self.replay_micro(step=step, rank=rank, micro=micro, scale=scale)
                 replays.append(replay)
                 yield replay.grads
@@ -199,14 +198,14 @@ class Replayer:
             param.requires_grad_(name not in names)
 
     def find_nonfinite(
-        self, *, step: int, rank: int, scale: float | None = None
+        self, *, step: int, rank: int, scales: Sequence[float | None]
     ) -> NonFinite | None:
         """Replay a rank's step until a micro-batch yields a NaN or an infinity; None if none does.
 
         Micro-batches are tried in order, then params and elements. Searching by a second,
         deterministic replay costs a healthy run nothing.
         """
-        for micro in range(own_micro_batches(self.scenario.run, step=step, rank=rank)):
+        for micro, scale in enumerate(scales):
             replay = self.replay_micro(step=step, rank=rank, micro=micro, scale=scale)
             for name, grad in replay.grads.items():
                 bad = _first_nonfinite(grad)

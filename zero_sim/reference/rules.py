@@ -17,6 +17,7 @@ from zero_sim.reference.clipping import ClipForm, clip_by_norm_, takes_root
 from zero_sim.reference.division import DivideRule
 from zero_sim.reference.gradient import Measure
 from zero_sim.reference.norms import Norm
+from zero_sim.reference.scaling import ScaleLoss, ScaleLossFunction
 
 GradDtype = Literal["param", "fp32", "bf16", "fp16"]
 """Of gradients: that of each param's own gradient, or one for all."""
@@ -28,9 +29,9 @@ and what comes of all of them over the blocks, once."""
 Unused = Literal["zeros", "left-alone"]
 """What becomes of a param that no rank used in a step: it is stepped with a gradient of zeros, or
 keeps its value and its state, and counts in no norm."""
-NonFiniteRule = Literal["stepped", "skipped"]
+NonFiniteRule = Literal["stepped", "skipped", "raises"]
 """What becomes of a step with a NaN or an infinity among its gradients, where losses are not
-scaled."""
+scaled. If it raises, nothing is updated, as in a step that is skipped."""
 ClipFunction = Callable[[Tensor, float], Tensor | float]
 """From a 0-D fp32 norm and its bound, what gradients are multiplied by."""
 
@@ -45,6 +46,8 @@ _DTYPES: dict[str, torch.dtype] = {
 class Rules:
     """By which rules the reference computes; None where it does as the scenario says."""
 
+    scale_loss: ScaleLoss | ScaleLossFunction | None = None
+    """Factor of each loss before its backward; None for 1."""
     divide: DivideRule | None = None
     divide_by: float | None = None
     """A number in place of what the scenario counts."""

@@ -1,10 +1,71 @@
-"""Dynamic loss scaling: powers of two, so that scaling itself changes no bit of a gradient."""
+"""Factors of losses: dynamic scales, and means that a system takes before backward.
+
+A dynamic scale is a power of two, so that scaling itself changes no bit of a gradient. The factor
+of a mean, such as 1 / tokens, is rounded like any number.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal
+
+from zero_sim.errors import UsageError
 from zero_sim.scenario.spec import LossScaleSpec
 
 _SCALE_MIN = 1.0
+
+ScaleLoss = Literal["micro-batches", "tokens"]
+"""Factor of each loss before its backward: 1 / micro-batches, or ranks / tokens of the step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossRows:
+    """Rows (samples or tokens) of one micro-batch and of its step, which its loss is scaled by.
+
+    Example:
+        >>> LossRows(rows=2, rank_rows=4, step_rows=10, micro_batches=2, world_size=3).step_rows
+        10
+    """
+
+    rows: int
+    """Rows of this micro-batch."""
+    rank_rows: int
+    """Rows of all micro-batches of this rank in the step."""
+    step_rows: int
+    """Rows of all micro-batches of all ranks in the step."""
+    micro_batches: int
+    """Micro-batches of a step (`run.micro_batches`), including those a rank has no data for."""
+    world_size: int
+    """Number of data-parallel ranks, including context parallelism."""
+
+
+ScaleLossFunction = Callable[[LossRows], float]
+
+
+def loss_factor(rule: ScaleLoss | ScaleLossFunction, at: LossRows) -> float:
+    """Return what a loss is multiplied by before its backward.
+
+    Args:
+        rule: A name, or a pure function of the target.
+        at: The micro-batch.
+
+    Raises:
+        UsageError: The function returns no finite number.
+    """
+    if rule == "micro-batches":
+        return 1 / at.micro_batches
+    if rule == "tokens":
+        return at.world_size / at.step_rows
+    assert callable(rule)
+    factor = rule(at)
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not isfinite(factor):
+        raise UsageError(
+            f"expected the function Numerics.scale_loss to return a finite number, got {factor!r} "
+            f"for {at}. Return a float, such as 1 / rows.step_rows."
+        )
+    return factor
 
 
 class LossScale:

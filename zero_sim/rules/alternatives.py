@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
-from typing import Any
+from itertools import chain, combinations, product
+from typing import Any, get_args
 
 from zero_sim.findings.compare import same_bits
 from zero_sim.reference import (
@@ -24,6 +24,7 @@ from zero_sim.reference import (
     ClipFunction,
     Norm,
     Rules,
+    ScaleLoss,
     StepAgain,
     Terms,
     takes_root,
@@ -38,6 +39,9 @@ Change = Mapping[str, Any]
 """Fields of a target's declaration, by name, and what they would be."""
 
 _COUNTS: tuple[DivideBy, ...] = ("ranks", "micro-batches", "tokens")
+_SCALES: tuple[Change, ...] = tuple(
+    {"scale_loss": factor} for factor in (None, *get_args(ScaleLoss))
+)
 _ROUNDS: tuple[Change, ...] = (
     {"sync": "last"},
     {"sync": "every"},
@@ -85,7 +89,7 @@ class SumRules:
             "sync": rules.sync or system.sync,
             "grad_dtype": system.grad_dtype,
         }
-        for name in ("predivide_by", "accumulate_dtype", "reduce_dtype"):
+        for name in ("scale_loss", "predivide_by", "accumulate_dtype", "reduce_dtype"):
             if getattr(rules, name) is not None:
                 named[name] = getattr(rules, name)
         if rules.divide_each != "step":
@@ -97,13 +101,16 @@ class SumRules:
         return self._by((change,) for thing in self._things for change in thing)
 
     def pairs(self) -> dict[str, StepAgain]:
-        """Return it by those that differ in two."""
-        return self._by(
-            (change, other)
-            for first, second in combinations(self._things, 2)
-            for change in first
-            for other in second
-        )
+        """Return it by those that differ in two, or in the factor of losses.
+
+        That one is tried late, since it takes another backward, and divisors give the same bits
+        if they are powers of two.
+        """
+        scales = [change for change in _SCALES if self._differs(change)]
+        divisions = [change for thing in self._things[:2] for change in thing]
+        scaled = product(scales, ({}, *divisions))
+        two = (product(first, second) for first, second in combinations(self._things, 2))
+        return self._by(chain(scaled, *two))
 
     @cached_property
     def _things(self) -> list[list[Change]]:

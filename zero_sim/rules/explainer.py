@@ -139,6 +139,8 @@ class Explainer:
     def _factor(self, by: StepAgain) -> str:
         """Return the factor of the gradient by a rule, and its cause; empty if it has none."""
         again = self._again
+        if by.rules.scale_loss != again.rules.scale_loss:
+            return ""
         divisor, expected = _divisor(by), _divisor(again.by())
         causes = FactorCauses.of(
             again.taken.losses,

@@ -56,6 +56,7 @@ _OF_DTYPES = ("grad_dtype", "accumulate_dtype", "reduce_dtype", "told_dtype")
 _RULED = ("system.divide", "system.divide_by", "system.sync", "system.grad_dtype")
 """Options that a rule stands in the place of."""
 _ALTERNATIVES: Mapping[str, Sequence[object]] = {
+    "scale_loss": (None, "micro-batches", "tokens"),
     "divide": (*DIVIDE_RULES, "avg"),
     "divide_by": ("ranks", "micro-batches", "tokens"),
     "sync": ("last", "every"),
@@ -263,9 +264,11 @@ class _Search:
 
     def _settle_overflow(self) -> None:
         case = overflow_case(self.base)
-        result = self.search.judge(case, {**self.search.numerics, "nonfinite": "skipped"})
-        if not isinstance(result, str) and result.verdict == "pass":
-            self.search.numerics["nonfinite"] = "skipped"
+        for rule in ("skipped", "raises"):
+            result = self.search.judge(case, {**self.search.numerics, "nonfinite": rule})
+            if not isinstance(result, str) and result.verdict == "pass":
+                self.search.numerics["nonfinite"] = rule
+                return
 
     def _able(self, dtypes: Sequence[str]) -> Capabilities:
         """What it can be asked for."""

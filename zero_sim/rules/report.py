@@ -35,7 +35,7 @@ class FoundRules:
         if self.numerics.get("divide") == "none":
             what = "The sum over the ranks is not divided, so the gradient is N x the mean"
             return {"divide": f"{what}, with N ranks. {_IF_INTENDED} ranks."}
-        if self.numerics.get("divide_by") == "ranks":
+        if self.numerics.get("divide_by") == "ranks" and "scale_loss" not in self.numerics:
             what = (
                 "the sum over the micro-batches is not divided, so the gradient is M x their mean"
             )

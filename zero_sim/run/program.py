@@ -218,6 +218,12 @@ class _Training:
     rank_time: RankTime
     target_name: str
 
+    @property
+    def may_raise(self) -> bool:
+        """True if a step whose gradients are not finite has to raise."""
+        raises = self.context.judge.group.numerics.nonfinite == "raises"
+        return raises and self.context.dp_cp_group.scenario.optimizer.loss_scale is None
+
 
 def _build(
     segment: Segment,
@@ -290,6 +296,14 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
         engine.zero_grad()
         for watch in observers.before_backward:
             watch(step)
+        start_step(
+            engine,
+            training.context.workload,
+            scenario,
+            step=step,
+            rank=training.rank,
+            rank_time=training.rank_time,
+        )
         losses: list[Tensor] = []
         for micro in range(scenario.run.micro_batches):
             for watch in observers.before_micro_batch:
@@ -302,7 +316,8 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
             for updating in observers.updating:
                 if (block := updating(step)) is not None:
                     stack.enter_context(block)
-            result = engine.step(lr_factor=lr_factor(scenario, step))
+            take_step = engine.try_step if training.may_raise else engine.step
+            result = take_step(lr_factor=lr_factor(scenario, step))
         for watch in observers.after_step:
             watch(step, losses, result)
         if not deferred or step + 1 == stop:
@@ -390,6 +405,26 @@ def draw_batch(workload: Workload, scenario: Scenario, step: int, rank: int, mic
     batch = workload.batch(step=step, rank=rank, micro=micro)
     seed_device(batch.inputs.device, seed)
     return batch
+
+
+def start_step(
+    engine: CompletedEngine,
+    workload: Workload,
+    scenario: Scenario,
+    *,
+    step: int,
+    rank: int,
+    rank_time: RankTime = _UNTIMED,
+) -> None:
+    """Give an engine the rows of a step, if it takes them; batches are drawn twice then."""
+    if not engine.has_start_step:
+        return
+    with rank_time.harness():
+        rows = [
+            workload.batch(step=step, rank=rank, micro=micro).rows
+            for micro in range(own_micro_batches(scenario.run, step=step, rank=rank))
+        ]
+    engine.start_step(rows=rows)
 
 
 def _take_part(training: _Training, step: int, micro: int) -> list[Tensor]:

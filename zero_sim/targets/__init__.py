@@ -1,5 +1,6 @@
 """Systems under test behind one small protocol."""
 
+from zero_sim.reference import LossRows
 from zero_sim.scenario.derived import with_options
 from zero_sim.targets.adapt import CompletedEngine, complete
 from zero_sim.targets.costs import TEXTBOOK, CostCase, Costs, costs_of
@@ -74,6 +75,7 @@ __all__ = [
     "FullEngine",
     "LearningRates",
     "Library",
+    "LossRows",
     "Numerics",
     "Option",
     "OwnedPart",

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from zero_sim.errors import ProtocolError, UsageError
+from zero_sim.errors import ProtocolError, UsageError, ZeroSimError
 from zero_sim.scenario.spec import CheckpointForm
 from zero_sim.targets.answers import CALLS, Answers, check_calls
 from zero_sim.targets.bare_model import Model, Seen, look_at
@@ -116,6 +116,11 @@ class CompletedEngine:
         """The engine itself, if it declares that the closed forms of its stage hold."""
 
     @property
+    def has_start_step(self) -> bool:
+        """True if the engine takes the rows of a step."""
+        return getattr(self._engine, "start_step", None) is not None
+
+    @property
     def can_unwrap(self) -> bool:
         """True if the engine gives its module back."""
         return getattr(self._engine, "unwrap", None) is not None
@@ -165,6 +170,10 @@ class CompletedEngine:
         """Forget the gradients of the step before."""
         self._engine.zero_grad()
 
+    def start_step(self, *, rows: Sequence[int]) -> None:
+        """Get ready for the micro-batches of a step, if `has_start_step`."""
+        self._engine.start_step(rows=rows)
+
     def start_micro_batch(self, *, last: bool) -> None:
         """Get ready for a forward and its backward."""
         self._optional("start_micro_batch", last=last)
@@ -186,6 +195,20 @@ class CompletedEngine:
         answer = self._engine.step(lr_factor=lr_factor)
         self._has_stepped = True
         return self._check.step(answer)
+
+    def try_step(self, *, lr_factor: float) -> StepResult:
+        """Update the params, if the engine may raise because a gradient is not finite.
+
+        Errors of zero_sim's own, such as a deadlock, are no such refusal.
+        """
+        try:
+            result = self.step(lr_factor=lr_factor)
+        except ZeroSimError:
+            raise
+        except (ArithmeticError, RuntimeError, ValueError) as error:
+            raised = f"{type(error).__name__}: {error}"
+            return StepResult(skipped=True, raised=raised)
+        return replace(result, skipped=False, raised="")
 
     def settle(self) -> None:
         """Wait for whatever the last step left in flight."""

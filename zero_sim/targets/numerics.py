@@ -27,6 +27,8 @@ from zero_sim.reference import (
     NonFiniteRule,
     Norm,
     Rules,
+    ScaleLoss,
+    ScaleLossFunction,
     Sync,
     Unused,
     takes_root,
@@ -56,6 +58,12 @@ class Numerics:
     scenario)`.
     """
 
+    scale_loss: ScaleLoss | ScaleLossFunction | None = None
+    """Factor of each micro-batch's loss before its backward; None for 1. `micro-batches`: 1 /
+    `run.micro_batches`, as in torchtitan and accelerate. `tokens`: ranks / rows of all ranks in the
+    step, as in verl and prime-rl, whose engines sum the rows that `start_step` gives them. Or a
+    pure function from `LossRows` to the factor. The reference multiplies the same loss by the
+    number. `divide` and `divide_by` stay what is done to the sum over ranks."""
     divide: DivideRule | Literal["avg"] | None = None
     """How the sum over the ranks becomes a mean. Before the sum, in the gradient's dtype: `pre`,
     divided; `premul`, multiplied by the reciprocal that was rounded to that dtype; `premul-fp32`,
@@ -91,8 +99,10 @@ class Numerics:
     """What becomes of a param that no rank used in a step: stepped with a gradient of zeros, or
     `left-alone`, as by torch's optimizers where `.grad` is None."""
     nonfinite: NonFiniteRule = "stepped"
-    """Whether a step with a NaN or an infinity among its gradients is `skipped` though losses are
-    not scaled; where it is not, no case has one."""
+    """Result of a step with a NaN or an infinity among its gradients if losses are not scaled. By
+    default, no case has one. `skipped`: nothing is updated. `raises`: nothing is updated, and
+    `step` raises an ArithmeticError, RuntimeError or ValueError on every rank, as after
+    `clip_grad_norm_(error_if_nonfinite=True)`. Training goes on with the next step."""
     grads_told: GradsTold | None = None
     """Whether the reduced gradients that it tells are as the collective left them, or already
     divided where the division comes after the sum, or what the optimizer was given. If left out,
@@ -139,7 +149,7 @@ class Numerics:
         """
         for name, choices in _WORDS.items():
             value = getattr(self, name)
-            if name == "clip" and callable(value):
+            if name in ("clip", "scale_loss") and callable(value):
                 continue
             if name == "divide_by" and _is_number(value):
                 continue
@@ -199,6 +209,7 @@ class Numerics:
     def rules(self, scenario: Scenario, *, added_in: str | None = None) -> Rules:
         """What the reference is told besides `replayed`; arguments as there."""
         return Rules(
+            scale_loss=self.scale_loss,
             divide=self._divide(scenario, added_in),
             divide_by=None if isinstance(self.divide_by, str) else self.divide_by,
             predivide_by=self.predivide_by,
@@ -225,6 +236,13 @@ class Numerics:
                 message="this target adds squares of norms over the ranks in one call of its own, "
                 f"of whose place nothing is known, got {show(scenario.world.order)}.",
                 suggestion="Try linear, which is the same everywhere.",
+            )
+        if self.scale_loss is not None and scenario.expect.one_device:
+            yield Problem(
+                path="expect.one_device",
+                message="this target multiplies losses by a rounded factor, which one device does "
+                "not.",
+                suggestion="Leave it out.",
             )
         world = scenario.world
         beyond = [name for name in _EXACT_ONLY if getattr(self, name) != _DEFAULTS[name]]
@@ -311,6 +329,7 @@ _EXACT_ONLY = (
 """Rules for which there is no bound where the order is not known."""
 
 _WORDS: dict[str, tuple[object, ...]] = {
+    "scale_loss": (None, *get_args(ScaleLoss)),
     "divide": (None, *DIVIDE_RULES, "avg"),
     "divide_by": (None, "ranks", "micro-batches", "tokens"),
     "divide_each": get_args(DivideEach),

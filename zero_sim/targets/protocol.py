@@ -10,7 +10,7 @@ for and how it computes are facts that it declares: `zero_sim.targets.declared`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
@@ -89,6 +89,9 @@ class StepResult:
     """Whether nothing was updated, because a gradient was not finite."""
     loss_scale: float | None = None
     """The scale that the step's losses were multiplied by."""
+    raised: str | None = None
+    """Error that `step` raised, empty if it returned; filled in by the harness for targets that
+    declare `Numerics(nonfinite="raises")`, None for all others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +166,15 @@ class FullEngine(Engine, Protocol):
 
     def step(self, *, lr_factor: float) -> StepResult:
         """Update as in `Engine`, with a record of the step."""
+        ...
+
+    def start_step(self, *, rows: Sequence[int]) -> None:
+        """Get ready for the micro-batches of a step, after `zero_grad`.
+
+        Args:
+            rows: Rows of each micro-batch that this rank has data for, in order. Sum them over
+                ranks with a collective of your own to scale losses by the tokens of the step.
+        """
         ...
 
     def start_micro_batch(self, *, last: bool) -> None:

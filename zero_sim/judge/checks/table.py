@@ -79,7 +79,11 @@ def check_result(shown: Shown) -> Iterator[Finding]:
     expected, optimizer = shown.owed.steps.get(step), shown.group.scenario.optimizer
     reported = {"norm": result.norm, "zeros": result.zeros, "skipped": result.skipped}
     shown.group.unobserved.update(name for name, got in reported.items() if got is None)
-    if all(got is None for got in (*reported.values(), result.loss_scale)):
+    if result.raised is not None:
+        if result.skipped != expected.skipped:
+            yield findings.wrongly_raised(step, rank, raised=result.raised)
+        result = replace(result, skipped=None)
+    if all(got is None for got in (result.norm, result.zeros, result.skipped, result.loss_scale)):
         # It tells nothing of its steps; one that does so tells what it clips or scales by.
         return
     if result.norm is None and optimizer.clip_norm is not None:
