@@ -64,15 +64,14 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = 
         return Prepared(side=observed.side, seed=seed, baseline=baseline, observed=observed)
 
     prepared = run(side)
-    side = prepared.side
-    stopped = not prepared.baseline.pieces or prepared.observed.script.failure is not None
+    side, observed = prepared.side, prepared.observed
+    stopped = not prepared.baseline.pieces or observed.script.failure is not None
     if side.spare_gpus > side.settings.ranks_per_node and stopped:
         # Examples often refuse a machine with one GPU, which is no property of one rank.
         settings = replace(side.settings, gpus_per_node=side.spare_gpus)
         again = run(replace(side, settings=settings, spare_gpus=0))
         if again.baseline.pieces and len(again.observed.steps_of_ranks) == side.settings.world_size:
-            prepared = again
-    observed = prepared.observed
+            prepared, observed = again, again.observed
     if observed.script.failure is not None:
         prepared.failure = _failed(prepared, observed)
     elif observed.replicas.findings:
@@ -305,32 +304,33 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
             continue  # Not reduced yet, as before a reduction within Optimizer.step.
         if is_off:
             found.append(Difference(point=point, measured=measured, rounding=rounding))
-    found.sort(key=lambda each: (each.point.order, -each.measured.relative, each.point.name))
+    found.sort(key=_by_size)
     deciding = {p for p in prepared.rounding if p.moment not in LOCALISING}
     unknown = (measurement.unobserved | deciding) - measurement.measured.keys()
     unknown -= measurement.left_out
     unjudged |= {p.name for p in unknown if p.moment not in LOCALISING}
-    names = {point.name for point in measurement.measured} - unjudged
+    judged = {point.name for point in measurement.measured} - unjudged
     verdict = _by_starts(measurement, found, got)
     if verdict is None and any(each.point.moment not in LOCALISING for each in found):
         verdict = AgainstVerdict(outcome="different", differences=tuple(found))
     verdict = verdict or _lacks(prepared, measurement, decided)
     if verdict is None:
-        count, notes = len({each.point.name for each in found}), ()
-        if found:
-            notes = (
-                f"{count} gradients differ and no param does, such as {found[0].point.text}: "
-                "perhaps they are scaled otherwise.",
-            )
-        verdict = AgainstVerdict(outcome="equal", notes=notes)
+        such = "gradients differ and no param does, perhaps as scaled otherwise, such as"
+        notes = [f"{len(found)} {such} {each.point.text}." for each in found[:1]]
+        verdict = AgainstVerdict(outcome="equal", notes=tuple(notes))
     return replace(
         verdict,
         steps=got.step_count,
         compared_count=len(measurement.measured),
         unobserved=tuple(sorted(unjudged)),
-        undecided=tuple(sorted(names - decided)),
+        undecided=tuple(sorted(judged - decided)),
         largest_multiple=largest,
     )
+
+
+def _by_size(each: Difference) -> tuple[object, ...]:
+    """Sort by time, and by size as it is shown: of equal factors rounding would choose."""
+    return each.point.order, -float(f"{each.measured.relative:.1e}"), each.point.name
 
 
 def _by_starts(
