@@ -13,6 +13,7 @@ from zero_sim.reference.division import AVERAGES, DIVIDE_RULES, DivideRule, Divi
 from zero_sim.reference.following import Follower
 from zero_sim.reference.norms import NORMS, ROOTED, Holding, Holdings, Norm, norms_of_shard
 from zero_sim.reference.oracle import Reference, step_together
+from zero_sim.reference.own_rule import OwnRule
 from zero_sim.reference.placement import Addresses, MemoryLayout, memory_layout_of
 from zero_sim.reference.quantization import encode
 from zero_sim.reference.ranks import Orders
@@ -57,6 +58,7 @@ __all__ = [
     "NonFiniteRule",
     "Norm",
     "Orders",
+    "OwnRule",
     "Reference",
     "ReferenceStep",
     "Rules",

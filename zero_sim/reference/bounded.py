@@ -180,7 +180,11 @@ class BoundedReference:
             start: First of its flattened elements.
             stop: One past the last one.
         """
-        master = self._starts[name].reshape(-1)[start:stop]
+        whole = self._starts[name]
+        master = whole.reshape(-1)[start:stop]
+        if self._rules.own is not None:
+            # A rule may treat matrices otherwise than vectors.
+            master = master.reshape((1,) * (whole.dim() - 1) + (-1,))
         return Follower(
             self._scenario.optimizer,
             name=name,

@@ -85,8 +85,7 @@ class Reference:
         self._ranks = Ranks(scenario, workload=workload, rules=rules)
         self._scales = self._ranks.scales()
         spec = scenario.optimizer
-        on_host = scenario.system.offload_state
-        self._stepper = Stepper(spec, params=self._ranks.weights(), on_host=on_host)
+        self._stepper = self._new_stepper(self._ranks.weights())
         self._history = self._new_history()
         self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
         self._one_device = self._build_one_device()
@@ -167,8 +166,7 @@ class Reference:
         self._one_device = self._build_one_device()
         if weights_only:
             spec = scenario.optimizer
-            on_host = scenario.system.offload_state
-            self._stepper = Stepper(spec, params=self._stepper.masters, on_host=on_host)
+            self._stepper = self._new_stepper(self._stepper.masters)
             self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
             self._history = self._new_history()
         self._write_params()
@@ -384,6 +382,14 @@ class Reference:
         params = {name: param.clone() for name, param in step.params.items()}
         self._write_params()
         return replace(step, params=params)
+
+    def _new_stepper(self, params: Mapping[str, Tensor]) -> Stepper:
+        return Stepper(
+            self._scenario.optimizer,
+            params=params,
+            on_host=self._scenario.system.offload_state,
+            own=self._rules.own,
+        )
 
     def _new_history(self) -> OptimizerHistory | None:
         if self._elems > KEPT_ELEMS_MAX:

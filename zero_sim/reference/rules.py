@@ -17,6 +17,7 @@ from zero_sim.reference.clipping import ClipForm, clip_by_norm_, takes_root
 from zero_sim.reference.division import DivideRule
 from zero_sim.reference.gradient import Measure
 from zero_sim.reference.norms import Norm
+from zero_sim.reference.own_rule import OwnRule
 
 GradDtype = Literal["param", "fp32", "bf16", "fp16"]
 """Of gradients: that of each param's own gradient, or one for all."""
@@ -60,6 +61,8 @@ class Rules:
     nonfinite: NonFiniteRule = "stepped"
     norm: Norm = "of-elements"
     clip: ClipForm | ClipFunction = "fp32-division"
+    own: OwnRule | None = None
+    """The target's update rule, for optimizer `own`."""
 
     @property
     def known_clip(self) -> ClipForm | None:

@@ -1,4 +1,4 @@
-"""The optimizer: torch's classes, or a textbook's, on one plain fp32 tensor a param, never fused.
+"""The optimizer: torch's classes, a textbook's or a target's, on whole params, never fused.
 
 Fused kernels treat the tail of a tensor differently from its body, so their bits depend on where a
 shard was cut; the loop over params has no such seam.
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_sim.errors import UntrainableError
-from zero_sim.reference.whole_params import TextbookOptimizer
+from zero_sim.errors import UntrainableError, UsageError
+from zero_sim.reference.own_rule import OwnOptimizer, OwnRule
+from zero_sim.reference.whole_params import Move, TextbookOptimizer, move_by_lamb, move_by_muon
 from zero_sim.scenario.spec import OptimizerName, OptimizerSpec, ParamGroupSpec
 
 _CLASSES: Mapping[str, type[Optimizer]] = {
@@ -37,6 +38,7 @@ _CLASSES: Mapping[str, type[Optimizer]] = {
     "rprop": torch.optim.Rprop,
 }
 
+_MOVES: Mapping[str, Move] = {"muon": move_by_muon, "lamb": move_by_lamb}
 _BETAS_EPS = ("betas", "eps", "weight_decay")
 _OPTIONS: dict[OptimizerName, tuple[str, ...]] = {
     "adamw": (*_BETAS_EPS, "amsgrad"),
@@ -52,6 +54,7 @@ _OPTIONS: dict[OptimizerName, tuple[str, ...]] = {
     "rprop": (),
     "muon": ("momentum", "nesterov", "eps", "weight_decay"),
     "lamb": _BETAS_EPS,
+    "own": (*_BETAS_EPS, "momentum", "nesterov", "amsgrad"),
 }
 """Which fields of the spec each class takes besides `lr`, under the same names."""
 
@@ -85,7 +88,8 @@ def settings_in_words(spec: OptimizerSpec, *, step: int, param: str | None) -> s
     options["lr"] *= lr_factor(spec, step=step)
     cls = _CLASSES.get(spec.name)
     words = [f"{option} {value}" for option, value in options.items()]
-    return " ".join([cls.__name__ if cls else spec.name.capitalize(), *words])
+    name = "the target's own rule" if spec.name == "own" else spec.name.capitalize()
+    return " ".join([cls.__name__ if cls else name, *words])
 
 
 def lr_factor(spec: OptimizerSpec, *, step: int) -> float:
@@ -99,8 +103,8 @@ def group_of(spec: OptimizerSpec, *, name: str) -> ParamGroupSpec | None:
 
 
 def build_optimizer(
-    spec: OptimizerSpec, *, masters: Mapping[str, Tensor]
-) -> Optimizer | TextbookOptimizer:
+    spec: OptimizerSpec, *, masters: Mapping[str, Tensor], own: OwnRule | None = None
+) -> Optimizer | TextbookOptimizer | OwnOptimizer:
     """Return the optimizer that the spec names, over all `masters`, in the spec's groups."""
     members: dict[ParamGroupSpec | None, list[Tensor]] = {}
     for name, master in masters.items():
@@ -111,7 +115,15 @@ def build_optimizer(
         for group, tensors in members.items()
     ]
     if spec.name not in _CLASSES:
-        return TextbookOptimizer(spec.name, groups, settings={"lr": spec.lr, **options})
+        full = [{"lr": spec.lr, **options, **group} for group in groups]
+        if spec.name in _MOVES:
+            return TextbookOptimizer(_MOVES[spec.name], full)
+        if own is None:
+            raise UsageError(
+                "expected an update rule of the target with optimizer.name = 'own', got none. Try "
+                "`reference_step` or `reference_optimizer` of the target."
+            )
+        return OwnOptimizer(own, params=masters, groups=full)
     # See [Note: foreach].
     foreach = spec.foreach and any(master.device.type != "cpu" for master in masters.values())
     return _CLASSES[spec.name](groups, lr=spec.lr, foreach=foreach, **options)  # pyrefly: ignore
@@ -128,11 +140,20 @@ def _group_options(
     return own
 
 
+_REPEATED_ELEMS_MAX = 1 << 16
+"""Most elements for which each step of a target's rule is checked by taking it twice."""
+
+
 class Stepper:
     """The masters and the optimizer that moves them."""
 
     def __init__(
-        self, spec: OptimizerSpec, *, params: Mapping[str, Tensor], on_host: bool = False
+        self,
+        spec: OptimizerSpec,
+        *,
+        params: Mapping[str, Tensor],
+        on_host: bool = False,
+        own: OwnRule | None = None,
     ) -> None:
         """Copy each param, of any dtype and shape, into an fp32 master; at least one is needed.
 
@@ -140,8 +161,12 @@ class Stepper:
             spec: Optimizer and its settings; `foreach` means nothing on the CPU.
             params: Initial values by name.
             on_host: Whether the CPU steps them, wherever they are: its kernels round as they do.
+            own: The target's rule, for optimizer `own`.
+
+        Raises:
+            UsageError: The target's rule cannot be used.
         """
-        self._spec, self._on_host = spec, on_host
+        self._spec, self._on_host, self._own = spec, on_host, own
         self.masters: dict[str, Tensor] = {
             name: param.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             for name, param in params.items()
@@ -149,7 +174,7 @@ class Stepper:
         self._stepped = self.masters
         if on_host:
             self._stepped = {name: master.to("cpu") for name, master in self.masters.items()}
-        self._optimizer = build_optimizer(spec, masters=self._stepped)
+        self._optimizer = build_optimizer(spec, masters=self._stepped, own=own)
         self._base_lrs = [group["lr"] for group in self._optimizer.param_groups]
 
     def step(self, grads: Mapping[str, Tensor], *, factor: float = 1.0) -> None:
@@ -162,10 +187,39 @@ class Stepper:
 
         Raises:
             UntrainableError: torch's optimizer raises: its numbers left the range of fp32.
+            UsageError: The target's rule raises, or gives other bits from the same state.
         """
+        if self._own is None or sum(each.numel() for each in grads.values()) > _REPEATED_ELEMS_MAX:
+            self._step(grads, factor=factor)
+            return
+        twin = self.fork()
+        self._step(grads, factor=factor)
+        twin._step(grads, factor=factor)
+        self._check_repeated(twin)
+
+    def _check_repeated(self, twin: Stepper) -> None:
+        """Check that a copy made the same step."""
+        states, again = self.state(), twin.state()
+        for name in self.masters:
+            keys = states[name].keys() | again[name].keys()
+            pairs = {"": (self.masters[name], twin.masters[name])}
+            pairs |= {key: (states[name].get(key), again[name].get(key)) for key in keys}
+            for key, (first, second) in pairs.items():
+                if first is None or second is None or not _is_same(first, second):
+                    assert self._own is not None
+                    what = f"state {key!r}" if key else "the value"
+                    raise UsageError(
+                        f"expected {self._own.name} to give the same bits from the same params, "
+                        f"gradients and state, got other bits of {what} of param {name!r} from a "
+                        "copy. Keep all state in the optimizer's `state` and `param_groups`, as "
+                        "its state_dict() has it, not in attributes or globals."
+                    )
+
+    def _step(self, grads: Mapping[str, Tensor], *, factor: float) -> None:
         for name, master in self._stepped.items():
             grad = grads.get(name)
-            master.grad = None if grad is None else grad.to(master.device)
+            # A copy for a stranger's rule, which may write to it.
+            master.grad = None if grad is None else grad.to(master.device, copy=bool(self._own))
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
         try:
@@ -183,13 +237,22 @@ class Stepper:
 
     def fork(self) -> Stepper:
         """Return a copy that moves by itself."""
-        fork = Stepper(self._spec, params=self.masters, on_host=self._on_host)
+        fork = Stepper(self._spec, params=self.masters, on_host=self._on_host, own=self._own)
+        if isinstance(self._optimizer, OwnOptimizer):
+            assert isinstance(fork._optimizer, OwnOptimizer)
+            fork._optimizer.take_state(self._optimizer, cut=lambda _, value: value)
+            return fork
+        assert not isinstance(fork._optimizer, OwnOptimizer)
         for name, master in self._stepped.items():
             fork._optimizer.state[fork._stepped[name]] = {
                 key: value.clone() if isinstance(value, Tensor) else value
                 for key, value in self._optimizer.state.get(master, {}).items()
             }
         return fork
+
+    def __deepcopy__(self, memo: object) -> Stepper:
+        """Return a fork: deepcopy of a torch optimizer loses what is not in its state_dict()."""
+        return self.fork()
 
     def settings(self) -> dict[str, dict[str, object]]:
         """Return what each param's group says, under torch's names, `lr` before any factor."""
@@ -201,6 +264,8 @@ class Stepper:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return every state tensor by param and torch's own key; live, not copied."""
+        if isinstance(self._optimizer, OwnOptimizer):
+            return {name: dict(held) for name, held in self._optimizer.states().items()}
         state = self._optimizer.state
         return {
             name: {
@@ -210,3 +275,11 @@ class Stepper:
             }
             for name, master in self._stepped.items()
         }
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    """True if both have one dtype, shape and value; NaN is equal to NaN."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    same = (first == second) | (first.isnan() & second.isnan())
+    return bool(same.all())

@@ -83,6 +83,8 @@ class Mistakes:
     def _settings(self) -> dict[str, dict[str, Any]]:
         """By name: fields of the spec that a system may not have read."""
         spec = self._spec
+        if spec.name == "own":
+            return {}  # The target's rule need not step params one by one.
         single: dict[str, dict[str, Any]] = {}
         for option, default in torch_defaults(spec.name).items():
             own = getattr(spec, option)

@@ -131,6 +131,11 @@ class Numerics:
     """Whether the tensors that `params` gives have the reduced gradient in `.grad` after a step:
     not unscaled, and clipped only where `grads_told` says so."""
 
+    elementwise: bool = False
+    """For a target with an update rule of its own: True if the step of an element depends on that
+    element's own value, gradient and state alone. Where the order of addition is not known, such
+    rules alone can be judged."""
+
     def __post_init__(self) -> None:
         """Refuse what is no known rule.
 
@@ -227,6 +232,14 @@ class Numerics:
                 suggestion="Try linear, which is the same everywhere.",
             )
         world = scenario.world
+        if scenario.optimizer.name == "own" and not world.order_known and not self.elementwise:
+            yield Problem(
+                path="world.order_known",
+                message="the step of this target's own update rule may depend on other elements, "
+                "for which no bound is proven, got an order that is not known.",
+                suggestion="Try an order that is known, or declare Numerics(elementwise=True) if "
+                "each element is stepped by itself.",
+            )
         beyond = [name for name in _EXACT_ONLY if getattr(self, name) != _DEFAULTS[name]]
         if self.grads_told == "after-clip":
             beyond.append("grads_told")
@@ -324,6 +337,7 @@ _WORDS: dict[str, tuple[object, ...]] = {
     "told_dtype": get_args(ToldDtype),
     "norm": NORMS,
     "clip": CLIP_FORMS,
+    "elementwise": (True, False),
 }
 """What each of the numerics can be."""
 

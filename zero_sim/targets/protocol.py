@@ -343,7 +343,10 @@ class Target(Protocol):
     or a function of the case), `options` of its own (`Option` by name), and a method
     `refuses(scenario)` that gives more reasons than the capabilities can say, strings or
     `Problem`s; and
-    `reduce_ops(scenario)`, the reduce operations besides SUM that it asks of a backend. Of a case
+    `reduce_ops(scenario)`, the reduce operations besides SUM that it asks of a backend. An update
+    rule of its own is `reference_step(param, grad, state, settings)`, or
+    `reference_optimizer(named_params, scenario)`, and `reference_state(optimizer, named_params)`
+    where state is not by param. Of a case
     that reloads, capabilities and `refuses` are asked once more about the world and the layout
     after the checkpoint.
     """
