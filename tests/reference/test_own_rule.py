@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.targets.own_adamw import OwnAdamW, adamw_step, settings_of
 from zero_sim.errors import UsageError
 from zero_sim.reference.own_rule import OwnRule
+from zero_sim.reference.rules import Rules
 from zero_sim.reference.stepping import Stepper
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, ParamGroupSpec, Scenario
 from zero_sim.sim import World
@@ -25,7 +26,7 @@ def own(**rule):
 
 def stepper_of(spec=SPEC, **rule):
     params = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
-    return Stepper(spec, params=params, own=own(**rule))
+    return Stepper(spec, params=params, rules=Rules(own=own(**rule)))
 
 
 def step(stepper, value=1.0):

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tests.targets.own_adamw import ByOptimizer, ByStep, LostUpdate
+from tests.targets.own_muon import OwnMuon, StackedMuon
 from zero_sim import run_case
+from zero_sim.judge.coverage import UNMOVED
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,
@@ -76,3 +78,30 @@ def test_a_rule_that_cannot_be_repeated_is_an_error_not_a_finding():
     result = run_case(CASE, target=Noisy())
     assert result.verdict == "error"
     assert "reference_step of target 'own-adamw' to use no random numbers" in result.error
+
+
+MUON = replace(
+    CASE,
+    model=ModelSpec(name="params", shapes=((3, 4), (4,), (3, 4), (2, 5)), dtype="bf16"),
+    optimizer=OptimizerSpec(name="own", lr=0.1, momentum=0.9),
+    run=RunSpec(steps=3),
+)
+
+
+@pytest.mark.parametrize("target", [OwnMuon(), StackedMuon()], ids=["by-param", "stacked"])
+def test_whole_matrices_in_bf16_with_state_of_other_shapes_pass(target):
+    result = run_case(MUON, target=target)
+    assert (result.verdict, result.findings) == ("pass", ())
+    assert UNMOVED not in result.unobserved
+
+
+def test_an_owner_that_skips_its_param_is_found():
+    result = run_case(MUON, target=OwnMuon("last"))
+    assert result.verdict == "fail"
+    assert result.findings[0].param == "p3"
+
+
+def test_a_step_that_bf16_rounds_away_is_not_observed():
+    small = replace(MUON, optimizer=replace(MUON.optimizer, lr=1e-9))
+    result = run_case(small, target=OwnMuon())
+    assert UNMOVED in result.unobserved

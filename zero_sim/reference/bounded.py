@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ Overflow = Literal["never", "certain", "possible"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundedStep:
     """What one step must be, as far as no order of addition decides it."""
+
+    unmoved: ClassVar[Sequence[str]] = ()
 
     step: int
     """Optimizer step, from 0."""

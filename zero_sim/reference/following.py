@@ -73,7 +73,7 @@ class Follower:
     ) -> None:
         self._spec, self._name = spec, name
         self._rules = rules or Rules()
-        self._stepper = Stepper(spec, params={name: master}, on_host=on_host, own=self._rules.own)
+        self._stepper = Stepper(spec, params={name: master}, on_host=on_host, rules=self._rules)
 
     @property
     def master(self) -> Tensor:  # 1D fp32

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from zero_sim.errors import UsageError
@@ -309,6 +310,9 @@ class Reference:
             measured = replace(measured, norm=told, norm_certified=True)
         norm_max = self._scenario.optimizer.clip_norm
         stepped: Mapping[str, Tensor] = {}
+        before: Mapping[str, Tensor] = {}
+        if self._rules.masters == "param":
+            before = {name: master.clone() for name, master in self._stepper.masters.items()}
         if not skipped:
             with isolated():
                 stepped = self._update(
@@ -339,6 +343,11 @@ class Reference:
             data_digests=local.data_digests,
             nonfinite=begun.nonfinite,
             start=begun.start,
+            unmoved=frozenset(
+                name
+                for name, was in before.items()
+                if was.numel() and torch.equal(was, self._stepper.masters[name])
+            ),
         )
 
     def again(self, taken: ReferenceStep) -> Again | None:
@@ -388,7 +397,7 @@ class Reference:
             self._scenario.optimizer,
             params=params,
             on_host=self._scenario.system.offload_state,
-            own=self._rules.own,
+            rules=self._rules,
         )
 
     def _new_history(self) -> OptimizerHistory | None:

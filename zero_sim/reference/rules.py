@@ -32,6 +32,8 @@ keeps its value and its state, and counts in no norm."""
 NonFiniteRule = Literal["stepped", "skipped"]
 """What becomes of a step with a NaN or an infinity among its gradients, where losses are not
 scaled."""
+Masters = Literal["fp32", "param"]
+"""Dtype of what the optimizer steps: an fp32 master of each param, or the working param itself."""
 ClipFunction = Callable[[Tensor, float], Tensor | float]
 """From a 0-D fp32 norm and its bound, what gradients are multiplied by."""
 
@@ -61,6 +63,7 @@ class Rules:
     nonfinite: NonFiniteRule = "stepped"
     norm: Norm = "of-elements"
     clip: ClipForm | ClipFunction = "fp32-division"
+    masters: Masters = "fp32"
     own: OwnRule | None = None
     """The target's update rule, for optimizer `own`."""
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from zero_sim.errors import UntrainableError, UsageError
 from zero_sim.reference.own_rule import OwnOptimizer, OwnRule
+from zero_sim.reference.rules import Rules
 from zero_sim.reference.whole_params import Move, TextbookOptimizer, move_by_lamb, move_by_muon
 from zero_sim.scenario.spec import OptimizerName, OptimizerSpec, ParamGroupSpec
 
@@ -153,36 +154,43 @@ class Stepper:
         *,
         params: Mapping[str, Tensor],
         on_host: bool = False,
-        own: OwnRule | None = None,
+        rules: Rules | None = None,
     ) -> None:
-        """Copy each param, of any dtype and shape, into an fp32 master; at least one is needed.
+        """Copy each param, of any dtype and shape, into a master; at least one is needed.
 
         Args:
             spec: Optimizer and its settings; `foreach` means nothing on the CPU.
             params: Initial values by name.
             on_host: Whether the CPU steps them, wherever they are: its kernels round as they do.
-            own: The target's rule, for optimizer `own`.
+            rules: Of these the dtype of masters and, for optimizer `own`, the target's rule.
 
         Raises:
             UsageError: The target's rule cannot be used.
         """
-        self._spec, self._on_host, self._own = spec, on_host, own
+        self._spec, self._on_host, self._rules = spec, on_host, rules or Rules()
+        dtype = torch.float32 if self._rules.masters == "fp32" else None
         self.masters: dict[str, Tensor] = {
-            name: param.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            name: param.detach().to(
+                dtype or param.dtype, copy=True, memory_format=torch.contiguous_format
+            )
             for name, param in params.items()
         }
         self._stepped = self.masters
         if on_host:
             self._stepped = {name: master.to("cpu") for name, master in self.masters.items()}
-        self._optimizer = build_optimizer(spec, masters=self._stepped, own=own)
+        self._optimizer = build_optimizer(spec, masters=self._stepped, own=self._own)
         self._base_lrs = [group["lr"] for group in self._optimizer.param_groups]
+
+    @property
+    def _own(self) -> OwnRule | None:
+        return self._rules.own
 
     def step(self, grads: Mapping[str, Tensor], *, factor: float = 1.0) -> None:
         """Take one step in place.
 
         Args:
-            grads: fp32 gradients by name; zeros count as a gradient. A master without an entry
-                keeps its value and its state.
+            grads: fp32 gradients by name, rounded to the dtype of their master; zeros count as a
+                gradient. A master without an entry keeps its value and its state.
             factor: What every learning rate is multiplied by in this step.
 
         Raises:
@@ -219,7 +227,8 @@ class Stepper:
         for name, master in self._stepped.items():
             grad = grads.get(name)
             # A copy for a stranger's rule, which may write to it.
-            master.grad = None if grad is None else grad.to(master.device, copy=bool(self._own))
+            is_copied = self._own is not None
+            master.grad = None if grad is None else grad.to(master, copy=is_copied)
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
         try:
@@ -237,7 +246,7 @@ class Stepper:
 
     def fork(self) -> Stepper:
         """Return a copy that moves by itself."""
-        fork = Stepper(self._spec, params=self.masters, on_host=self._on_host, own=self._own)
+        fork = Stepper(self._spec, params=self.masters, on_host=self._on_host, rules=self._rules)
         if isinstance(self._optimizer, OwnOptimizer):
             assert isinstance(fork._optimizer, OwnOptimizer)
             fork._optimizer.take_state(self._optimizer, cut=lambda _, value: value)

@@ -162,7 +162,7 @@ class Mistakes:
         # The end of the name, by which groups match, stays.
         pieces = {f"{index}.{name}": each for index, each in enumerate(cut(name, start))}
         with isolated():
-            stepper = Stepper(spec, params=pieces, on_host=on_host)
+            stepper = Stepper(spec, params=pieces, on_host=on_host, rules=self.again.rules)
             for taken in self._steps:
                 if name in taken.grads:
                     grads = dict(zip(pieces, cut(name, taken.grads[name]), strict=True))

@@ -73,8 +73,10 @@ class OwnedPart:
     step, and always in an engine that keeps no gradients. Otherwise None stands for zeros, for
     example of a param that is frozen in this step."""
     master: Tensor  # 1D, fp32
+    """The param itself, in its dtype, if the target's numerics declare `masters="param"`."""
     state: Mapping[str, Tensor]  # 1D, or 0-D for counters
-    """torch's per-param optimizer state."""
+    """torch's per-param optimizer state, in any dtype. Of a tensor that has another shape than the
+    param all elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
