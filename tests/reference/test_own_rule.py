@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.targets.own_adamw import OwnAdamW, adamw_step, settings_of
-from zero_sim.errors import UsageError
+from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.reference.own_rule import OwnRule
 from zero_sim.reference.rules import Rules
 from zero_sim.reference.stepping import Stepper
@@ -116,7 +116,7 @@ class TestCopies:
 
 class TestRefusals:
     def refused(self, text, **rule):
-        with pytest.raises(UsageError, match=text):
+        with pytest.raises(ProtocolError, match=text):
             step(stepper_of(**rule))
 
     @pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random])
@@ -181,7 +181,7 @@ class TestProcessGroups:
             param.div_(dist.get_world_size())
 
         def rank(rank):
-            with pytest.raises(UsageError, match="where no process group exists, got ValueError"):
+            with pytest.raises(ProtocolError, match="no process group exists, got ValueError"):
                 step(stepper_of(step=ask))
 
         with World(1) as world:

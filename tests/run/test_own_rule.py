@@ -1,5 +1,6 @@
 """Targets with an update rule of their own: right ones pass, and mistakes are found."""
 
+import re
 import warnings
 from dataclasses import replace
 
@@ -44,6 +45,8 @@ def test_a_right_one_passes_with_all_its_state(target, case):
     result = run_case(case, target=target)
     assert result.verdict == "pass"
     assert result.scope == "full"
+    (note,) = [note for note in result.notes if "trusted, not judged" in note]
+    assert re.search(r"of target 'own-adamw'. Nearest is 'adamw', up to \d{1,3} ulp away", note)
 
 
 @pytest.mark.parametrize("case", [CASE, UNKNOWN], ids=["known", "unknown"])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_sim.errors import UsageError
+from zero_sim.errors import ProtocolError
 from zero_sim.host.device import random_state
 from zero_sim.reference.whole_params import Move, TextbookOptimizer
 from zero_sim.scenario.spec import Scenario
@@ -60,7 +60,7 @@ class OwnOptimizer:
         groups: Params and their settings by group, for a rule that moves one param.
 
     Raises:
-        UsageError: The rule raises, or does something that the reference cannot repeat.
+        ProtocolError: The rule raises, or does something that the reference cannot repeat.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class OwnOptimizer:
                 "'lr' in every param group, which a warm-up scales", "a group without"
             )
 
-    def _wrong(self, wanted: str, got: str) -> UsageError:
-        return UsageError(f"expected {self._rule.name} to give {wanted}, got {got}.")
+    def _wrong(self, wanted: str, got: str) -> ProtocolError:
+        return ProtocolError(f"expected {self._rule.name} to give {wanted}, got {got}.")
 
     @property
     def param_groups(self) -> Sequence[dict[str, Any]]:
@@ -157,13 +157,13 @@ class OwnOptimizer:
         # The rule is a stranger's and may raise anything.
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            raise UsageError(
+            raise ProtocolError(
                 f"expected {self._rule.name} to step whole params on one device, where no process "
                 f"group exists, got {type(error).__name__}: {error}, at {frame.filename}:"
                 f"{frame.lineno}."
             ) from error
         if _generators() != before:
-            raise UsageError(
+            raise ProtocolError(
                 f"expected {self._rule.name} to use no random numbers, because no system could "
                 "draw the same ones on its shards, got one that moved a generator. Compute them "
                 "from the step count and the values."

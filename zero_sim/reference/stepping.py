@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_sim.errors import UntrainableError, UsageError
+from zero_sim.errors import ProtocolError, UntrainableError, UsageError
 from zero_sim.reference.own_rule import OwnOptimizer, OwnRule
 from zero_sim.reference.rules import Rules
 from zero_sim.reference.whole_params import Move, TextbookOptimizer, move_by_lamb, move_by_muon
@@ -165,7 +165,8 @@ class Stepper:
             rules: Of these the dtype of masters and, for optimizer `own`, the target's rule.
 
         Raises:
-            UsageError: The target's rule cannot be used.
+            UsageError: There is no rule for optimizer `own`.
+            ProtocolError: The target's rule cannot be used.
         """
         self._spec, self._on_host, self._rules = spec, on_host, rules or Rules()
         dtype = torch.float32 if self._rules.masters == "fp32" else None
@@ -195,7 +196,7 @@ class Stepper:
 
         Raises:
             UntrainableError: torch's optimizer raises: its numbers left the range of fp32.
-            UsageError: The target's rule raises, or gives other bits from the same state.
+            ProtocolError: The target's rule raises, or gives other bits from the same state.
         """
         if self._own is None or sum(each.numel() for each in grads.values()) > _REPEATED_ELEMS_MAX:
             self._step(grads, factor=factor)
@@ -216,7 +217,7 @@ class Stepper:
                 if first is None or second is None or not _is_same(first, second):
                     assert self._own is not None
                     what = f"state {key!r}" if key else "the value"
-                    raise UsageError(
+                    raise ProtocolError(
                         f"expected {self._own.name} to give the same bits from the same params, "
                         f"gradients and state, got other bits of {what} of param {name!r} from a "
                         "copy. Keep all state in the optimizer's `state` and `param_groups`, as "
