@@ -83,6 +83,25 @@ def test_a_rule_that_cannot_be_repeated_is_an_error_not_a_finding():
     assert "reference_step of target 'own-adamw' to use no random numbers" in result.error
 
 
+class WithSigmoid(ByStep):
+    """Its arithmetic gives other bits at the end of a tensor than within."""
+
+    @staticmethod
+    def rule(param, grad, state, settings):
+        param.sub_(torch.sigmoid(grad) ** 0.37, alpha=settings["lr"])
+
+    reference_step = rule
+
+
+@pytest.mark.parametrize("case", [CASE, UNKNOWN], ids=["known", "unknown"])
+def test_a_rule_whose_bits_depend_on_the_cut_is_inconclusive(case):
+    result = run_case(case, target=WithSigmoid())
+    assert result.verdict == "inconclusive"
+    (doubt,) = result.findings
+    assert doubt.check == "guard.not-followed"
+    assert "reference_step of target 'own-adamw' depend on where a tensor is cut" in doubt.message
+
+
 MUON = replace(
     CASE,
     model=ModelSpec(name="params", shapes=((3, 4), (4,), (3, 4), (2, 5)), dtype="bf16"),

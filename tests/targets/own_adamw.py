@@ -59,7 +59,7 @@ class ByStep:
     name = "own-adamw"
     capabilities = Capabilities(follows=FOLLOWS, stages=(1,))
     numerics = Numerics(divide="post", elementwise=True)
-    reference_step = staticmethod(adamw_step)
+    reference_step = rule = staticmethod(adamw_step)
 
     def __init__(self, mistake=""):
         self.mistake = mistake
@@ -111,7 +111,7 @@ class Engine:
         self.grad = self.cut(flat)
         settings = self.settings_now | {"lr": self.settings_now["lr"] * lr_factor}
         before = self.shard.clone()
-        adamw_step(self.shard, self.grad / self.group.size(), self.state, settings)
+        self.target.rule(self.shard, self.grad / self.group.size(), self.state, settings)
         if self.target.mistake == "lost update":
             self.shard[-1:] = before[-1:]
         padded = flat.new_zeros(self.shard_elems)

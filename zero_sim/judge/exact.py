@@ -318,7 +318,8 @@ class ExactComparison:
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
         """Return what was seen with the rules that would fit what differs."""
-        return replace(judged, rules=self._explanations.tried(judged.bad_step))
+        rules = self._explanations.tried(judged.bad_step)
+        return replace(judged, rules=rules, unfollowed=self._source.unfollowed)
 
 
 def _whole(tensor: Tensor) -> Tensor:

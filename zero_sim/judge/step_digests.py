@@ -53,6 +53,7 @@ class StepDigests:
 
     nonfinite: ClassVar[None] = None
     clip_certified: ClassVar[bool] = True
+    cut_dependence: ClassVar[str] = ""
 
     step: int
     """Optimizer step, from 0."""

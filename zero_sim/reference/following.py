@@ -81,6 +81,11 @@ class Follower:
         return self._stepper.masters[self._name].reshape(-1)
 
     @property
+    def cut_dependence(self) -> str:
+        """Why the bits of the target's rule are not known; empty if they are."""
+        return self._stepper.cut_dependence
+
+    @property
     def state(self) -> Mapping[str, Tensor]:
         """The optimizer's state by torch's key; live, and empty before the first step."""
         held = self._stepper.state()[self._name]

@@ -323,6 +323,8 @@ class Reference:
             self._loss_scale.update(finite=measured.finite)
         self._next_step += 1
         clip_certified = norm_max is None or self._clip_is_certified(measured, norm_max)
+        cut_dependence = self._stepper.cut_dependence
+        clip_certified &= not cut_dependence
         self.certified &= clip_certified
         return ReferenceStep(
             step=step,
@@ -343,6 +345,7 @@ class Reference:
             data_digests=local.data_digests,
             nonfinite=begun.nonfinite,
             start=begun.start,
+            cut_dependence=cut_dependence,
             unmoved=frozenset(
                 name
                 for name, was in before.items()

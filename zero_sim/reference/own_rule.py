@@ -130,13 +130,15 @@ class OwnOptimizer:
         """Copy the state and the groups' settings of another optimizer of the same rule.
 
         Args:
-            other: An optimizer over params of the same names.
+            other: An optimizer over params of these names, and maybe others.
             cut: Gives what a state tensor of a param becomes here.
         """
         memo: dict[int, Any] = {id(other._params[n]): param for n, param in self._params.items()}
         names = {id(param): name for name, param in other._params.items()}
         self._inner.state.clear()
         for key, held in other._inner.state.items():
+            if names.get(id(key), "") not in self._params and id(key) in names:
+                continue
             copied = deepcopy(held, memo)
             if id(key) in names and isinstance(copied, dict):
                 name = names[id(key)]

@@ -12,7 +12,7 @@ where the loop multiplies with a rounded reciprocal. So there they are taken whe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -141,6 +141,12 @@ def _group_options(
     return own
 
 
+_PROBED_STEPS = 2
+"""Steps of an elementwise rule that are also taken cut: the second one has state."""
+_BODY_ELEMS = 160
+"""Elements that any vectorised loop takes in its body, at most 32 at once."""
+_TAIL_ELEMS = 7
+"""Elements that it takes one by one."""
 _REPEATED_ELEMS_MAX = 1 << 16
 """Most elements for which each step of a target's rule is checked by taking it twice."""
 
@@ -181,6 +187,9 @@ class Stepper:
             self._stepped = {name: master.to("cpu") for name, master in self.masters.items()}
         self._optimizer = build_optimizer(spec, masters=self._stepped, own=self._own)
         self._base_lrs = [group["lr"] for group in self._optimizer.param_groups]
+        self._probes_left = _PROBED_STEPS if self._own and self._own.elementwise else 0
+        self.cut_dependence = ""
+        """Why the bits of the target's elementwise rule are not known; empty if they are."""
 
     @property
     def _own(self) -> OwnRule | None:
@@ -201,10 +210,82 @@ class Stepper:
         if self._own is None or sum(each.numel() for each in grads.values()) > _REPEATED_ELEMS_MAX:
             self._step(grads, factor=factor)
             return
-        twin = self.fork()
+        start = self.fork()
         self._step(grads, factor=factor)
-        twin._step(grads, factor=factor)
-        self._check_repeated(twin)
+        if self._probes_left and not self.cut_dependence:
+            # Params without dimensions are not cut, nor counters, which could not be told apart.
+            elems = {name: each.numel() for name, each in self.masters.items() if each.dim()}
+            if elems and self._probes_left == _PROBED_STEPS:
+                self._probe_draws(max(elems, key=elems.__getitem__), factor=factor)
+            self._probes_left -= 1
+            self._probe_cuts(start, grads, cuts=_cuts(elems), factor=factor)
+        start._step(grads, factor=factor)
+        self._check_repeated(start)
+
+    def _probe_draws(self, name: str, *, factor: float) -> None:
+        """Take a step of drawn values, since 1 in 20 elements has other bits after `pow`."""
+        draws = torch.Generator().manual_seed(0)
+        shape = (1,) * (self.masters[name].dim() - 1) + (_BODY_ELEMS,)
+        drawn, grad = (torch.randn(shape, generator=draws).to(self.masters[name]) for _ in "pg")
+        # So small that a sum with an update keeps all of the update's bits.
+        drawn *= 2.0**-20
+        whole = Stepper(self._spec, params={name: drawn}, on_host=self._on_host, rules=self._rules)
+        start, grads = whole.fork(), {name: grad}
+        whole._step(grads, factor=factor)
+        tails = ({name: each} for each in torch.arange(_BODY_ELEMS).split(_TAIL_ELEMS))
+        whole._probe_cuts(start, grads, cuts=tails, factor=factor)
+        self.cut_dependence = whole.cut_dependence
+
+    def _probe_cuts(
+        self,
+        start: Stepper,
+        grads: Mapping[str, Tensor],
+        *,
+        cuts: Iterable[Mapping[str, Tensor]],
+        factor: float,
+    ) -> None:
+        """Take a step of parts of params by themselves, and compare.
+
+        Vectorised loops treat the end of a tensor otherwise than its body, and a shard has its
+        ends elsewhere. `pow` and `sigmoid` give other bits there.
+        """
+        assert self._own is not None
+        states = self.state()
+        for indices in cuts:
+            pieces = start._picked(indices)
+            pieces._step(
+                {n: _pick(grads[n], index) for n, index in indices.items() if n in grads},
+                factor=factor,
+            )
+            for name, held in pieces.state().items():
+                whole = {"": self.masters[name]} | states[name]
+                for key, got in ({"": pieces.masters[name]} | held).items():
+                    owed = whole.get(key)
+                    if owed is not None and owed.shape == self.masters[name].shape:
+                        owed = _pick(owed, indices[name])
+                    if owed is None or not _is_same(owed, got):
+                        what = f"state {key!r}" if key else "the value"
+                        self.cut_dependence = (
+                            f"the bits of {self._own.name} depend on where a tensor is cut, in "
+                            f"{what} of param {name!r}, so those of a shard are not known. Round "
+                            "off `pow`, `sigmoid` and the like by operations that are exact "
+                            "everywhere; or declare elementwise=False if your system steps whole "
+                            "params"
+                        )
+                        return
+
+    def _picked(self, indices: Mapping[str, Tensor]) -> Stepper:
+        """Return a copy with some elements of some params, in as many dimensions."""
+        params = {name: _pick(self.masters[name], index) for name, index in indices.items()}
+        copy = Stepper(self._spec, params=params, on_host=self._on_host, rules=self._rules)
+        assert isinstance(copy._optimizer, OwnOptimizer)
+        assert isinstance(self._optimizer, OwnOptimizer)
+
+        def cut(name: str, value: Tensor) -> Tensor:
+            return _pick(value, indices[name]) if value.shape == self.masters[name].shape else value
+
+        copy._optimizer.take_state(self._optimizer, cut=cut)
+        return copy
 
     def _check_repeated(self, twin: Stepper) -> None:
         """Check that a copy made the same step."""
@@ -285,6 +366,29 @@ class Stepper:
             }
             for name, master in self._stepped.items()
         }
+
+
+def _cuts(elems: Mapping[str, int]) -> Iterator[dict[str, Tensor]]:
+    """By param the elements to step: those before a random cut, those after it, and repeated."""
+    at = {
+        name: int(torch.randint(count + 1, (), generator=torch.Generator().manual_seed(count)))
+        for name, count in elems.items()
+    }
+    spans = {name: torch.arange(count) for name, count in elems.items()}
+    before = {name: span[: at[name]] for name, span in spans.items() if at[name]}
+    after = {name: span[at[name] :] for name, span in spans.items() if at[name] < elems[name]}
+    longer = {
+        name: span.repeat(2 + _BODY_ELEMS // elems[name])
+        for name, span in spans.items()
+        if elems[name]
+    }
+    yield from filter(None, (before, after, longer))
+
+
+def _pick(tensor: Tensor, index: Tensor) -> Tensor:
+    """Return some of a tensor's flattened elements, in as many dimensions as it has."""
+    flat = tensor.reshape(-1)[index.to(tensor.device)]
+    return flat.reshape((1,) * (tensor.dim() - 1) + (-1,))
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
