@@ -17,7 +17,6 @@ from zero_sim.host.device import computing_on
 from zero_sim.judge.comparison import AnyReference
 from zero_sim.judge.harness import JudgeFailed, RankTime
 from zero_sim.judge.judge import Judge
-from zero_sim.judge.nearest import trust_in_words
 from zero_sim.run.contexts import View, build_contexts
 from zero_sim.run.program import GroupContext, Outcome, Segment
 from zero_sim.run.reports import Failure, FailureKind, Report
@@ -163,6 +162,9 @@ class Trial:
         scenario = context.dp_cp_group.scenario
         if scenario.optimizer.name != "own":
             return
+        # Here, because hardly any case needs it.
+        from zero_sim.judge.nearest import trust_in_words
+
         rules = rules_of(target, scenario)
         module = context.workload.build()
         params = {name: each for name, each in module.named_parameters() if each.requires_grad}
