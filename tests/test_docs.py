@@ -295,6 +295,22 @@ def test_every_factor_of_losses_is_told():
     assert not [f.name for f in dataclasses.fields(LossRows) if f"`{f.name}`" not in rows]
 
 
+@pytest.mark.parametrize("target", ["SignTarget", "SteppedTarget"])
+def test_the_targets_with_a_rule_of_their_own_that_a_page_shows_are_right(target):
+    names = {}
+    for code in _python(TARGETS):
+        if re.search(r"class (Sign|Stepped)Target", code):
+            exec(code, names)  # What a reader copies.
+    case = Scenario(
+        schema=1, name="case", model=ModelSpec(name="params", shapes=((3,), (2, 2), ())),
+        world=WorldSpec(size=3), run=RunSpec(steps=3), system=spec.SystemSpec(stage=0),
+        optimizer=OptimizerSpec(name="own", momentum=0.9, warmup_steps=2),
+    )  # fmt: skip
+    result = run_case(case, target=names[target]())
+    assert (result.verdict, result.findings) == ("pass", ())
+    assert not {"masters and optimizer state", "reduced gradients"} & set(result.unobserved)
+
+
 def test_helpers_of_the_optimizer_are_public_and_have_the_arguments_that_a_page_gives():
     rows = re.findall(r"^\| `(\w+)\(([\w, ]+)\)", TARGETS, flags=re.MULTILINE)
     assert len(rows) == 8

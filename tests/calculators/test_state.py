@@ -11,7 +11,7 @@ from zero_sim.scenario.spec import OptimizerName, OptimizerSpec
 from zero_sim.targets.torch.optim import class_of, settings_of
 
 SPECS = [
-    *(OptimizerSpec(name=name) for name in get_args(OptimizerName)),
+    *(OptimizerSpec(name=name) for name in get_args(OptimizerName) if name != "own"),
     OptimizerSpec(name="adam", amsgrad=True),
     OptimizerSpec(name="adamw", amsgrad=True),
     OptimizerSpec(name="sgd", momentum=0.9),

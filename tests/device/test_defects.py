@@ -168,9 +168,9 @@ class TestFoundSince:
     def test_the_reference_steps_by_the_loop_where_the_system_does_by_lists(self, mistaken):
         right = stepping.build_optimizer
 
-        def by_the_loop(spec, *, masters):
+        def by_the_loop(spec, *, masters, own):
             chosen = OptimizerSpec(name=spec.name, lr=spec.lr, foreach=False)
-            return right(chosen, masters=masters)
+            return right(chosen, masters=masters, own=own)
 
         optimizer = OptimizerSpec(name="adam", lr=0.01, foreach=True)
         assert "equality." in mistaken(

@@ -10,7 +10,7 @@ from tests.judge.newcomer import Newcomer, sgd_of_spec
 from zero_sim import run_case
 from zero_sim.backends.worlds import WorldPool
 from zero_sim.reference.stepping import torch_defaults
-from zero_sim.reference.whole_params import TextbookOptimizer
+from zero_sim.reference.whole_params import TextbookOptimizer, move_by_lamb, move_by_muon
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,
@@ -225,7 +225,8 @@ class _ByPieces:
         settings = {"lr": spec.lr, "weight_decay": spec.weight_decay, "eps": spec.eps}
         settings |= {"momentum": spec.momentum, "nesterov": spec.nesterov, "betas": spec.betas}
         pieces = [piece for _, piece in self.pairs]
-        self.optimizer = TextbookOptimizer(spec.name, [{"params": pieces}], settings=settings)
+        move = {"muon": move_by_muon, "lamb": move_by_lamb}[spec.name]
+        self.optimizer = TextbookOptimizer(move, [{"params": pieces, **settings}])
 
     def step(self):
         grads = [grad for param in self.params for grad in self.cut(param.grad)]

@@ -101,7 +101,7 @@ TYPICAL_MESSAGES = [
     "got 99999999999999999999 (integer). Leave it out for the default, 1.",
     "optimizer.betas: expected an array of 2 numbers, got [0.9] (array of 1). "
     "Leave it out for the default, [0.9, 0.999].",
-    "optimizer.momentum: only optimizers 'sgd', 'rmsprop' and 'muon' use it, got 0.9 "
+    "optimizer.momentum: only optimizers 'sgd', 'rmsprop', 'muon' and 'own' use it, got 0.9 "
     "(float) with optimizer.name = 'adamw'; 'adamw' uses lr, warmup_steps, betas, "
     "eps, weight_decay, amsgrad, foreach, groups, clip_norm, clip_value, loss_scale. "
     "Leave it out, or write optimizer.name = 'sgd'.",

@@ -32,9 +32,10 @@ def state_names(spec: OptimizerSpec) -> tuple[str, ...]:
     """Names of the state tensors that have an element for each of a master's.
 
     Args:
-        spec: The optimizer with its settings, some of which ask for more state.
+        spec: The optimizer with its settings, some of which ask for more state; of a target's own
+            rule nothing is known, and none is counted.
     """
-    names = _ALWAYS[spec.name]
+    names = _ALWAYS.get(spec.name, ())
     if spec.name in ("adam", "adamw") and spec.amsgrad:
         names += ("max_exp_avg_sq",)
     if spec.name in ("sgd", "rmsprop") and spec.momentum:

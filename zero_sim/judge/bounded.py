@@ -233,6 +233,10 @@ class BoundedComparison(Steps):
                 "grad", grad, step=step, rank=rank, param=name, start=start
             )
         follower = self._follow(rank, part, expected)
+        if follower.cut_dependence:
+            self._unfollowed = follower.cut_dependence
+            self.uncertified_step = step
+            return
         yield from self._group.compare_update(
             part, rank=rank, step=step, master=follower.master, state=follower.state
         )

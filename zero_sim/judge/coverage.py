@@ -13,6 +13,8 @@ from zero_sim.judge.step_source import AnyStep
 from zero_sim.reference import BoundedStep, NonFinite, ReferenceStep
 from zero_sim.scenario.spec import Scenario
 
+UNMOVED = "updates of some params, all of which were rounded away"
+
 
 class Coverage:
     """Sums up the steps that were taken.
@@ -33,11 +35,20 @@ class Coverage:
         """True if any step was taken, and on finite gradients: others prove nothing."""
         self.owed: Counter[Guarantee] = Counter()
         """Elements of the reduced gradients of all steps, by why they are owed."""
+        self._unmoved: frozenset[str] | None = None
+        """Params that kept their values in all steps; None before the first one."""
+
+    @property
+    def unobserved(self) -> frozenset[str]:
+        """Updates that no step could have shown."""
+        return frozenset({UNMOVED} if self._unmoved else ())
 
     def note(self, taken: AnyStep) -> None:
         """Note a step."""
         self.taken_step = taken.step
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
+        unmoved = frozenset(taken.unmoved)
+        self._unmoved = unmoved if self._unmoved is None else self._unmoved & unmoved
         is_finite = math.isfinite(taken.norm)
         if is_finite:
             self.owed += owed_by(taken, scenario=self._scenario)

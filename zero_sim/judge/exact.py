@@ -17,7 +17,7 @@ from zero_sim.judge.explaining import Explanations, grad_seen, param_seen, part_
 from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.forward_reads import ForwardReads, compare_losses
 from zero_sim.judge.judge_report import JudgeReport
-from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.judged_group import JudgedGroup, cut_state
 from zero_sim.judge.loaded import compare_loaded
 from zero_sim.judge.step_source import StepSource
 from zero_sim.judge.told import told_as, told_otherwise
@@ -132,14 +132,17 @@ class ExactComparison:
         if expected.one_device is not None and part.grad is not None:
             one = cut(expected.one_device[name])
             yield from self._compare_with_one(one, part, divisor=expected.divisor, at=(step, rank))
-        want = expected.state[name]
+        whole_master = expected.masters[name]
         found = list(
             self._group.compare_update(
                 part,
                 rank=rank,
                 step=step,
-                master=cut(expected.masters[name]),
-                state={key: cut(value) if value.dim() else value for key, value in want.items()},
+                master=cut(whole_master),
+                state={
+                    key: cut_state(value, master=whole_master, start=start, stop=stop)
+                    for key, value in expected.state[name].items()
+                },
                 known=partial(_known_updates, expected, name=name, start=start),
             )
         )
@@ -315,7 +318,8 @@ class ExactComparison:
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
         """Return what was seen with the rules that would fit what differs."""
-        return replace(judged, rules=self._explanations.tried(judged.bad_step))
+        rules = self._explanations.tried(judged.bad_step)
+        return replace(judged, rules=rules, unfollowed=self._source.unfollowed)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from zero_sim.findings.recognition import Known
-from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.judged_group import JudgedGroup, cut_state
 from zero_sim.judge.rules_tried import RulesTried, What
 from zero_sim.judge.told import sum_as_reported
 from zero_sim.reference import Reference, ReferenceStep, StepAgain
@@ -143,13 +144,10 @@ def part_seen(part: OwnedPart, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]
     place = part.place
 
     def pick(by: StepAgain) -> dict[str, Tensor]:
-        held = {"master": by.step.masters[place.param], **by.step.state[place.param]}
-        return {
-            name: value.reshape(-1)[place.start : place.stop]
-            if value.dim() or name == "master"
-            else value
-            for name, value in held.items()
-        }
+        master, state = by.step.masters[place.param], by.step.state[place.param]
+        cut = partial(cut_state, master=master, start=place.start, stop=place.stop)
+        held = {name: cut(value) for name, value in state.items()}
+        return {"master": master.reshape(-1)[place.start : place.stop], **held}
 
     seen = Seen(what="update", rank=rank, pick=pick)
     return seen, {"master": part.master, **part.state}

@@ -107,7 +107,7 @@ class Judge:
             same_data=self._coverage.same_data,
             has_stepped=self._coverage.has_stepped,
             uncertified_step=self._owed.steps.uncertified_step,
-            unobserved=frozenset(self.group.unobserved),
+            unobserved=self._coverage.unobserved.union(self.group.unobserved),
             owed=self._coverage.owed,
             bad_step=self.bad.step,
             findings=tuple(

@@ -48,6 +48,24 @@ def beside(got: Tensor, expected: Tensor) -> Tensor:
     return got if got.dim() else got.to(expected.device)
 
 
+def cut_state(state: Tensor, *, master: Tensor, start: int, stop: int) -> Tensor:
+    """Return the elements of a state tensor that a part of its master has, 1D.
+
+    Only a state of the master's shape is cut. Counters, and state of another shape, such as factors
+    of a matrix, are the whole param's.
+
+    Args:
+        state: A state tensor of a whole param.
+        master: The whole master.
+        start: First of the part's flattened elements.
+        stop: One past the last one.
+    """
+    if not state.dim():
+        return state
+    flat = state.reshape(-1)
+    return flat[start:stop] if state.shape == master.shape else flat
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noted:
     """What a judged group has noted at one time."""

@@ -15,7 +15,7 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
-from zero_sim.judge.judged_group import JudgedGroup, beside
+from zero_sim.judge.judged_group import JudgedGroup, beside, cut_state
 from zero_sim.reference import Standing
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import CompletedEngine, OwnedPart, Settings
@@ -68,14 +68,13 @@ def _compare_part(
 ) -> Iterator[Finding]:
     place, step = part.place, group.first_step
 
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor.reshape(-1)[place.start : place.stop] if tensor.dim() else tensor
-
     def others(values: Mapping[str, Tensor]) -> Iterator[Known]:
         return _others(values, start=place.start)
 
     name = place.param
-    master = standing.masters[name].reshape(-1)[place.start : place.stop]
+    whole = standing.masters[name]
+    cut = partial(cut_state, master=whole, start=place.start, stop=place.stop)
+    master = whole.reshape(-1)[place.start : place.stop]
     if group.comparer.differs(master, part.master):
         at = findings.owned(CHECK, "the fp32 master", step, rank, place)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.judge.guarantee import Guarantee, count_guarantees
-from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.judged_group import JudgedGroup, cut_state
 from zero_sim.judge.told import told_as
 from zero_sim.reference import BoundedStep, ReferenceStep
 from zero_sim.scenario.spec import Scenario
@@ -53,6 +53,7 @@ class StepDigests:
 
     nonfinite: ClassVar[None] = None
     clip_certified: ClassVar[bool] = True
+    cut_dependence: ClassVar[str] = ""
 
     step: int
     """Optimizer step, from 0."""
@@ -75,6 +76,7 @@ class StepDigests:
     """By param torch's keys of its state, sorted."""
     scale_names: Sequence[str]
     """Names of the params in fp8."""
+    unmoved: Sequence[str] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
@@ -147,6 +149,7 @@ def digests_of(taken: ReferenceStep, *, group: JudgedGroup) -> StepDigests | Non
         zero_grads=hashed.zero_grads,
         state_keys={name: sorted(state) for name, state in taken.state.items()},
         scale_names=list(taken.scales),
+        unmoved=sorted(taken.unmoved),
     )
 
 
@@ -184,9 +187,10 @@ class _Hashed:
     def add_part(self, name: str, start: int, stop: int) -> None:
         """Hash all of a part that a rank owns."""
         self.add_grad("grad", name, start, stop)
-        self.add(self.taken.masters[name].reshape(-1)[start:stop], "master", name, start, stop)
+        master = self.taken.masters[name]
+        self.add(master.reshape(-1)[start:stop], "master", name, start, stop)
         for key, value in self.taken.state[name].items():
-            cut = value.reshape(-1)[start:stop] if value.dim() else value
+            cut = cut_state(value, master=master, start=start, stop=stop)
             self.add(cut, "state", name, start, stop, key)
 
     def add_grad(self, what: str, name: str, *span: int) -> None:

@@ -154,6 +154,8 @@ class StepSource(Steps):
         self._addresses: Sequence[Addresses] | None = None
         self._placed: Hashable = None
         self._next_step = group.first_step
+        self.unfollowed = ""
+        """Why no update is known from the uncertified step on, if not because of its norm."""
 
     @property
     def reference(self) -> Reference:
@@ -242,6 +244,7 @@ class StepSource(Steps):
     def _note_certified(self, taken: ReferenceStep | StepDigests) -> None:
         if not taken.clip_certified and self.uncertified_step is None:
             self.uncertified_step = taken.step
+            self.unfollowed = taken.cut_dependence
 
     def _place_params(self) -> None:
         assert self._addresses is not None

@@ -13,6 +13,7 @@ from zero_sim.reference.division import AVERAGES, DIVIDE_RULES, DivideRule, Divi
 from zero_sim.reference.following import Follower
 from zero_sim.reference.norms import NORMS, ROOTED, Holding, Holdings, Norm, norms_of_shard
 from zero_sim.reference.oracle import Reference, step_together
+from zero_sim.reference.own_rule import OwnRule
 from zero_sim.reference.placement import Addresses, MemoryLayout, memory_layout_of
 from zero_sim.reference.quantization import encode
 from zero_sim.reference.ranks import Orders
@@ -21,6 +22,7 @@ from zero_sim.reference.rules import (
     ClipFunction,
     DivideEach,
     GradDtype,
+    Masters,
     NonFiniteRule,
     Rules,
     Sync,
@@ -54,11 +56,13 @@ __all__ = [
     "Holdings",
     "Interval",
     "LossRows",
+    "Masters",
     "MemoryLayout",
     "NonFinite",
     "NonFiniteRule",
     "Norm",
     "Orders",
+    "OwnRule",
     "Reference",
     "ReferenceStep",
     "Rules",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ Overflow = Literal["never", "certain", "possible"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundedStep:
     """What one step must be, as far as no order of addition decides it."""
+
+    unmoved: ClassVar[Sequence[str]] = ()
 
     step: int
     """Optimizer step, from 0."""
@@ -182,7 +184,11 @@ class BoundedReference:
             start: First of its flattened elements.
             stop: One past the last one.
         """
-        master = self._starts[name].reshape(-1)[start:stop]
+        whole = self._starts[name]
+        master = whole.reshape(-1)[start:stop]
+        if self._rules.own is not None:
+            # A rule may treat matrices otherwise than vectors.
+            master = master.reshape((1,) * (whole.dim() - 1) + (-1,))
         return Follower(
             self._scenario.optimizer,
             name=name,

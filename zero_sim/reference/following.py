@@ -56,7 +56,8 @@ class Follower:
     Args:
         spec: Optimizer, clipping and their settings.
         name: Name of the param, which decides its group.
-        master: 1D; initial values, copied.
+        master: Initial values, copied; 1D, or for a rule that reads the number of dimensions of
+            that number, all but the last of size 1.
         rules: Of these only how a gradient is clipped by its norm; not a form that takes the root.
         on_host: As in `Stepper`.
     """
@@ -72,17 +73,23 @@ class Follower:
     ) -> None:
         self._spec, self._name = spec, name
         self._rules = rules or Rules()
-        self._stepper = Stepper(spec, params={name: master}, on_host=on_host)
+        self._stepper = Stepper(spec, params={name: master}, on_host=on_host, rules=self._rules)
 
     @property
     def master(self) -> Tensor:  # 1D fp32
         """The master; live."""
-        return self._stepper.masters[self._name]
+        return self._stepper.masters[self._name].reshape(-1)
+
+    @property
+    def cut_dependence(self) -> str:
+        """Why the bits of the target's rule are not known; empty if they are."""
+        return self._stepper.cut_dependence
 
     @property
     def state(self) -> Mapping[str, Tensor]:
         """The optimizer's state by torch's key; live, and empty before the first step."""
-        return self._stepper.state()[self._name]
+        held = self._stepper.state()[self._name]
+        return {key: value.reshape(-1) if value.dim() else value for key, value in held.items()}
 
     def step(
         self, grad: Tensor, *, update: Update, norm: Tensor | None, divided: bool = False
@@ -109,5 +116,6 @@ class Follower:
         if self._spec.clip_norm is not None and norm is not None:
             told = replace(measured, norm=norm)
             clip_by_rule_(wide, measured=told, norm_max=self._spec.clip_norm, rules=self._rules)
+        wide = wide.view_as(self._stepper.masters[self._name])
         self._stepper.step({self._name: wide}, factor=update.lr_factor)
         return measured

@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from zero_sim.errors import UsageError
@@ -86,8 +87,7 @@ class Reference:
         self._ranks = Ranks(scenario, workload=workload, rules=rules)
         self._scales = self._ranks.scales()
         spec = scenario.optimizer
-        on_host = scenario.system.offload_state
-        self._stepper = Stepper(spec, params=self._ranks.weights(), on_host=on_host)
+        self._stepper = self._new_stepper(self._ranks.weights())
         self._history = self._new_history()
         self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
         self._one_device = self._build_one_device()
@@ -168,8 +168,7 @@ class Reference:
         self._one_device = self._build_one_device()
         if weights_only:
             spec = scenario.optimizer
-            on_host = scenario.system.offload_state
-            self._stepper = Stepper(spec, params=self._stepper.masters, on_host=on_host)
+            self._stepper = self._new_stepper(self._stepper.masters)
             self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
             self._history = self._new_history()
         self._write_params()
@@ -312,6 +311,9 @@ class Reference:
             measured = replace(measured, norm=told, norm_certified=True)
         norm_max = self._scenario.optimizer.clip_norm
         stepped: Mapping[str, Tensor] = {}
+        before: Mapping[str, Tensor] = {}
+        if self._rules.masters == "param":
+            before = {name: master.clone() for name, master in self._stepper.masters.items()}
         if not skipped:
             with isolated():
                 stepped = self._update(
@@ -322,6 +324,8 @@ class Reference:
             self._loss_scale.update(finite=measured.finite)
         self._next_step += 1
         clip_certified = norm_max is None or self._clip_is_certified(measured, norm_max)
+        cut_dependence = self._stepper.cut_dependence
+        clip_certified &= not cut_dependence
         self.certified &= clip_certified
         return ReferenceStep(
             step=step,
@@ -342,6 +346,12 @@ class Reference:
             data_digests=local.data_digests,
             nonfinite=begun.nonfinite,
             start=begun.start,
+            cut_dependence=cut_dependence,
+            unmoved=frozenset(
+                name
+                for name, was in before.items()
+                if was.numel() and torch.equal(was, self._stepper.masters[name])
+            ),
         )
 
     def again(self, taken: ReferenceStep) -> Again | None:
@@ -395,6 +405,14 @@ class Reference:
         params = {name: param.clone() for name, param in step.params.items()}
         self._write_params()
         return replace(step, params=params)
+
+    def _new_stepper(self, params: Mapping[str, Tensor]) -> Stepper:
+        return Stepper(
+            self._scenario.optimizer,
+            params=params,
+            on_host=self._scenario.system.offload_state,
+            rules=self._rules,
+        )
 
     def _new_history(self) -> OptimizerHistory | None:
         if self._elems > KEPT_ELEMS_MAX:

@@ -17,6 +17,7 @@ from zero_sim.reference.clipping import ClipForm, clip_by_norm_, takes_root
 from zero_sim.reference.division import DivideRule
 from zero_sim.reference.gradient import Measure
 from zero_sim.reference.norms import Norm
+from zero_sim.reference.own_rule import OwnRule
 from zero_sim.reference.scaling import ScaleLoss, ScaleLossFunction
 
 GradDtype = Literal["param", "fp32", "bf16", "fp16"]
@@ -32,6 +33,8 @@ keeps its value and its state, and counts in no norm."""
 NonFiniteRule = Literal["stepped", "skipped", "raises"]
 """What becomes of a step with a NaN or an infinity among its gradients, where losses are not
 scaled. If it raises, nothing is updated, as in a step that is skipped."""
+Masters = Literal["fp32", "param"]
+"""Dtype of what the optimizer steps: an fp32 master of each param, or the working param itself."""
 ClipFunction = Callable[[Tensor, float], Tensor | float]
 """From a 0-D fp32 norm and its bound, what gradients are multiplied by."""
 
@@ -63,6 +66,9 @@ class Rules:
     nonfinite: NonFiniteRule = "stepped"
     norm: Norm = "of-elements"
     clip: ClipForm | ClipFunction = "fp32-division"
+    masters: Masters = "fp32"
+    own: OwnRule | None = None
+    """The target's update rule, for optimizer `own`."""
 
     @property
     def known_clip(self) -> ClipForm | None:

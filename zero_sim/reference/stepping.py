@@ -1,4 +1,4 @@
-"""The optimizer: torch's classes, or a textbook's, on one plain fp32 tensor a param, never fused.
+"""The optimizer: torch's classes, a textbook's or a target's, on whole params, never fused.
 
 Fused kernels treat the tail of a tensor differently from its body, so their bits depend on where a
 shard was cut; the loop over params has no such seam.
@@ -12,15 +12,17 @@ where the loop multiplies with a rounded reciprocal. So there they are taken whe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_sim.errors import UntrainableError
-from zero_sim.reference.whole_params import TextbookOptimizer
+from zero_sim.errors import ProtocolError, UntrainableError, UsageError
+from zero_sim.reference.own_rule import OwnOptimizer, OwnRule
+from zero_sim.reference.rules import Rules
+from zero_sim.reference.whole_params import Move, TextbookOptimizer, move_by_lamb, move_by_muon
 from zero_sim.scenario.spec import OptimizerName, OptimizerSpec, ParamGroupSpec
 
 _CLASSES: Mapping[str, type[Optimizer]] = {
@@ -37,6 +39,7 @@ _CLASSES: Mapping[str, type[Optimizer]] = {
     "rprop": torch.optim.Rprop,
 }
 
+_MOVES: Mapping[str, Move] = {"muon": move_by_muon, "lamb": move_by_lamb}
 _BETAS_EPS = ("betas", "eps", "weight_decay")
 _OPTIONS: dict[OptimizerName, tuple[str, ...]] = {
     "adamw": (*_BETAS_EPS, "amsgrad"),
@@ -52,6 +55,7 @@ _OPTIONS: dict[OptimizerName, tuple[str, ...]] = {
     "rprop": (),
     "muon": ("momentum", "nesterov", "eps", "weight_decay"),
     "lamb": _BETAS_EPS,
+    "own": (*_BETAS_EPS, "momentum", "nesterov", "amsgrad"),
 }
 """Which fields of the spec each class takes besides `lr`, under the same names."""
 
@@ -85,7 +89,8 @@ def settings_in_words(spec: OptimizerSpec, *, step: int, param: str | None) -> s
     options["lr"] *= lr_factor(spec, step=step)
     cls = _CLASSES.get(spec.name)
     words = [f"{option} {value}" for option, value in options.items()]
-    return " ".join([cls.__name__ if cls else spec.name.capitalize(), *words])
+    name = "the target's own rule" if spec.name == "own" else spec.name.capitalize()
+    return " ".join([cls.__name__ if cls else name, *words])
 
 
 def lr_factor(spec: OptimizerSpec, *, step: int) -> float:
@@ -99,8 +104,8 @@ def group_of(spec: OptimizerSpec, *, name: str) -> ParamGroupSpec | None:
 
 
 def build_optimizer(
-    spec: OptimizerSpec, *, masters: Mapping[str, Tensor]
-) -> Optimizer | TextbookOptimizer:
+    spec: OptimizerSpec, *, masters: Mapping[str, Tensor], own: OwnRule | None = None
+) -> Optimizer | TextbookOptimizer | OwnOptimizer:
     """Return the optimizer that the spec names, over all `masters`, in the spec's groups."""
     members: dict[ParamGroupSpec | None, list[Tensor]] = {}
     for name, master in masters.items():
@@ -111,7 +116,15 @@ def build_optimizer(
         for group, tensors in members.items()
     ]
     if spec.name not in _CLASSES:
-        return TextbookOptimizer(spec.name, groups, settings={"lr": spec.lr, **options})
+        full = [{"lr": spec.lr, **options, **group} for group in groups]
+        if spec.name in _MOVES:
+            return TextbookOptimizer(_MOVES[spec.name], full)
+        if own is None:
+            raise UsageError(
+                "expected an update rule of the target with optimizer.name = 'own', got none. Try "
+                "`reference_step` or `reference_optimizer` of the target."
+            )
+        return OwnOptimizer(own, params=masters, groups=full)
     # See [Note: foreach].
     foreach = spec.foreach and any(master.device.type != "cpu" for master in masters.values())
     return _CLASSES[spec.name](groups, lr=spec.lr, foreach=foreach, **options)  # pyrefly: ignore
@@ -128,44 +141,176 @@ def _group_options(
     return own
 
 
+_PROBED_STEPS = 2
+"""Steps of an elementwise rule that are also taken cut: the second one has state."""
+_BODY_ELEMS = 160
+"""Elements that any vectorised loop takes in its body, at most 32 at once."""
+_TAIL_ELEMS = 7
+"""Elements that it takes one by one."""
+_REPEATED_ELEMS_MAX = 1 << 16
+"""Most elements for which each step of a target's rule is checked by taking it twice."""
+
+
 class Stepper:
     """The masters and the optimizer that moves them."""
 
     def __init__(
-        self, spec: OptimizerSpec, *, params: Mapping[str, Tensor], on_host: bool = False
+        self,
+        spec: OptimizerSpec,
+        *,
+        params: Mapping[str, Tensor],
+        on_host: bool = False,
+        rules: Rules | None = None,
     ) -> None:
-        """Copy each param, of any dtype and shape, into an fp32 master; at least one is needed.
+        """Copy each param, of any dtype and shape, into a master; at least one is needed.
 
         Args:
             spec: Optimizer and its settings; `foreach` means nothing on the CPU.
             params: Initial values by name.
             on_host: Whether the CPU steps them, wherever they are: its kernels round as they do.
+            rules: Of these the dtype of masters and, for optimizer `own`, the target's rule.
+
+        Raises:
+            UsageError: There is no rule for optimizer `own`.
+            ProtocolError: The target's rule cannot be used.
         """
-        self._spec, self._on_host = spec, on_host
+        self._spec, self._on_host, self._rules = spec, on_host, rules or Rules()
+        dtype = torch.float32 if self._rules.masters == "fp32" else None
         self.masters: dict[str, Tensor] = {
-            name: param.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            name: param.detach().to(
+                dtype or param.dtype, copy=True, memory_format=torch.contiguous_format
+            )
             for name, param in params.items()
         }
         self._stepped = self.masters
         if on_host:
             self._stepped = {name: master.to("cpu") for name, master in self.masters.items()}
-        self._optimizer = build_optimizer(spec, masters=self._stepped)
+        self._optimizer = build_optimizer(spec, masters=self._stepped, own=self._own)
         self._base_lrs = [group["lr"] for group in self._optimizer.param_groups]
+        self._probes_left = _PROBED_STEPS if self._own and self._own.elementwise else 0
+        self.cut_dependence = ""
+        """Why the bits of the target's elementwise rule are not known; empty if they are."""
+
+    @property
+    def _own(self) -> OwnRule | None:
+        return self._rules.own
 
     def step(self, grads: Mapping[str, Tensor], *, factor: float = 1.0) -> None:
         """Take one step in place.
 
         Args:
-            grads: fp32 gradients by name; zeros count as a gradient. A master without an entry
-                keeps its value and its state.
+            grads: fp32 gradients by name, rounded to the dtype of their master; zeros count as a
+                gradient. A master without an entry keeps its value and its state.
             factor: What every learning rate is multiplied by in this step.
 
         Raises:
             UntrainableError: torch's optimizer raises: its numbers left the range of fp32.
+            ProtocolError: The target's rule raises, or gives other bits from the same state.
         """
+        if self._own is None or sum(each.numel() for each in grads.values()) > _REPEATED_ELEMS_MAX:
+            self._step(grads, factor=factor)
+            return
+        start = self.fork()
+        self._step(grads, factor=factor)
+        if self._probes_left and not self.cut_dependence:
+            # Params without dimensions are not cut, nor counters, which could not be told apart.
+            elems = {name: each.numel() for name, each in self.masters.items() if each.dim()}
+            if elems and self._probes_left == _PROBED_STEPS:
+                self._probe_draws(max(elems, key=elems.__getitem__), factor=factor)
+            self._probes_left -= 1
+            self._probe_cuts(start, grads, cuts=_cuts(elems), factor=factor)
+        start._step(grads, factor=factor)
+        self._check_repeated(start)
+
+    def _probe_draws(self, name: str, *, factor: float) -> None:
+        """Take a step of drawn values, since 1 in 20 elements has other bits after `pow`."""
+        draws = torch.Generator().manual_seed(0)
+        shape = (1,) * (self.masters[name].dim() - 1) + (_BODY_ELEMS,)
+        drawn, grad = (torch.randn(shape, generator=draws).to(self.masters[name]) for _ in "pg")
+        # So small that a sum with an update keeps all of the update's bits.
+        drawn *= 2.0**-20
+        whole = Stepper(self._spec, params={name: drawn}, on_host=self._on_host, rules=self._rules)
+        start, grads = whole.fork(), {name: grad}
+        whole._step(grads, factor=factor)
+        tails = ({name: each} for each in torch.arange(_BODY_ELEMS).split(_TAIL_ELEMS))
+        whole._probe_cuts(start, grads, cuts=tails, factor=factor)
+        self.cut_dependence = whole.cut_dependence
+
+    def _probe_cuts(
+        self,
+        start: Stepper,
+        grads: Mapping[str, Tensor],
+        *,
+        cuts: Iterable[Mapping[str, Tensor]],
+        factor: float,
+    ) -> None:
+        """Take a step of parts of params by themselves, and compare.
+
+        Vectorised loops treat the end of a tensor otherwise than its body, and a shard has its
+        ends elsewhere. `pow` and `sigmoid` give other bits there.
+        """
+        assert self._own is not None
+        states = self.state()
+        for indices in cuts:
+            pieces = start._picked(indices)
+            pieces._step(
+                {n: _pick(grads[n], index) for n, index in indices.items() if n in grads},
+                factor=factor,
+            )
+            for name, held in pieces.state().items():
+                whole = {"": self.masters[name]} | states[name]
+                for key, got in ({"": pieces.masters[name]} | held).items():
+                    owed = whole.get(key)
+                    if owed is not None and owed.shape == self.masters[name].shape:
+                        owed = _pick(owed, indices[name])
+                    if owed is None or not _is_same(owed, got):
+                        what = f"state {key!r}" if key else "the value"
+                        self.cut_dependence = (
+                            f"the bits of {self._own.name} depend on where a tensor is cut, in "
+                            f"{what} of param {name!r}, so those of a shard are not known. Round "
+                            "off `pow`, `sigmoid` and the like by operations that are exact "
+                            "everywhere; or declare elementwise=False if your system steps whole "
+                            "params"
+                        )
+                        return
+
+    def _picked(self, indices: Mapping[str, Tensor]) -> Stepper:
+        """Return a copy with some elements of some params, in as many dimensions."""
+        params = {name: _pick(self.masters[name], index) for name, index in indices.items()}
+        copy = Stepper(self._spec, params=params, on_host=self._on_host, rules=self._rules)
+        assert isinstance(copy._optimizer, OwnOptimizer)
+        assert isinstance(self._optimizer, OwnOptimizer)
+
+        def cut(name: str, value: Tensor) -> Tensor:
+            return _pick(value, indices[name]) if value.shape == self.masters[name].shape else value
+
+        copy._optimizer.take_state(self._optimizer, cut=cut)
+        return copy
+
+    def _check_repeated(self, twin: Stepper) -> None:
+        """Check that a copy made the same step."""
+        states, again = self.state(), twin.state()
+        for name in self.masters:
+            keys = states[name].keys() | again[name].keys()
+            pairs = {"": (self.masters[name], twin.masters[name])}
+            pairs |= {key: (states[name].get(key), again[name].get(key)) for key in keys}
+            for key, (first, second) in pairs.items():
+                if first is None or second is None or not _is_same(first, second):
+                    assert self._own is not None
+                    what = f"state {key!r}" if key else "the value"
+                    raise ProtocolError(
+                        f"expected {self._own.name} to give the same bits from the same params, "
+                        f"gradients and state, got other bits of {what} of param {name!r} from a "
+                        "copy. Keep all state in the optimizer's `state` and `param_groups`, as "
+                        "its state_dict() has it, not in attributes or globals."
+                    )
+
+    def _step(self, grads: Mapping[str, Tensor], *, factor: float) -> None:
         for name, master in self._stepped.items():
             grad = grads.get(name)
-            master.grad = None if grad is None else grad.to(master.device)
+            # A copy for a stranger's rule, which may write to it.
+            is_copied = self._own is not None
+            master.grad = None if grad is None else grad.to(master, copy=is_copied)
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
         try:
@@ -183,13 +328,22 @@ class Stepper:
 
     def fork(self) -> Stepper:
         """Return a copy that moves by itself."""
-        fork = Stepper(self._spec, params=self.masters, on_host=self._on_host)
+        fork = Stepper(self._spec, params=self.masters, on_host=self._on_host, rules=self._rules)
+        if isinstance(self._optimizer, OwnOptimizer):
+            assert isinstance(fork._optimizer, OwnOptimizer)
+            fork._optimizer.take_state(self._optimizer, cut=lambda _, value: value)
+            return fork
+        assert not isinstance(fork._optimizer, OwnOptimizer)
         for name, master in self._stepped.items():
             fork._optimizer.state[fork._stepped[name]] = {
                 key: value.clone() if isinstance(value, Tensor) else value
                 for key, value in self._optimizer.state.get(master, {}).items()
             }
         return fork
+
+    def __deepcopy__(self, memo: object) -> Stepper:
+        """Return a fork: deepcopy of a torch optimizer loses what is not in its state_dict()."""
+        return self.fork()
 
     def settings(self) -> dict[str, dict[str, object]]:
         """Return what each param's group says, under torch's names, `lr` before any factor."""
@@ -201,6 +355,8 @@ class Stepper:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return every state tensor by param and torch's own key; live, not copied."""
+        if isinstance(self._optimizer, OwnOptimizer):
+            return {name: dict(held) for name, held in self._optimizer.states().items()}
         state = self._optimizer.state
         return {
             name: {
@@ -210,3 +366,34 @@ class Stepper:
             }
             for name, master in self._stepped.items()
         }
+
+
+def _cuts(elems: Mapping[str, int]) -> Iterator[dict[str, Tensor]]:
+    """By param the elements to step: those before a random cut, those after it, and repeated."""
+    at = {
+        name: int(torch.randint(count + 1, (), generator=torch.Generator().manual_seed(count)))
+        for name, count in elems.items()
+    }
+    spans = {name: torch.arange(count) for name, count in elems.items()}
+    before = {name: span[: at[name]] for name, span in spans.items() if at[name]}
+    after = {name: span[at[name] :] for name, span in spans.items() if at[name] < elems[name]}
+    longer = {
+        name: span.repeat(2 + _BODY_ELEMS // elems[name])
+        for name, span in spans.items()
+        if elems[name]
+    }
+    yield from filter(None, (before, after, longer))
+
+
+def _pick(tensor: Tensor, index: Tensor) -> Tensor:
+    """Return some of a tensor's flattened elements, in as many dimensions as it has."""
+    flat = tensor.reshape(-1)[index.to(tensor.device)]
+    return flat.reshape((1,) * (tensor.dim() - 1) + (-1,))
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    """True if both have one dtype, shape and value; NaN is equal to NaN."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    same = (first == second) | (first.isnan() & second.isnan())
+    return bool(same.all())

@@ -103,6 +103,10 @@ class ReferenceStep:
     """First NaN or infinity among the local gradients; None if there is none."""
     start: StepStart | None
     """What the step began with; None if there are too many elements to keep it."""
+    cut_dependence: str = ""
+    """Why the bits of the target's rule are not known, so that the step is not certified."""
+    unmoved: frozenset[str] = frozenset()
+    """Params without masters that kept their values, because each update was rounded away."""
 
     @property
     def divisor(self) -> float:

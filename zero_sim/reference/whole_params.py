@@ -7,7 +7,7 @@ order and the shapes of matrices are the same, since these decide bits.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,21 +16,21 @@ from torch import Tensor
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 
+Move = Callable[[Tensor, Tensor, dict[str, Any], Mapping[str, Any]], None]
+"""Moves a param in place, from its gradient, its state and the settings of its group."""
+
 
 class TextbookOptimizer:
-    """One of the optimizers, with groups and state under the names that torch's own have.
+    """An optimizer that moves params one by one, with torch's names for groups and state.
 
     Args:
-        name: Which one.
-        groups: Masters under `params`, and what is the group's own.
-        settings: What holds for all groups that say nothing else.
+        move: Moves a param.
+        groups: By group, params under `params` and all settings.
     """
 
-    def __init__(
-        self, name: str, groups: Sequence[Mapping[str, Any]], *, settings: Mapping[str, Any]
-    ) -> None:
-        self._move = {"muon": _move_by_muon, "lamb": _move_by_lamb}[name]
-        self.param_groups: list[dict[str, Any]] = [{**settings, **group} for group in groups]
+    def __init__(self, move: Move, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._move = move
+        self.param_groups: list[dict[str, Any]] = [dict(group) for group in groups]
         self.state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
 
     @torch.no_grad()
@@ -39,11 +39,11 @@ class TextbookOptimizer:
         for group in self.param_groups:
             for master in group["params"]:
                 if master.grad is not None:
-                    self._move(master, master.grad, state=self.state[master], group=group)
+                    self._move(master, master.grad, self.state[master], group)
 
 
-def _move_by_muon(
-    master: Tensor, grad: Tensor, *, state: dict[str, Any], group: Mapping[str, Any]
+def move_by_muon(
+    master: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]
 ) -> None:
     """Jordan 2024: M = lerp(M, G, 1 - mu); W = (1 - lr wd) W - lr sqrt(max(1, r / c)) NS(M)."""
     mu, lr = group["momentum"], group["lr"]
@@ -74,8 +74,8 @@ def newton_schulz(matrix: Tensor, *, eps: float) -> Tensor:
     return x.t().contiguous() if is_tall else x
 
 
-def _move_by_lamb(
-    master: Tensor, grad: Tensor, *, state: dict[str, Any], group: Mapping[str, Any]
+def move_by_lamb(
+    master: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]
 ) -> None:
     """You et al. 2019, algorithm 2: r = m^ / (sqrt(v^) + eps) + wd W; W -= lr |W| / |r| r."""
     beta1, beta2 = group["betas"]

@@ -83,6 +83,8 @@ class Mistakes:
     def _settings(self) -> dict[str, dict[str, Any]]:
         """By name: fields of the spec that a system may not have read."""
         spec = self._spec
+        if spec.name == "own":
+            return {}  # The target's rule need not step params one by one.
         single: dict[str, dict[str, Any]] = {}
         for option, default in torch_defaults(spec.name).items():
             own = getattr(spec, option)
@@ -160,7 +162,7 @@ class Mistakes:
         # The end of the name, by which groups match, stays.
         pieces = {f"{index}.{name}": each for index, each in enumerate(cut(name, start))}
         with isolated():
-            stepper = Stepper(spec, params=pieces, on_host=on_host)
+            stepper = Stepper(spec, params=pieces, on_host=on_host, rules=self.again.rules)
             for taken in self._steps:
                 if name in taken.grads:
                     grads = dict(zip(pieces, cut(name, taken.grads[name]), strict=True))

@@ -16,7 +16,7 @@ from zero_sim.judge.trajectory import LateReference, Trajectories, Trajectory
 from zero_sim.reference import POSITION_FREE, Reference, computed_from
 from zero_sim.run.dp_cp_groups import dp_cp_groups_of
 from zero_sim.run.program import GroupContext, Segment
-from zero_sim.targets import Target, numerics_of
+from zero_sim.targets import Target, numerics_of, rules_of
 from zero_sim.workloads import build_workload, on_device
 
 
@@ -79,7 +79,7 @@ def build_contexts(
             uncounted=dp_cp_group.uncounted,
             elsewhere=dp_cp_group.elsewhere,
             weights_only=segment.weights_only,
-            rules=numerics.rules(dp_cp_group.scenario, added_in=added_in),
+            rules=rules_of(target, dp_cp_group.scenario, added_in=added_in),
         )
         reference = _built(build, references, index, trajectory=trajectory)
         observed = _places_of(rank, dp_cp_group.ranks)
@@ -154,7 +154,7 @@ def _trajectory_of(
         if by_layout or group.scenario.world.order not in POSITION_FREE:
             return None
         computed = computed_from(numerics.replayed(group.scenario))
-        rules = numerics.rules(group.scenario)
+        rules = rules_of(target, group.scenario)
         keys.append((computed, rules, tuple(group.uncounted), tuple(group.elsewhere)))
     return trajectories.of(tuple(keys))
 

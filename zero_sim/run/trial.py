@@ -21,7 +21,7 @@ from zero_sim.run.contexts import View, build_contexts
 from zero_sim.run.program import GroupContext, Outcome, Segment
 from zero_sim.run.reports import Failure, FailureKind, Report
 from zero_sim.sim import RankFailed
-from zero_sim.targets import Target, check_asked
+from zero_sim.targets import Target, check_asked, rules_of
 from zero_sim.targets.rank_local import why_not_judged
 
 
@@ -153,7 +153,22 @@ class Trial:
             view=view,
         )
         self.judges.extend(context.judge for context in contexts)
+        if segment.load is None:
+            self._note_trust(contexts[0], target=target)
         return contexts
+
+    def _note_trust(self, context: GroupContext, *, target: Target) -> None:
+        """Note an update rule that the reference takes from the target."""
+        scenario = context.dp_cp_group.scenario
+        if scenario.optimizer.name != "own":
+            return
+        # Here, because hardly any case needs it.
+        from zero_sim.judge.nearest import trust_in_words
+
+        rules = rules_of(target, scenario)
+        module = context.workload.build()
+        params = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self.outcome.notes.extend(trust_in_words(rules, spec=scenario.optimizer, params=params))
 
     def is_wrong(self) -> bool:
         """Whether anything was found so far."""

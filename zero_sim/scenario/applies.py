@@ -17,7 +17,7 @@ from zero_sim.scenario.fields import default_at, describe_value, show
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.spec import OptimizerName, Scenario
 
-_WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax", "lamb")
+_WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax", "lamb", "own")
 _WITH_EPS = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta", "muon")
 _ALL: tuple[OptimizerName, ...] = get_args(OptimizerName)
 _ELEMENTWISE = tuple(name for name in _ALL if name not in WHOLE_PARAM_OPTIMIZERS)
@@ -34,9 +34,9 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "optimizer.betas": _WITH_BETAS,
     "optimizer.eps": _WITH_EPS,
     "optimizer.weight_decay": (*_WITH_EPS, "sgd", "asgd"),
-    "optimizer.momentum": ("sgd", "rmsprop", "muon"),
-    "optimizer.nesterov": ("sgd", "muon"),
-    "optimizer.amsgrad": ("adam", "adamw"),
+    "optimizer.momentum": ("sgd", "rmsprop", "muon", "own"),
+    "optimizer.nesterov": ("sgd", "muon", "own"),
+    "optimizer.amsgrad": ("adam", "adamw", "own"),
 }
 """Models or optimizers that use a field, by its path. All of them use the other fields."""
 
@@ -197,7 +197,7 @@ APPLIES = (
     Applies(
         "optimizer.nesterov",
         {"optimizer.name": USED_BY["optimizer.nesterov"], "optimizer.momentum": Except(0.0)},
-        "only optimizers 'sgd' and 'muon' with momentum have nesterov",
+        "only optimizers 'sgd', 'muon' and 'own' with momentum have nesterov",
     ),
     Applies(
         "optimizer.foreach",

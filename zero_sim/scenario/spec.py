@@ -36,6 +36,7 @@ OptimizerName = Literal[
     "rprop",
     "muon",
     "lamb",
+    "own",
 ]
 PartitionName = Literal["padded", "uneven", "rows", "one-owner"]
 CheckpointForm = Literal["sharded", "consolidated"]
@@ -366,7 +367,8 @@ class OptimizerSpec:
 
     name: OptimizerName = "adamw"
     """Class of `torch.optim`; or `muon`, which makes matrices orthogonal, or `lamb`, which steps as
-    far as a param is long: their step of an element depends on its whole param."""
+    far as a param is long: their step of an element depends on its whole param. `own` is the update
+    rule that the target brings along; it may read any of the settings below."""
     lr: float = 1e-3
     """Learning rate."""
     warmup_steps: int = 0

@@ -19,6 +19,7 @@ from zero_sim.targets.declared import (
 from zero_sim.targets.imported import check_target
 from zero_sim.targets.numerics import Numerics
 from zero_sim.targets.options import Option, chosen_options, options_of
+from zero_sim.targets.own_rule import rules_of
 from zero_sim.targets.protocol import (
     CheckpointedEngine,
     CostedEngine,
@@ -109,6 +110,7 @@ __all__ = [
     "rank_local_of",
     "reduce_ops_of",
     "refusals",
+    "rules_of",
     "settings_of",
     "target_names",
     "why_missing",

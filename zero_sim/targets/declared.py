@@ -56,6 +56,9 @@ OPTIMIZER_SETTINGS = (
 )
 """What an engine follows that steps with a class of torch and the settings of the scenario."""
 
+OWN_RULES = ("reference_step", "reference_optimizer")
+"""Attributes of a target that give the reference an update rule of the target's own."""
+
 UPSTREAM = "scenarios/upstream has this case."
 """How a refusal of what is known to go wrong in a library ends."""
 
@@ -128,6 +131,8 @@ class Capabilities:
         yield from _one_of("system.stage", scenario.system.stage, self.stages)
         name = scenario.optimizer.name
         why = dict(self.why_no_optimizer).get(name, "")
+        if name == "own":
+            why = why or f"it has no update rule of its own, {' or '.join(OWN_RULES)}"
         yield from _one_of("optimizer.name", name, self.optimizers, why=why)
         # An order that the judge is not told needs no places to model it.
         if scenario.world.order_known:
@@ -215,17 +220,26 @@ def numerics_of(target: Target, scenario: Scenario) -> Numerics:
 def capabilities_of(target: Target) -> Capabilities:
     """What a target can be asked for: what it declares, or what ten lines around AdamW can do.
 
-    None, and not just left out, stands for all that a scenario can say.
+    None, and not just left out, stands for all that a scenario can say. A target with an update
+    rule of its own steps with that, if its capabilities name no other optimizers.
 
     Raises:
         ProtocolError: It declares something else.
     """
+    has_rule = any(getattr(target, name, None) is not None for name in OWN_RULES)
     declared: object = getattr(target, "capabilities", _PLAIN)
     if declared is None:
-        return EVERYTHING
+        return EVERYTHING if not has_rule else _EVERYTHING_AND_OWN
     if not isinstance(declared, Capabilities):
         raise _misdeclared(
             target, "capabilities", "zero_sim.targets.Capabilities or None", declared
+        )
+    if has_rule and declared.optimizers == _PLAIN.optimizers:
+        return replace(declared, optimizers=("own",))
+    if not has_rule and "own" in declared.optimizers:
+        raise ProtocolError(
+            f"expected {' or '.join(OWN_RULES)} of target {target.name!r}, whose capabilities "
+            "declare optimizer 'own', got neither."
         )
     return declared
 
@@ -386,8 +400,9 @@ EVERYTHING = Capabilities(
     models=get_args(ModelName),
     dtypes=get_args(DtypeName),
     stages=(0, 1, 2, 3),
-    optimizers=get_args(OptimizerName),
+    optimizers=tuple(name for name in get_args(OptimizerName) if name != "own"),
     orders=get_args(OrderName),
     follows=followed(),
 )
-"""All that a scenario can say."""
+"""All that a scenario can say of a target without an update rule of its own."""
+_EVERYTHING_AND_OWN = replace(EVERYTHING, optimizers=get_args(OptimizerName))

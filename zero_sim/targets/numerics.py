@@ -24,6 +24,7 @@ from zero_sim.reference import (
     DivideEach,
     DivideRule,
     GradDtype,
+    Masters,
     NonFiniteRule,
     Norm,
     Rules,
@@ -141,6 +142,14 @@ class Numerics:
     """Whether the tensors that `params` gives have the reduced gradient in `.grad` after a step:
     not unscaled, and clipped only where `grads_told` says so."""
 
+    masters: Masters = "fp32"
+    """What the optimizer steps: an fp32 master of each param, or (`param`) the working params
+    themselves, by gradients that are rounded to their dtype after they were clipped."""
+    elementwise: bool = False
+    """For a target with an update rule of its own: True if the step of an element depends on that
+    element's own value, gradient and state alone. Where the order of addition is not known, such
+    rules alone can be judged."""
+
     def __post_init__(self) -> None:
         """Refuse what is no known rule.
 
@@ -221,6 +230,7 @@ class Numerics:
             nonfinite=self.nonfinite,
             norm=self.norm,
             clip=self.clip,
+            masters=self.masters,
         )
 
     def problems(self, scenario: Scenario) -> Iterator[Problem]:
@@ -245,6 +255,20 @@ class Numerics:
                 suggestion="Leave it out.",
             )
         world = scenario.world
+        if scenario.optimizer.name == "own" and not world.order_known and not self.elementwise:
+            yield Problem(
+                path="world.order_known",
+                message="the step of this target's own update rule may depend on other elements, "
+                "for which no bound is proven, got an order that is not known.",
+                suggestion="Try an order that is known, or declare Numerics(elementwise=True) if "
+                "each element is stepped by itself.",
+            )
+        if self.masters == "param" and scenario.model.name == "fp8":
+            yield Problem(
+                path="model.name",
+                message="this target has no masters of its params, without which those in fp8 "
+                "have no values to step, got 'fp8'.",
+            )
         beyond = [name for name in _EXACT_ONLY if getattr(self, name) != _DEFAULTS[name]]
         if self.grads_told == "after-clip":
             beyond.append("grads_told")
@@ -325,6 +349,7 @@ _EXACT_ONLY = (
     "unused",
     "nonfinite",
     "told_dtype",
+    "masters",
 )
 """Rules for which there is no bound where the order is not known."""
 
@@ -343,6 +368,8 @@ _WORDS: dict[str, tuple[object, ...]] = {
     "told_dtype": get_args(ToldDtype),
     "norm": NORMS,
     "clip": CLIP_FORMS,
+    "masters": get_args(Masters),
+    "elementwise": (True, False),
 }
 """What each of the numerics can be."""
 

@@ -73,8 +73,10 @@ class OwnedPart:
     step, and always in an engine that keeps no gradients. Otherwise None stands for zeros, for
     example of a param that is frozen in this step."""
     master: Tensor  # 1D, fp32
+    """The param itself, in its dtype, if the target's numerics declare `masters="param"`."""
     state: Mapping[str, Tensor]  # 1D, or 0-D for counters
-    """torch's per-param optimizer state."""
+    """torch's per-param optimizer state, in any dtype. Of a tensor that has another shape than the
+    param all elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -355,7 +357,10 @@ class Target(Protocol):
     or a function of the case), `options` of its own (`Option` by name), and a method
     `refuses(scenario)` that gives more reasons than the capabilities can say, strings or
     `Problem`s; and
-    `reduce_ops(scenario)`, the reduce operations besides SUM that it asks of a backend. Of a case
+    `reduce_ops(scenario)`, the reduce operations besides SUM that it asks of a backend. An update
+    rule of its own is `reference_step(param, grad, state, settings)`, or
+    `reference_optimizer(named_params, scenario)`, and `reference_state(optimizer, named_params)`
+    where state is not by param. Of a case
     that reloads, capabilities and `refuses` are asked once more about the world and the layout
     after the checkpoint.
     """

@@ -46,6 +46,7 @@ def class_of(spec: OptimizerSpec) -> type[Optimizer]:
         ProtocolError: It is something else, such as the scenario.
     """
     _check_spec(spec, of="class_of")
+    _check_named(spec)
     return _CLASSES[spec.name]
 
 
@@ -59,6 +60,7 @@ def settings_of(spec: OptimizerSpec) -> dict[str, Any]:
         ProtocolError: It is something else, such as the scenario.
     """
     _check_spec(spec, of="settings_of")
+    _check_named(spec)
     known = _settings_known(spec.name)
     said = {
         "lr": spec.lr,
@@ -78,6 +80,14 @@ def _check_spec(spec: object, *, of: str) -> None:
         raise ProtocolError(
             f"expected an OptimizerSpec for {of}, got a {type(spec).__name__}. "
             f"Pass scenario.optimizer."
+        )
+
+
+def _check_named(spec: OptimizerSpec) -> None:
+    if spec.name not in _CLASSES:
+        raise ProtocolError(
+            f"expected an optimizer of torch, got {spec.name!r}, which the target brings along. "
+            "Build it from the fields of scenario.optimizer."
         )
 
 

@@ -1,0 +1,129 @@
+"""Targets with an update rule of their own: right ones pass, and mistakes are found."""
+
+import re
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.targets.own_adamw import ByOptimizer, ByStep, LostUpdate
+from tests.targets.own_muon import OwnMuon, StackedMuon
+from zero_sim import run_case
+from zero_sim.judge.coverage import UNMOVED
+from zero_sim.scenario.spec import (
+    ModelSpec,
+    OptimizerSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
+
+CASE = Scenario(
+    schema=1,
+    name="own",
+    model=ModelSpec(name="mlp", hidden=4),
+    optimizer=OptimizerSpec(name="own", lr=0.01, weight_decay=0.1, warmup_steps=2),
+    system=SystemSpec(stage=1),
+    run=RunSpec(micro_batches=2),
+    world=WorldSpec(size=3),
+)
+UNKNOWN = replace(CASE, world=WorldSpec(size=3, order="tree", order_known=False))
+
+
+@pytest.fixture(autouse=True)
+def _deprecated():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+@pytest.mark.parametrize("case", [CASE, UNKNOWN], ids=["known", "unknown"])
+@pytest.mark.parametrize("target", [ByStep(), ByOptimizer()], ids=["step", "optimizer"])
+def test_a_right_one_passes_with_all_its_state(target, case):
+    result = run_case(case, target=target)
+    assert result.verdict == "pass"
+    assert result.scope == "full"
+    (note,) = [note for note in result.notes if "trusted, not judged" in note]
+    assert re.search(r"of target 'own-adamw'. Nearest is 'adamw', up to \d{1,3} ulp away", note)
+
+
+@pytest.mark.parametrize("case", [CASE, UNKNOWN], ids=["known", "unknown"])
+def test_an_update_that_is_lost_is_found(case):
+    result = run_case(case, target=LostUpdate())
+    assert result.verdict == "fail"
+    assert result.findings[0].check == "equality.master"
+    assert "the target's own rule lr 0.005" in result.findings[0].detail
+
+
+def test_torchs_adamw_is_not_taken_for_it():
+    """The arithmetic of the rule decides: an otherwise equal one is some ulp apart."""
+
+    class ByTorch(ByStep):
+        reference_step = None
+
+        def reference_optimizer(self, named, scenario):
+            spec = scenario.optimizer
+            return torch.optim.AdamW(
+                named.values(), lr=spec.lr, weight_decay=spec.weight_decay, foreach=False
+            )
+
+    assert run_case(CASE, target=ByTorch()).verdict == "fail"
+
+
+def test_a_rule_that_cannot_be_repeated_is_an_error_not_a_finding():
+    class Noisy(ByStep):
+        @staticmethod
+        def reference_step(param, grad, state, settings):
+            param.bernoulli_()
+
+    result = run_case(CASE, target=Noisy())
+    assert result.verdict == "error"
+    assert "reference_step of target 'own-adamw' to use no random numbers" in result.error
+
+
+class WithSigmoid(ByStep):
+    """Its arithmetic gives other bits at the end of a tensor than within."""
+
+    @staticmethod
+    def rule(param, grad, state, settings):
+        param.sub_(torch.sigmoid(grad) ** 0.37, alpha=settings["lr"])
+
+    reference_step = rule
+
+
+@pytest.mark.parametrize("case", [CASE, UNKNOWN], ids=["known", "unknown"])
+def test_a_rule_whose_bits_depend_on_the_cut_is_inconclusive(case):
+    result = run_case(case, target=WithSigmoid())
+    assert result.verdict == "inconclusive"
+    (doubt,) = result.findings
+    assert doubt.check == "guard.not-followed"
+    assert "reference_step of target 'own-adamw' depend on where a tensor is cut" in doubt.message
+
+
+MUON = replace(
+    CASE,
+    model=ModelSpec(name="params", shapes=((3, 4), (4,), (3, 4), (2, 5)), dtype="bf16"),
+    optimizer=OptimizerSpec(name="own", lr=0.1, momentum=0.9),
+    run=RunSpec(steps=3),
+)
+
+
+@pytest.mark.parametrize("target", [OwnMuon(), StackedMuon()], ids=["by-param", "stacked"])
+def test_whole_matrices_in_bf16_with_state_of_other_shapes_pass(target):
+    result = run_case(MUON, target=target)
+    assert (result.verdict, result.findings) == ("pass", ())
+    assert UNMOVED not in result.unobserved
+
+
+def test_an_owner_that_skips_its_param_is_found():
+    result = run_case(MUON, target=OwnMuon("last"))
+    assert result.verdict == "fail"
+    assert result.findings[0].param == "p3"
+
+
+def test_a_step_that_bf16_rounds_away_is_not_observed():
+    small = replace(MUON, optimizer=replace(MUON.optimizer, lr=1e-9))
+    result = run_case(small, target=OwnMuon())
+    assert UNMOVED in result.unobserved

@@ -1,0 +1,160 @@
+"""A Muon as its authors write it: whole params dealt to owners, padded gathers, no fp32 masters."""
+
+import torch
+import torch.distributed as dist
+
+from zero_sim.targets import Capabilities, Numerics, OwnedPart, Place, flat_state
+
+
+def orthogonal(matrix):
+    x = matrix / (matrix.norm() + 1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x
+
+
+@torch.no_grad()
+def muon_step(param, grad, state, settings):
+    """Momentum in the param's dtype; a second moment of each row in fp32, as NorMuon's."""
+    if not state:
+        state["momentum"] = torch.zeros_like(param)
+        state["of_rows"] = torch.zeros(param.shape[:1], dtype=torch.float32)
+    move_with(state["momentum"], param, grad, state, settings)
+
+
+@torch.no_grad()
+def move_with(momentum, param, grad, state, settings):
+    momentum.lerp_(grad, 1 - settings["momentum"])
+    update = momentum.clone()
+    if param.dim() == 2:
+        update = orthogonal(update)
+        state["of_rows"].lerp_(update.float().square().mean(1), 0.05)
+        update /= (state["of_rows"].sqrt().unsqueeze(1) + 1e-8).to(update.dtype)
+    param.add_(update, alpha=-settings["lr"])
+
+
+class Stacked(torch.optim.Optimizer):
+    """The same, with the momentum of all params of a shape in one tensor."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, settings)
+
+    @staticmethod
+    def by_shape(params):
+        shapes = {}
+        for param in params:
+            shapes.setdefault(param.shape, []).append(param)
+        return shapes
+
+    @torch.no_grad()
+    def step(self):
+        (group,) = self.param_groups
+        for params in self.by_shape(group["params"]).values():
+            first = self.state[params[0]]
+            if "momentum" not in first:
+                first["momentum"] = torch.stack([torch.zeros_like(each) for each in params])
+            for index, param in enumerate(params):
+                state = self.state[param]
+                rows = torch.zeros(param.shape[:1], dtype=torch.float32)
+                state.setdefault("of_rows", rows)
+                move_with(first["momentum"][index], param, param.grad, state, group)
+
+
+class OwnMuon:
+    """A target of it.
+
+    Args:
+        mistake: A name of what it does wrong; empty for nothing.
+    """
+
+    name = "own-muon"
+    capabilities = Capabilities(
+        models=("params",),
+        dtypes=("bf16", "fp32"),
+        scalar_params=False,
+        empty_params=False,
+        stages=(1,),
+        follows=("optimizer.momentum", "optimizer.warmup_steps"),
+    )
+    numerics = Numerics(
+        divide="post-rounded", grad_dtype="param", grads_told="after-division", masters="param"
+    )
+    reference_step = staticmethod(muon_step)
+
+    def __init__(self, mistake=""):
+        self.mistake = mistake
+
+    def build(self, module, *, scenario, group):
+        return Engine(self, module, scenario, group)
+
+
+class StackedMuon(OwnMuon):
+    """The reference keeps one momentum for all params of a shape."""
+
+    reference_step = None
+
+    def reference_optimizer(self, named_params, scenario):
+        spec = scenario.optimizer
+        return Stacked(named_params.values(), lr=spec.lr, momentum=spec.momentum)
+
+    def reference_state(self, optimizer, named_params):
+        told = {}
+        for params in Stacked.by_shape(named_params.values()).values():
+            stacked = optimizer.state[params[0]].get("momentum") if params else None
+            for index, param in enumerate(params):
+                rows = optimizer.state.get(param, {}).get("of_rows")
+                if stacked is not None:
+                    told[param] = {"momentum": stacked[index], "of_rows": rows}
+        return {name: told.get(param, {}) for name, param in named_params.items()}
+
+
+class Engine:
+    def __init__(self, target, module, scenario, group):
+        self.target, self.module, self.group = target, module, group
+        self.named = dict(module.named_parameters())
+        self.state = {name: {} for name in list(self.named)[group.rank() :: group.size()]}
+        self.settings_now = {"lr": scenario.optimizer.lr, "momentum": scenario.optimizer.momentum}
+
+    def zero_grad(self):
+        self.module.zero_grad()
+
+    def backward(self, loss, *, last_micro, rows):
+        loss.backward()
+
+    def step(self, *, lr_factor):
+        for param in self.named.values():
+            dist.all_reduce(param.grad, group=self.group)
+            param.grad /= self.group.size()
+        settings = self.settings_now | {"lr": self.settings_now["lr"] * lr_factor}
+        names, size = list(self.named), self.group.size()
+        for start in range(0, len(names), size):
+            dealt = names[start : start + size]
+            mine = names[start + self.group.rank()] if self.group.rank() < len(dealt) else None
+            if mine is not None and not (self.target.mistake == "last" and mine == names[-1]):
+                muon_step(self.named[mine], self.named[mine].grad, self.state[mine], settings)
+            self.spread(dealt, mine)
+
+    def spread(self, dealt, mine):
+        longest = max(self.named[name].numel() for name in dealt)
+        sent = self.named[dealt[0]].new_zeros(longest)
+        if mine is not None:
+            sent[: self.named[mine].numel()] = self.named[mine].detach().reshape(-1)
+        came = [torch.empty_like(sent) for _ in range(self.group.size())]
+        dist.all_gather(came, sent, group=self.group)
+        for name, flat in zip(dealt, came, strict=False):
+            param = self.named[name]
+            param.data.copy_(flat[: param.numel()].view_as(param))
+
+    def params(self):
+        return dict(self.named)
+
+    def parts(self):
+        for name, state in self.state.items():
+            param = self.named[name]
+            yield OwnedPart(
+                place=Place(param=name, start=0, stop=param.numel()),
+                grad=None if param.grad is None else param.grad.reshape(-1),
+                master=param.detach().reshape(-1),
+                state=flat_state(state),
+            )

@@ -1,0 +1,109 @@
+"""The update rule that a target brings along for the reference, if it has one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from zero_sim.errors import ProtocolError
+from zero_sim.reference import OwnRule, Rules
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets.answers import shown
+from zero_sim.targets.declared import OWN_RULES, numerics_of
+from zero_sim.targets.protocol import Target
+
+_ARGUMENTS = {
+    "reference_step": ("param", "grad", "state", "settings"),
+    "reference_optimizer": ("named_params", "scenario"),
+    "reference_state": ("optimizer", "named_params"),
+}
+
+
+def rules_of(target: Target, scenario: Scenario, *, added_in: str | None = None) -> Rules:
+    """Return the rules by which the reference replays a case of a target.
+
+    Args:
+        target: The system under test.
+        scenario: The case, as the target is given it.
+        added_in: As for `Numerics.replayed`.
+
+    Raises:
+        ProtocolError: The target declares something else.
+    """
+    numerics = numerics_of(target, scenario)
+    rules = numerics.rules(scenario, added_in=added_in)
+    own = None
+    if scenario.optimizer.name == "own":
+        own = own_rule_of(target, scenario, elementwise=numerics.elementwise)
+    return replace(rules, own=own)
+
+
+def own_rule_of(target: Target, scenario: Scenario, *, elementwise: bool = False) -> OwnRule | None:
+    """Return the update rule of a target; None if it has none.
+
+    Args:
+        target: The system under test.
+        scenario: The case.
+        elementwise: True if the step of an element depends on that element alone.
+
+    Raises:
+        ProtocolError: It has two, or one that cannot be called as the reference does.
+    """
+    found = [name for name in OWN_RULES if getattr(target, name, None) is not None]
+    if not found:
+        return None
+    if len(found) == 2:
+        raise ProtocolError(
+            f"expected {' or '.join(OWN_RULES)} of target {target.name!r}, got both. Remove one."
+        )
+    name, of = found[0], f"{found[0]} of target {target.name!r}"
+    rule = _callable(target, name)
+    read = getattr(target, "reference_state", None)
+    return OwnRule(
+        name=of,
+        scenario=scenario,
+        step=rule if name == "reference_step" else None,
+        build=rule if name == "reference_optimizer" else None,
+        read_state=None if read is None else _callable(target, "reference_state"),
+        elementwise=elementwise,
+        alone=no_process_group,
+    )
+
+
+@contextmanager
+def no_process_group() -> Generator[None]:
+    """Hide every process group: `torch.distributed.is_initialized()` is False within.
+
+    The whole process is affected. Ranks in threads may use it, because only one of them runs, and
+    nothing within waits for another.
+    """
+    world = c10d._world
+    c10d._world = c10d._World()
+    try:
+        yield
+    finally:
+        c10d._world = world
+
+
+def _callable(target: Target, name: str) -> Callable[..., Any]:
+    rule, arguments = getattr(target, name), _ARGUMENTS[name]
+    words = f"a function {name}({', '.join(arguments)})"
+    if not callable(rule):
+        raise ProtocolError(
+            f"expected {name!r} of target {target.name!r} to be {words}, got {shown(rule)}."
+        )
+    try:
+        inspect.signature(rule).bind(*arguments)
+    except TypeError as error:
+        raise ProtocolError(
+            f"expected {name!r} of target {target.name!r} to be {words}, got one that takes "
+            f"{inspect.signature(rule)}: {error}."
+        ) from None
+    except ValueError:
+        pass  # It is not written in Python: what it takes shows when it is called.
+    return rule
