@@ -55,8 +55,9 @@ def test_steps_that_ranks_have_no_rows_for_are_left_out(judged):
 def test_memory_read_before_it_is_filled_is_named(judged):
     code = "model[0].bias.data = torch.empty(6)\n" + LOOP.format(rows="rows(step)")
     verdict = judged("train.py", code=code).verdict
-    assert verdict.outcome == "inconclusive"
-    assert "not the same. First at step 1, param as forward used it: 0.bias" in verdict.reason
+    assert verdict.outcome == "different"
+    assert "reads memory that nobody filled" in verdict.reason
+    assert "First at step 1, param as forward used it: 0.bias" in verdict.reason
 
 
 def test_loss_of_other_validation_rows_is_no_difference(judged):

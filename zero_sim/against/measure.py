@@ -232,11 +232,8 @@ class Measurement(Sink):
                 self.measured.pop(point, None)
 
     def _drop_unused(self, point: Point) -> None:
-        """Leave out state that is zero on ranks that do not own it, if another rank has it right.
-
-        Optimizers with sharded state give a rank without params of a group an empty slot. A rank
-        that owns a param and does not update its state has a wrong param, too.
-        """
+        # Sharded optimizers give a rank that owns none of a group's params an empty slot. A rank
+        # that owns a param and does not update its state has a wrong param, too.
         ranks, kept = self._ranks.get(point, {}), self.kept.get(point, {})
         unused = {rank for rank, piece in kept.items() if not piece.values.any()} & set(ranks)
         if any(ranks[rank] <= self._keep_above for rank in ranks if rank not in unused):

@@ -35,6 +35,7 @@ from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
 
 COPY_LIMIT_BYTES = 2 << 30
+FILL = 1 / 8  # In memory that the script has not filled.
 COLLECTED_ELEMS = 1 << 20
 """Elements of params of all ranks above which a run's model is not left to Python's collector."""
 _STARTER = 999
@@ -130,8 +131,7 @@ class Way:
     """True to compute in the script's own dtypes."""
     noise_seed: int | None = None
     """Seed of rounding noise, or None for none."""
-    fill: float = 1 / 8
-    """The number in memory that the script has not filled."""
+    fill: float = FILL
     dealt: tuple[RowLog, ...] | None = None
     """Logs of the ranks whose rows are dealt: of one for all ranks, or of as many ranks as there
     are. None to let ranks read their own."""

@@ -9,7 +9,7 @@ from zero_sim.against.dropout import unlike_masks
 from zero_sim.against.measure import FLOOR, LIMIT, Baseline, Measurement
 from zero_sim.against.points import LOCALISING, Point, Sink
 from zero_sim.against.records import AgainstVerdict, Difference, inconclusive
-from zero_sim.against.runs import Observed, Side, Way, observe
+from zero_sim.against.runs import FILL, Observed, Side, Way, observe
 from zero_sim.against.trained import metrics_of, trained, trains_nothing
 from zero_sim.errors import UsageError
 from zero_sim.findings.draws import is_changed_draw
@@ -262,7 +262,7 @@ def _run_again(
 
 
 def _irregular(prepared: Prepared) -> AgainstVerdict:
-    """Two runs of one side differ: they differ without noise, too, or rounding decides."""
+    """Two runs of one side differ: by memory that nobody filled, by chance, or by rounding."""
     side = prepared.side
     again, took_same_way = _run_again(prepared, fill=7 / 8)
     differing = sorted(
@@ -271,10 +271,13 @@ def _irregular(prepared: Prepared) -> AgainstVerdict:
     )
     if differing or not took_same_way:
         first = f" First at {differing[0].text}." if differing else ""
-        return inconclusive(
-            f"Two runs on {side.text} are not the same.{first}",
-            "Seed all random numbers, and fill every tensor before it is read.",
-        )
+        filled_alike, took_same_way = _run_again(prepared, fill=FILL)
+        if took_same_way and not any(each.relative for each in filled_alike.measured.values()):
+            reason = f"{side.text} reads memory that nobody filled, and computes with it.{first}"
+            remedy = "Fill every tensor before it is read."
+            return AgainstVerdict(outcome="different", reason=reason, remedy=remedy)
+        remedy = "Seed all random numbers."
+        return inconclusive(f"Two runs on {side.text} are not the same.{first}", remedy)
     return inconclusive(
         f"On {side.text} rounding decides which operations the script performs.",
         "Make branches depend on integers, or run fewer steps.",
