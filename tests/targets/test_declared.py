@@ -72,6 +72,12 @@ def test_what_is_not_declared_is_refused_by_its_path(parts, path):
     assert paths(replace(PLAIN, **parts)) == [path]
 
 
+def test_a_target_that_adds_in_its_own_order_refuses_every_known_one():
+    able = Capabilities(orders=("unknown",))
+    assert paths(PLAIN, capabilities=able) == ["world.order_known"]
+    assert paths(replace(PLAIN, world=WorldSpec(order_known=False)), capabilities=able) == []
+
+
 def test_all_problems_are_told_at_once():
     scenario = replace(PLAIN, system=SystemSpec(sync="every"), run=RunSpec(micro_batches=2))
     assert paths(scenario) == ["system.sync", "run.micro_batches"]
