@@ -83,8 +83,9 @@ class OwnedPart:
 class StepResult:
     """Record of a step; None for anything the engine does not have."""
 
-    norm: Tensor | None = None  # 0-D, fp32
-    """Norm of the whole gradient, before clipping."""
+    norm: Tensor | None = None  # 0-D, fp32 or fp64
+    """Norm of the whole gradient, before clipping. In fp64 it is compared in fp64, and with
+    `Numerics(norm="told")` clipped by in fp64, if that is how the target has it."""
     zeros: int | None = None
     """Elements of the whole gradient that are zero."""
     skipped: bool | None = None
