@@ -153,7 +153,7 @@ META = torch.empty(3, device="meta")
 WRONG = {
     "step gives a number": ({"step": always(5)}, "`step`", "StepResult or None, got 5 (int)"),
     "step gives text": ({"step": always("ok")}, "`step`", "got 'ok' (str)"),
-    "a norm that is a number": ({"said": always(StepResult(norm=1.0))}, "`step`", "0-D tensor, fp32"),
+    "a norm that is a number": ({"said": always(StepResult(norm=1.0))}, "`step`", "a 0-D tensor"),
     "unwrap gives nothing": ({"unwrap": always(None)}, "`unwrap`", "the torch.nn.Module"),
     "a norm in bf16": (
         {"said": always(StepResult(norm=torch.tensor(1.0, dtype=torch.bfloat16)))},

@@ -229,7 +229,7 @@ class BoundedComparison(Steps):
                 of_sum, grad, divisor=expected.divisor, divided=self._group.tells_divided
             )
             yield replace(found, detail=hint)
-        if self._replica_count > 1:
+        if self._replica_count > 1 or place.replicas > 1:
             yield from self._compare_copies(
                 "grad", grad, step=step, rank=rank, param=name, start=start
             )

@@ -58,6 +58,10 @@ class Place:
     """Half-open range of the bucket, padding included, in the flat buffer; None where not told."""
     padding_start: int | None = None
     """Where the bucket's padding begins, its tail that belongs to no param; None where not told."""
+    replicas: int = 1
+    """Number of the ranks which share out the state that keep this part, each with state of its
+    own: all of them for a small param that is replicated beside sharded ones. Every one of these
+    ranks reports it, and each is compared."""
 
 
 @dataclass(frozen=True, slots=True)
