@@ -80,6 +80,10 @@ class BoundedComparison(Steps):
         """Whether there was nothing before a step that could not be followed."""
         return self.uncertified_step is None or step <= self.uncertified_step
 
+    def start_from(self, params: Mapping[str, Tensor]) -> None:
+        """Begin with start values that the system drew."""
+        self._reference.start_from(params)
+
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Tell where each rank's working params lie, before the first step."""
         self._reference.set_addresses(addresses)

@@ -8,8 +8,11 @@ from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
 
+from torch import Tensor
+
 from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
+from zero_sim.judge.drawn import check_drawn
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.positions import Arrangements, members_of, sum_spans
 from zero_sim.reference import Addresses, Holding, Orders, SumSite
@@ -45,6 +48,9 @@ class Ownership:
         """How communicators add, by the ranks of each; None where nobody looked."""
         self._addresses: dict[int, Addresses] = {}
         self._starts: dict[int, Mapping[str, str]] = {}
+        self.drawn: dict[str, Tensor] = {}
+        """Start values of all params, as the first holder of each has them, if the system drew them;
+        else empty."""
         self._tied_parts: dict[str, str] = {}
         """Another name of each tied param that some rank owns under it, by its first name."""
 
@@ -60,6 +66,7 @@ class Ownership:
         self._addresses[rank] = facts.addresses
         self._starts[rank] = facts.start
         self.shapes |= facts.shapes
+        self.drawn = {**facts.drawn, **self.drawn}
         self._tied_parts |= {name: other for other, name in facts.tied_parts.items()}
 
     @property
@@ -108,6 +115,7 @@ class Ownership:
         }
         yield from check_held(named, held=self.held, step=step)
         yield from check_start(self._starts, step=step)
+        yield from check_drawn(self.drawn, self.places, step=step)
         for ranks, names in self.sharings if tell_parts else ():
             for finding in check_ownership(
                 self._replicas(ranks, names),

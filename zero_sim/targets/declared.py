@@ -32,6 +32,7 @@ from zero_sim.scenario.spec import (
     TopologySpec,
 )
 from zero_sim.targets.answers import shown
+from zero_sim.targets.drawn_weights import drawn_problems, draws_weights
 from zero_sim.targets.numerics import Numerics, check_word, check_words, value_of
 from zero_sim.targets.options import option_problems
 from zero_sim.targets.protocol import Target
@@ -359,7 +360,8 @@ def _refusals_of_one(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
         # Rules, and what a target refuses by itself, may be functions of them.
         return options
     declared = capabilities_of(target).problems(scenario, numerics=numerics_of(target, scenario))
-    return (*declared, *_own_refusals(target, scenario))
+    drawn = drawn_problems(scenario) if draws_weights(target) else ()
+    return (*declared, *drawn, *_own_refusals(target, scenario))
 
 
 def _own_refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:

@@ -362,7 +362,8 @@ class Target(Protocol):
     or a function of the case), `options` of its own (`Option` by name), and a method
     `refuses(scenario)` that gives more reasons than the capabilities can say, strings or
     `Problem`s; and
-    `reduce_ops(scenario)`, the reduce operations besides SUM that it asks of a backend. An update
+    `reduce_ops(scenario)`, the reduce operations besides SUM that it asks of a backend; and
+    `draws_weights = True` if `build` draws the start values, which `params` then reports. An update
     rule of its own is `reference_step(param, grad, state, settings)`, or
     `reference_optimizer(named_params, scenario)`, and `reference_state(optimizer, named_params)`
     where state is not by param. Of a case
