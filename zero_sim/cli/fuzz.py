@@ -182,8 +182,7 @@ def fuzz(
             plan, pool=pool, render=render_case, tell=progress.tell, tell_converted=_tell_converted
         )
     progress.clear()
-    elapsed = time.monotonic() - started
-    status = exit_status_of(totals)
+    elapsed, status = time.monotonic() - started, exit_status_of(totals)
     if totals.unkept is not None:
         click.echo(f"Error: {totals.unkept}", err=True)
     if as_json:

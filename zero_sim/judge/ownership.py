@@ -49,7 +49,7 @@ class Ownership:
         self._addresses: dict[int, Addresses] = {}
         self._starts: dict[int, Mapping[str, str]] = {}
         self.drawn: dict[str, Tensor] = {}
-        """Start values of all params, each from its first holder; empty unless the system drew them."""
+        """Start values of params, each from its first holder; empty unless the system drew them."""
         self._tied_parts: dict[str, str] = {}
         """Another name of each tied param that some rank owns under it, by its first name."""
 

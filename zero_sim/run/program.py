@@ -159,12 +159,10 @@ def build_program(
         if segment.load is not None:
             _load(training, segment, segment.load)
         with rank_time.harness():
-            facts = facts_of(
-                engine,
-                with_start=segment.scenario.model.distinct_start,
-                # After a load the reference goes on from its own values.
-                with_drawn=segment.load is None and draws_weights(target),
-            )
+            # After a load the reference goes on from its own values.
+            draws = segment.load is None and draws_weights(target)
+            with_start = segment.scenario.model.distinct_start
+            facts = facts_of(engine, with_start=with_start, with_drawn=draws)
         # What the user is to mend, and no failure of the judge that would hear of it.
         check_reported(facts, scenario=context.dp_cp_group.scenario, target_name=target.name)
         if share_facts is not None:
