@@ -123,8 +123,7 @@ class Reference:
             name: params.get(name, master).to(master.device)
             for name, master in self._stepper.masters.items()
         }
-        on_host = self._scenario.system.offload_state
-        self._stepper = Stepper(self._scenario.optimizer, params=starts, on_host=on_host)
+        self._stepper = self._new_stepper(starts)
         self._history = self._new_history()
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
