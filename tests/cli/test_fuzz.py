@@ -198,6 +198,12 @@ def test_a_device_reaches_the_batches_the_corpus_and_the_command_to_replay(
     assert_ended(other, 2, "Try another --corpus, or the seed, target, device, options and family")
 
 
+def test_an_order_reaches_the_batches_and_the_corpus(tmp_path, pool):
+    fuzz(tmp_path, "--cases", "1", "--order", "unknown")
+    assert pool.job.order == "unknown"
+    assert read_corpus(tmp_path / "shard-1-of-1.sqlite").head.order == "unknown"
+
+
 @pytest.mark.parametrize("options", [["--shard", "0/2"], ["--shard", "x"], ["--cases", "-1"]])
 def test_bad_options_are_2(tmp_path, pool, options):
     assert fuzz(tmp_path, *options).exit_code == 2

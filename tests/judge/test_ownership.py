@@ -52,6 +52,30 @@ def test_what_nobody_owns_is_found():
     assert checks(heard((0, 2), (3, 4))) == ["invariant.ownership"]
 
 
+def replicated(*said, size=2):
+    ownership = Ownership(replace(CASE, world=WorldSpec(size=size)), held=(frozenset("w"),) * size)
+    for rank, replicas in enumerate(said):
+        told = facts(0, 4)
+        places = tuple(replace(place, replicas=replicas) for place in told.places)
+        ownership.note_facts(rank, replace(told, places=places))
+    return ownership
+
+
+def test_what_is_replicated_counts_once_in_sums_and_norms():
+    ownership = replicated(2, 2)
+    assert checks(ownership) == []
+    assert [len(held) for held in ownership.holdings()] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [((2, 2, 2), "ranks 0, 1 and 2, with replicas = 2"), ((2, 3, 3), "with replicas = 2 and 3")],
+)
+def test_what_is_replicated_on_another_number_of_ranks_is_found(said, words):
+    (found,) = replicated(*said, size=3).check(0, tell_parts=True)
+    assert words in found.message
+
+
 def test_what_is_owned_wrongly_says_what_a_target_declares():
     (finding,) = heard((0, 4), (0, 4)).check(0, tell_parts=True)
     assert "with system.redundancy = 1, all ranks together share it out" in finding.message

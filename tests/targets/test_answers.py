@@ -153,11 +153,11 @@ META = torch.empty(3, device="meta")
 WRONG = {
     "step gives a number": ({"step": always(5)}, "`step`", "StepResult or None, got 5 (int)"),
     "step gives text": ({"step": always("ok")}, "`step`", "got 'ok' (str)"),
-    "a norm that is a number": ({"said": always(StepResult(norm=1.0))}, "`step`", "0-D fp32"),
+    "a norm that is a number": ({"said": always(StepResult(norm=1.0))}, "`step`", "a 0-D tensor"),
     "unwrap gives nothing": ({"unwrap": always(None)}, "`unwrap`", "the torch.nn.Module"),
-    "a norm in fp64": (
-        {"said": always(StepResult(norm=torch.tensor(1.0, dtype=torch.float64)))},
-        "`step`", "0-D fp32 tensor for norm, got Tensor of shape (), torch.float64",
+    "a norm in bf16": (
+        {"said": always(StepResult(norm=torch.tensor(1.0, dtype=torch.bfloat16)))},
+        "`step`", "fp32 or fp64, for norm, got Tensor of shape (), torch.bfloat16",
     ),
     "a norm of two": ({"said": always(StepResult(norm=torch.ones(2)))}, "`step`", "(2,)"),
     "a norm without content": (

@@ -1,10 +1,13 @@
 """What a target declares is what it is asked for, and what the reference replays."""
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
 from zero_sim.errors import Problem, ProtocolError, ScenarioError, UsageError
+from zero_sim.fuzz.drawing import draws
+from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.scenario.spec import (
     ExpectSpec,
     ModelSpec,
@@ -25,6 +28,7 @@ from zero_sim.targets import (
     find_target,
     reduce_ops_of,
     refusals,
+    shapes_of,
 )
 
 BARE = ModelSpec(name="params", shapes=((3,), (2,)))
@@ -70,6 +74,12 @@ def test_the_plainest_case_is_within_any_capabilities():
 )
 def test_what_is_not_declared_is_refused_by_its_path(parts, path):
     assert paths(replace(PLAIN, **parts)) == [path]
+
+
+def test_a_target_that_adds_in_its_own_order_refuses_every_known_one():
+    able = Capabilities(orders=("unknown",))
+    assert paths(PLAIN, capabilities=able) == ["world.order_known"]
+    assert paths(replace(PLAIN, world=WorldSpec(order_known=False)), capabilities=able) == []
 
 
 def test_all_problems_are_told_at_once():
@@ -317,3 +327,19 @@ def test_a_root_that_is_not_told_cannot_be_followed_in_an_unknown_order():
     clipped = replace(PLAIN, optimizer=OptimizerSpec(clip_norm=1.0), world=unknown)
     for clip, refused in (("fp64-root-division", ["world.order_known"]), ("fp64-division", [])):
         assert paths(clipped, capabilities=able, numerics=Numerics(clip=clip)) == refused
+
+
+def test_a_limit_of_divisibility_reads_the_shapes_of_a_case():
+    class Divided(Modest):
+        capabilities = Capabilities()
+
+        def refuses(self, scenario):
+            for name, shape in shapes_of(scenario).items():
+                if shape and shape[0] % scenario.world.size:
+                    yield f"expected rows of {name} that {scenario.world.size} divides"
+
+    (problem,) = refusals(Divided(), replace(PLAIN, model=BARE))
+    assert problem.message == "expected rows of p0 that 2 divides"
+    cases = list(islice(draws(drawn_cases(Divided()), seed="4"), 30))
+    assert len(cases) == 30
+    assert {case.world.size for case in cases} > {1}

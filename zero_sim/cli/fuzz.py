@@ -79,6 +79,12 @@ class _Shard(click.ParamType):
     help="Judge up to N systems with each model, data and optimizer that are drawn, all of them "
     "against one reference's steps: cheaper a case, and fewer models.",
 )
+@click.option(
+    "--order",
+    metavar="NAME|unknown",
+    help="Order in which reductions add in all cases, of those that the target declares; unknown: "
+    "one that the judge is not told, so that sums are judged by proven bounds.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="S")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="J", help="Batches at a time.")
 @click.option(
@@ -123,6 +129,7 @@ def fuzz(
     said: tuple[str, ...],
     cases: int | None,
     family: int,
+    order: str | None,
     seed: int,
     jobs: int | None,
     scheduler: str | None,
@@ -159,6 +166,7 @@ def fuzz(
         device=device,
         options=tuple(sorted(parse_own_options(said).items())),
         family=family,
+        order=order,
     )
     plan = Plan(
         head=head,
@@ -174,8 +182,7 @@ def fuzz(
             plan, pool=pool, render=render_case, tell=progress.tell, tell_converted=_tell_converted
         )
     progress.clear()
-    elapsed = time.monotonic() - started
-    status = exit_status_of(totals)
+    elapsed, status = time.monotonic() - started, exit_status_of(totals)
     if totals.unkept is not None:
         click.echo(f"Error: {totals.unkept}", err=True)
     if as_json:

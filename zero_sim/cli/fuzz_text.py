@@ -31,6 +31,7 @@ def _resume_command(plan: Plan) -> str:
         ("--seed", plan.head.seed, 0),
         ("--device", plan.head.device, "cpu"),
         ("--family", plan.head.family, 1),
+        ("--order", plan.head.order, None),
         ("--shard", "/".join(map(str, plan.head.shard)), "1/1"),
         ("--cases", plan.cases, None),
         ("--seconds", plan.seconds, DEFAULT_SECONDS if plan.cases is None else None),

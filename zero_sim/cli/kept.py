@@ -57,12 +57,13 @@ def _cases(target: Target) -> Iterator[Scenario]:
 
     able = capabilities_of(target)
     micro_batches = 2 if "run.micro_batches" in able.follows else 1
+    order = (*able.known_orders, WorldSpec().order)[0]
     for stage in able.stages:
         case = Scenario(
             schema=1,
             name=f"two-ranks-at-stage-{stage}",
             model=ModelSpec(name=able.models[0], dtype=able.dtypes[0], hidden=3),
-            world=WorldSpec(size=2, order=able.orders[0]),
+            world=WorldSpec(size=2, order=order, order_known=bool(able.known_orders)),
             system=SystemSpec(stage=stage),
             run=RunSpec(steps=2, micro_batches=micro_batches),
         )

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from zero_sim.scenario.discover import Case
     from zero_sim.scenario.spec import Scenario
 
-ANY_ORDER = "any"
+UNKNOWN_ORDER = ("any", "unknown")
+"""Names of an order that the judge is not told."""
 """Instead of an order's name: one that the judge is not told."""
 _OWN_ORDERS = {"sim": "random-tree", "gloo": "gloo", "nccl": "nccl-ring"}
 """The order that each backend then adds in, or is said to."""
@@ -87,8 +88,8 @@ class Asked:
     order: str | None = option(
         "--order",
         metavar="NAME",
-        help="Order in which reductions add, whatever the scenarios say; any: one that the judge "
-        "is not told, so that sums are judged by proven bounds.",
+        help="Order in which reductions add, whatever the scenarios say; unknown: one that the "
+        "judge is not told, so that sums are judged by proven bounds.",
     )
     native: bool = option(
         "--native",
@@ -165,10 +166,10 @@ class Asked:
         known = get_args(OrderName)
         if self.order is None:
             return {}
-        if self.order == ANY_ORDER:
+        if self.order in UNKNOWN_ORDER:
             return {"order": _OWN_ORDERS[self.backend], "order_known": False}
         if self.order not in known:
-            names = ", ".join((*known, ANY_ORDER))
+            names = ", ".join((*known, *UNKNOWN_ORDER))
             raise UsageError(f"expected --order to be one of {names}; got {self.order!r}.")
         return {"order": self.order}
 
@@ -202,7 +203,7 @@ class Asked:
         """Why a case cannot be judged if its order of addition is unknown, as is asked for."""
         from zero_sim.scenario.conditions import why_order_matters
 
-        why = "" if self.order != ANY_ORDER else why_order_matters(scenario)
+        why = "" if self.order not in UNKNOWN_ORDER else why_order_matters(scenario)
         return f"its order must be known: it has {why}" if why else ""
 
     def why_package_missing(self, scenario: Scenario) -> str:
@@ -235,7 +236,7 @@ class Asked:
         target = import_target(imported(self.target) or scenario.system.target)
         problems = refusals(target, scenario)
         if problems and self.order is not None and not refusals(target, as_written):
-            if self.order == ANY_ORDER:
+            if self.order in UNKNOWN_ORDER:
                 paths = ", ".join(problem.path for problem in problems)
                 return f"target {target.name!r} must know its order: {paths}"
             return f"target {target.name!r} does not support world.order = {self.order!r}"

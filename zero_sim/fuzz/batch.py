@@ -90,7 +90,7 @@ def run_batch(
             device=job.device,
             trajectories=Trajectories() if job.family > 1 else None,
         )
-        drawn = drawn_cases(target) if cases_from is None else cases_from
+        drawn = drawn_cases(target, order=job.order) if cases_from is None else cases_from
         if options := dict(job.options):
             check_said(target, options)
             # What the target refuses with them is no finding.

@@ -218,6 +218,7 @@ class _Run:
                 device=self.plan.head.device,
                 options=self.plan.head.options,
                 family=self.plan.head.family,
+                order=self.plan.head.order,
                 bundles=str(self.plan.bundles),
                 known=tuple(found for found in self.totals.found if not found.as_met),
                 seconds=self._seconds_left(),

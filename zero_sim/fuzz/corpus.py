@@ -229,7 +229,7 @@ def _require_same(found: Head, expected: Head, *, path: Path) -> None:
         raise UsageError(
             f"expected a corpus of {to_json(expected)} in {path}, got {printable(to_json(found))}. "
             "Try another --corpus, or the seed, target, device, options and family that it was "
-            "begun with."
+            "begun with, and the order."
         )
 
 

@@ -33,7 +33,7 @@ _CAPABLE = {
     "system.stage": "stages",
     "reload.stage": "stages",
     "optimizer.name": "optimizers",
-    "world.order": "orders",
+    "world.order": "known_orders",
 }
 """Settings of which a target names the values that it can be asked for, and as what."""
 Plans = Sequence[BufferPlan]
@@ -135,7 +135,9 @@ def _called(path: str, value: object, choices: tuple[object, ...]) -> str:
 def _may_have(able: Capabilities, feature: str) -> bool:
     setting, _, value = feature.partition("=")
     if setting in _CAPABLE:
-        return value in map(str, getattr(able, _CAPABLE[setting]))
+        # No known order at all: then a case is judged by bounds in any.
+        capable = getattr(able, _CAPABLE[setting])
+        return not capable or value in map(str, capable)
     # What a setting is after a checkpoint follows whoever follows it before.
     before = setting.replace("reload.", "system.", 1) if setting.startswith("reload.") else setting
     heads = {path for each in (setting, before) for path in _heads(each)}

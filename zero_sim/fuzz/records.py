@@ -116,6 +116,8 @@ class Head:
     """Options of the target's own that all cases have."""
     family: int = 1
     """Most members of a family."""
+    order: str | None = None
+    """Order of addition of all cases, or `unknown`; any that the target declares, if omitted."""
 
     def __post_init__(self) -> None:
         number, count = self.shard
@@ -145,6 +147,8 @@ class Job:
     """Options of the target's own that all cases have, by name."""
     family: int = 1
     """Most members of a family; 1 for cases that have none."""
+    order: str | None = None
+    """As in `Head`."""
     bundles: str
     """Folder in which findings go."""
     known: tuple[Found, ...] = ()

@@ -23,6 +23,7 @@ from zero_sim.fuzz.effort import (
 )
 from zero_sim.fuzz.models import BARE, MODELS, drawn_data, drawn_model, drawn_overflow, fit_blocks
 from zero_sim.fuzz.optimizers import drawn_optimizer
+from zero_sim.fuzz.ordered import within_order
 from zero_sim.fuzz.plans import param_specs
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.fuzz.systems import (
@@ -113,6 +114,7 @@ def drawn_cases(
     models_from: Sequence[ModelName] = MODELS,
     reload: bool = True,
     with_refused: bool = False,
+    order: str | None = None,
 ) -> Drawable[Scenario]:
     """Cases that must pass, or be inconclusive: any features with any others.
 
@@ -126,8 +128,13 @@ def drawn_cases(
             train.
         reload: Whether cases may save a checkpoint and go on in another world.
         with_refused: Whether cases that the target refuses are drawn, too.
+        order: The one order of addition of all cases, or `unknown`; those that the target can be
+            asked for, if omitted.
+
+    Raises:
+        UsageError: The target cannot be asked for that order.
     """
-    able = EVERYTHING if target is None else capabilities_of(target)
+    able = within_order(EVERYTHING if target is None else capabilities_of(target), order)
     if target is not None and target.name != OWN:
         # Its ranks would have to sum what split layers give.
         models_from = [name for name in models_from if name != "tp-block"]
@@ -294,7 +301,7 @@ def _skips(target: Target, able: Capabilities) -> bool:
 def _hiding(scenario: Scenario, *, swarm: Swarm) -> Scenario:
     """The case with an order that the judge is not told; few, as bounds show less than bits."""
     may_hide = scenario.world.order != "linear" and scenario.model.name != "tp-block"
-    may_hide &= not why_order_matters(scenario)
+    may_hide &= scenario.world.order_known and not why_order_matters(scenario)
     if swarm.on("unknown order", fits=may_hide):
         scenario = replace(scenario, world=replace(scenario.world, order_known=False))
     return scenario

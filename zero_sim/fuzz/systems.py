@@ -88,11 +88,14 @@ def drawn_world(choices: Choices, *, size: int, swarm: Swarm) -> WorldSpec:
         size: Number of ranks.
         swarm: What the case has.
     """
-    orders = [order for order in _ORDERS if order in swarm.able.orders]
+    known = swarm.able.known_orders
+    # Bounds hold whatever the world adds in, besides what the target adds by itself.
+    orders = [order for order in _ORDERS if order in known or not known]
     any_order = len(orders) > 1 and swarm.on("any order", often=True)
     return WorldSpec(
         size=size,
         order=choices.among(orders) if any_order else orders[0],
+        order_known=bool(known),
         schedule=choices.among(["random", "pct"]) if swarm.on("schedule") else "round-robin",
         timing=choices.among(["lazy", "hostile"]) if swarm.on("timing") else "eager",
         races=swarm.on("races"),

@@ -80,6 +80,10 @@ class BoundedComparison(Steps):
         """Whether there was nothing before a step that could not be followed."""
         return self.uncertified_step is None or step <= self.uncertified_step
 
+    def start_from(self, params: Mapping[str, Tensor]) -> None:
+        """Begin with start values that the system drew."""
+        self._reference.start_from(params)
+
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Tell where each rank's working params lie, before the first step."""
         self._reference.set_addresses(addresses)
@@ -177,7 +181,8 @@ class BoundedComparison(Steps):
         if norm is not None:
             self._comparer.elems += 1
             low, high = expected.norm_min, expected.norm
-            if norm.dtype != high.dtype or not bool(low <= norm <= high):
+            # Rounding keeps an order, so a norm in fp64 is between the ends as they are rounded.
+            if not bool(low <= norm.to(high.dtype) <= high):
                 ends = low.item(), high.item()
                 yield findings.misreported_range("norm", step, rank, ends=ends, got=norm.item())
             yield from self._compare_copies("norm", norm, step=step, rank=rank)
@@ -228,7 +233,7 @@ class BoundedComparison(Steps):
                 of_sum, grad, divisor=expected.divisor, divided=self._group.tells_divided
             )
             yield replace(found, detail=hint)
-        if self._replica_count > 1:
+        if self._replica_count > 1 or place.replicas > 1:
             yield from self._compare_copies(
                 "grad", grad, step=step, rank=rank, param=name, start=start
             )

@@ -21,7 +21,7 @@ from zero_sim.judge.judged_group import JudgedGroup, cut_state
 from zero_sim.judge.loaded import compare_loaded
 from zero_sim.judge.step_source import StepSource
 from zero_sim.judge.told import told_as, told_otherwise
-from zero_sim.reference import ReferenceStep, norms_of_shard, quotient
+from zero_sim.reference import ReferenceStep, norms_of_shard, quotient, wide_ends
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import GRADIENTS, PARTS
@@ -83,6 +83,9 @@ class ExactComparison:
         if self._group.numerics.norm == "told":
             self._group.unobserved.add("norm")
             norm = None
+        if norm is not None and norm.dtype == torch.float64:
+            yield from self._compare_wide(expected, norm, rank=rank)
+            norm = norm.to(torch.float32)
         if norm is not None and self._comparer.differs(expected.measured.norm, norm):
             known = list(self._known_norms(expected, rank=rank))
             found = self._group.differing(
@@ -100,6 +103,19 @@ class ExactComparison:
         zeros = expected.measured.zeros
         if result.zeros is not None and result.zeros != zeros:
             yield findings.misreported("zeros", step, rank, expected=zeros, got=result.zeros)
+
+    def _compare_wide(
+        self, expected: ReferenceStep, norm: Tensor, *, rank: int
+    ) -> Iterator[Finding]:
+        """Compare a norm in fp64 that has the expected bits in fp32."""
+        rounded = norm.to(torch.float32)
+        if not expected.measured.finite or not same_bits(expected.norm, rounded):
+            return  # Compared in fp32.
+        low, high = wide_ends(self._group.numerics.norm, expected.measured)
+        # An engine may also report a Python number that was fp32.
+        if not low <= norm.item() <= high and norm.item() != rounded.item():
+            wanted = norm.new_tensor((low + high) / 2)
+            yield findings.differing(findings.norm(expected.step, rank), wanted, norm)
 
     def _known_norms(self, expected: ReferenceStep, *, rank: int) -> Iterator[Known]:
         """Norms that may stand in place of that of the whole gradient: those of one shard."""

@@ -39,6 +39,8 @@ class Facts:
     """True if it can give its module back."""
     start: Mapping[str, str] = field(default_factory=dict)
     """By name: a digest of each param and buffer of its module; empty where nobody asked."""
+    drawn: Mapping[str, Tensor] = field(default_factory=dict)
+    """Copies of its working params if the system drew them; empty if it did not."""
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
@@ -53,6 +55,10 @@ class Facts:
             "tied_parts": dict(self.tied_parts),
             "can_unwrap": self.can_unwrap,
             "start": dict(self.start),
+            "drawn": {
+                name: [str(value.dtype).removeprefix("torch."), _bytes_of(value).hex()]
+                for name, value in self.drawn.items()
+            },
         }
 
     @classmethod
@@ -72,18 +78,30 @@ class Facts:
             tied_parts=data["tied_parts"],
             can_unwrap=data["can_unwrap"],
             start=data["start"],
+            drawn={
+                name: torch.frombuffer(bytearray.fromhex(content), dtype=torch.uint8)
+                .view(getattr(torch, dtype))
+                .reshape(data["shapes"][name])
+                for name, (dtype, content) in data["drawn"].items()
+                if content
+            },
         )
 
 
-def facts_of(engine: CompletedEngine, *, with_start: bool = False) -> Facts:
+def facts_of(
+    engine: CompletedEngine, *, with_start: bool = False, with_drawn: bool = False
+) -> Facts:
     """Ask a rank's engine.
 
     Args:
         engine: The rank's engine, completed.
         with_start: Whether to look at what it begins with, too.
+        with_drawn: True if the system drew its working params, which the reference takes.
     """
     params = engine.params()
-    begun = {**engine.module_tensors(), **params} if with_start else {}
+    begun = params if with_start or with_drawn else {}
+    if with_start:
+        begun = {**engine.module_tensors(), **params}
     return Facts(
         places=tuple(part.place for part in engine.parts()),
         addresses={name: memory_layout_of(param) for name, param in params.items()},
@@ -92,10 +110,15 @@ def facts_of(engine: CompletedEngine, *, with_start: bool = False) -> Facts:
         tied_parts=dict(engine.tied_parts),
         can_unwrap=engine.can_unwrap,
         start={name: _digest(tensor) for name, tensor in begun.items()},
+        # Copies, because a rank may train before the last one has built its engine.
+        drawn={name: each.detach().clone() for name, each in params.items() if with_drawn},
     )
 
 
 def _digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(_bytes_of(tensor), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
     # As bytes, since numpy knows neither bf16 nor fp8.
-    content = tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
-    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()

@@ -142,6 +142,8 @@ class Judge:
         ownership.note_facts(rank, facts)
         self.group.unobserved.update(facts.unreported)
         if self.has_started:
+            if ownership.drawn:
+                self._owed.steps.start_from(ownership.drawn)
             self._owed.steps.set_addresses(ownership.addresses)
             tell_parts = PARTS not in self.group.unobserved
             self.bad.report(step, ownership.check(step, tell_parts=tell_parts))

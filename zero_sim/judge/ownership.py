@@ -8,8 +8,11 @@ from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
 
+from torch import Tensor
+
 from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
+from zero_sim.judge.drawn import check_drawn
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.positions import Arrangements, members_of, sum_spans
 from zero_sim.reference import Addresses, Holding, Orders, SumSite
@@ -45,6 +48,8 @@ class Ownership:
         """How communicators add, by the ranks of each; None where nobody looked."""
         self._addresses: dict[int, Addresses] = {}
         self._starts: dict[int, Mapping[str, str]] = {}
+        self.drawn: dict[str, Tensor] = {}
+        """Start values of params, each from its first holder; empty unless the system drew them."""
         self._tied_parts: dict[str, str] = {}
         """Another name of each tied param that some rank owns under it, by its first name."""
 
@@ -60,6 +65,7 @@ class Ownership:
         self._addresses[rank] = facts.addresses
         self._starts[rank] = facts.start
         self.shapes |= facts.shapes
+        self.drawn = {**facts.drawn, **self.drawn}
         self._tied_parts |= {name: other for other, name in facts.tied_parts.items()}
 
     @property
@@ -108,6 +114,7 @@ class Ownership:
         }
         yield from check_held(named, held=self.held, step=step)
         yield from check_start(self._starts, step=step)
+        yield from check_drawn(self.drawn, self.places, step=step)
         for ranks, names in self.sharings if tell_parts else ():
             for finding in check_ownership(
                 self._replicas(ranks, names),
@@ -137,7 +144,8 @@ class Ownership:
             "expected parts() of the ranks that share state to give each element once: at "
             f"system.stage = {system.stage} {copies}; a target that keeps all of it on every rank "
             "declares Capabilities(stages=(0,)), and one that keeps several copies follows "
-            "scenario.system.redundancy and declares follows=('system.redundancy',)"
+            "scenario.system.redundancy and declares follows=('system.redundancy',); a param that "
+            "is replicated beside sharded ones has Place(replicas=...)"
         )
 
     def orders(self) -> Orders:
@@ -145,9 +153,9 @@ class Ownership:
         orders = {name: [] for name in self.shapes}
         for ranks, names in self.sharings:
             # Replicas say the same; one of them is enough.
-            places = self._replicas(ranks, names)[0].values()
+            places = _once(self._replicas(ranks, names)[0])
             orders |= sum_spans(
-                chain.from_iterable(places),
+                chain.from_iterable(places.values()),
                 replica_count=self._scenario.system.redundancy,
                 ranks=ranks,
                 arrangements=self.arrangements,
@@ -158,7 +166,7 @@ class Ownership:
         """What each rank of one replica owns, for norms that ranks take of that."""
         by_rank: dict[int, list[Holding]] = {}
         for ranks, names in self.sharings:
-            for rank, places in self._replicas(ranks, names)[0].items():
+            for rank, places in _once(self._replicas(ranks, names)[0]).items():
                 by_rank.setdefault(rank, []).extend(map(_holding, places))
         return [by_rank[rank] for rank in sorted(by_rank)]
 
@@ -171,9 +179,9 @@ class Ownership:
         replica_count = self._scenario.system.redundancy
         for ranks, names in self.sharings:
             blocks, shards = members_of(ranks, replica_count=replica_count)
-            places = self._replicas(ranks, names)[0].values()
+            places = _once(self._replicas(ranks, names)[0])
             for spans in sum_spans(
-                chain.from_iterable(places), replica_count=replica_count
+                chain.from_iterable(places.values()), replica_count=replica_count
             ).values():
                 for span in spans:
                     yield from ((block, span.site) for block in blocks)
@@ -202,6 +210,20 @@ class Ownership:
         ]
 
 
+def _once(held: Mapping[int, Sequence[Place]]) -> dict[int, list[Place]]:
+    """What each rank owns, with a replicated part only on the first rank that has it."""
+    seen: set[tuple[str, int]] = set()
+    once: dict[int, list[Place]] = {}
+    for rank, places in held.items():
+        once[rank] = [
+            place
+            for place in places
+            if place.replicas == 1 or (place.param, place.start) not in seen
+        ]
+        seen |= {(place.param, place.start) for place in places}
+    return once
+
+
 def _holding(place: Place) -> Holding:
     offset = elems = None
     if place.flat_start is not None and place.shard_start is not None:
@@ -224,7 +246,9 @@ def check_ownership(
     shapes: Mapping[str, tuple[int, ...]],
     step: int,
 ) -> Iterator[Finding]:
-    """Check that the ranks of every replica own each element exactly once between them.
+    """Check that the ranks of every replica own each element as often as its place says.
+
+    That is once, but for small params which several ranks keep; see `Place.replicas`.
 
     Args:
         replicas: What each rank owns, by rank, for each replica of the optimizer state.
@@ -281,15 +305,19 @@ def check_start(starts: Mapping[int, Mapping[str, str]], *, step: int) -> Iterat
 def _check_cover(
     owned: Sequence[tuple[int, Place]], *, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Finding]:
-    by_param: dict[str, list[tuple[int, int, int]]] = {name: [] for name in shapes}
+    by_param: dict[str, list[tuple[int, Place]]] = {name: [] for name in shapes}
     for rank, place in owned:
-        by_param.setdefault(place.param, []).append((place.start, place.stop, rank))
-    for name, spans in by_param.items():
+        by_param.setdefault(place.param, []).append((rank, place))
+    for name, held in by_param.items():
         numel = prod(shapes.get(name, (0,)))
+        spans = [(place.start, place.stop, rank) for rank, place in held]
         for start, stop, ranks in _stretches(spans, numel=numel):
-            if len(ranks) != 1:
+            said = {p.replicas for _, p in held if p.start < stop and start < p.stop} or {1}
+            if said != {len(ranks)} or len(set(ranks)) != len(ranks):
                 of = "" if ranks else f" of {numel}"
                 says = f"elements [{start}, {stop}){of} belong to {_owners(ranks)}"
+                if said != {1}:
+                    says += f", with replicas = {' and '.join(map(str, sorted(said)))}"
                 yield _ownership(name, start, says, stop=stop)
         last, rank = max(((stop, rank) for _, stop, rank in spans), default=(0, 0))
         if last > numel:
@@ -331,7 +359,7 @@ def _owners(ranks: Sequence[int]) -> str:
     if not each:
         return "no rank"
     if len(each) == 1:
-        return f"rank {each[0]} twice"
+        return f"rank {each[0]}" + (" twice" if len(ranks) > 1 else " alone")
     return f"ranks {', '.join(map(str, each[:-1]))} and {each[-1]}"
 
 

@@ -7,7 +7,7 @@ do not cover, the group's own reference takes all steps so far, and goes on with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -91,6 +91,14 @@ class Steps:
         """Return whether a step can be taken at all."""
         return True
 
+    def start_from(self, params: Mapping[str, Tensor]) -> None:
+        """Begin with start values that the system drew, before `set_addresses`.
+
+        Args:
+            params: The values by name.
+        """
+        raise NotImplementedError
+
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Note where each rank's working params lie, before the first step.
 
@@ -168,6 +176,10 @@ class StepSource(Steps):
     def has_digests(self) -> bool:
         """True while steps are digests."""
         return self._shared is not None and self._shared.are_digests and not self.is_local
+
+    def start_from(self, params: Mapping[str, Tensor]) -> None:
+        """Begin with start values that the system drew; then no steps come from elsewhere."""
+        self.reference.start_from(params)
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Note where each rank's working params lie, before the first step."""

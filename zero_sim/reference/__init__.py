@@ -11,7 +11,15 @@ from zero_sim.reference.clipping import CLIP_FORMS, ClipForm, takes_root
 from zero_sim.reference.computed import computed_from, computed_of_system
 from zero_sim.reference.division import AVERAGES, DIVIDE_RULES, DivideRule, Division, quotient
 from zero_sim.reference.following import Follower
-from zero_sim.reference.norms import NORMS, ROOTED, Holding, Holdings, Norm, norms_of_shard
+from zero_sim.reference.norms import (
+    NORMS,
+    ROOTED,
+    Holding,
+    Holdings,
+    Norm,
+    norms_of_shard,
+    wide_ends,
+)
 from zero_sim.reference.oracle import Reference, step_together
 from zero_sim.reference.own_rule import OwnRule
 from zero_sim.reference.placement import Addresses, MemoryLayout, memory_layout_of
@@ -84,4 +92,5 @@ __all__ = [
     "settings_in_words",
     "step_together",
     "takes_root",
+    "wide_ends",
 ]

@@ -119,6 +119,17 @@ class BoundedReference:
         """For every rank, the names of the params that it holds."""
         return self._ranks.held
 
+    def start_from(self, params: Mapping[str, Tensor]) -> None:
+        """Begin with other values than the workload's; to be called before `set_addresses`.
+
+        Args:
+            params: The values by name, in any dtype; not changed.
+        """
+        self._starts = {
+            name: params.get(name, start).to(start, copy=True)
+            for name, start in self._starts.items()
+        }
+
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Lay every param in memory as each rank has it; to be called before the first step.
 

@@ -33,7 +33,7 @@ class Measure:
     terms: int
     """How many squares were added."""
     norm: Tensor  # 0D, fp32
-    """Root of the sum of squares, both in fp64, rounded to fp32."""
+    """Root of the sum of squares, both in fp64, rounded to fp32; fp64 if a system reports it so."""
     norm_certified: bool
     """Whether every order of adding in fp64 gives this norm; see [Note: certified norms]."""
     zeros: int

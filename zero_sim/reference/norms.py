@@ -14,6 +14,7 @@ fp32, and a form of clipping that takes the root takes that of this sum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.reference.adding import AddOrder, add_ranks
-from zero_sim.reference.gradient import Measure, measure
+from zero_sim.reference.gradient import Measure, measure, squares_within_reach
 
 Norm = Literal["of-elements", "of-params", "of-rows", "of-own-params", "of-shards", "told"]
 """What a norm is rounded from: one fp64 sum over all elements, which every order of adding gives;
@@ -88,6 +89,23 @@ def measure_by(
             taken, squares = added.sqrt(), float(added)
     device = whole.norm.device
     return replace(whole, norm=taken.to(device), norm_certified=True, squares=squares)
+
+
+def wide_ends(norm: Norm, measured: Measure) -> tuple[float, float]:
+    """Return the least and the largest fp64 number that a norm can be before it is rounded to fp32.
+
+    Args:
+        norm: The rule; not `told`.
+        measured: Of the whole gradient, by that rule.
+    """
+    if norm not in ROOTED:
+        return measured.norm.item(), measured.norm.item()
+    ends = (measured.squares, measured.squares)
+    if norm == "of-elements":
+        ends = squares_within_reach(measured.squares, terms=measured.terms)
+    # A power of 0.5 is not rounded correctly, so it may differ from the root.
+    roots = [root for square in ends for root in (math.sqrt(square), square**0.5)]
+    return min(roots), max(roots)
 
 
 def norm_of_params(grads: Iterable[Tensor]) -> Tensor:

@@ -113,6 +113,19 @@ class Reference:
             for names in self._ranks.held
         ]
 
+    def start_from(self, params: Mapping[str, Tensor]) -> None:
+        """Begin with other values than the workload's; to be called before `set_addresses`.
+
+        Args:
+            params: The values by name, in any dtype; not changed.
+        """
+        starts = {
+            name: params.get(name, master).to(master.device)
+            for name, master in self._stepper.masters.items()
+        }
+        self._stepper = self._new_stepper(starts)
+        self._history = self._new_history()
+
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Lay every param in memory as each rank has it.
 

@@ -17,6 +17,7 @@ from zero_sim.reference import POSITION_FREE, Reference, computed_from
 from zero_sim.run.dp_cp_groups import dp_cp_groups_of
 from zero_sim.run.program import GroupContext, Segment
 from zero_sim.targets import Target, numerics_of, rules_of
+from zero_sim.targets.drawn_weights import draws_weights
 from zero_sim.workloads import build_workload, on_device
 
 
@@ -165,6 +166,7 @@ def _can_share(segment: Segment, *, target: Target) -> bool:
     # A reference that goes on in another world must have been in the one before.
     is_all = segment.load is None and segment.save is None
     is_plain = scenario.world.order_known and not scenario.expect.one_device
+    is_plain &= not draws_weights(target)
     return (
         is_all
         and is_plain

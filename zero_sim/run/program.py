@@ -30,6 +30,7 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Saving, Target, complete
 from zero_sim.targets.bare_model import model_of, names_like
 from zero_sim.targets.costs import Costs, costs_of
+from zero_sim.targets.drawn_weights import draws_weights
 from zero_sim.workloads import Batch, Workload, build_module, make_distinct, seed_of
 
 
@@ -158,7 +159,10 @@ def build_program(
         if segment.load is not None:
             _load(training, segment, segment.load)
         with rank_time.harness():
-            facts = facts_of(engine, with_start=segment.scenario.model.distinct_start)
+            # After a load the reference goes on from its own values.
+            draws = segment.load is None and draws_weights(target)
+            with_start = segment.scenario.model.distinct_start
+            facts = facts_of(engine, with_start=with_start, with_drawn=draws)
         # What the user is to mend, and no failure of the judge that would hear of it.
         check_reported(facts, scenario=context.dp_cp_group.scenario, target_name=target.name)
         if share_facts is not None:

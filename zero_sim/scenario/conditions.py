@@ -28,7 +28,7 @@ _AXES = ["cp", "dp", "pp", "tp"]
 _LOSS_SCALE_MAX = 2.0**64
 _UNITS = {"bf16": 2**8, "fp16": 2**11}
 """What 16-bit dtypes add exactly, in units of which each rank and micro-batch needs one."""
-_UNBOUNDED = ("moe", "fp8")
+UNBOUNDED_MODELS = ("moe", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -350,7 +350,7 @@ def why_order_matters(scenario: Scenario) -> str:
     """What a case has that can be judged only where the order of addition is known; or empty."""
     if scenario.reload is not None:
         return "a reload"
-    if scenario.model.name in _UNBOUNDED:
+    if scenario.model.name in UNBOUNDED_MODELS:
         return "experts or fp8 params"
     if scenario.optimizer.name in WHOLE_PARAM_OPTIMIZERS:
         return "an optimizer that looks at whole params, of which a rank shows its part"

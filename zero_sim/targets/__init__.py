@@ -3,12 +3,14 @@
 from zero_sim.reference import LossRows
 from zero_sim.scenario.derived import with_options
 from zero_sim.targets.adapt import CompletedEngine, complete
+from zero_sim.targets.bare_model import shapes_of
 from zero_sim.targets.costs import TEXTBOOK, CostCase, Costs, costs_of
 from zero_sim.targets.declared import (
     ADAMW_SETTINGS,
     EVERYTHING,
     OPTIMIZER_SETTINGS,
     PLAIN_MODELS,
+    UNKNOWN,
     Capabilities,
     capabilities_of,
     check_asked,
@@ -64,6 +66,7 @@ __all__ = [
     "OPTIMIZER_SETTINGS",
     "PLAIN_MODELS",
     "TEXTBOOK",
+    "UNKNOWN",
     "Capabilities",
     "CheckpointedEngine",
     "CompletedEngine",
@@ -112,6 +115,7 @@ __all__ = [
     "refusals",
     "rules_of",
     "settings_of",
+    "shapes_of",
     "target_names",
     "why_missing",
     "with_options",

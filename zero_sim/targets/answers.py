@@ -113,8 +113,8 @@ class Answers:
             raise self._wrong("step", "zero_sim.targets.StepResult or None", answer)
         norm = answer.norm
         if norm is not None:
-            if not isinstance(norm, Tensor) or norm.numel() != 1 or norm.dtype != torch.float32:
-                wanted = "StepResult with a 0-D fp32 tensor for norm"
+            if not isinstance(norm, Tensor) or norm.numel() != 1 or norm.dtype not in _NORM_DTYPES:
+                wanted = "StepResult with a 0-D tensor, fp32 or fp64, for norm"
                 raise self._wrong("step", wanted, norm, hint="Try torch.tensor(norm).float().")
             _check_plain(norm, engine=self._engine, method="step", what="norm")
         self._check_numbers("step", answer, ("zeros", "skipped", "loss_scale"))
@@ -312,6 +312,7 @@ class Answers:
         return _wrong(self._engine, method, wanted, got, hint=hint)
 
 
+_NORM_DTYPES = (torch.float32, torch.float64)
 _NUMBERS: dict[str, tuple[Any, str]] = {
     "zeros": (int, "an integer"),
     "skipped": (bool, "True or False"),

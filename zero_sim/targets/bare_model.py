@@ -20,8 +20,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zero_sim.scenario.spec import Scenario
+from zero_sim.workloads import params_of
+
 _WIDE = (torch.float32, torch.float64)
 """Dtypes to which every dtype of a model is cast without rounding."""
+
+
+def shapes_of(scenario: Scenario) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of all params of a case by name, in the order of the module.
+
+    For a target's `refuses`, which knows a case before any module is built, for example to refuse
+    a param whose rows cannot be divided by `scenario.world.size`. A pure function of the case.
+
+    Args:
+        scenario: The case. With `topology.tp`, `pp` or `ep` its ranks have parts of these params.
+    """
+    return dict(params_of(scenario.model))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -32,6 +32,7 @@ from zero_sim.scenario.spec import (
     TopologySpec,
 )
 from zero_sim.targets.answers import shown
+from zero_sim.targets.drawn_weights import drawn_problems, draws_weights
 from zero_sim.targets.numerics import Numerics, check_word, check_words, value_of
 from zero_sim.targets.options import option_problems
 from zero_sim.targets.protocol import Target
@@ -59,6 +60,9 @@ OPTIMIZER_SETTINGS = (
 OWN_RULES = ("reference_step", "reference_optimizer")
 """Attributes of a target that give the reference an update rule of the target's own."""
 
+UNKNOWN: Literal["unknown"] = "unknown"
+"""Among the orders of a target: an order that the judge is not told."""
+
 UPSTREAM = "scenarios/upstream has this case."
 """How a refusal of what is known to go wrong in a library ends."""
 
@@ -83,8 +87,10 @@ class Capabilities:
     optimizers: tuple[OptimizerName, ...] = ("adamw",)
     why_no_optimizer: tuple[tuple[OptimizerName, str], ...] = ()
     """Of some that are not among them the reason, as a refusal gives it behind a colon."""
-    orders: tuple[OrderName, ...] = POSITION_FREE
-    """Orders of addition; those that depend on positions only where parts tell their places."""
+    orders: tuple[OrderName | Literal["unknown"], ...] = POSITION_FREE
+    """Orders of addition; those that depend on positions only where parts tell their places.
+    `("unknown",)` if the target adds in an order of its own, for example with send and recv: each
+    of its cases has `world.order_known = false` and is judged by bounds."""
     world_size_max: int | None = None
     """Most ranks; None for any number."""
     follows: tuple[str, ...] = ()
@@ -122,6 +128,11 @@ class Capabilities:
                 f"number, got {most!r}."
             )
 
+    @property
+    def known_orders(self) -> tuple[OrderName, ...]:
+        """The orders that the judge is told; empty if there is none, or only an unknown one."""
+        return tuple(order for order in self.orders if order != UNKNOWN)
+
     def problems(self, scenario: Scenario, *, numerics: Numerics) -> Iterator[Problem]:
         """What of a case is not supported, each with the path to it."""
         topology = scenario.topology
@@ -135,8 +146,14 @@ class Capabilities:
             why = why or f"it has no update rule of its own, {' or '.join(OWN_RULES)}"
         yield from _one_of("optimizer.name", name, self.optimizers, why=why)
         # An order that the judge is not told needs no places to model it.
-        if scenario.world.order_known:
-            yield from _one_of("world.order", scenario.world.order, self.orders)
+        if scenario.world.order_known and self.known_orders:
+            yield from _one_of("world.order", scenario.world.order, self.known_orders)
+        elif scenario.world.order_known:
+            yield Problem(
+                path="world.order_known",
+                message="this target adds in an order of its own, got an order that is known.",
+                suggestion="Try false, or --order unknown.",
+            )
         order = scenario.world.order
         if numerics.divide == "avg" and AVERAGES.get(order, "post") is None:
             yield Problem(
@@ -188,7 +205,7 @@ _CAPABLE: dict[str, tuple[object, ...]] = {
     "dtypes": get_args(DtypeName),
     "stages": (0, 1, 2, 3),
     "optimizers": get_args(OptimizerName),
-    "orders": get_args(OrderName),
+    "orders": (*get_args(OrderName), UNKNOWN),
 }
 """What each of the capabilities can name."""
 
@@ -343,7 +360,8 @@ def _refusals_of_one(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
         # Rules, and what a target refuses by itself, may be functions of them.
         return options
     declared = capabilities_of(target).problems(scenario, numerics=numerics_of(target, scenario))
-    return (*declared, *_own_refusals(target, scenario))
+    drawn = drawn_problems(scenario) if draws_weights(target) else ()
+    return (*declared, *drawn, *_own_refusals(target, scenario))
 
 
 def _own_refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:

@@ -119,8 +119,8 @@ class Numerics:
     each rank has rows of them, and one call adds the squares of their norms. `of-own-params`: each
     rank takes the norm of the norms of what it owns of each param, and one fp32 call adds their
     squares: fairscale's OSS and Megatron-LM. `of-shards`: the same with one norm of its whole
-    shard. `told`: it is taken as told, and compared with nothing. A target with a norm of norms
-    cannot be asked to clip by it over several cells, or in an unknown order."""
+    shard. `told`: it is taken as told, in fp32 or fp64, and compared with nothing. A target with a
+    norm of norms cannot be asked to clip by it over several cells, or in an unknown order."""
     clip: ClipForm | ClipFunction = "fp32-division"
     """How gradients are clipped by that norm; all forms are one in mathematics and a few units in
     the last place apart. The first word says where the coefficient is computed: `fp32`, in fp32
@@ -129,8 +129,8 @@ class Numerics:
     `division`, min(1, bound / (norm + 1e-6)); `reciprocal`, bound times (1 / (norm + 1e-6));
     `inverse`, 1 / ((norm + 1e-6) / bound); `quotient`, gradients divided by
     max(1, (norm + 1e-6) / bound). With `-without-eps` behind it, 1e-6 is not added. Or a pure
-    function of the target's own, from the 0-D fp32 norm and the bound to what gradients are
-    multiplied by, which is rounded to fp32.
+    function of the target's own, from the 0-D norm and the bound to what gradients are multiplied
+    by, which is rounded to fp32. A norm that is told in fp64 is not rounded to fp32 before.
 
     `torch.nn.utils.clip_grad_norm_` and FSDP: `fp32-reciprocal`; `torch.clamp(bound / (norm +
     1e-6), max=1.0)` with a Python number for the bound is that, and with a tensor for it, as in

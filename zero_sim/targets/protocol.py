@@ -58,6 +58,10 @@ class Place:
     """Half-open range of the bucket, padding included, in the flat buffer; None where not told."""
     padding_start: int | None = None
     """Where the bucket's padding begins, its tail that belongs to no param; None where not told."""
+    replicas: int = 1
+    """Number of the ranks which share out the state that keep this part, each with state of its
+    own: all of them for a small param that is replicated beside sharded ones. Every one of these
+    ranks reports it, and each is compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,9 @@ class OwnedPart:
 class StepResult:
     """Record of a step; None for anything the engine does not have."""
 
-    norm: Tensor | None = None  # 0-D, fp32
-    """Norm of the whole gradient, before clipping."""
+    norm: Tensor | None = None  # 0-D, fp32 or fp64
+    """Norm of the whole gradient, before clipping. In fp64 it is compared in fp64, and with
+    `Numerics(norm="told")` clipped by in fp64, if that is how the target has it."""
     zeros: int | None = None
     """Elements of the whole gradient that are zero."""
     skipped: bool | None = None
@@ -357,7 +362,8 @@ class Target(Protocol):
     or a function of the case), `options` of its own (`Option` by name), and a method
     `refuses(scenario)` that gives more reasons than the capabilities can say, strings or
     `Problem`s; and
-    `reduce_ops(scenario)`, the reduce operations besides SUM that it asks of a backend. An update
+    `reduce_ops(scenario)`, the reduce operations besides SUM that it asks of a backend; and
+    `draws_weights = True` if `build` draws the start values, which `params` then reports. An update
     rule of its own is `reference_step(param, grad, state, settings)`, or
     `reference_optimizer(named_params, scenario)`, and `reference_state(optimizer, named_params)`
     where state is not by param. Of a case

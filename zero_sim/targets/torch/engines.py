@@ -76,7 +76,8 @@ class WholeParamEngine(_WholeWorkingParams):
         optimizer: Your optimizer over all params, or over those that this rank owns.
         group: The data-parallel group.
         owner_of: From a param's name to the group rank that steps it, where the target declares
-            `Capabilities(stages=(1,))`. None if every rank steps all params: `stages=(0,)`.
+            `Capabilities(stages=(1,))`; to None for a small param that every rank steps. None if
+            every rank steps all params: `stages=(0,)`.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class WholeParamEngine(_WholeWorkingParams):
         optimizer: Optimizer,
         *,
         group: ProcessGroup,
-        owner_of: Callable[[str], int] | None = None,
+        owner_of: Callable[[str], int | None] | None = None,
     ) -> None:
         super().__init__(module, group=group)
         self.optimizer = optimizer
@@ -118,11 +119,12 @@ class WholeParamEngine(_WholeWorkingParams):
         if self.owner_of is not None:
             for name, param in self.named.items():
                 owner = self.owner_of(name)
-                dist.broadcast(param.detach(), group_src=owner, group=self.group)
+                if owner is not None:
+                    dist.broadcast(param.detach(), group_src=owner, group=self.group)
 
     def owns(self, name: str) -> bool:
         """Return True if this rank steps a param."""
-        return self.owner_of is None or self.owner_of(name) == self.group.rank()
+        return self.owner_of is None or self.owner_of(name) in (None, self.group.rank())
 
     def state_of(self, param: nn.Parameter) -> Mapping[str, Any]:
         """Return the optimizer's state of a param, by torch's keys; empty before the first step."""
@@ -143,8 +145,10 @@ class WholeParamEngine(_WholeWorkingParams):
         for name, param in self.named.items():
             if self.owns(name):
                 grad = self.reduced.get(name)
+                alone = self.owner_of is None or self.owner_of(name) is not None
+                replicas = 1 if alone else self.group.size()
                 yield OwnedPart(
-                    place=Place(param=name, start=0, stop=param.numel()),
+                    place=Place(param=name, start=0, stop=param.numel(), replicas=replicas),
                     grad=None if grad is None else grad.reshape(-1),
                     master=param.detach().reshape(-1),
                     state=flat_state(self.state_of(param)),

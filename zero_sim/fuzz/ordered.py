@@ -1,0 +1,37 @@
+"""The cases of a target in one order of addition, or in an order that the judge is not told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zero_sim.errors import UsageError
+from zero_sim.scenario.conditions import UNBOUNDED_MODELS
+from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
+from zero_sim.targets import UNKNOWN, Capabilities
+
+_NEEDS_ORDER = ("reload", "reload.async_steps", "topology.tp", "topology.pp")
+"""Options that no case has whose order of addition is unknown; see `why_order_matters`."""
+
+
+def within_order(able: Capabilities, order: str | None) -> Capabilities:
+    """Return the capabilities of a target in one order.
+
+    Args:
+        able: All that the target can be asked for.
+        order: Name of the order, or `unknown`; None for those that the target declares.
+
+    Raises:
+        UsageError: The target does not declare that order.
+    """
+    if order not in (None, UNKNOWN, *able.known_orders):
+        names = ", ".join((*able.known_orders, UNKNOWN))
+        raise UsageError(f"expected --order to be one of {names}, got {order!r}.")
+    if order != UNKNOWN and (order or able.known_orders):
+        return able if order is None else replace(able, orders=(order,))  # pyrefly: ignore
+    return replace(
+        able,
+        orders=(UNKNOWN,),
+        models=tuple(name for name in able.models if name not in (*UNBOUNDED_MODELS, "tp-block")),
+        optimizers=tuple(name for name in able.optimizers if name not in WHOLE_PARAM_OPTIMIZERS),
+        follows=tuple(path for path in able.follows if path not in _NEEDS_ORDER),
+    )

@@ -1,0 +1,66 @@
+"""Start values that a system draws itself: ranks and modules must draw different numbers.
+
+[Note: chance]
+Two draws are said to be one if their first values agree bit for bit: 2 of fp32, 6 of 16 bits. A
+draw of fp32 has 24 random bits, one of 16 bits 8 or more, so that independent draws agree with a
+chance below 2^-47. Shorter parts are not compared, nor first values that no generator gave: equal
+ones, and -1, 0 and 1, as of zeros, ones and unit matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from zero_sim.findings.records import Finding
+from zero_sim.scenario.checks import Check
+from zero_sim.targets import Place
+
+_NEEDED = {torch.float32: 2}
+_NEEDED_16_BITS = 6
+
+
+def check_drawn(
+    values: Mapping[str, Tensor], places: Mapping[int, Sequence[Place]], *, step: int
+) -> Iterator[Finding]:
+    """Check that no two params, nor parts of different ranks, begin with the same draws.
+
+    Args:
+        values: Start values by param, whole.
+        places: By rank: what it owns.
+        step: The step that comes next, for the finding.
+    """
+    parts: list[tuple[str, int, int, int | None]] = [
+        (name, 0, value.numel(), None) for name, value in values.items()
+    ]
+    for rank, owned in places.items():
+        parts += [(place.param, place.start, place.stop, rank) for place in owned]
+    first: dict[tuple[torch.dtype, bytes], tuple[str, int, str]] = {}
+    for name, start, stop, rank in parts:
+        head = values[name].reshape(-1)[start:stop] if name in values else torch.empty(0)
+        head = head[: _NEEDED.get(head.dtype, _NEEDED_16_BITS)]
+        if not _is_drawn(head):
+            continue
+        on = "" if rank is None else f" of rank {rank}"
+        words = f"param {name!r}[{start}:{stop}]{on}"
+        key = head.dtype, head.view(torch.uint8).cpu().numpy().tobytes()
+        other, begin, others_words = first.setdefault(key, (name, start, words))
+        if (other, begin) != (name, start):
+            yield Finding(
+                check=Check.INVARIANT_START,
+                step=step,
+                rank=rank,
+                param=name,
+                offset_in_param=start,
+                message=f"{words} begins with the values of {others_words}, so both were drawn "
+                "with the same random numbers",
+            )
+
+
+def _is_drawn(head: Tensor) -> bool:
+    """Return True if first values are as many as needed, and such as a generator gives."""
+    distinct = set(head.tolist())
+    needed = _NEEDED.get(head.dtype, _NEEDED_16_BITS)
+    return len(distinct) == needed and not distinct & {-1.0, 0.0, 1.0}
