@@ -98,7 +98,8 @@ def test_no_feature_is_there_twice():
 
 class TestForATarget:
     def test_one_that_can_do_everything_can_have_every_feature(self):
-        assert features_for(EVERYTHING) == every_feature()
+        able = replace(EVERYTHING, optimizers=(*EVERYTHING.optimizers, "own"))
+        assert features_for(able) == every_feature()
 
     def test_what_it_does_not_follow_is_left_out_and_what_is_in_it(self):
         able = replace(EVERYTHING, follows=("system.bucket_elems",))
