@@ -11,6 +11,7 @@ from zero_sim.fuzz.choices import Choices
 from zero_sim.fuzz.shapes import PARAMS_MAX, param_shapes
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.scenario.spec import (
+    AnyModelName,
     DataSpec,
     FreezeSpec,
     ModelName,
@@ -31,6 +32,8 @@ _OTHERS: tuple[ModelName, ...] = (
 )  # fmt: skip
 MODELS = _USUAL + _OTHERS
 """What is drawn from, those to draw more often more often; it shrinks to the first."""
+OWN_TIMES = 3
+"""How often each model of the target's own is among those to draw from, as a usual one."""
 _PRICE = 4 * PARAMS_MAX
 """Choices at least as many as all shapes of a bare model take."""
 _OTHER_LOSSES: tuple[Literal["sum", "mean-of-ranks"], ...] = ("sum", "mean-of-ranks")
@@ -46,7 +49,7 @@ def drawn_model(
     *,
     ranks: int,
     align_elems: int = 1,
-    names: Sequence[ModelName],
+    names: Sequence[AnyModelName],
     swarm: Swarm,
 ) -> ModelSpec:
     """A model whose params lie at the edges of a partition among so many ranks.

@@ -119,5 +119,5 @@ def _model_size(model: ModelSpec) -> tuple[int, int]:
         case "params" | "bit-hash":
             shapes = model.shapes or ()
             return sum(map(math.prod, shapes)), len(shapes)
-        case "transformer-260" | "unusual":
+        case _:
             return 1_000, 32

@@ -356,9 +356,9 @@ class Target(Protocol):
     `capabilities` (`Capabilities`; None for all that a scenario can say), `numerics` (`Numerics`,
     or a function of the case), `options` of its own (`Option` by name), and a method
     `refuses(scenario)` that gives more reasons than the capabilities can say, strings or
-    `Problem`s; and
-    `reduce_ops(scenario)`, the reduce operations besides SUM that it asks of a backend. An update
-    rule of its own is `reference_step(param, grad, state, settings)`, or
+    `Problem`s; `models`, models of its own (`OwnModel` by name), which scenarios name `own:NAME`;
+    and `reduce_ops(scenario)`, the reduce operations besides SUM that it asks of a backend. An
+    update rule of its own is `reference_step(param, grad, state, settings)`, or
     `reference_optimizer(named_params, scenario)`, and `reference_state(optimizer, named_params)`
     where state is not by param. Of a case
     that reloads, capabilities and `refuses` are asked once more about the world and the layout
