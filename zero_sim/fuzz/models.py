@@ -28,7 +28,7 @@ BARE: tuple[ModelName, ...] = ("params", "bit-hash")
 _USUAL: tuple[ModelName, ...] = ("params", "params", "params", "mlp", "mlp", "mlp")
 _OTHERS: tuple[ModelName, ...] = (
     "bit-hash", "bit-hash", "ternary", "unusual", "unusual", "moe", "moe", "fp8", "transformer-260",
-    "tp-block",
+    "tp-block", "positional", "positional", "gpt",
 )  # fmt: skip
 MODELS = _USUAL + _OTHERS
 """What is drawn from, those to draw more often more often; it shrinks to the first."""
@@ -89,11 +89,14 @@ def drawn_model(
             )
             model = ModelSpec(name=name, dtype=dtype, shapes=shapes, freeze=freeze)
             return _with_readers(choices, model, ranks=ranks, swarm=swarm)
-        case "ternary":
+        case "ternary" | "positional":
             return ModelSpec(name=name, dtype=dtype, hidden=choices.integer(1, 9))
         case "tp-block":
             heads, blocks = choices.integer(1, 2), choices.integer(1, 2)
             return ModelSpec(name=name, dtype=dtype, hidden=HEAD_ELEMS * heads, blocks=blocks)
+        case "gpt":
+            width, blocks = choices.integer(1, 4), choices.integer(1, 2)
+            return ModelSpec(name=name, dtype=dtype, hidden=width, blocks=blocks)
         case "moe":
             experts = choices.among(_EXPERTS)
             return ModelSpec(name=name, dtype=dtype, hidden=choices.integer(1, 4), experts=experts)

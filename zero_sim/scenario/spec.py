@@ -20,6 +20,8 @@ ModelName = Literal[
     "bit-hash",
     "ternary",
     "tp-block",
+    "positional",
+    "gpt",
 ]
 OwnModelName = NewType("OwnModelName", str)
 """`own:NAME`, for the model that a target has under NAME in its `models`."""
@@ -108,16 +110,19 @@ class ModelSpec:
     each. Two have a reduced gradient that no order of addition changes: `bit-hash`: bare params
     whose gradients depend on every bit of every param; `ternary`: a network of the usual layers
     that computes with small whole numbers. `tp-block`: blocks of attention and two layers, cut over
-    tensor-parallel ranks, which compute with small whole numbers, too. `own:NAME`: a model that the
-    target brings."""
+    tensor-parallel ranks, which compute with small whole numbers, too. `positional`:
+    `weight * x + position`, whose terms share one gradient tensor; `gpt`: a small language model of
+    torch's layers, with a tied head and a block used twice. `own:NAME`: a model that the target
+    brings."""
     dtype: DtypeName = "fp32"
     """Dtype of the working params, and of the gradients of those in fp8; the optimizer always keeps
     fp32 masters."""
     hidden: int = 8
-    """`mlp`, `fp8`, `digits`, `moe`, `ternary` and `tp-block`: width of a block; the inner layer of
-    an `mlp` block is four times as wide, that of `ternary` and `tp-block` twice."""
+    """`mlp`, `fp8`, `digits`, `moe`, `ternary`, `tp-block`, `positional`, `gpt`: width of a block;
+    the inner layer of an `mlp` block is four times as wide, that of `ternary` and `tp-block`
+    twice."""
     blocks: int = 2
-    """`mlp`, `fp8` and `tp-block`: number of residual blocks."""
+    """`mlp`, `fp8`, `tp-block` and `gpt`: number of residual blocks."""
     experts: int = 4
     """`moe`: number of experts on all ranks together; `topology.ep` divides it."""
     fp8_format: Literal["e4m3", "e5m2", "mixed"] = "mixed"

@@ -23,6 +23,8 @@ _PLAINER: dict[AnyModelName, tuple[AnyModelName, ...]] = {
     "transformer-260": ("mlp",),
     "bit-hash": ("params",),
     "ternary": ("mlp",),
+    "positional": ("mlp",),
+    "gpt": ("mlp",),
     "tp-block": ("mlp",),
 }
 _KEPT_MAX = 6

@@ -45,6 +45,8 @@ PLAIN_MODELS: tuple[ModelName, ...] = (
     "params",
     "transformer-260",
     "bit-hash",
+    "positional",
+    "gpt",
 )
 """Models of which every rank has all params and every micro-batch uses each of them."""
 

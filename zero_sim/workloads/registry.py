@@ -25,6 +25,8 @@ _WORKLOADS: Mapping[AnyModelName, tuple[str, str]] = {
     "fp8": ("zero_sim.workloads.fp8", "Fp8Workload"),
     "bit-hash": ("zero_sim.workloads.bit_hash", "BitHashWorkload"),
     "ternary": ("zero_sim.workloads.ternary", "TernaryWorkload"),
+    "positional": ("zero_sim.workloads.positional", "PositionalWorkload"),
+    "gpt": ("zero_sim.workloads.gpt", "GptWorkload"),
     "tp-block": ("zero_sim.workloads.tp_block", "TpBlockWorkload"),
 }
 """Module and class by the name of a model."""
