@@ -21,7 +21,8 @@ def test_every_check_and_phase_of_a_finding_is_named_by_its_enum():
     # The id of one is a field of a scenario, too.
     ids, found = {check.value for check in Check} - {Check.EXPECT_FINDING.value}, []
     for path in PACKAGE.rglob("*.py"):
-        if path.name == "checks.py":
+        # Verdicts on scripts have no checks.
+        if path.name == "checks.py" or path.parent.name == "against":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             match node:

@@ -154,7 +154,9 @@ def test_every_row_is_tried():
 
 def test_what_is_used_in_its_place_is_said():
     (problem,) = check_scenario(WITHOUT_USE["model.blocks"])
-    assert "only models 'mlp', 'fp8' and 'tp-block' use it, got 99 (integer)" in problem.message
+    assert (
+        "only models 'mlp', 'fp8', 'tp-block' and 'gpt' use it, got 99 (integer)" in problem.message
+    )
     uses = "model.name = 'params'; 'params' uses dtype, shapes, tied, unused, one_rank, freeze"
     assert uses in problem.message
     (problem,) = check_scenario(WITHOUT_USE["optimizer.eps"])

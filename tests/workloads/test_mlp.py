@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from zero_sim.workloads import build_workload
 
@@ -31,3 +32,11 @@ def test_block_adds_to_its_input(make_scenario):
         param.detach().zero_()
     x = torch.linspace(-1.0, 1.0, 12).view(3, 4)
     assert torch.equal(module(x), x)
+
+
+def test_layers_are_of_torch(make_scenario):
+    """Systems may wrap or replace layers by their type."""
+    module = build_workload(make_scenario("mlp", hidden=2)).build()
+    layers = [type(part) for part in module.modules() if not list(part.children())]
+    assert layers == [nn.Linear] * 4
+    assert repr(module[0].up) == "Linear(in_features=2, out_features=8, bias=True)"

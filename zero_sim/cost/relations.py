@@ -30,6 +30,7 @@ from zero_sim.cost.volume import (
     rounds_of_sums,
 )
 from zero_sim.findings.records import Finding
+from zero_sim.scenario.kinds import may_gather_again
 from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.tp_block import is_tp_block
 from zero_sim.targets.costs import Costs
@@ -49,6 +50,7 @@ def why_unrelated(scenario: Scenario) -> str:
         ("experts", scenario.topology.ep > 1),
         ("an optimizer of whole matrices", scenario.optimizer.name in WHOLES),
         ("ranks that join", bool(scenario.run.own_micro_batches)),
+        ("modules that are used twice", may_gather_again(scenario)),
         ("fp8", scenario.model.name == "fp8"),
     ):
         if holds:

@@ -24,6 +24,7 @@ from zero_sim.targets.declared import followed
 LAYOUT = "layout: "
 """What names of features of layouts begin with."""
 _OPTIONS = "system.options."
+_OWN_MODELS = "model.name=own:"
 _ASSERTED = ("faults", "expect", "system.target")
 """What says nothing of what a case has, but what is to come of it, and whom it is for."""
 _NAMES_KEPT, _PAIRS_KEPT = 1 << 10, 1 << 15
@@ -76,7 +77,7 @@ def every_feature() -> tuple[str, ...]:
 @lru_cache(maxsize=_NAMES_KEPT)
 def is_feature(name: str) -> bool:
     """Whether a case can have a feature of that name; any option may be some target's own."""
-    return name in every_feature() or name.startswith(_OPTIONS)
+    return name in every_feature() or name.startswith((_OPTIONS, _OWN_MODELS))
 
 
 def setting_of(feature: str) -> str:

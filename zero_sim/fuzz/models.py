@@ -11,6 +11,7 @@ from zero_sim.fuzz.choices import Choices
 from zero_sim.fuzz.shapes import PARAMS_MAX, param_shapes
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.scenario.spec import (
+    AnyModelName,
     DataSpec,
     FreezeSpec,
     ModelName,
@@ -27,10 +28,12 @@ BARE: tuple[ModelName, ...] = ("params", "bit-hash")
 _USUAL: tuple[ModelName, ...] = ("params", "params", "params", "mlp", "mlp", "mlp")
 _OTHERS: tuple[ModelName, ...] = (
     "bit-hash", "bit-hash", "ternary", "unusual", "unusual", "moe", "moe", "fp8", "transformer-260",
-    "tp-block",
+    "tp-block", "positional", "positional", "gpt",
 )  # fmt: skip
 MODELS = _USUAL + _OTHERS
 """What is drawn from, those to draw more often more often; it shrinks to the first."""
+OWN_TIMES = 3
+"""How often each model of the target's own is among those to draw from, as a usual one."""
 _PRICE = 4 * PARAMS_MAX
 """Choices at least as many as all shapes of a bare model take."""
 _OTHER_LOSSES: tuple[Literal["sum", "mean-of-ranks"], ...] = ("sum", "mean-of-ranks")
@@ -46,7 +49,7 @@ def drawn_model(
     *,
     ranks: int,
     align_elems: int = 1,
-    names: Sequence[ModelName],
+    names: Sequence[AnyModelName],
     swarm: Swarm,
 ) -> ModelSpec:
     """A model whose params lie at the edges of a partition among so many ranks.
@@ -86,11 +89,14 @@ def drawn_model(
             )
             model = ModelSpec(name=name, dtype=dtype, shapes=shapes, freeze=freeze)
             return _with_readers(choices, model, ranks=ranks, swarm=swarm)
-        case "ternary":
+        case "ternary" | "positional":
             return ModelSpec(name=name, dtype=dtype, hidden=choices.integer(1, 9))
         case "tp-block":
             heads, blocks = choices.integer(1, 2), choices.integer(1, 2)
             return ModelSpec(name=name, dtype=dtype, hidden=HEAD_ELEMS * heads, blocks=blocks)
+        case "gpt":
+            width, blocks = choices.integer(1, 4), choices.integer(1, 2)
+            return ModelSpec(name=name, dtype=dtype, hidden=width, blocks=blocks)
         case "moe":
             experts = choices.among(_EXPERTS)
             return ModelSpec(name=name, dtype=dtype, hidden=choices.integer(1, 4), experts=experts)

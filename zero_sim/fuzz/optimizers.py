@@ -11,8 +11,8 @@ from zero_sim.fuzz.swarm import Swarm
 from zero_sim.scenario.applies import USED_BY, WITH_FOREACH
 from zero_sim.scenario.names import matching_groups
 from zero_sim.scenario.spec import (
+    AnyModelName,
     LossScaleSpec,
-    ModelName,
     ModelSpec,
     OptimizerName,
     OptimizerSpec,
@@ -21,7 +21,7 @@ from zero_sim.scenario.spec import (
 from zero_sim.workloads import EXACT_MODELS, params_of
 
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
-_ENDINGS: dict[ModelName, tuple[str, str]] = {
+_ENDINGS: dict[AnyModelName, tuple[str, str]] = {
     "params": ("0", "1"),
     "bit-hash": ("0", "1"),
     "moe": ("1.linear.weight", "bias"),

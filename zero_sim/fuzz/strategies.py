@@ -21,7 +21,15 @@ from zero_sim.fuzz.effort import (
     effort_of,
     steps_within,
 )
-from zero_sim.fuzz.models import BARE, MODELS, drawn_data, drawn_model, drawn_overflow, fit_blocks
+from zero_sim.fuzz.models import (
+    BARE,
+    MODELS,
+    OWN_TIMES,
+    drawn_data,
+    drawn_model,
+    drawn_overflow,
+    fit_blocks,
+)
 from zero_sim.fuzz.optimizers import drawn_optimizer
 from zero_sim.fuzz.ordered import within_order
 from zero_sim.fuzz.plans import param_specs
@@ -41,7 +49,7 @@ from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.names import with_known_names
 from zero_sim.scenario.spec import (
-    ModelName,
+    AnyModelName,
     ModelSpec,
     ReloadSpec,
     RunSpec,
@@ -57,6 +65,7 @@ from zero_sim.targets import (
     numerics_of,
     refusals,
 )
+from zero_sim.targets.models import own_models_of
 from zero_sim.workloads import params_of
 
 OWN = "zero_sim"
@@ -89,7 +98,7 @@ def scenarios(
     *,
     ranks_max: int = RANKS_MAX,
     steps_max: int = STEPS_MAX,
-    models_from: Sequence[ModelName] = MODELS,
+    models_from: Sequence[AnyModelName] = MODELS,
     reload: bool = True,
 ) -> st.SearchStrategy[Scenario]:
     """A strategy of the cases that `drawn_cases` draws, for a test of Hypothesis.
@@ -111,7 +120,7 @@ def drawn_cases(
     *,
     ranks_max: int = RANKS_MAX,
     steps_max: int = STEPS_MAX,
-    models_from: Sequence[ModelName] = MODELS,
+    models_from: Sequence[AnyModelName] = MODELS,
     reload: bool = True,
     with_refused: bool = False,
     order: str | None = None,
@@ -125,7 +134,7 @@ def drawn_cases(
         ranks_max: Most ranks.
         steps_max: Most optimizer steps; at least 1.
         models_from: Models to draw from, the simplest first; of them those that the target can
-            train.
+            train. By default all, and those of the target's own.
         reload: Whether cases may save a checkpoint and go on in another world.
         with_refused: Whether cases that the target refuses are drawn, too.
         order: The one order of addition of all cases, or `unknown`; those that the target can be
@@ -135,6 +144,8 @@ def drawn_cases(
         UsageError: The target cannot be asked for that order.
     """
     able = within_order(EVERYTHING if target is None else capabilities_of(target), order)
+    if target is not None and models_from is MODELS:
+        models_from = [*MODELS, *own_models_of(target) * OWN_TIMES]
     if target is not None and target.name != OWN:
         # Its ranks would have to sum what split layers give.
         models_from = [name for name in models_from if name != "tp-block"]
@@ -169,7 +180,7 @@ def _drawn_case(
     able: Capabilities,
     ranks_max: int,
     steps_max: int,
-    models_from: Sequence[ModelName],
+    models_from: Sequence[AnyModelName],
     reload: bool,
     skips: bool = False,
 ) -> Scenario:
@@ -345,7 +356,9 @@ def fitted_to_model(scenario: Scenario, *, swarm: Swarm) -> Scenario:
     return replace(scenario, system=system, world=world)
 
 
-def _names_for(ranks: int, names: Sequence[ModelName], *, swarm: Swarm) -> Sequence[ModelName]:
+def _names_for(
+    ranks: int, names: Sequence[AnyModelName], *, swarm: Swarm
+) -> Sequence[AnyModelName]:
     """Models of the theme; for many ranks those of nothing but params, which fill all shards."""
     bare = [name for name in names if name in BARE]
     if ranks >= _MANY_RANKS and bare:

@@ -217,7 +217,8 @@ class Replayer:
 
 def digest_batch(batch: Batch) -> bytes:
     """Return a hash of a batch's bytes."""
-    tensors = [batch.inputs] if batch.targets is None else [batch.inputs, batch.targets]
+    targets = () if batch.targets is None else (batch.targets,)
+    tensors = (batch.inputs, *targets, *batch.extra)
     # numpy knows no bf16, so the bits go over as bytes.
     return _hash(
         *(tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors)

@@ -15,7 +15,7 @@ from zero_sim.errors import EnvironmentProblem
 from zero_sim.findings.records import TAKEN, CaseResult
 from zero_sim.run.small_cases import BASE, changed, with_model
 from zero_sim.scenario.checks import Check
-from zero_sim.scenario.spec import ModelName, OptimizerSpec, Scenario
+from zero_sim.scenario.spec import AnyModelName, OptimizerSpec, Scenario
 from zero_sim.targets import Numerics, Target, capabilities_of, numerics_of, refusals
 from zero_sim.targets.adapt import GRADIENTS
 from zero_sim.targets.numerics import GradsTold
@@ -110,7 +110,7 @@ def _shows(result: CaseResult) -> bool:
 def _cases(target: Target) -> Iterator[Scenario]:
     """The plainest case that the target can run, and the same with clipping if it can."""
     able = capabilities_of(target)
-    models: list[ModelName] = ["mlp", "params", *able.models]
+    models: list[AnyModelName] = ["mlp", "params", *able.models]
     models = [name for name in models if name not in EXACT_MODELS]
     optimizers = [OptimizerSpec(name=name, lr=0.1) for name in able.optimizers]
     optimizers.sort(key=lambda optimizer: optimizer.name != "sgd")

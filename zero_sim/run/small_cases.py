@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from zero_sim.scenario.spec import ModelName, ModelSpec, OptimizerSpec, RunSpec, Scenario, WorldSpec
+from zero_sim.scenario.spec import (
+    AnyModelName,
+    ModelSpec,
+    OptimizerSpec,
+    RunSpec,
+    Scenario,
+    WorldSpec,
+)
 from zero_sim.workloads import EXACT_MODELS
 
 BASE = Scenario(
@@ -36,7 +43,7 @@ def changed(case: Scenario, name: str = "", **fields: Any) -> Scenario:
     return replace(case, name=name or case.name, **new)
 
 
-def with_model(base: Scenario, name: ModelName, *, divisor: int = 1) -> Scenario:
+def with_model(base: Scenario, name: AnyModelName, *, divisor: int = 1) -> Scenario:
     """The case with another model, a small one.
 
     Args:

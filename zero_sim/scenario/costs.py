@@ -97,6 +97,7 @@ def _activation_elems(scenario: Scenario) -> int:
         "fp8": 6 * model.blocks,
         "moe": 4 * model.experts,
         "tp-block": 64 * model.blocks,
+        "gpt": 64 * (model.blocks + 1),
     }
     return _rows(scenario) * model.hidden * layers.get(model.name, 16)
 
@@ -116,8 +117,12 @@ def _model_size(model: ModelSpec) -> tuple[int, int]:
             return 8 * h * h + 32 * h, 16
         case "tp-block":
             return model.blocks * 8 * h * h + 4 * h, 1 + 6 * model.blocks
+        case "positional":
+            return 6 * h, 2
+        case "gpt":
+            return 12 * h + model.blocks * (5 * h * h + 9 * h), 4 + 10 * model.blocks
         case "params" | "bit-hash":
             shapes = model.shapes or ()
             return sum(map(math.prod, shapes)), len(shapes)
-        case "transformer-260" | "unusual":
+        case _:
             return 1_000, 32

@@ -28,6 +28,7 @@ from zero_sim.scenario.fields import (
     show,
     type_at,
 )
+from zero_sim.scenario.kinds import is_own_model
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import Scenario
 
@@ -115,7 +116,10 @@ def _unfit_values(value: object, loc: Loc) -> Iterator[tuple[Loc, str]]:
         yield loc, "wrong_type"
     else:
         choices = choices_of(expected)
-        if choices and type(value) not in {type(choice) for choice in choices}:
+        is_choice = type(value) in {type(choice) for choice in choices}
+        if loc == ("model", "name"):
+            is_choice = value in choices or is_own_model(value)
+        if choices and not is_choice:
             yield loc, "literal_error"
 
 

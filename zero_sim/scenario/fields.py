@@ -178,9 +178,9 @@ def check_index(path: str, value: int, *, stop: int, of: str, counted: str) -> I
 
 
 def _strip_none(hint: object) -> object:
-    # `Literal[...] | None` is of the older kind of union.
+    # `Literal[...] | None` is of the older kind of union. Names of models are choices, or own ones.
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (inner,) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
+        (inner, *_) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
         return inner
     return hint
 

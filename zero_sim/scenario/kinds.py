@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Literal, TypeGuard
 
-from zero_sim.scenario.spec import OptimizerName
+from zero_sim.scenario.spec import OptimizerName, OwnModelName, Scenario
 
 WHOLE_PARAM_OPTIMIZERS: tuple[OptimizerName, ...] = ("muon", "lamb")
 """Those whose step of an element depends on its whole param."""
+
+OWN_MODEL = r"own:[A-Za-z0-9_.-]+"
+"""Form of the name of a model that a target brings."""
+
+
+def is_own_model(name: object) -> TypeGuard[OwnModelName]:
+    """True for the name of a model that a target brings."""
+    return isinstance(name, str) and re.fullmatch(OWN_MODEL, name) is not None
+
+
+def may_gather_again(scenario: Scenario) -> bool:
+    """True if a forward at stage 3 may use a module, or a tied param, in two places.
+
+    A rank may have to gather its params for each, which closed forms of calls do not count.
+    """
+    name = scenario.model.name
+    return scenario.system.stage == 3 and (name == "gpt" or is_own_model(name))
 
 
 def is_expert(name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 from zero_sim.scenario.decode import adapter
+from zero_sim.scenario.kinds import OWN_MODEL
 from zero_sim.scenario.matrix import CASES_MAX
 from zero_sim.scenario.rules import (
     BOUNDS,
@@ -35,6 +36,7 @@ def scenario_schema() -> Node:
         _field(schema, path)["maxItems"] = most
     _table(_field(schema, "model.shapes")["items"])["maxItems"] = DIMS_MAX
     _add_lengths(schema)
+    _add_own_model(_field(schema, "model.name"))
     properties = _table(schema["properties"])
     properties["matrix"] = {
         "description": "Field paths and the values that each takes; the cases are the product, "
@@ -76,6 +78,12 @@ def _add_lengths(node: object) -> None:
         node["maxLength"] = NAME_CHARS_MAX
     for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
         _add_lengths(item)
+
+
+def _add_own_model(node: Node) -> None:
+    options = node["anyOf"]
+    assert isinstance(options, list)
+    _table(options[1])["pattern"] = f"^{OWN_MODEL}$"
 
 
 def _drop_null(node: object) -> None:

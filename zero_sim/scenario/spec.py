@@ -7,7 +7,7 @@ Checks that need more than one field live in `zero_sim.scenario.rules`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NewType
 
 ModelName = Literal[
     "mlp",
@@ -20,7 +20,12 @@ ModelName = Literal[
     "bit-hash",
     "ternary",
     "tp-block",
+    "positional",
+    "gpt",
 ]
+OwnModelName = NewType("OwnModelName", str)
+"""`own:NAME`, for the model that a target has under NAME in its `models`."""
+AnyModelName = ModelName | OwnModelName
 DtypeName = Literal["fp32", "bf16", "fp16"]
 OptimizerName = Literal[
     "adamw",
@@ -96,7 +101,7 @@ class ModelSpec:
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
-    name: ModelName
+    name: AnyModelName
     """`mlp`: residual MLP blocks; `params`: bare params of the given shapes; `transformer-260`: the
     260-parameter walkthrough; `digits`: a small network for the handwritten digits; `unusual`: one
     of each awkward kind of param: frozen, tied, used twice, unused, on one rank or in one
@@ -105,15 +110,19 @@ class ModelSpec:
     each. Two have a reduced gradient that no order of addition changes: `bit-hash`: bare params
     whose gradients depend on every bit of every param; `ternary`: a network of the usual layers
     that computes with small whole numbers. `tp-block`: blocks of attention and two layers, cut over
-    tensor-parallel ranks, which compute with small whole numbers, too."""
+    tensor-parallel ranks, which compute with small whole numbers, too. `positional`:
+    `weight * x + position`, whose terms share one gradient tensor; `gpt`: a small language model of
+    torch's layers, with a tied head and a block used twice. `own:NAME`: a model that the target
+    brings."""
     dtype: DtypeName = "fp32"
     """Dtype of the working params, and of the gradients of those in fp8; the optimizer always keeps
     fp32 masters."""
     hidden: int = 8
-    """`mlp`, `fp8`, `digits`, `moe`, `ternary` and `tp-block`: width of a block; the inner layer of
-    an `mlp` block is four times as wide, that of `ternary` and `tp-block` twice."""
+    """`mlp`, `fp8`, `digits`, `moe`, `ternary`, `tp-block`, `positional`, `gpt`: width of a block;
+    the inner layer of an `mlp` block is four times as wide, that of `ternary` and `tp-block`
+    twice."""
     blocks: int = 2
-    """`mlp`, `fp8` and `tp-block`: number of residual blocks."""
+    """`mlp`, `fp8`, `tp-block` and `gpt`: number of residual blocks."""
     experts: int = 4
     """`moe`: number of experts on all ranks together; `topology.ep` divides it."""
     fp8_format: Literal["e4m3", "e5m2", "mixed"] = "mixed"

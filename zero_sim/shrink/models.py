@@ -7,14 +7,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from zero_sim.scenario.spec import ModelName, ModelSpec, OneRankSpec, Scenario
+from zero_sim.scenario.spec import AnyModelName, ModelSpec, OneRankSpec, Scenario
 from zero_sim.shrink.repair import changed, repaired, with_model
 from zero_sim.shrink.size import SIMPLEST_MODEL
 from zero_sim.workloads import params_of
 
 Shape = tuple[int, ...]
 
-_PLAINER: dict[ModelName, tuple[ModelName, ...]] = {
+_PLAINER: dict[AnyModelName, tuple[AnyModelName, ...]] = {
     "fp8": ("mlp",),
     "moe": ("mlp",),
     # Of experts, too, there are params in a buffer of their own.
@@ -23,6 +23,8 @@ _PLAINER: dict[ModelName, tuple[ModelName, ...]] = {
     "transformer-260": ("mlp",),
     "bit-hash": ("params",),
     "ternary": ("mlp",),
+    "positional": ("mlp",),
+    "gpt": ("mlp",),
     "tp-block": ("mlp",),
 }
 _KEPT_MAX = 6

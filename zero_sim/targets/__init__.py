@@ -59,6 +59,7 @@ from zero_sim.targets.torch.optim import (
     plain_optimizer,
     settings_of,
 )
+from zero_sim.workloads import OwnModel
 
 __all__ = [
     "ADAMW_SETTINGS",
@@ -82,6 +83,7 @@ __all__ = [
     "LossRows",
     "Numerics",
     "Option",
+    "OwnModel",
     "OwnedPart",
     "PeakEngine",
     "Place",

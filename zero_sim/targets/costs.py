@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 from zero_sim.errors import ProtocolError, UsageError
+from zero_sim.scenario.kinds import may_gather_again
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.answers import shown
 from zero_sim.targets.protocol import CostedEngine, Target
 
+_OF_CALLS = ("volume", "calls", "in_flight")
 ALIGN_ELEMS = 128
 """The most that a library is known to round up to of itself, for each param and each rank."""
 
@@ -133,7 +135,7 @@ def costs_of(target: Target, scenario: Scenario, *, engine: object = None) -> Co
                 f"{type(error).__name__}: {error}."
             ) from error
     if declared is None:
-        return TEXTBOOK if isinstance(engine, CostedEngine) else Costs()
+        declared = TEXTBOOK if isinstance(engine, CostedEngine) else Costs()
     if not isinstance(declared, Costs):
         raise ProtocolError(
             f"expected `costs` of target {target.name!r} to be zero_sim.targets.Costs or None, got "
@@ -144,6 +146,11 @@ def costs_of(target: Target, scenario: Scenario, *, engine: object = None) -> Co
             f"expected held_bytes() of {type(engine).__name__}, whose target declares Costs.held, "
             "got none. Try adding it, or leaving out what it holds."
         )
+    if may_gather_again(scenario):
+        uncounted: dict[str, Any] = {
+            name: None for name in _OF_CALLS if getattr(declared, name) == "textbook"
+        }
+        return replace(declared, **uncounted)
     return declared
 
 

@@ -19,8 +19,10 @@ from zero_sim.errors import Problem, ProtocolError, ScenarioError, UsageError
 from zero_sim.reference import AVERAGES, POSITION_FREE
 from zero_sim.scenario.fields import field_paths, show, values_at
 from zero_sim.scenario.fitting import after_reload
+from zero_sim.scenario.kinds import is_own_model
 from zero_sim.scenario.reload import placed_in_reload
 from zero_sim.scenario.spec import (
+    AnyModelName,
     DtypeName,
     ModelName,
     ModelSpec,
@@ -33,15 +35,19 @@ from zero_sim.scenario.spec import (
 )
 from zero_sim.targets.answers import shown
 from zero_sim.targets.drawn_weights import drawn_problems, draws_weights
+from zero_sim.targets.models import own_models_of, unknown_own_model
 from zero_sim.targets.numerics import Numerics, check_word, check_words, value_of
 from zero_sim.targets.options import option_problems
 from zero_sim.targets.protocol import Target
+from zero_sim.workloads import known_models
 
 PLAIN_MODELS: tuple[ModelName, ...] = (
     "mlp",
     "params",
     "transformer-260",
     "bit-hash",
+    "positional",
+    "gpt",
 )
 """Models of which every rank has all params and every micro-batch uses each of them."""
 
@@ -74,7 +80,8 @@ _FREE = ("optimizer.name", "optimizer.lr", "system.target", "system.stage", "sys
 class Capabilities:
     """What a target may be asked for; the defaults are what ten lines around AdamW can do."""
 
-    models: tuple[ModelName, ...] = PLAIN_MODELS
+    models: tuple[AnyModelName, ...] = PLAIN_MODELS
+    """Those of the target's own `models` are added to them."""
     empty_params: bool = True
     """Whether a param may have no elements."""
     scalar_params: bool = True
@@ -110,7 +117,8 @@ class Capabilities:
             UsageError: A word, a path or a type that is none.
         """
         for name, choices in _CAPABLE.items():
-            check_words(f"Capabilities.{name}", getattr(self, name), choices)
+            own = known_models() if name == "models" else ()
+            check_words(f"Capabilities.{name}", getattr(self, name), (*choices, *own))
         check_words("Capabilities.follows", self.follows, followed())
         for entry in self.only:
             if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[1], tuple):
@@ -137,7 +145,10 @@ class Capabilities:
         """What of a case is not supported, each with the path to it."""
         topology = scenario.topology
         parts = max(1, topology.tp * topology.pp)
-        yield from _one_of("model.name", scenario.model.name, self.models)
+        if is_own_model(scenario.model.name) and scenario.model.name not in self.models:
+            yield unknown_own_model(scenario.model.name, self.models)
+        else:
+            yield from _one_of("model.name", scenario.model.name, self.models)
         yield from _one_of("model.dtype", scenario.model.dtype, self.dtypes)
         yield from _one_of("system.stage", scenario.system.stage, self.stages)
         name = scenario.optimizer.name
@@ -238,27 +249,31 @@ def capabilities_of(target: Target) -> Capabilities:
     """What a target can be asked for: what it declares, or what ten lines around AdamW can do.
 
     None, and not just left out, stands for all that a scenario can say. A target with an update
-    rule of its own steps with that, if its capabilities name no other optimizers.
+    rule of its own steps with that, if its capabilities name no other optimizers. Models of the
+    target's own become known to this process, so that their names can be built.
 
     Raises:
         ProtocolError: It declares something else.
     """
     has_rule = any(getattr(target, name, None) is not None for name in OWN_RULES)
     declared: object = getattr(target, "capabilities", _PLAIN)
+    own = own_models_of(target)
     if declared is None:
-        return EVERYTHING if not has_rule else _EVERYTHING_AND_OWN
+        declared = _EVERYTHING_AND_OWN if has_rule else EVERYTHING
+        own = known_models()
     if not isinstance(declared, Capabilities):
         raise _misdeclared(
             target, "capabilities", "zero_sim.targets.Capabilities or None", declared
         )
     if has_rule and declared.optimizers == _PLAIN.optimizers:
-        return replace(declared, optimizers=("own",))
+        declared = replace(declared, optimizers=("own",))
     if not has_rule and "own" in declared.optimizers:
         raise ProtocolError(
             f"expected {' or '.join(OWN_RULES)} of target {target.name!r}, whose capabilities "
             "declare optimizer 'own', got neither."
         )
-    return declared
+    new = tuple(name for name in own if name not in declared.models)
+    return replace(declared, models=(*declared.models, *new)) if new else declared
 
 
 def reduce_ops_of(target: Target, scenario: Scenario) -> tuple[str, ...]:

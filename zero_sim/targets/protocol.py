@@ -361,7 +361,7 @@ class Target(Protocol):
     `capabilities` (`Capabilities`; None for all that a scenario can say), `numerics` (`Numerics`,
     or a function of the case), `options` of its own (`Option` by name), and a method
     `refuses(scenario)` that gives more reasons than the capabilities can say, strings or
-    `Problem`s; and
+    `Problem`s; `models`, models of its own (`OwnModel` by name), which scenarios name `own:NAME`;
     `reduce_ops(scenario)`, the reduce operations besides SUM that it asks of a backend; and
     `draws_weights = True` if `build` draws the start values, which `params` then reports. An update
     rule of its own is `reference_step(param, grad, state, settings)`, or

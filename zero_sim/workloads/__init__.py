@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zero_sim.workloads.draws import seed_of
 from zero_sim.workloads.exact import EXACT_MODELS
+from zero_sim.workloads.own_model import OwnModel, known_models, make_known
 from zero_sim.workloads.placed import on_device
 from zero_sim.workloads.protocol import Batch, ExpertWorkload, Workload, build_module
 from zero_sim.workloads.registry import build_workload, params_of
@@ -13,10 +14,13 @@ __all__ = [
     "EXACT_MODELS",
     "Batch",
     "ExpertWorkload",
+    "OwnModel",
     "Workload",
     "build_module",
     "build_workload",
+    "known_models",
     "make_distinct",
+    "make_known",
     "on_device",
     "params_of",
     "seed_of",

@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.scenario.spec import Scenario
-from zero_sim.workloads.affine import Affine, AffineBits, draw_affine
 from zero_sim.workloads.draws import (
     data_rank,
     generator_of,
@@ -24,6 +23,7 @@ from zero_sim.workloads.draws import (
     weight_generator,
     working_dtype,
 )
+from zero_sim.workloads.linear import LinearBits, build_linear, draw_linear
 from zero_sim.workloads.protocol import Batch
 
 _PIXELS, _CLASSES = 64, 10
@@ -76,10 +76,10 @@ def load_split() -> DigitSplit:
 class DigitNet(nn.Module):
     """Two layers with a ReLU between them: 64 pixels, `hidden`, 10 classes."""
 
-    def __init__(self, *, inner: AffineBits, outer: AffineBits) -> None:
+    def __init__(self, *, inner: LinearBits, outer: LinearBits) -> None:
         super().__init__()
-        self.inner = Affine(inner)
-        self.outer = Affine(outer)
+        self.inner = build_linear(inner)
+        self.outer = build_linear(outer)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map pixels (rows, 64) to logits (rows, 10)."""
@@ -103,8 +103,8 @@ class DigitsWorkload:
         self._dtype = working_dtype(scenario.model.dtype)
         self._split = load_split()
         generator, hidden = weight_generator(scenario), scenario.model.hidden
-        self._inner = draw_affine(generator, inputs=_PIXELS, outputs=hidden, dtype=self._dtype)
-        self._outer = draw_affine(generator, inputs=hidden, outputs=_CLASSES, dtype=self._dtype)
+        self._inner = draw_linear(generator, inputs=_PIXELS, outputs=hidden, dtype=self._dtype)
+        self._outer = draw_linear(generator, inputs=hidden, outputs=_CLASSES, dtype=self._dtype)
         self._shuffled: tuple[int, Tensor] | None = None
 
     def build(self) -> nn.Module:

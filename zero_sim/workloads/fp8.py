@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zero_sim.scenario.spec import Scenario
-from zero_sim.workloads.affine import draw_affine
 from zero_sim.workloads.draws import weight_generator, working_dtype
+from zero_sim.workloads.linear import draw_linear
 from zero_sim.workloads.mlp import MlpWorkload
 from zero_sim.workloads.protocol import Batch
 
@@ -105,7 +105,7 @@ class Fp8Workload:
         up_dtype, down_dtype = _FORMATS[scenario.model.fp8_format]
 
         def draw(inputs: int, outputs: int, fp8: torch.dtype) -> Fp8Bits:
-            bits = draw_affine(generator, inputs=inputs, outputs=outputs, dtype=torch.float32)
+            bits = draw_linear(generator, inputs=inputs, outputs=outputs, dtype=torch.float32)
             # No power of two: who trains must cope with whatever scale a module comes with.
             scale = bits.weight.abs().amax() / torch.finfo(fp8).max
             return Fp8Bits(

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zero_sim.scenario.spec import Scenario
-from zero_sim.workloads.affine import Affine, AffineBits, draw_affine
 from zero_sim.workloads.draws import (
     batch_generator,
     plant_nan,
@@ -17,6 +16,7 @@ from zero_sim.workloads.draws import (
     weight_generator,
     working_dtype,
 )
+from zero_sim.workloads.linear import LinearBits, build_linear, draw_linear
 from zero_sim.workloads.protocol import Batch, share_of
 
 _EXPANSION = 4
@@ -26,8 +26,8 @@ _EXPANSION = 4
 class BlockBits:
     """The initial weights of one block."""
 
-    up: AffineBits
-    down: AffineBits
+    up: LinearBits
+    down: LinearBits
 
 
 class ResidualBlock(nn.Module):
@@ -35,8 +35,8 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, bits: BlockBits) -> None:
         super().__init__()
-        self.up = Affine(bits.up)
-        self.down = Affine(bits.down)
+        self.up = build_linear(bits.up)
+        self.down = build_linear(bits.down)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` (rows, hidden) to the same shape."""
@@ -58,8 +58,8 @@ class MlpWorkload:
         inner = _EXPANSION * hidden
         self._blocks = tuple(
             BlockBits(
-                up=draw_affine(generator, inputs=hidden, outputs=inner, dtype=self._dtype),
-                down=draw_affine(generator, inputs=inner, outputs=hidden, dtype=self._dtype),
+                up=draw_linear(generator, inputs=hidden, outputs=inner, dtype=self._dtype),
+                down=draw_linear(generator, inputs=inner, outputs=hidden, dtype=self._dtype),
             )
             for _ in range(scenario.model.blocks)
         )

@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from zero_sim.errors import UsageError
 from zero_sim.scenario.spec import Scenario
-from zero_sim.workloads.affine import Affine, AffineBits, draw_affine
 from zero_sim.workloads.draws import (
     batch_generator,
     plant_nan,
@@ -22,6 +21,7 @@ from zero_sim.workloads.draws import (
     weight_generator,
     working_dtype,
 )
+from zero_sim.workloads.linear import LinearBits, build_linear, draw_linear
 from zero_sim.workloads.protocol import Batch
 
 TOKENS_PER_ROW = 4
@@ -30,9 +30,9 @@ TOKENS_PER_ROW = 4
 class Expert(nn.Module):
     """A linear layer and a ReLU."""
 
-    def __init__(self, bits: AffineBits) -> None:
+    def __init__(self, bits: LinearBits) -> None:
         super().__init__()
-        self.linear = Affine(bits)
+        self.linear = build_linear(bits)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` (tokens, hidden) to the same shape; there may be no token."""
@@ -52,13 +52,13 @@ class MoeNet(nn.Module):
     router: nn.Parameter  # 2D (hidden, all experts), fp32 whatever the others are
 
     def __init__(
-        self, *, first: AffineBits, last: AffineBits, router: Tensor, experts: dict[int, AffineBits]
+        self, *, first: LinearBits, last: LinearBits, router: Tensor, experts: dict[int, LinearBits]
     ) -> None:
         super().__init__()
-        self.up = Affine(first)
+        self.up = build_linear(first)
         self.register_parameter("router", nn.Parameter(router.clone()))
         self.experts = nn.ModuleDict({str(i): Expert(bits) for i, bits in experts.items()})
-        self.down = Affine(last)
+        self.down = build_linear(last)
         self._numbers = list(experts)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -102,8 +102,8 @@ class MoeWorkload:
         self._share = count // ep
         hidden, generator = scenario.model.hidden, weight_generator(scenario)
 
-        def draw() -> AffineBits:
-            return draw_affine(generator, inputs=hidden, outputs=hidden, dtype=self._dtype)
+        def draw() -> LinearBits:
+            return draw_linear(generator, inputs=hidden, outputs=hidden, dtype=self._dtype)
 
         self._first, self._last = draw(), draw()
         self._router = torch.randn((hidden, count), generator=generator)

@@ -43,7 +43,9 @@ class _Placed:
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
         batch = self._inner.batch(step=step, rank=rank, micro=micro)
         targets = None if batch.targets is None else batch.targets.to(self._device)
-        return replace(batch, inputs=batch.inputs.to(self._device), targets=targets)
+        inputs, extra = batch.inputs.to(self._device), batch.extra
+        extra = tuple(each.to(self._device) for each in extra)
+        return replace(batch, inputs=inputs, targets=targets, extra=extra)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         return self._inner.loss(module, batch)

@@ -7,13 +7,15 @@ from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 
-from zero_sim.scenario.spec import ModelName, ModelSpec, RunSpec, Scenario
+from zero_sim.scenario.kinds import is_own_model
+from zero_sim.scenario.spec import AnyModelName, ModelSpec, RunSpec, Scenario
+from zero_sim.workloads.own_model import OwnModel, OwnWorkload, own_model
 from zero_sim.workloads.protocol import Workload
 
 _MODELS_KEPT = 512
 
 # Modules by name: a case imports the workload that it names, and no other.
-_WORKLOADS: Mapping[ModelName, tuple[str, str]] = {
+_WORKLOADS: Mapping[AnyModelName, tuple[str, str]] = {
     "mlp": ("zero_sim.workloads.mlp", "MlpWorkload"),
     "params": ("zero_sim.workloads.params", "ParamsWorkload"),
     "transformer-260": ("zero_sim.workloads.transformer", "TransformerWorkload"),
@@ -23,6 +25,8 @@ _WORKLOADS: Mapping[ModelName, tuple[str, str]] = {
     "fp8": ("zero_sim.workloads.fp8", "Fp8Workload"),
     "bit-hash": ("zero_sim.workloads.bit_hash", "BitHashWorkload"),
     "ternary": ("zero_sim.workloads.ternary", "TernaryWorkload"),
+    "positional": ("zero_sim.workloads.positional", "PositionalWorkload"),
+    "gpt": ("zero_sim.workloads.gpt", "GptWorkload"),
     "tp-block": ("zero_sim.workloads.tp_block", "TpBlockWorkload"),
 }
 """Module and class by the name of a model."""
@@ -36,8 +40,12 @@ def build_workload(scenario: Scenario) -> Workload:
 
     Raises:
         EnvironmentProblem: The workload needs an optional package that is not installed.
+        UsageError: The model is a target's own, which no target has brought, or is not pure.
     """
-    module, name = _WORKLOADS[scenario.model.name]
+    model = scenario.model.name
+    if is_own_model(model):
+        return OwnWorkload(scenario, own_model(model))
+    module, name = _WORKLOADS[model]
     return getattr(import_module(module), name)(scenario)
 
 
@@ -46,10 +54,12 @@ def params_of(model: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
     if model.shapes is not None:
         return tuple((f"p{index}", shape) for index, shape in enumerate(model.shapes))
     # Neither when it is frozen nor which bits it starts from adds a param.
-    return _built(replace(model, freeze=()))
+    own = own_model(model.name) if is_own_model(model.name) else None
+    return _built(replace(model, freeze=()), own)
 
 
 @lru_cache(maxsize=_MODELS_KEPT)
-def _built(model: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _built(model: ModelSpec, own: OwnModel | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Names and shapes; another model may come under the name of `own`."""
     module = build_workload(Scenario(schema=1, model=model, run=RunSpec(steps=1))).build()
     return tuple((name, tuple(param.shape)) for name, param in module.named_parameters())

@@ -1,0 +1,135 @@
+"""`gpt`: a small language model of torch's own layers, with a tied head and a block used twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.workloads.draws import (
+    batch_generator,
+    plant_nan,
+    rows_of,
+    weight_generator,
+    working_dtype,
+)
+from zero_sim.workloads.linear import build_linear, draw_linear
+from zero_sim.workloads.protocol import Batch
+
+VOCABULARY, POSITIONS = 7, 3
+
+
+class Attention(nn.Module):
+    """Causal attention of one head."""
+
+    def __init__(self, qkv: nn.Linear, out: nn.Linear) -> None:
+        super().__init__()
+        self.qkv = qkv
+        self.out = out
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` (rows, positions, hidden) to the same shape."""
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        scores = query @ key.mT / x.shape[-1] ** 0.5
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        return self.out(scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ value)
+
+
+class Block(nn.Module):
+    """Attention and a layer, each behind a norm and beside a residual path."""
+
+    def __init__(self, attention: Attention, layer: nn.Linear, norms: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = norms
+        self.attention = attention
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` (rows, positions, hidden) to the same shape."""
+        x = x + self.attention(self.norm_1(x))
+        return x + functional.gelu(self.layer(self.norm_2(x)))
+
+
+class Gpt(nn.Module):
+    """Embeddings, blocks of which the first is used twice, a norm, and the embedding as head."""
+
+    def __init__(
+        self, tokens: Tensor, positions: Tensor, layers: Iterable[Block], norm: nn.LayerNorm
+    ) -> None:
+        super().__init__()
+        # With given weights, no init is drawn from the global generator.
+        self.tokens = nn.Embedding(VOCABULARY, tokens.shape[1], _weight=tokens)
+        self.positions = nn.Embedding(POSITIONS, tokens.shape[1], _weight=positions)
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.head = nn.Linear(tokens.shape[1], len(tokens), bias=False, device="meta")
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map `tokens` (rows, positions) to logits (rows, positions, vocabulary)."""
+        x = self.tokens(tokens) + self.positions(torch.arange(POSITIONS, device=tokens.device))
+        for block in (self.layers[0], *self.layers):
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class GptWorkload:
+    """The language model that guesses random tokens from random tokens."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Draw the initial weights, once.
+
+        Args:
+            scenario: Uses `model.hidden`, `model.blocks`, `model.dtype`, `data` and `run.seed`.
+        """
+        self._scenario = scenario
+        self._dtype = working_dtype(scenario.model.dtype)
+        self._hidden = hidden = scenario.model.hidden
+        generator = weight_generator(scenario)
+        shape = (VOCABULARY + POSITIONS, hidden)
+        embeddings = torch.randn(shape, generator=generator).to(self._dtype)
+        self._embeddings = embeddings.split([VOCABULARY, POSITIONS])
+        self._blocks = tuple(
+            tuple(
+                draw_linear(generator, inputs=hidden, outputs=outputs, dtype=self._dtype)
+                for outputs in (3 * hidden, hidden, hidden)
+            )
+            for _ in range(scenario.model.blocks)
+        )
+
+    def build(self) -> nn.Module:
+        """Return a fresh `Gpt`."""
+        blocks = []
+        for qkv, out, layer in self._blocks:
+            attention = Attention(build_linear(qkv), build_linear(out))
+            norms = (self._norm(), self._norm())
+            blocks.append(Block(attention, build_linear(layer), norms))
+        tokens, positions = (bits.clone() for bits in self._embeddings)
+        return Gpt(tokens, positions, blocks, self._norm())
+
+    def _norm(self) -> nn.LayerNorm:
+        return nn.LayerNorm(self._hidden, dtype=self._dtype)
+
+    def batch(self, *, step: int, rank: int, micro: int) -> Batch:
+        """Return tokens to read and to guess, both (rows, positions), and their weights, fp32."""
+        generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
+        rows = rows_of(self._scenario, rank=rank)
+        shape = (rows, POSITIONS)
+        inputs, targets = torch.randint(VOCABULARY, (2, *shape), generator=generator).unbind()
+        weights = torch.rand(shape, generator=generator)
+        plant_nan(weights, scenario=self._scenario, step=step, rank=rank, micro=micro)
+        return Batch(inputs=inputs.clone(), targets=targets, extra=(weights,))
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean of the weighted cross-entropies, in fp32."""
+        assert batch.targets is not None
+        logits = module(batch.inputs).float().flatten(0, 1)
+        losses = functional.cross_entropy(logits, batch.targets.flatten(), reduction="none")
+        return (losses * batch.extra[0].flatten()).mean()
+
+    def accuracy(self, module: nn.Module) -> float | None:
+        """Return None: random targets have no held-out part."""
+        return None

@@ -1,0 +1,257 @@
+"""`own:NAME`: a model, data and loss that a target brings.
+
+A scenario names it and imports nothing: `make_known` enters it under its name when a target that
+has it is judged. Both sides build it anew, so its functions have to be pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from zero_sim.errors import UsageError
+from zero_sim.scenario.spec import OwnModelName, Scenario
+from zero_sim.workloads.draws import (
+    batch_generator,
+    generator_of,
+    named_seed,
+    plant_nan,
+    rows_of,
+    working_dtype,
+)
+from zero_sim.workloads.protocol import Batch
+
+_CHECKED_MAX = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OwnModel:
+    """A model that a target brings, an entry of `Target.models`.
+
+    All three are pure functions: system and reference call them, in any order, and need the same
+    bits from the same arguments.
+
+        OwnModel(
+            build=lambda: nn.Linear(3, 2),
+            batch=lambda generator, rows: (torch.randn(rows, 3, generator=generator),),
+            loss=lambda module, x: module(x).square().mean(),
+        )
+    """
+
+    build: Callable[[], nn.Module]
+    """Makes a fresh module. torch's global generator is seeded before each call, so default inits
+    will do. The module is trained as it is, in fp32, or cast to `model.dtype`."""
+    batch: Callable[[torch.Generator, int], tuple[Tensor, ...] | Tensor]
+    """Draws a micro-batch from a generator; the number is the rows that it has."""
+    loss: Callable[..., Tensor]
+    """Takes the module and the tensors of a micro-batch, and returns a 0-D loss, a mean over rows.
+    It may only call the module, because a system may wrap it."""
+
+
+_KNOWN: dict[OwnModelName, OwnModel] = {}
+
+
+def make_known(models: Mapping[OwnModelName, OwnModel]) -> None:
+    """Enter models under their names; a name that was known stands for the new model from now."""
+    _KNOWN.update(models)
+
+
+def known_models() -> tuple[OwnModelName, ...]:
+    """Names of all models that targets have brought so far."""
+    return tuple(_KNOWN)
+
+
+def own_model(name: OwnModelName) -> OwnModel:
+    """The model of a name.
+
+    Raises:
+        UsageError: No target has brought it.
+    """
+    if name not in _KNOWN:
+        raise UsageError(
+            f"expected a target whose `models` has the model of name {name!r}, got none. Try "
+            "--target module:name with the target that has it."
+        )
+    return _KNOWN[name]
+
+
+class OwnWorkload:
+    """The workload of a model that a target brings."""
+
+    def __init__(self, scenario: Scenario, own: OwnModel) -> None:
+        """Build the module that all others are compared with, once.
+
+        Args:
+            scenario: Uses `model.name`, `model.dtype`, `data` and `run.seed`.
+            own: The model.
+
+        Raises:
+            UsageError: A function of the model raises, is not pure, or returns something else.
+        """
+        self._scenario = scenario
+        self._own = own
+        self._said = f"model {scenario.model.name!r}"
+        self._dtype = working_dtype(scenario.model.dtype)
+        self._seed = named_seed(scenario.run.seed, "weights")
+        self._first = self._made()
+        _check_functions(own, self._said, self._dtype)
+
+    def _made(self) -> nn.Module:
+        return _build(self._own, self._said, dtype=self._dtype, seed=self._seed)
+
+    def build(self) -> nn.Module:
+        """Return a fresh module.
+
+        Raises:
+            UsageError: It is not like the first one.
+        """
+        module = self._made()
+        if differs := _difference(self._first, module):
+            raise UsageError(
+                f"expected `build` of {self._said} to make a fresh, equal module in each call, got "
+                f"{differs}. Try drawing from torch's global generator, which is seeded before it."
+            )
+        return module
+
+    def batch(self, *, step: int, rank: int, micro: int) -> Batch:
+        """Return the tensors in `inputs` and `extra`, floating ones in the working dtype.
+
+        If none is floating, `targets` is a factor of the loss, 1, so that there is a place for a
+        planted NaN.
+        """
+        scenario = self._scenario
+        generator = batch_generator(scenario, step=step, rank=rank, micro=micro)
+        rows = rows_of(scenario, rank=rank)
+        tensors = _draw(self._own, self._said, generator, rows=rows, dtype=self._dtype)
+        floating = [each for each in tensors if each.is_floating_point()]
+        factor = None if floating else torch.ones(1)
+        poisoned = floating[0] if factor is None else factor
+        plant_nan(poisoned, scenario=scenario, step=step, rank=rank, micro=micro)
+        return Batch(inputs=tensors[0], targets=factor, extra=tensors[1:], row_count=rows)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the model's loss, in fp32."""
+        loss = self._own.loss(module, batch.inputs, *batch.extra).float()
+        return loss if batch.targets is None else loss * batch.targets.squeeze()
+
+    def accuracy(self, module: nn.Module) -> float | None:
+        """Return None: a model of this kind has no held-out data."""
+        return None
+
+
+@contextmanager
+def _theirs(expected: str) -> Iterator[None]:
+    """Name the function that raised."""
+    try:
+        yield
+    except UsageError:
+        raise
+    # Functions of a user may raise anything.
+    except Exception as error:
+        raise UsageError(f"expected {expected}, got {type(error).__name__}: {error}.") from error
+
+
+def _build(own: OwnModel, said: str, *, dtype: torch.dtype, seed: int) -> nn.Module:
+    """A fresh module, from the seed; the global generator is left as it was."""
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        with _theirs(f"`build` of {said} to make a module"):
+            module: object = own.build()
+    finally:
+        torch.default_generator.set_state(state)
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"expected `build` of {said} to return an nn.Module, got {module!r}.")
+    return module if dtype is torch.float32 else module.to(dtype)
+
+
+def _draw(
+    own: OwnModel, said: str, generator: torch.Generator, *, rows: int, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    with _theirs(f"`batch` of {said} to draw tensors"):
+        drawn: object = own.batch(generator, rows)
+    tensors = (drawn,) if isinstance(drawn, Tensor) else drawn
+    if not isinstance(tensors, tuple) or not tensors:
+        raise UsageError(f"expected `batch` of {said} to return a tuple of tensors, got {drawn!r}.")
+    cast: list[Tensor] = []
+    for each in tensors:
+        if not isinstance(each, Tensor):
+            raise UsageError(f"expected `batch` of {said} to return tensors, got {each!r}.")
+        # A copy, because a system may spoil its inputs.
+        cast.append(each.to(dtype if each.is_floating_point() else each.dtype, copy=True))
+    return tuple(cast)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Params and buffers, tied ones under each name."""
+    return dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
+
+
+def _difference(first: nn.Module, other: nn.Module) -> str:
+    """What keeps one module from being a fresh copy of another; empty if nothing does."""
+    if first is other:
+        return "the same module again"
+    before, now = _tensors(first), _tensors(other)
+    if list(before) != list(now):
+        names = ", ".join(sorted(before.keys() ^ now.keys())) or "those in another order"
+        return f"other params or buffers: {names}"
+    memory = {each.untyped_storage().data_ptr() for each in before.values() if each.numel()}
+    for name, tensor in now.items():
+        like = before[name]
+        if (like.shape, like.dtype, like.requires_grad) != (
+            tensor.shape, tensor.dtype, tensor.requires_grad
+        ):  # fmt: skip
+            return f"{name!r} of another shape, dtype or requires_grad"
+        if tensor.untyped_storage().data_ptr() in memory:
+            return f"{name!r} in the memory of an earlier module"
+        if not torch.equal(like, tensor):
+            return f"other bits of {name!r}"
+    return ""
+
+
+@lru_cache(maxsize=_CHECKED_MAX)
+def _check_functions(own: OwnModel, said: str, dtype: torch.dtype) -> None:
+    """Check that `batch` and `loss` are pure, on two rows.
+
+    Raises:
+        UsageError: They are not, or `loss` returns something else than a loss.
+    """
+    module = _build(own, said, dtype=dtype, seed=0)
+    one, two = (_draw(own, said, generator_of(0), rows=2, dtype=dtype) for _ in range(2))
+    if len(one) != len(two) or not all(map(torch.equal, one, two)):
+        raise UsageError(
+            f"expected `batch` of {said} to draw the same tensors from equal generators, got "
+            "others. Try passing `generator=generator` to all that it draws with."
+        )
+    buffers = {name: each.clone() for name, each in module.named_buffers()}
+    state = torch.default_generator.get_state()
+    losses: list[Tensor] = []
+    try:
+        for _ in range(2):
+            torch.default_generator.manual_seed(0)
+            with _theirs(f"`loss` of {said} to compute a loss"):
+                losses.append(own.loss(module, *one))
+    finally:
+        torch.default_generator.set_state(state)
+    loss = losses[0]
+    if not isinstance(loss, Tensor) or loss.shape != () or not loss.requires_grad:
+        raise UsageError(
+            f"expected `loss` of {said} to return a 0-D tensor that requires grad, got {loss!r}."
+        )
+    changed = [name for name, each in module.named_buffers() if not each.equal(buffers[name])]
+    if changed:
+        raise UsageError(
+            f"expected the forward of {said} to leave buffers as they are, because the reference "
+            f"replays all ranks on one module, got other values of {changed[0]!r}. Try a layer "
+            "without running statistics."
+        )
+    if not torch.equal(*losses):
+        raise UsageError(
+            f"expected `loss` of {said} to be a function of its arguments, got {losses[0]:.9g} and "
+            f"{losses[1]:.9g} from the same ones. Try random numbers of torch's global generator."
+        )
