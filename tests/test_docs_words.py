@@ -1,0 +1,137 @@
+"""Engines that the pages show for single words of a declaration are right, and faults in them found."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zero_sim import run_case
+from zero_sim.backends.worlds import WorldPool
+from zero_sim.scenario.spec import (
+    DataSpec,
+    LossScaleSpec,
+    ModelSpec,
+    NanSpec,
+    OptimizerSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.targets import StepResult, WholeParamEngine
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def shown(page, name):
+    """What the example of a page that defines a class defines."""
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
+    (code,) = [each for each in blocks if f"class {name}" in each]
+    names = {}
+    exec(code, names)  # What a reader copies.
+    return names
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with WorldPool() as worlds:
+        yield worlds
+
+
+def checks(result):
+    return [finding.check for finding in result.findings]
+
+
+class TestUnscaled:
+    """Gradients told without the loss scale, before they are clipped."""
+
+    NAMES = shown("targets.md", "ScaledTarget")
+    CASE = Scenario(
+        schema=1, name="case", model=ModelSpec(name="params", shapes=((3,), (2, 2))),
+        world=WorldSpec(size=3), run=RunSpec(steps=3), system=SystemSpec(stage=0),
+        optimizer=OptimizerSpec(name="sgd", lr=0.1, clip_norm=0.01, loss_scale=LossScaleSpec()),
+        data=DataSpec(nan=NanSpec(step=1, rank=1)),
+    )  # fmt: skip
+
+    def target(self, **methods):
+        names = self.NAMES
+        engine = type("Engine", (names["ScaledEngine"],), methods)
+
+        class Target(names["ScaledTarget"]):
+            def build(self, module, *, scenario, group):
+                optimizer = names["plain_optimizer"](
+                    scenario.optimizer, dict(module.named_parameters())
+                )
+                return engine(module, optimizer, spec=scenario.optimizer, group=group)
+
+        return Target()
+
+    def test_the_engine_is_right(self, pool):
+        result = run_case(self.CASE, pool=pool, target=self.target())
+        assert (result.verdict, result.findings) == ("pass", ())
+        assert "reduced gradients" not in result.unobserved
+
+    @pytest.mark.parametrize("point", ["before-division", "after-division", "after-clip"])
+    def test_no_other_word_says_where_it_reports(self, pool, point):
+        target = self.target()
+        target.numerics = replace(target.numerics, grads_told=point)
+        result = run_case(self.CASE, pool=pool, target=target)
+        assert checks(result)[0] == "equality.grad"
+        assert "Numerics(grads_told='after-unscale')" in result.findings[0].detail
+
+    @pytest.mark.parametrize("wrong", [False, True])
+    def test_gradients_of_params_are_compared_in_spite_of_a_loss_scale(self, pool, wrong):
+        engine = self.NAMES["ScaledEngine"]
+
+        def parts(self):
+            yield from (replace(part, grad=None) for part in engine.parts(self))
+
+        def share(self):
+            for param in self.named.values():
+                param.grad *= 2 if wrong else 1
+
+        target = self.target(parts=parts, share=share)
+        target.numerics = replace(target.numerics, grads_told="after-clip", grads_in_params=True)
+        result = run_case(self.CASE, pool=pool, target=target)
+        assert checks(result)[:1] == (["equality.grad"] if wrong else [])
+
+    def test_a_gradient_that_is_told_scaled_is_found(self, pool):
+        engine = self.NAMES["ScaledEngine"]
+
+        def parts(self):
+            for part in engine.parts(self):
+                scaled = part.grad is not None and part.place.start == 0 and self.scaler._scale
+                yield replace(part, grad=part.grad * scaled) if scaled else part
+
+        result = run_case(self.CASE, pool=pool, target=self.target(parts=parts))
+        assert checks(result)[0] == "equality.grad"
+
+
+class TestSkipping:
+    """Steps that are skipped without a loss scale, in an order that is not known."""
+
+    CASE = Scenario(
+        schema=1, name="case", model=ModelSpec(name="params", shapes=((3,), (2, 2))),
+        world=WorldSpec(size=3, order_known=False), run=RunSpec(steps=3),
+        system=SystemSpec(stage=0), optimizer=OptimizerSpec(name="sgd", lr=0.1),
+        data=DataSpec(nan=NanSpec(step=1, rank=1)),
+    )  # fmt: skip
+    NAMES = shown("targets.md", "SkippingTarget")
+
+    def test_the_engine_is_right(self, pool):
+        result = run_case(self.CASE, pool=pool, target=self.NAMES["SkippingTarget"]())
+        assert (result.verdict, result.findings) == ("pass", ())
+
+    def test_a_step_that_is_not_skipped_is_found(self, pool, monkeypatch):
+        update = WholeParamEngine.update
+        monkeypatch.setattr(self.NAMES["SkippingEngine"], "update", update)
+        result = run_case(self.CASE, pool=pool, target=self.NAMES["SkippingTarget"]())
+        assert result.verdict == "fail"
+
+    def test_a_finite_step_that_is_skipped_is_found(self, pool, monkeypatch):
+        monkeypatch.setattr(
+            self.NAMES["SkippingEngine"], "update", lambda self: StepResult(skipped=True)
+        )
+        result = run_case(self.CASE, pool=pool, target=self.NAMES["SkippingTarget"]())
+        assert checks(result)[0] == "equality.skipped"
