@@ -1,10 +1,12 @@
-"""Engines that the pages show for single words of a declaration are right, and faults in them found."""
+"""Engines that pages show for one word of a declaration are right; faults in them are found."""
 
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from zero_sim import run_case
 from zero_sim.backends.worlds import WorldPool
@@ -135,3 +137,99 @@ class TestSkipping:
         )
         result = run_case(self.CASE, pool=pool, target=self.NAMES["SkippingTarget"]())
         assert checks(result)[0] == "equality.skipped"
+
+
+LARGE = Scenario(
+    schema=1, name="case", model=ModelSpec(name="params", shapes=((40, 20), (60, 10), (50, 10))),
+    world=WorldSpec(size=3), run=RunSpec(steps=2),
+    system=SystemSpec(stage=0, bucket_elems=1200), optimizer=OptimizerSpec(name="adamw"),
+)  # fmt: skip
+
+
+class TestBuckets:
+    """Buckets of a size at most, in flight together, without control messages."""
+
+    NAMES = shown("costs.md", "BucketsTarget")
+
+    def judged(self, pool, *, most=None, **methods):
+        names = self.NAMES
+        engine = type("Engine", (names["BucketsEngine"],), methods)
+
+        class Target(names["BucketsTarget"]):
+            def build(self, module, *, scenario, group):
+                optimizer = names["plain_optimizer"](
+                    scenario.optimizer, dict(module.named_parameters())
+                )
+                bound = most or scenario.system.bucket_elems
+                return engine(module, optimizer, group=group, most=bound)
+
+        return run_case(LARGE, pool=pool, target=Target())
+
+    def test_the_engine_is_right(self, pool):
+        result = self.judged(pool)
+        assert (result.verdict, result.findings) == ("pass", ())
+        assert "calls of told buckets" not in result.unobserved
+
+    def test_a_bucket_that_is_larger_is_found(self, pool):
+        result = self.judged(pool, most=1450)
+        assert checks(result) == ["invariant.volume"]
+        assert "expected at most bucket_elems = 1200" in result.findings[0].message
+
+    def test_a_bucket_that_is_reduced_twice_is_found(self, pool):
+        engine = self.NAMES["BucketsEngine"]
+
+        def reduce(self):
+            dist.all_reduce(torch.zeros(800), group=self.group)
+            engine.reduce(self)
+
+        result = self.judged(pool, reduce=reduce)
+        assert "1 x all_reduce of 800 elements too many" in result.findings[0].message
+
+    def test_buckets_that_wait_for_each_other_are_found(self, pool):
+        engine = self.NAMES["BucketsEngine"]
+
+        def reduce(self):
+            whole = self.buckets
+            for self.buckets in [[each] for each in whole]:
+                engine.reduce(self)
+            self.buckets = whole
+
+        result = self.judged(pool, reduce=reduce)
+        assert checks(result) == ["invariant.overlap"]
+        assert "at most 1 calls in flight" in result.findings[0].message
+
+    def test_a_control_message_beyond_the_most_is_found(self, pool):
+        def share(self):
+            dist.all_reduce(torch.zeros(1), group=self.group)
+
+        result = self.judged(pool, share=share)
+        assert checks(result) == ["invariant.volume"]
+        assert "1 control messages in the step, expected at most 0" in result.findings[0].message
+
+
+class TestPerOwner:
+    """Buckets of one owner each, which are reduced and gathered in one call."""
+
+    NAMES = shown("costs.md", "PerOwnerTarget")
+    CASE = replace(LARGE, system=SystemSpec(stage=1))
+
+    def test_the_engine_is_right(self, pool):
+        result = run_case(self.CASE, pool=pool, target=self.NAMES["PerOwnerTarget"]())
+        assert (result.verdict, result.findings) == ("pass", ())
+        assert "calls of told buckets" not in result.unobserved
+
+    @pytest.mark.parametrize(("hook", "kind"), [("reduce", "reduce"), ("share", "broadcast")])
+    def test_a_call_that_is_made_twice_is_found(self, pool, monkeypatch, hook, kind):
+        engine = self.NAMES["PerOwnerEngine"]
+        once = getattr(engine, hook)
+
+        def twice(self):
+            flat = torch.zeros(600)
+            made = {"reduce": dist.reduce, "broadcast": dist.broadcast}[kind]
+            made(flat, 1, group=self.group)
+            once(self)
+
+        monkeypatch.setattr(engine, hook, twice)
+        result = run_case(self.CASE, pool=pool, target=self.NAMES["PerOwnerTarget"]())
+        assert checks(result) == ["invariant.volume"]
+        assert f"1 x {kind} of 600 elements too many" in result.findings[0].message

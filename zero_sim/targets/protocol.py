@@ -44,7 +44,8 @@ class Place:
     )
     """The collective that reduces its gradient; most orders of addition depend on it."""
     call_elems: int | None = None
-    """Elements of the tensor that is reduced in that one call."""
+    """Elements of the tensor that is reduced in that one call. Parts with one `bucket` are reduced
+    in one call if `flat_start` or `call_offset` is None; in one for each `shard` by `reduce`."""
     call_offset: int | None = None
     """Offset of `start` in that tensor."""
     joined_elems: int | None = None
@@ -58,6 +59,8 @@ class Place:
     """Half-open range of the bucket, padding included, in the flat buffer; None where not told."""
     padding_start: int | None = None
     """Where the bucket's padding begins, its tail that belongs to no param; None where not told."""
+    gathered_by: Literal["all_gather", "all_gather_list", "broadcast"] | None = None
+    """The collective that gathers the bucket, from `bucket_start` to `bucket_stop`."""
 
 
 @dataclass(frozen=True, slots=True)
