@@ -233,3 +233,42 @@ class TestPerOwner:
         result = run_case(self.CASE, pool=pool, target=self.NAMES["PerOwnerTarget"]())
         assert checks(result) == ["invariant.volume"]
         assert f"1 x {kind} of 600 elements too many" in result.findings[0].message
+
+
+class TestCopies:
+    """Sums over copies of a shard, in a dtype and in a tensor of their own."""
+
+    NAMES = shown("targets.md", "CopiesTarget")
+
+    def judged(self, pool, order, size=6, **numerics):
+        case = replace(
+            LARGE, world=WorldSpec(size=size, order=order),
+            system=SystemSpec(stage=1, redundancy=size // 2),
+            model=ModelSpec(name="params", shapes=((7, 5), (13,), (3, 11))),
+        )  # fmt: skip
+        target = self.NAMES["CopiesTarget"]()
+        target.numerics = replace(target.numerics, **numerics)
+        return run_case(case, pool=pool, target=target)
+
+    @pytest.mark.parametrize("order", ["linear", "ring"])
+    @pytest.mark.parametrize("size", [4, 6])
+    def test_the_engine_is_right(self, pool, order, size):
+        result = self.judged(pool, order, size)
+        assert (result.verdict, result.findings) == ("pass", ())
+        assert "reduced gradients" not in result.unobserved
+
+    def test_another_dtype_is_found(self, pool):
+        assert checks(self.judged(pool, "linear", copies_dtype=None))[0] == "equality.grad"
+
+    def test_another_place_in_the_sum_is_found(self, pool, monkeypatch):
+        engine = self.NAMES["CopiesEngine"]
+        parts = engine.parts
+
+        def shifted(self):
+            for part in parts(self):
+                elems, _ = part.place.copies_at
+                place = replace(part.place, copies_at=(2 * elems, elems))
+                yield replace(part, place=place)
+
+        monkeypatch.setattr(engine, "parts", shifted)
+        assert checks(self.judged(pool, "ring"))[0] == "equality.grad"

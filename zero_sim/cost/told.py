@@ -276,7 +276,7 @@ def _check_gathers(
             if place.param in held and (kind := place.gathered_by)
         }
         ends = ((kind, start, stop) for kind, _, _, start, stop, *_ in buckets)
-        told = Counter((kind, (stop or 0) - (start or 0)) for kind, start, stop in ends)
+        told = Counter((str(kind), (stop or 0) - (start or 0)) for kind, start, stop in ends)
         told = Counter({call: count for call, count in told.items() if call[1] > control})
         if not told:
             return

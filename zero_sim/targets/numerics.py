@@ -96,6 +96,9 @@ class Numerics:
     reduce_dtype: GradDtype | None = None
     """Dtype in which ranks are summed, where it is another one: that of DDP's compressing hooks, or
     FSDP's reduce_dtype."""
+    copies_dtype: GradDtype | None = None
+    """Dtype in which the sums of blocks of ranks (`system.redundancy`) are summed over the blocks,
+    if it is another one."""
     unused: Unused = "zeros"
     """What becomes of a param that no rank used in a step: stepped with a gradient of zeros, or
     `left-alone`, as by torch's optimizers where `.grad` is None."""
@@ -232,6 +235,7 @@ class Numerics:
             sync=self.sync,
             accumulate_dtype=self.accumulate_dtype,
             reduce_dtype=self.reduce_dtype,
+            copies_dtype=self.copies_dtype,
             unused=self.unused,
             nonfinite=self.nonfinite,
             norm=self.norm,
@@ -354,6 +358,7 @@ _EXACT_ONLY = (
     "divide_each",
     "accumulate_dtype",
     "reduce_dtype",
+    "copies_dtype",
     "unused",
     "told_dtype",
     "masters",
@@ -369,6 +374,7 @@ _WORDS: dict[str, tuple[object, ...]] = {
     "grad_dtype": (None, "param", "fp32"),
     "accumulate_dtype": (None, *get_args(GradDtype)),
     "reduce_dtype": (None, *get_args(GradDtype)),
+    "copies_dtype": (None, *get_args(GradDtype)),
     "unused": get_args(Unused),
     "nonfinite": get_args(NonFiniteRule),
     "grads_told": (None, *get_args(GradsTold)),

@@ -52,6 +52,9 @@ class Place:
     """Elements of all tensors of a coalesced call; None for a call of one tensor."""
     joined_offset: int | None = None
     """Offset of `start` in all of these, one after another."""
+    copies_at: tuple[int, int] | None = None
+    """Elements of the tensor that is summed over copies of the shard, and offset of `start` in it;
+    None if that tensor is the whole shard."""
     buffer: int = 0
     """Index of the flat buffer."""
     bucket_start: int | None = None
