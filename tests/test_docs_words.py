@@ -21,7 +21,7 @@ from zero_sim.scenario.spec import (
     SystemSpec,
     WorldSpec,
 )
-from zero_sim.targets import StepResult, WholeParamEngine
+from zero_sim.targets import Capabilities, StepResult, WholeParamEngine
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -272,3 +272,35 @@ class TestCopies:
 
         monkeypatch.setattr(engine, "parts", shifted)
         assert checks(self.judged(pool, "ring"))[0] == "equality.grad"
+
+
+class TestUnsettled:
+    """Steps that begin while params of the step before are in flight."""
+
+    NAMES = shown("targets.md", "LateTarget")
+    CASE = replace(
+        LARGE, system=SystemSpec(stage=1), run=RunSpec(steps=4, micro_batches=2),
+        optimizer=OptimizerSpec(lr=0.1),
+    )  # fmt: skip
+
+    def judged(self, pool, **world):
+        case = replace(self.CASE, world=replace(self.CASE.world, **world))
+        return run_case(case, pool=pool, target=self.NAMES["LateTarget"]())
+
+    @pytest.mark.parametrize("world", [{}, {"timing": "hostile"}, {"order_known": False}], ids=str)
+    def test_the_engine_is_right(self, pool, world):
+        result = self.judged(pool, **world)
+        assert (result.verdict, result.findings) == ("pass", ())
+
+    @pytest.mark.parametrize("unsettled", [False, True])
+    def test_a_forward_that_does_not_wait_is_found_where_nobody_settles(
+        self, pool, monkeypatch, unsettled
+    ):
+        monkeypatch.setattr(
+            self.NAMES["LateTarget"], "capabilities", Capabilities(
+                stages=(1,), unsettled=unsettled, follows=("run.micro_batches",)
+            )
+        )  # fmt: skip
+        monkeypatch.setattr(torch.nn.Module, "register_forward_pre_hook", lambda *_: None)
+        result = self.judged(pool, timing="hostile")
+        assert (result.verdict == "fail") == unsettled

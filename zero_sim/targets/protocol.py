@@ -208,7 +208,9 @@ class FullEngine(Engine, Protocol):
         """Wait for whatever the last step left in flight, so that params can be read.
 
         Called after `step` and `parts` and before `params`, before a save and after a load. With
-        `system.overlap_params` not after each step, but after the last one.
+        `system.overlap_params` not after each step, but after the last one. With
+        `Capabilities(unsettled=True)` after every second step, and `params` after the others comes
+        as with `system.overlap_params`.
         """
         ...
 
