@@ -304,3 +304,33 @@ class TestUnsettled:
         monkeypatch.setattr(torch.nn.Module, "register_forward_pre_hook", lambda *_: None)
         result = self.judged(pool, timing="hostile")
         assert (result.verdict == "fail") == unsettled
+
+
+class TestWhole:
+    """Memory that is whole within a step, by a form of the target's own."""
+
+    NAMES = shown("costs.md", "FreeingTarget")
+    CASE = replace(LARGE, system=SystemSpec(stage=2))
+
+    def test_the_engine_is_right(self, pool):
+        result = run_case(self.CASE, pool=pool, target=self.NAMES["FreeingTarget"]())
+        assert (result.verdict, result.findings) == ("pass", ())
+
+    def test_gradients_that_stay_until_the_update_are_found(self, pool, monkeypatch):
+        def finish(self):
+            (_, param, work), self.in_flight = self.in_flight or (0, 0, 0), None
+            if work:
+                work.wait()
+                param.grad /= self.group.size()
+
+        monkeypatch.setattr(self.NAMES["FreeingEngine"], "finish", finish)
+        result = run_case(self.CASE, pool=pool, target=self.NAMES["FreeingTarget"]())
+        assert set(checks(result)) == {"invariant.memory"}
+        assert "bytes of whole gradients as the gradient of" in result.findings[0].message
+
+    def test_an_engine_that_does_not_tell_is_an_error(self, pool, monkeypatch):
+        held = {"held_bytes": lambda self: {}}
+        monkeypatch.setitem(self.NAMES, "FreeingEngine", type("Held", (WholeParamEngine,), held))
+        result = run_case(self.CASE, pool=pool, target=self.NAMES["FreeingTarget"]())
+        assert result.verdict == "error"
+        assert "expected whole_bytes() of the engine" in result.error

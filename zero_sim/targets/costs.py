@@ -51,8 +51,9 @@ class Costs:
     `gathered_by`, each of their buckets is gathered, and nothing else is."""
     held: Literal["textbook"] | ByName | None = None
     """Bytes between two steps under the names of `held_bytes`, which the engine must have. A form
-    of its own names those that it speaks of; `textbook` holds the engine also to what is whole
-    within a step, where it tells."""
+    of its own names those that it speaks of, and as `whole gradients` and `whole params` the most
+    bytes that `whole_bytes` may return of these at any moment of a step; `textbook` holds the
+    engine also to what is whole within a step, where it tells."""
     in_flight: Literal["textbook"] | AtMost | None = None
     """When collectives are issued and waited for, as in the textbook; or the most bytes that are
     issued and not waited for at any moment of a step."""
