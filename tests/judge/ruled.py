@@ -118,7 +118,9 @@ class Engine:
             group = self.inside if self.does.get("sync") == "every-in-block" else self.group
             if self.blocks > 1 and group is self.group:
                 dist.all_reduce(grad, group=self.inside)
+                grad = grad.to(self.does.get("copies", grad.dtype))
                 dist.all_reduce(grad, group=self.across)
+                grad = grad.to(self.does.get("sum", grad.dtype))
             else:
                 dist.all_reduce(grad, group=group)
             if self.does.get("each") == "round":
@@ -134,7 +136,8 @@ class Engine:
 
     def step(self, *, lr_factor):
         if self.does.get("sync") == "every-in-block":
-            for grad in self.sums.values():
+            for name, grad in self.sums.items():
+                self.sums[name] = grad = grad.to(self.does.get("copies", grad.dtype))
                 dist.all_reduce(grad, group=self.across)
         divide, count = self.does.get("divide", "post"), self.count()
         count /= self.does.get("predivide", 1)

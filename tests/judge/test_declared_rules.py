@@ -37,6 +37,7 @@ UNUSED = replace(CASE, model=ModelSpec(name="unusual"), optimizer=OptimizerSpec(
 UNEVEN = replace(NARROW, data=DataSpec(rows=2, uneven_rows=True, loss="sum"))
 OVERFLOW = replace(CASE, data=DataSpec(nan=NanSpec(step=0, rank=1)))
 BLOCKS = replace(CASE, world=WorldSpec(size=4), system=SystemSpec(stage=1, redundancy=2))
+NARROW_BLOCKS = replace(BLOCKS, model=NARROW.model)
 
 
 def norm_of_own(engine, wide):
@@ -184,6 +185,30 @@ RULES = {
         Numerics(unused="left-alone"),
         {},
     ),
+    "over copies in fp32": (
+        NARROW_BLOCKS,
+        {"copies": FP32},
+        Numerics(copies_dtype="fp32"),
+        {"stages": (1,)},
+    ),
+    "over copies in fp32, every micro-batch": (
+        NARROW_BLOCKS,
+        {"copies": FP32, "sum": FP32, "sync": "every"},
+        Numerics(copies_dtype="fp32", accumulate_dtype="fp32", sync="every"),
+        {"stages": (1,)},
+    ),
+    "over copies in fp32 at last": (
+        NARROW_BLOCKS,
+        {"copies": FP32, "sync": "every-in-block"},
+        Numerics(copies_dtype="fp32", sync="every-in-block"),
+        {"stages": (1,)},
+    ),
+    "a narrow wire between copies": (
+        BLOCKS,
+        {"copies": BF16},
+        Numerics(copies_dtype="bf16"),
+        {"stages": (1,)},
+    ),
     "scatters every round": (
         BLOCKS,
         {"sync": "every-in-block"},
@@ -195,7 +220,7 @@ RULES = {
 
 NOT_KNOWN = {
     "a free factor", "before and after", "before and after, as products", "a norm of nobody's",
-    "a clip of its own", "losses by a function",
+    "a clip of its own", "losses by a function", "over copies in fp32, every micro-batch",
 }  # fmt: skip
 """What no rule of a known name is: the finding says nothing of rules."""
 SAID = {

@@ -273,6 +273,50 @@ def _in_words(moment: Moment) -> str:
     return f"{type(moment.module).__name__} {'began' if moment.what == 'begin' else 'ended'}"
 
 
+def watch_own_peaks(
+    recorder: MemoryRecorder,
+    module: nn.Module,
+    *,
+    names: Mapping[Tensor, str],
+    most: Mapping[str, int],
+    rank: int,
+) -> None:
+    """Record whole memory when gradients arrive and modules begin and end, against bounds.
+
+    Args:
+        recorder: Records it, and gets the bounds.
+        module: As for `watch_peaks`.
+        names: As for `watch_peaks`.
+        most: Most bytes at any moment, by names such as `whole gradients`.
+        rank: Rank in its dp-cp group.
+    """
+    recorder.forms.append(partial(_check_most, most=most, step=recorder.step, rank=rank))
+    recorder.watch_grads(names)
+    readers = readers_of(module, names=names)
+    recorder.watch_modules({module, *(reader for reader in readers if reader is not None)})
+
+
+def _check_most(
+    moments: Sequence[Moment], *, most: Mapping[str, int], step: int, rank: int
+) -> Iterator[Finding]:
+    """Check the bytes that were whole at every moment against a target's own bounds."""
+    for moment in moments:
+        whole = Counter[str]()
+        for what, _, held in moment.whole:
+            whole[f"whole {what}"] += held
+        for name, allowed in most.items():
+            if whole[name] > allowed:
+                yield Finding(
+                    check=Check.INVARIANT_MEMORY,
+                    step=step,
+                    rank=rank,
+                    phase=_PHASES.get(moment.what, Phase.BACKWARD),
+                    message=f"this rank holds {whole[name]} bytes of {name} as "
+                    f"{_in_words(moment)} in micro-batch {moment.micro}, expected at most "
+                    f"{allowed} by the target's closed form",
+                )
+
+
 def watch_peaks(
     recorder: MemoryRecorder,
     module: nn.Module,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from zero_sim.cost.calls import planned_calls
@@ -25,7 +25,7 @@ from zero_sim.targets.protocol import Place
 
 if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord, EventLog
-    from zero_sim.targets.costs import AtMost, ByName
+    from zero_sim.targets.costs import AtMost, ByName, Costs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,11 @@ def _owed_bytes(
 
 
 def check_told_calls(
-    called: Called, places: Mapping[int, Sequence[Place]], *, has_bucket_elems: bool
+    called: Called,
+    places: Mapping[int, Sequence[Place]],
+    *,
+    has_bucket_elems: bool,
+    costs: Costs,
 ) -> Iterator[Finding]:
     """Check that what is reduced are the buckets that parts tell, each once for each sum.
 
@@ -105,6 +109,7 @@ def check_told_calls(
         called: What was called.
         places: What each rank of the group tells, by rank.
         has_bucket_elems: Whether the target follows `system.bucket_elems`.
+        costs: Declared by the target.
     """
     rounds = rounds_of_sums(called.scenario)
     members = frozenset(window.world_rank for window in called.windows)
@@ -131,7 +136,21 @@ def check_told_calls(
             return
     has_elems = has_bucket_elems and called.scenario.system.bucket_elems is not None
     if has_elems and called.windows:
-        yield from _check_sizes(called, told[called.windows[0].rank])
+        rank = called.windows[0].rank
+        buckets = _told_buckets(places, held=[size.name for size in called.sizes[rank]])
+        yield from _check_sizes(called, buckets, are_most=costs.calls == "told-buckets-at-most")
+    yield from _check_gathers(called, places, most=costs.gathers)
+
+
+@dataclass(slots=True)
+class _Told:
+    """A call that reduces a bucket that parts report."""
+
+    kind: str
+    elems: int
+    """Of the call, padding included."""
+    parts: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Elements of each part, by param and start."""
 
 
 def told_calls(
@@ -145,20 +164,31 @@ def told_calls(
         places: What each rank tells, by rank.
         held: Names of the params that the calling rank trains; others' buckets are not its.
     """
-    calls = {
-        (
-            place.buffer,
-            place.reduced_by,
-            place.call_elems if place.joined_elems is None else place.joined_elems,
-            place.flat_start
-            - (place.call_offset if place.joined_offset is None else place.joined_offset),
-        )
-        for told in places.values()
-        for place in told
-        if place.param in held and place.reduced_by and place.call_elems
-        if place.flat_start is not None and place.call_offset is not None
-    }
-    return Counter((str(kind), elems) for _, kind, elems, _ in calls if elems)
+    return Counter((each.kind, each.elems) for each in _told_buckets(places, held=held))
+
+
+def _told_buckets(
+    places: Mapping[int, Sequence[Place]], *, held: Collection[str]
+) -> Collection[_Told]:
+    """Return one for each call that reduces a bucket; arguments as for `told_calls`."""
+    calls: dict[object, _Told] = {}
+    for place in (place for told in places.values() for place in told):
+        elems = place.call_elems if place.joined_elems is None else place.joined_elems
+        if place.param not in held or not place.reduced_by or not elems:
+            continue
+        offset = place.call_offset if place.joined_offset is None else place.joined_offset
+        where: object
+        if place.flat_start is not None and offset is not None:
+            where = place.flat_start - offset
+        elif place.bucket is not None:
+            # A call by `reduce` has one owner, so a bucket of several owners takes several.
+            where = ("bucket", place.bucket, place.shard if place.reduced_by == "reduce" else None)
+        else:
+            continue
+        key = (place.buffer, place.reduced_by, elems, where)
+        told = calls.setdefault(key, _Told(kind=place.reduced_by, elems=elems))
+        told.parts[place.param, place.start] = place.stop - place.start
+    return calls.values()
 
 
 def _kind_of(record: CollectiveRecord) -> tuple[str, int]:
@@ -183,10 +213,11 @@ def _over_copies(
     return left if copies > 1 and is_one_each and within else Counter()
 
 
-def _check_sizes(called: Called, told: Counter[tuple[str, int]]) -> Iterator[Finding]:
+def _check_sizes(called: Called, told: Collection[_Told], *, are_most: bool) -> Iterator[Finding]:
     """Check that told buckets are near their declared size.
 
     None reaches further beyond it than one param, and two neighbours are never less between them.
+    If it is the most, none with several params is larger at all, padding left out.
     """
     window, asked = called.windows[0], called.scenario.system.bucket_elems
     assert asked is not None
@@ -195,13 +226,22 @@ def _check_sizes(called: Called, told: Counter[tuple[str, int]]) -> Iterator[Fin
     payload = sum(size.elems for size in sizes)
     # One more for each dtype, and kind of params, that share no bucket.
     most = 2 * payload // asked + len({(size.dtype, size.kind) for size in sizes})
-    if told.total() > most:
+    if len(told) > most:
         yield finding_of(
             window,
-            f"parts tell {told.total()} buckets of {payload} elements, expected at most {most} "
+            f"parts tell {len(told)} buckets of {payload} elements, expected at most {most} "
             f"with bucket_elems = {asked}",
         )
-    largest = max((elems for _, elems in told), default=0)
+    for each in told if are_most else ():
+        whole = sum(each.parts.values())
+        if whole > asked and len({name for name, _ in each.parts}) > 1:
+            yield finding_of(
+                window,
+                f"parts tell a bucket of {whole} elements, padding left out, expected at most "
+                f"bucket_elems = {asked} in a bucket of several params",
+            )
+            return
+    largest = max((each.elems for each in told), default=0)
     align = called.scenario.system.align_elems * called.scenario.world.size
     if payload > largest > asked + longest + max(align, 128 * called.scenario.world.size):
         yield finding_of(
@@ -214,6 +254,98 @@ def _check_sizes(called: Called, told: Counter[tuple[str, int]]) -> Iterator[Fin
 def _in_words(call: tuple[str, int]) -> str:
     kind, elems = call
     return f"{kind} of {elems} elements"
+
+
+def _check_gathers(
+    called: Called, places: Mapping[int, Sequence[Place]], *, most: int | None
+) -> Iterator[Finding]:
+    """Check that what is gathered are the buckets that parts report, if they report any."""
+    system, run = called.scenario.system, called.scenario.run
+    if most is None:
+        most = 1 if system.stage < 3 else 2 * run.micro_batches + 1
+    members = frozenset(window.world_rank for window in called.windows)
+    for window in called.windows:
+        sizes = called.sizes[window.rank]
+        held, control = {size.name for size in sizes}, control_elems(sizes)
+        buckets = {
+            # A call by `broadcast` has one owner.
+            (kind, place.buffer, place.bucket, place.bucket_start, place.bucket_stop)
+            + ((place.shard,) if kind == "broadcast" else ())
+            for told in places.values()
+            for place in told
+            if place.param in held and (kind := place.gathered_by)
+        }
+        ends = ((kind, start, stop) for kind, _, _, start, stop, *_ in buckets)
+        told = Counter((str(kind), (stop or 0) - (start or 0)) for kind, start, stop in ends)
+        told = Counter({call: count for call, count in told.items() if call[1] > control})
+        if not told:
+            return
+        gathered = messages_of(window, called.log.collectives, control=control).gathered
+        made = Counter(
+            (record.kind, record.output_elems)
+            for record in gathered
+            if members.issuperset(record.group_ranks)
+        )
+        least = Counter[tuple[str, int]]() if window.skipped else told
+        if not least <= made or not made <= Counter({k: n * most for k, n in told.items()}):
+            times = "once" if most == 1 else f"1 to {most} times"
+            yield finding_of(
+                window,
+                "what this rank gathers in the step are not the buckets that the parts tell, each "
+                f"{times}: {difference(made, told, in_words=_in_words)}",
+            )
+            return
+
+
+def check_control(called: Called, most: int) -> Iterator[Finding]:
+    """Check how many control messages a rank sends in a step.
+
+    Args:
+        called: What was called.
+        most: The most that may be.
+    """
+    for window in called.windows:
+        control = control_elems(called.sizes[window.rank])
+        records = window.records(called.log.collectives)
+        made = [each for each in records if max(each.elems, each.output_elems) <= control]
+        if len(made) > most:
+            yield finding_of(
+                window,
+                f"this rank calls {len(made)} control messages in the step, expected at most "
+                f"{most}; the last one is {made[-1].text}",
+            )
+            return
+
+
+def check_overlapping(called: Called, least: AtMost) -> Iterator[Finding]:
+    """Check that enough calls are issued and not waited for at some moment of each step.
+
+    Args:
+        called: What was called.
+        least: The target's own form of how many at least.
+    """
+    records = called.log.collectives
+    for window in called.windows:
+        case = called.case(window.rank, skipped=window.skipped)
+        owed = form_of(least, case, name="calls_in_flight", kind=int)
+        peak, in_flight = 0, set[int]()
+        for moment in called.log.moments:
+            if moment.rank != window.world_rank or not window.start <= moment.record < window.stop:
+                continue
+            # A call that waits for its own end overlaps nothing.
+            if moment.what == "issue" and records[moment.record].asynchronous:
+                in_flight.add(moment.record)
+            elif moment.what in ("wait", "land"):
+                in_flight.discard(moment.record)
+            peak = max(peak, len(in_flight))
+        if peak < owed:
+            yield finding_of(
+                window,
+                f"this rank has at most {peak} calls in flight at a time in the step, expected "
+                f"{owed} or more by its closed form",
+                check=Check.INVARIANT_OVERLAP,
+            )
+            return
 
 
 def check_in_flight(called: Called, most: AtMost) -> Iterator[Finding]:

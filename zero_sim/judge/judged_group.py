@@ -108,8 +108,8 @@ class JudgedGroup:
     def shows_grads_of_params(self) -> bool:
         """Whether gradients of whole params are to be seen as they were summed."""
         spec = self.scenario.optimizer
-        changed = (spec.clip_norm or spec.clip_value) and self.numerics.told_at != "after-clip"
-        return bool(self.numerics.grads_in_params and not changed and not spec.loss_scale)
+        changed = spec.clip_norm or spec.clip_value or spec.loss_scale
+        return self.numerics.grads_in_params and (self.numerics.is_told_wide or not changed)
 
     def note_unreported(self, *, divisor: float) -> None:
         """Note that the gradient or its division is unobserved if no optimizer state shows them.

@@ -132,7 +132,10 @@ def _site_of(place: Place) -> SumSite:
 
 
 def _replica_site_of(place: Place) -> SumSite:
-    return SumSite(kind="all_reduce", **_in_shard(place))
+    if place.copies_at is None:
+        return SumSite(kind="all_reduce", **_in_shard(place))
+    elems, offset = place.copies_at
+    return SumSite(kind="all_reduce", elems=elems, offset=offset)
 
 
 def _in_shard(place: Place) -> dict[str, Any]:

@@ -34,13 +34,17 @@ def told_as(
         point: At which point of the step.
         dtype: In which dtype.
     """
+    like = expected.params[name].dtype
+    if point == "after-unscale":
+        if expected.skipped:
+            return None
+        wide = expected.update.apply(expected.grads[name])
+        return wide.to(like) if dtype == "param" else wide
     if point != "after-clip":
-        like = expected.params[name].dtype
         return _in_dtype(expected.grads[name], expected.update.division, point, dtype, like)
     if name in expected.stepped:
         stepped = expected.stepped[name]
-        like = {"sum": expected.grads, "param": expected.params}.get(dtype)
-        return stepped if like is None or dtype == "sum" else stepped.to(like[name].dtype)
+        return stepped.to(like) if dtype == "param" else stepped
     return None if expected.skipped else torch.zeros_like(expected.masters[name])
 
 
@@ -52,7 +56,15 @@ def sum_as_reported(by: StepAgain, name: str, *, numerics: Numerics) -> Tensor:
         name: The param.
         numerics: Declared by the target.
     """
-    like = by.again.taken.params[name].dtype
+    taken = by.again.taken
+    if numerics.told_at == "after-unscale":
+        taken = replace(
+            taken, grads={name: by.sum(name)}, update=replace(taken.update, division=by.division)
+        )
+        told = told_as(taken, name, point="after-unscale", dtype=numerics.told_dtype)
+        if told is not None:
+            return told
+    like = taken.params[name].dtype
     return _in_dtype(by.sum(name), by.division, numerics.told_at, numerics.told_dtype, like)
 
 
@@ -120,7 +132,7 @@ def told_within_bounds(bound: Interval, got: Tensor, *, divisor: float, divided:
 
 
 def _where(point: GradsTold, divisor: float) -> str:
-    return point.replace("-", " the ") + (f" by {divisor:g}" if point != "after-clip" else "")
+    return point.replace("-", " the ") + (f" by {divisor:g}" if "division" in point else "")
 
 
 def _declare(what: str, said: str) -> str:

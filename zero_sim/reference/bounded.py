@@ -91,8 +91,8 @@ class BoundedReference:
     Args:
         scenario: The case, without experts, params in fp8 or a reload.
         workload: Its workload. Forward must not change the module: one module plays all ranks.
-        rules: Of these only `scale_loss`, and how a gradient is clipped by its norm; not a form
-            that takes the root.
+        rules: Of these `scale_loss`, `nonfinite`, and how a gradient is clipped by its norm; not a
+            form that takes the root.
 
     Raises:
         ModelError: The module has no param to train, or not one that is to be frozen.
@@ -155,6 +155,7 @@ class BoundedReference:
         norms, zeros = _measure_bounds(
             bounds, active=local.active, division=local.division, scale=scale
         )
+        skips = self._loss_scale is not None or self._rules.nonfinite == "skipped"
         if self._loss_scale is not None:
             self._loss_scale.update(finite=overflow != "certain")
         self._next_step += 1
@@ -172,7 +173,7 @@ class BoundedReference:
             zeros_min=zeros[0],
             zeros=zeros[1],
             overflow=overflow,
-            skipped=self._loss_scale is not None and overflow == "certain",
+            skipped=skips and overflow == "certain",
             nonzero_fraction=signed / max(1, self._elems),
             data_digests=local.data_digests,
             nonfinite=nonfinite,

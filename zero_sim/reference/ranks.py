@@ -75,6 +75,8 @@ class Contributions:
     """By param: in which ranks are summed; None for the dtype of what they accumulated."""
     sum_dtypes: Mapping[str, torch.dtype] | None = None
     """By param: in which the sums of several rounds are added; None for the dtype of these."""
+    copies_dtypes: Mapping[str, torch.dtype] | None = None
+    """By param: in which sums of blocks are added over these; None for the dtype of these."""
 
     @property
     def losses(self) -> dict[tuple[int, int], Tensor]:
@@ -128,6 +130,10 @@ class Contributions:
             if before:
                 terms = [self.division.before(term) for term in terms]
             certified[name] = certify(terms or [torch.zeros_like(zero)])
+            last = zero.dtype if self.copies_dtypes is None else self.copies_dtypes[name]
+            if torch.promote_types(zero.dtype, last) != last:
+                # Sums of blocks are rounded once more, so exact terms prove nothing.
+                certified[name] = torch.zeros_like(certified[name])
         return certified
 
     def reduce(self, adding: Adding, *, orders: Orders) -> dict[str, Tensor]:
@@ -144,7 +150,7 @@ class Contributions:
             name: self.reduce_param(name, adding, spans=orders.get(name)) for name in self.active
         }
         zeros = {name: grad for replay in self.replays for name, grad in replay.rounds[0].items()}
-        dtypes = self.reduce_dtypes or self.sum_dtypes or {}
+        dtypes = self.sum_dtypes or self.copies_dtypes or self.reduce_dtypes or {}
         return {
             name: reduced[name]
             if name in reduced
@@ -172,11 +178,26 @@ class Contributions:
             brought = [[self._brought(name, grad) for grad in each] for each in held]
         try:
             if not self.across_last:
-                return self._added(name, [adding.all(each, spans=spans) for each in brought])
+                return self._added(name, [self._over_all(name, adding, g, spans) for g in brought])
             blocks = zip(*(adding.in_blocks(each, spans=spans) for each in brought), strict=True)
-            return adding.over_blocks([self._added(name, sums) for sums in blocks], spans=spans)
+            sums = [self._added(name, sums) for sums in blocks]
+            return adding.over_blocks(self._as_copies(name, sums), spans=spans)
         except UsageError as error:
             raise UsageError(f"param {name!r}: {error}") from error
+
+    def _over_all(
+        self, name: str, adding: Adding, grads: Sequence[Tensor], spans: Sequence[SumSpan] | None
+    ) -> Tensor:
+        """The sum of all ranks' gradients of one round."""
+        if self.copies_dtypes is None:
+            return adding.all(grads, spans=spans)
+        sums = adding.in_blocks(grads, spans=spans)
+        return adding.over_blocks(self._as_copies(name, sums), spans=spans)
+
+    def _as_copies(self, name: str, sums: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Sums of blocks as they are added over these."""
+        dtypes = self.copies_dtypes
+        return sums if dtypes is None else [each.to(dtypes[name]) for each in sums]
 
     def _added(self, name: str, sums: Sequence[Tensor]) -> Tensor:
         """The sums of all rounds, one after the other."""
@@ -416,7 +437,9 @@ class Ranks:
             rules: How gradients are divided and summed; accumulated they are already.
         """
         sync, accumulate, reduce = self._how(rules)
+        copies = rules.copies_dtype if self._scenario.system.redundancy > 1 else None
         differ = accumulate != reduce
+        narrows = differ or copies is not None
         return Contributions(
             names=self._names,
             active=active,
@@ -424,7 +447,8 @@ class Ranks:
             division=self._division(replays, rules),
             across_last=sync == "every-in-block",
             reduce_dtypes=self._grad_dtypes(reduce) if differ and sync == "last" else None,
-            sum_dtypes=self._grad_dtypes(accumulate) if differ and sync == "every" else None,
+            sum_dtypes=self._grad_dtypes(accumulate) if narrows and sync == "every" else None,
+            copies_dtypes=None if copies is None else self._grad_dtypes(copies),
         )
 
     def _how(self, rules: Rules) -> tuple[Sync, GradDtype, GradDtype]:

@@ -62,6 +62,8 @@ class Rules:
     """In which a rank adds its micro-batches, or where it sums each of them, these sums."""
     reduce_dtype: GradDtype | None = None
     """In which ranks are summed."""
+    copies_dtype: GradDtype | None = None
+    """In which the sums of blocks of ranks are summed over these."""
     unused: Unused = "zeros"
     nonfinite: NonFiniteRule = "stepped"
     norm: Norm = "of-elements"

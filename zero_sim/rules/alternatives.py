@@ -56,6 +56,7 @@ _DTYPES: tuple[Change, ...] = (
     {"reduce_dtype": "bf16"},
     {"reduce_dtype": "fp16"},
 )
+_COPIES: tuple[Change, ...] = ({"copies_dtype": "fp32"}, {"copies_dtype": "bf16"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,8 @@ class SumRules:
             "sync": rules.sync or system.sync,
             "grad_dtype": system.grad_dtype,
         }
-        for name in ("scale_loss", "predivide_by", "accumulate_dtype", "reduce_dtype"):
+        of_sums = ("scale_loss", "predivide_by", "accumulate_dtype", "reduce_dtype", "copies_dtype")
+        for name in of_sums:
             if getattr(rules, name) is not None:
                 named[name] = getattr(rules, name)
         if rules.divide_each != "step":
@@ -122,7 +124,7 @@ class SumRules:
         ]
         if scenario.run.micro_batches > 1:
             things.append(_ROUNDS if scenario.system.redundancy > 1 else _ROUNDS[:-1])
-        things.append(_DTYPES)
+        things.append((*_DTYPES, *_COPIES) if scenario.system.redundancy > 1 else _DTYPES)
         return [[change for change in thing if self._differs(change)] for thing in things]
 
     def _differs(self, change: Change) -> bool:

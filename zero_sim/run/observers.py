@@ -13,11 +13,12 @@ from zero_sim.cost.checkpoints import check_checkpoints, checkpoint_bytes
 from zero_sim.cost.forms import sizes_of
 from zero_sim.cost.grad_peaks import watch_grad_peaks
 from zero_sim.cost.hook_trace import Clock, HookTrace, record_hooks
-from zero_sim.cost.memory_recorder import MemoryRecorder
+from zero_sim.cost.memory_recorder import Look, MemoryRecorder
 from zero_sim.cost.observer import Observer
-from zero_sim.cost.peaks import watch_peaks
+from zero_sim.cost.peaks import watch_own_peaks, watch_peaks
 from zero_sim.cost.staging import check_staging, staged_bytes
 from zero_sim.cost.volume import held_sizes_of
+from zero_sim.errors import ProtocolError
 from zero_sim.judge.checks.given_back import (
     Hook,
     ModuleNote,
@@ -39,6 +40,9 @@ from zero_sim.targets import (
     StepResult,
 )
 from zero_sim.targets.costs import CostCase, Costs, form_of
+
+_WHOLE = "whole "
+"""How names in `Costs.held` begin that bound memory within a step."""
 
 
 class BareModule:
@@ -92,9 +96,12 @@ def choose_observers(
     """
     rank, module = watched.rank, bare.module
     costed = watched.engine.costed if costs.held == "textbook" else None
+    own_bytes = _own_bytes(costs, bare, scenario=watched.judge.group.scenario, rank=rank)
+    whole = {name: most for name, most in (own_bytes or {}).items() if name.startswith(_WHOLE)}
+    look = _look_at(watched.engine) if whole else None
     overlaps = overlaps_grads(scenario.system) or overlaps_params(scenario.system)
     traces = clock if overlaps and costs.in_flight == "textbook" else None
-    is_hooked = traces is not None or bare.reads is not None or _has_peaks(scenario)
+    is_hooked = traces is not None or bare.reads is not None or bool(whole) or _has_peaks(scenario)
     hook_trace: HookTrace | None = None
     with watched.rank_time.harness():
         # A small case would notice to look for hooks of which there are none.
@@ -104,6 +111,9 @@ def choose_observers(
         memory = None
         if costed is not None:
             memory = _watch_memory(bare, costed, scenario=scenario, watched=watched)
+        elif look is not None:
+            memory = MemoryRecorder(watched.judge.weighed_step, look=look)
+            watch_own_peaks(memory, module, names=bare.names, most=whole, rank=rank)
         if bare.reads is not None:
             bare.reads.watch()
         recorders = [each for each in (hook_trace, memory, bare.reads) if each is not None]
@@ -112,13 +122,28 @@ def choose_observers(
         sizes=bare.sizes,
         held_sizes=bare.held_sizes,
         costs=costs,
-        own_bytes=_own_bytes(costs, bare, scenario=watched.judge.group.scenario, rank=rank),
+        own_bytes=own_bytes
+        and {name: held for name, held in own_bytes.items() if name not in whole},
         hook_trace=hook_trace,
         memory=memory,
         reads=bare.reads,
     )
     unwrapping = UnwrapObserver(watched, note=bare.note, own_hooks=own_hooks)
     return Observers([*recorders, JudgeObserver(watched), unwrapping]), notes
+
+
+def _look_at(engine: CompletedEngine) -> Look:
+    """Return the method of an engine that reports whole memory.
+
+    Raises:
+        ProtocolError: It has none.
+    """
+    if isinstance(engine.costed, PeakEngine):
+        return engine.costed.whole_bytes
+    raise ProtocolError(
+        f"expected whole_bytes() of the engine, because Costs.held names {_WHOLE!r}..., got none. "
+        "Try adding it, or leaving out these names."
+    )
 
 
 def _watch_memory(

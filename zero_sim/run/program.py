@@ -27,7 +27,7 @@ from zero_sim.run.observers import BareModule, Observers, Watched, choose_observ
 from zero_sim.scenario.derived import overlaps_params, own_micro_batches
 from zero_sim.scenario.fitting import after_reload
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import CompletedEngine, Saving, Target, complete
+from zero_sim.targets import CompletedEngine, Saving, Target, capabilities_of, complete
 from zero_sim.targets.bare_model import model_of, names_like
 from zero_sim.targets.costs import Costs, costs_of
 from zero_sim.targets.drawn_weights import draws_weights
@@ -155,6 +155,7 @@ def build_program(
             observers=Observers([]),
             rank_time=rank_time,
             target_name=target.name,
+            unsettled=capabilities_of(target).unsettled,
         )
         if segment.load is not None:
             _load(training, segment, segment.load)
@@ -221,6 +222,8 @@ class _Training:
     observers: Observers
     rank_time: RankTime
     target_name: str
+    unsettled: bool
+    """As the target's capabilities say."""
 
     @property
     def may_raise(self) -> bool:
@@ -289,7 +292,7 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
     observers, stop = training.observers, segment.stop
     # Gathers that the next forward overlaps must not be waited for by the judge: it looks at params
     # once that forward has used them.
-    deferred = overlaps_params(scenario.system)
+    deferred, late = overlaps_params(scenario.system), False
     saving: Saving | None = None
     if segment.early_save is not None:
         _save(training, segment, segment.early_save)
@@ -313,7 +316,7 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
             for watch in observers.before_micro_batch:
                 watch(step, micro)
             losses += _take_part(training, step, micro)
-            if deferred and micro == 0 and step > segment.start:
+            if late and micro == 0:
                 for watch in observers.after_gather:
                     watch(step - 1)
         with ExitStack() as stack:
@@ -324,7 +327,8 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
             result = take_step(lr_factor=lr_factor(scenario, step))
         for watch in observers.after_step:
             watch(step, losses, result)
-        if not deferred or step + 1 == stop:
+        late = (deferred or (training.unsettled and step % 2 == 0)) and step + 1 < stop
+        if not late:
             engine.settle()
             for watch in observers.after_gather:
                 watch(step)

@@ -15,7 +15,9 @@ from zero_sim.cost.relations import check_relations, why_unrelated
 from zero_sim.cost.told import (
     Called,
     check_bytes,
+    check_control,
     check_in_flight,
+    check_overlapping,
     check_told_calls,
     told_calls,
 )
@@ -181,6 +183,8 @@ def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Ite
     if volume is not None:
         yield volume
     # Calls that are too many or too few are not on time either.
+    if volume is None and costs.calls_in_flight is not None:
+        yield from check_overlapping(called, costs.calls_in_flight)
     if volume is not None or costs.in_flight is None:
         return
     if costs.in_flight != "textbook":
@@ -202,16 +206,20 @@ def _check_volume(context: GroupContext, called: Called, *, target: Target) -> I
     costs, records = judge.notes[0].costs, called.log.collectives
     if costs.calls == "textbook":
         yield from check_volume(records, judge.book.windows, sizes=called.sizes, scenario=scenario)
-    elif costs.calls == "told-buckets":
+    elif costs.calls is not None:
         if told_calls(group.ownership.places, held=group.ownership.param_names):
             has = "system.bucket_elems" in capabilities_of(target).follows
-            yield from check_told_calls(called, group.ownership.places, has_bucket_elems=has)
+            yield from check_told_calls(
+                called, group.ownership.places, has_bucket_elems=has, costs=costs
+            )
         else:
             group.unobserved.add("calls of told buckets")
     if costs.volume == "textbook":
         yield from check_bytes(replace(called, scenario=scenario), None)
     elif costs.volume is not None:
         yield from check_bytes(called, costs.volume)
+    if costs.control_calls is not None:
+        yield from check_control(called, costs.control_calls)
     yield from check_relations(
         records,
         judge.book.windows,

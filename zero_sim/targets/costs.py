@@ -45,21 +45,29 @@ class Costs:
     """Bytes that a rank contributes in a step, by dtype, such as `{"float32": 4096}`. Control
     messages may come on top: calls of a few numbers. A call counts with the tensor that the rank
     passes in: a `broadcast` or a `reduce` with all of it on every rank, root or not."""
-    calls: Literal["textbook", "told-buckets"] | None = None
+    calls: Literal["textbook", "told-buckets", "told-buckets-at-most"] | None = None
     """Kind, group and elements of every call, as in the textbook; or each bucket that the parts
     tell, by `reduced_by` and `call_elems`, is reduced once for each sum over ranks, and nothing
     else is but control messages; where it follows `system.bucket_elems`, in buckets of about that
-    size."""
+    size, or with `told-buckets-at-most` never of more, but for a bucket of one param. If parts have
+    `gathered_by`, each of their buckets is gathered, and nothing else is."""
     held: Literal["textbook"] | ByName | None = None
     """Bytes between two steps under the names of `held_bytes`, which the engine must have. A form
-    of its own names those that it speaks of; `textbook` holds the engine also to what is whole
-    within a step, where it tells."""
+    of its own names those that it speaks of, and as `whole gradients` and `whole params` the most
+    bytes that `whole_bytes` may return of these at any moment of a step; `textbook` holds the
+    engine also to what is whole within a step, where it tells."""
     in_flight: Literal["textbook"] | AtMost | None = None
     """When collectives are issued and waited for, as in the textbook; or the most bytes that are
     issued and not waited for at any moment of a step."""
+    calls_in_flight: AtMost | None = None
+    """How many calls at least, made with `async_op`, are issued and not waited for at some moment
+    of a step."""
+    control_calls: int | None = None
+    """Most control messages of a rank in a step; None for any number."""
     gathers: int | None = None
     """How often a step gathers each element at most; None for what no ZeRO needs more than: twice
-    a micro-batch, and once after the update."""
+    a micro-batch, and once after the update. Of buckets with `gathered_by`, below stage 3, None is
+    1."""
     align_elems: int = ALIGN_ELEMS
     """What a param, and a rank's part of a bucket, is rounded up to at most."""
 
@@ -73,12 +81,9 @@ class Costs:
             value = getattr(self, name)
             if value is None or value in words or (name != "calls" and callable(value)):
                 continue
-            form = "" if name == "calls" else ", a function of a CostCase"
-            raise UsageError(
-                f"expected Costs.{name} to be {' or '.join(map(repr, words))}{form} or None, got "
-                f"{value!r}."
-            )
-        for name, least in (("gathers", 0), ("align_elems", 1)):
+            kinds = [*map(repr, words), *(["a function of a CostCase"] * (name != "calls")), "None"]
+            raise UsageError(f"expected Costs.{name} to be {' or '.join(kinds)}, got {value!r}.")
+        for name, least in (("control_calls", 0), ("gathers", 0), ("align_elems", 1)):
             value = getattr(self, name)
             if (value is not None or name == "align_elems") and (
                 type(value) is not int or value < least
@@ -96,9 +101,10 @@ class Costs:
 
 _WORDS: dict[str, tuple[str, ...]] = {
     "volume": ("textbook",),
-    "calls": ("textbook", "told-buckets"),
+    "calls": ("textbook", "told-buckets", "told-buckets-at-most"),
     "held": ("textbook",),
     "in_flight": ("textbook",),
+    "calls_in_flight": (),
 }
 
 _IN_WORDS = {

@@ -100,6 +100,9 @@ class Capabilities:
     of its cases has `world.order_known = false` and is judged by bounds."""
     world_size_max: int | None = None
     """Most ranks; None for any number."""
+    unsettled: bool = False
+    """Whether a step may begin without `settle` after the step before: then it is called after
+    every second step, and after the last one."""
     follows: tuple[str, ...] = ()
     """Paths of options that it follows where a scenario sets them: of `system`, `optimizer` and
     `topology`; and `run.micro_batches`, `model.tied`, `model.unused`, `model.one_rank`,
@@ -127,7 +130,7 @@ class Capabilities:
                     f"got {entry!r}. Try ('reload.form', ('sharded',))."
                 )
             check_word("the path of an entry of Capabilities.only", entry[0], field_paths())
-        for name in ("empty_params", "scalar_params"):
+        for name in ("empty_params", "scalar_params", "unsettled"):
             check_word(f"Capabilities.{name}", getattr(self, name), (True, False))
         most = self.world_size_max
         if most is not None and (type(most) is not int or most < 1):

@@ -37,7 +37,7 @@ from zero_sim.reference import (
 from zero_sim.scenario.fields import show
 from zero_sim.scenario.spec import Scenario
 
-GradsTold = Literal["before-division", "after-division", "after-clip"]
+GradsTold = Literal["before-division", "after-division", "after-clip", "after-unscale"]
 """At which point reduced gradients are told."""
 ToldDtype = Literal["sum", "param", "fp32"]
 """In which dtype: that of the sum, of the params, or fp32."""
@@ -96,6 +96,9 @@ class Numerics:
     reduce_dtype: GradDtype | None = None
     """Dtype in which ranks are summed, where it is another one: that of DDP's compressing hooks, or
     FSDP's reduce_dtype."""
+    copies_dtype: GradDtype | None = None
+    """Dtype in which the sums of blocks of ranks (`system.redundancy`) are summed over the blocks,
+    if it is another one."""
     unused: Unused = "zeros"
     """What becomes of a param that no rank used in a step: stepped with a gradient of zeros, or
     `left-alone`, as by torch's optimizers where `.grad` is None."""
@@ -106,7 +109,8 @@ class Numerics:
     `clip_grad_norm_(error_if_nonfinite=True)`. Training goes on with the next step."""
     grads_told: GradsTold | None = None
     """Whether the reduced gradients that it tells are as the collective left them, or already
-    divided where the division comes after the sum, or what the optimizer was given. If left out,
+    divided where the division comes after the sum, or in fp32 and without the loss scale too
+    (`after-unscale`), or what the optimizer was given (`after-clip`). If left out,
     `before-division`; and where a gradient differs then, the point is worked out on cases of 3
     ranks, with SGD if the target has it. A target that tells masters and state without gradients
     gives `OwnedPart(grad=None)`."""
@@ -139,8 +143,8 @@ class Numerics:
     `fp64-inverse` or `fp64-root-inverse` where it is a Python number. The LAMB kernels of apex:
     `fp32-quotient-without-eps`."""
     grads_in_params: bool = False
-    """Whether the tensors that `params` gives have the reduced gradient in `.grad` after a step:
-    not unscaled, and clipped only where `grads_told` says so."""
+    """Whether the tensors that `params` gives have the reduced gradient in `.grad` after a step,
+    unscaled or clipped only where `grads_told` says so."""
 
     masters: Masters = "fp32"
     """What the optimizer steps: an fp32 master of each param, or (`param`) the working params
@@ -195,6 +199,11 @@ class Numerics:
         """Point at which gradients are compared."""
         return self.grads_told or "before-division"
 
+    @property
+    def is_told_wide(self) -> bool:
+        """True if gradients are compared in fp32, without the loss scale."""
+        return self.told_at in ("after-unscale", "after-clip")
+
     def replayed(self, scenario: Scenario, *, added_in: str | None = None) -> Scenario:
         """The case that the reference replays in place of the one that the target is given.
 
@@ -226,6 +235,7 @@ class Numerics:
             sync=self.sync,
             accumulate_dtype=self.accumulate_dtype,
             reduce_dtype=self.reduce_dtype,
+            copies_dtype=self.copies_dtype,
             unused=self.unused,
             nonfinite=self.nonfinite,
             norm=self.norm,
@@ -270,8 +280,10 @@ class Numerics:
                 "have no values to step, got 'fp8'.",
             )
         beyond = [name for name in _EXACT_ONLY if getattr(self, name) != _DEFAULTS[name]]
-        if self.grads_told == "after-clip":
+        if self.is_told_wide:
             beyond.append("grads_told")
+        if self.nonfinite == "raises":
+            beyond.append("nonfinite")
         if self.sync == "every-in-block":
             beyond.append("sync")
         if _said(self.divide) not in (self.divide, None) and self.divide not in ("avg", None):
@@ -346,8 +358,8 @@ _EXACT_ONLY = (
     "divide_each",
     "accumulate_dtype",
     "reduce_dtype",
+    "copies_dtype",
     "unused",
-    "nonfinite",
     "told_dtype",
     "masters",
 )
@@ -362,6 +374,7 @@ _WORDS: dict[str, tuple[object, ...]] = {
     "grad_dtype": (None, "param", "fp32"),
     "accumulate_dtype": (None, *get_args(GradDtype)),
     "reduce_dtype": (None, *get_args(GradDtype)),
+    "copies_dtype": (None, *get_args(GradDtype)),
     "unused": get_args(Unused),
     "nonfinite": get_args(NonFiniteRule),
     "grads_told": (None, *get_args(GradsTold)),

@@ -44,13 +44,17 @@ class Place:
     )
     """The collective that reduces its gradient; most orders of addition depend on it."""
     call_elems: int | None = None
-    """Elements of the tensor that is reduced in that one call."""
+    """Elements of the tensor that is reduced in that one call. Parts with one `bucket` are reduced
+    in one call if `flat_start` or `call_offset` is None; in one for each `shard` by `reduce`."""
     call_offset: int | None = None
     """Offset of `start` in that tensor."""
     joined_elems: int | None = None
     """Elements of all tensors of a coalesced call; None for a call of one tensor."""
     joined_offset: int | None = None
     """Offset of `start` in all of these, one after another."""
+    copies_at: tuple[int, int] | None = None
+    """Elements of the tensor that is summed over copies of the shard, and offset of `start` in it;
+    None if that tensor is the whole shard."""
     buffer: int = 0
     """Index of the flat buffer."""
     bucket_start: int | None = None
@@ -62,6 +66,8 @@ class Place:
     """Number of the ranks which share out the state that keep this part, each with state of its
     own: all of them for a small param that is replicated beside sharded ones. Every one of these
     ranks reports it, and each is compared."""
+    gathered_by: Literal["all_gather", "all_gather_list", "broadcast"] | None = None
+    """The collective that gathers the bucket, from `bucket_start` to `bucket_stop`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +213,9 @@ class FullEngine(Engine, Protocol):
         """Wait for whatever the last step left in flight, so that params can be read.
 
         Called after `step` and `parts` and before `params`, before a save and after a load. With
-        `system.overlap_params` not after each step, but after the last one.
+        `system.overlap_params` not after each step, but after the last one. With
+        `Capabilities(unsettled=True)` after every second step, and `params` after the others comes
+        as with `system.overlap_params`.
         """
         ...
 
