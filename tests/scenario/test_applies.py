@@ -73,6 +73,7 @@ WITHOUT_USE = {
     "run.own_micro_batches": case(
         model=TP_BLOCK, run=RunSpec(micro_batches=2, own_micro_batches=(1, 2))
     ),
+    "run.evaluate": case(model=TP_BLOCK, run=RunSpec(evaluate="within-step")),
     "expect.accuracy_min": case(expect=ExpectSpec(accuracy_min=0.5)),
     "expect.one_device": case(expect=ExpectSpec(one_device=True)),
     "system.divide_by": system(divide="none", divide_by="tokens"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from hypothesis import strategies as st
 
@@ -79,6 +80,7 @@ _DEAR = 3
 """A case that takes so many times as much as it should, whatever its steps, is drawn anew."""
 _STEPS_WITH_OVERFLOW = (2, 3, 4)
 """Of which what a skipped step leaves behind may need four."""
+_EVALUATIONS: tuple[Literal["between-steps", "within-step"], ...] = ("between-steps", "within-step")
 _STEPS_WITH_FREEZE = (2, STEPS_MAX)
 """A param that is trained again, and a checkpoint after that, take three steps and more."""
 
@@ -215,9 +217,10 @@ def _drawn_case(
     scenario = _hiding(scenario, swarm=swarm)
     if swarm.on("distinct start", fits=ranks > 1):
         scenario = replace(scenario, model=replace(scenario.model, distinct_start=True))
+    scenario = replace(scenario, run=replace(scenario.run, seed=choices.integer(0, 10**6)))
+    scenario = _evaluating(choices, scenario, swarm=swarm)
     for feature in sorted(swarm.chosen):
         choices.note(feature)
-    scenario = replace(scenario, run=replace(scenario.run, seed=choices.integer(0, 10**6)))
     names = [name for name, _ in params_of(model)]
     return without_unused(with_known_names(scenario, names))
 
@@ -314,6 +317,15 @@ def _joined(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
     others = [choices.integer(least, run.micro_batches - 1) for _ in range(count)]
     own = (*others, run.micro_batches)
     return replace(scenario, run=replace(run, own_micro_batches=own))
+
+
+def _evaluating(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
+    """The case with a forward under `no_grad` in each step, where that can be."""
+    when = choices.among(_EVALUATIONS)
+    fits = not scenario.run.own_micro_batches and scenario.model.name != "tp-block"
+    if not swarm.on("evaluation", fits=fits):
+        return scenario
+    return replace(scenario, run=replace(scenario.run, evaluate=when))
 
 
 def fitted_to_model(scenario: Scenario, *, swarm: Swarm) -> Scenario:

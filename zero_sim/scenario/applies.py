@@ -216,6 +216,16 @@ APPLIES = (
         "model 'tp-block' counts its sums over ranks, so each needs as many micro-batches",
     ),
     Applies(
+        "run.evaluate",
+        _ANY_BUT_TP_BLOCK,
+        "model 'tp-block' counts its sums over ranks, to which a forward under no_grad adds",
+    ),
+    Applies(
+        "run.evaluate",
+        {"run.own_micro_batches": ((),)},
+        "ranks without data for a micro-batch have none for a forward under no_grad",
+    ),
+    Applies(
         "expect.accuracy_min", {"model.name": ("digits",)}, "only model 'digits' has held-out data"
     ),
     Applies(

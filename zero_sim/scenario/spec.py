@@ -412,6 +412,10 @@ class RunSpec:
     """For how many of these a rank has data: rank r in step s for the first so many as entry r + s
     says, round and round; it joins the others with gradients of zero. Empty where each rank has
     data for all."""
+    evaluate: Literal["never", "between-steps", "within-step"] = "never"
+    """When each rank runs a forward under `no_grad`, on its first micro-batch of the step:
+    `between-steps`, before `zero_grad`; or `within-step`, after the last backward and before the
+    optimizer steps. Its loss must be that of the forward that is trained on."""
     seed: int = 0
     """Seed of weights, data, schedule, faults and every rank's random numbers."""
     stall_seconds: float = 60.0

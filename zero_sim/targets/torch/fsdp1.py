@@ -43,7 +43,7 @@ from zero_sim.targets.torch.optim import (
     grads_to_tell,
     plain_optimizer,
 )
-from zero_sim.targets.torch.wrapping import called_children, widen_params
+from zero_sim.targets.torch.wrapping import called_children, stale_after_evaluation, widen_params
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -291,6 +291,8 @@ def _known_to_go_wrong(scenario: Scenario) -> Iterator[Problem]:
             f"{', '.join(map(repr, scenario.model.tied))}. {UPSTREAM}",
             suggestion="Try fp32, or one micro-batch.",
         )
+    if not _is_whole(scenario):
+        yield from stale_after_evaluation(scenario)
     copies = scenario.system.redundancy
     if 1 < copies == scenario.world.size:
         yield Problem(
