@@ -28,8 +28,10 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "model.experts": ("moe",),
     "model.fp8_format": ("fp8",),
     "model.shapes": ("params", "bit-hash"),
+    "model.nested": ("params",),
     "model.tied": ("params",),
     "model.unused": ("params",),
+    "model.skip": ("params",),
     "model.one_rank": ("params",),
     "optimizer.betas": _WITH_BETAS,
     "optimizer.eps": _WITH_EPS,
@@ -150,6 +152,12 @@ APPLIES = (
         Applies(path, {f"{path.partition('.')[0]}.name": users}, _only(path), after="unused")
         for path, users in USED_BY.items()
         if path != "optimizer.nesterov"
+    ),
+    Applies(
+        "model.tied_first",
+        {"model.tied": Except(())},
+        "expected tied params, which have second names",
+        after="unused",
     ),
     Applies(
         "model.one_rank",

@@ -77,6 +77,20 @@ class FreezeSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SkipSpec:
+    """Let no loss read a bare param for a span of steps."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
+
+    param: str
+    """Name of the param."""
+    start: int
+    """First step, counted from 0, in which no loss reads it."""
+    stop: int
+    """First step after that in which all losses read it again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OneRankSpec:
     """Let the loss of one rank alone read a bare param."""
 
@@ -122,11 +136,19 @@ class ModelSpec:
     shapes: tuple[tuple[int, ...], ...] | None = None
     """`params`, `bit-hash`: one shape per param, in registration order; a zero makes an
     empty param. Other models leave it out."""
+    nested: bool = False
+    """`params`: whether each param is in a child module of its own, `p0` as `m0.p0`. Other fields
+    that list bare params call it `p0` all the same; `freeze` has its whole name."""
     tied: tuple[str, ...] = ()
     """`params`: names of params that are tied: another module of the model, `again`, has each of
     them, too, under a second name such as `again.p0`, and the loss reads it at both places."""
+    tied_first: bool = False
+    """With `tied`: whether the loss reads the second names before all others."""
     unused: tuple[str, ...] = ()
     """`params`: names of params that no loss reads, so that backward gives them no gradient."""
+    skip: tuple[SkipSpec, ...] = ()
+    """`params`: params that no loss reads for some steps, so that backward gives them no gradient
+    in these; nested, their modules are not called."""
     one_rank: tuple[OneRankSpec, ...] = ()
     """`params`: params that the loss of one rank alone reads, or that of one micro-batch of it, so
     that backward of all others gives them no gradient."""

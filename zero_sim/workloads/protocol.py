@@ -26,6 +26,8 @@ class Batch:
     """Params that this micro-batch's forward uses and others' may not."""
     unread: frozenset[str] = frozenset()
     """Params that this micro-batch's forward leaves out, though others' may use them."""
+    skipped: frozenset[str] = frozenset()
+    """Those of `unread` whose modules no forward of the step calls."""
     row_count: int | None = None
     """Rows it stands for, where that is not the first dim of `inputs`."""
 
