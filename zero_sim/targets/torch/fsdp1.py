@@ -266,6 +266,13 @@ class TorchFSDP1:
                 "summed of earlier micro-batches, which is by no rule that can be declared.",
                 suggestion="Try sync = 'last', or one micro-batch.",
             )
+        if scenario.model.nested and any(0 in shape for shape in scenario.model.shapes or ()):
+            yield Problem(
+                path="model.nested",
+                message="FSDP1 raises where a module that it wraps has no elements, got true with "
+                "an empty param.",
+                suggestion="Leave it out, or the empty param.",
+            )
         if not self._as_is:
             yield from _known_to_go_wrong(scenario)
 

@@ -29,9 +29,7 @@ def called_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         is_called = not isinstance(child, nn.ModuleList | nn.ModuleDict)
         params = list(child.parameters())
         is_apart = all(places[id(param)] == 1 for param in params)
-        # FSDP1 refuses a module without elements.
-        is_trained = any(param.requires_grad and param.numel() for param in params)
-        if is_called and is_apart and is_trained:
+        if is_called and is_apart and any(param.requires_grad for param in params):
             yield name, child
 
 
