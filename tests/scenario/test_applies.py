@@ -17,12 +17,14 @@ from zero_sim.scenario.spec import (
     ParamGroupSpec,
     RunSpec,
     Scenario,
+    SkipSpec,
     SystemSpec,
     TopologySpec,
     WorldSpec,
 )
 
 BARE = ModelSpec(name="params", shapes=((3,),))
+TWO = ModelSpec(name="params", shapes=((3,), (2,)))
 MLP = ModelSpec(name="mlp")
 ONE = OneRankSpec(param="p1", rank=1)
 
@@ -46,6 +48,10 @@ WITHOUT_USE = {
     "model.experts": case(model=replace(MLP, experts=5)),
     "model.fp8_format": case(model=replace(MLP, fp8_format="e4m3")),
     "model.shapes": case(model=replace(MLP, shapes=((1,),))),
+    "model.nested": case(model=replace(MLP, nested=True)),
+    "model.tied_first": case(model=replace(BARE, tied_first=True)),
+    "model.skip": case(model=replace(MLP, skip=(SkipSpec(param="p1", start=0, stop=1),))),
+    "model.skip[0].start": case(model=replace(TWO, skip=(SkipSpec(param="p1", start=3, stop=4),))),
     "model.tied": case(model=replace(MLP, tied=("0.up.bias",))),
     "model.unused": case(model=replace(MLP, unused=("0.up.bias",))),
     "model.one_rank": case(model=replace(MLP, one_rank=(ONE,))),
@@ -73,6 +79,7 @@ WITHOUT_USE = {
     "run.own_micro_batches": case(
         model=TP_BLOCK, run=RunSpec(micro_batches=2, own_micro_batches=(1, 2))
     ),
+    "run.evaluate": case(model=TP_BLOCK, run=RunSpec(evaluate="within-step")),
     "expect.accuracy_min": case(expect=ExpectSpec(accuracy_min=0.5)),
     "expect.one_device": case(expect=ExpectSpec(one_device=True)),
     "system.divide_by": system(divide="none", divide_by="tokens"),
@@ -157,7 +164,7 @@ def test_what_is_used_in_its_place_is_said():
     assert (
         "only models 'mlp', 'fp8', 'tp-block' and 'gpt' use it, got 99 (integer)" in problem.message
     )
-    uses = "model.name = 'params'; 'params' uses dtype, shapes, tied, unused, one_rank, freeze"
+    uses = "model.name = 'params'; 'params' uses dtype, shapes, nested, tied"
     assert uses in problem.message
     (problem,) = check_scenario(WITHOUT_USE["optimizer.eps"])
     assert "; 'sgd' uses lr, warmup_steps, weight_decay, momentum" in problem.message

@@ -118,7 +118,7 @@ ONE_MISTAKE = {
     "a field like no other: all of its table": (
         f"{GOOD}[run]\nxyzzy = 1\n",
         "run.xyzzy: unknown field. [run] takes `steps`, `micro_batches`, `own_micro_batches`, "
-        "`seed`, `stall_seconds`.",
+        "`evaluate`, `seed`, `stall_seconds`.",
     ),
     "the matrix, which is no field of a case": (
         f'{GOOD}[matirx]\n"run.seed" = [1]\n',

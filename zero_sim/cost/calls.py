@@ -226,13 +226,15 @@ def gathers_of_step(scenario: Scenario, *, is_last: bool, skipped: bool) -> int:
 
     Stages 1 and 2: once, after the update. Stage 3: in every micro-batch before forward, and again
     before backward, unless each rank kept all; the bucket that a forward needs last always is.
+    Nothing is kept of a forward under `no_grad`.
     """
     system = scenario.system
     if system.stage < 3:
         return 0 if skipped else 1
     kept = is_last or not system.reshard_after_forward
     after_step = system.gather_after_step and not skipped
-    return scenario.run.micro_batches * (1 if kept else 2) + after_step
+    evaluations = scenario.run.evaluate != "never"
+    return scenario.run.micro_batches * (1 if kept else 2) + evaluations + after_step
 
 
 def _of_few_numbers(

@@ -61,6 +61,12 @@ class HookTrace(Observer):
         self._begun.clear()
         self.starts[self._now] = self.clock()
 
+    def before_evaluation(self, step: int) -> None:
+        """Note that modules begin, which wait for their gathers, before the first micro-batch."""
+        if self._now is None:
+            self._now = (step, 0)
+            self._begun.clear()
+
     def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
         """Note that the optimizer's step is done; what runs from now on is no training."""
         self._now = None

@@ -101,6 +101,10 @@ class MemoryRecorder(Observer):
         if step == self.step:
             self._micro, self._ends, self._in_backward = micro, 0, False
 
+    def before_evaluation(self, step: int) -> None:
+        """Record no more modules: those of this forward keep nothing for a backward."""
+        self._in_backward = True
+
     def after_forward(self, step: int) -> None:
         """Record the checkpoints."""
         if self._micro is not None and self.kept is not None:

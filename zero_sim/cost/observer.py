@@ -27,6 +27,18 @@ class Observer:
     def before_micro_batch(self, step: int, micro: int) -> None:
         """Watch before a micro-batch, whether or not the rank has data for it."""
 
+    def before_evaluation(self, step: int) -> None:
+        """Watch before a forward under `no_grad`, which is no part of the training."""
+
+    def after_evaluation(self, step: int, trained: Tensor, evaluated: Tensor) -> None:
+        """Watch after the last backward of a step in which a forward ran under `no_grad`.
+
+        Args:
+            step: Index of the step.
+            trained: Loss of the first micro-batch. # 0D
+            evaluated: Loss of the same micro-batch under `no_grad`. # 0D
+        """
+
     def before_forward(self, step: int, micro: int) -> None:
         """Watch before a forward; the batch is drawn."""
 

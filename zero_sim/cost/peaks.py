@@ -344,6 +344,8 @@ def watch_peaks(
         )
         for reader, read in {module: frozenset[str](), **readers}.items()
     }
+    # No system has to watch a module of which no param has elements.
+    buckets = {reader: own for reader, own in buckets.items() if own or reader is module}
     users = {
         index: frozenset(reader for reader, own in buckets.items() if index in own)
         for index in range(len(forms))

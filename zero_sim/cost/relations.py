@@ -3,11 +3,12 @@
 [Note: what is owed]
 In a step each element is summed over the ranks once, or once a micro-batch where the rules say so,
 and once more over copies of the shards; and it is gathered at most twice a micro-batch, for forward
-and for backward, and once after the update; with stage 0 never, but for a sum that is made of a
-scatter and a gather. Gathers carry working params, in a dtype no wider than theirs; but for sums
-that one rank makes and sends back, which have the dtype of gradients. What a system adds of its own
-is padding: each param up to whole rows for every rank, or to `Costs.align_elems` or what the case
-asks to align to, and each bucket, of which there are no more than params, up to that for each rank.
+and for backward, once for a forward under `no_grad`, once after the update; with stage 0 never, but
+for a sum that is made of a scatter and a gather. Gathers carry working params, in a dtype no wider
+than theirs; but for sums that one rank makes and sends back, which have the dtype of gradients.
+What a system adds of its own is padding: each param up to whole rows for every rank, or to
+`Costs.align_elems` or what the case asks to align to, and each bucket, of which there are no more
+than params, up to that for each rank.
 Control messages do not count (`zero_sim.cost.volume`).
 
 Nothing is said of a case in which other numbers travel by the same calls: activations of split
@@ -82,6 +83,8 @@ def check_relations(
         return
     sums, gathers = _sums(scenario), costs.gathers
     gathers = _gathers(scenario) if gathers is None else gathers
+    # A target declares its training alone.
+    gathers += scenario.run.evaluate != "never"
     # An element has a byte at least.
     asked = math.lcm(scenario.system.align_elems, scenario.system.align_bytes)
     align_elems = max(costs.align_elems, asked)

@@ -33,6 +33,15 @@ def loss(step: int, rank: int, micro: int) -> Finding:
     )
 
 
+def evaluated_loss(step: int, rank: int) -> Finding:
+    """A loss under `no_grad`, before it is compared."""
+    message = (
+        "a forward under no_grad has another loss than the forward of micro-batch 0, "
+        "which has the same params and the same batch"
+    )
+    return replace(loss(step, rank, 0), message=message)
+
+
 _COMPARED = {
     Check.EQUALITY_LOAD: (Phase.LOAD, "{key} is not what was saved"),
     Check.EQUALITY_PARAMS: (Phase.GATHER, "the working param differs"),

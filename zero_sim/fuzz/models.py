@@ -19,6 +19,7 @@ from zero_sim.scenario.spec import (
     NanSpec,
     OneRankSpec,
     Scenario,
+    SkipSpec,
     TopologySpec,
 )
 from zero_sim.scenario.tp_block import HEAD_ELEMS, SHARED
@@ -140,6 +141,43 @@ def _with_readers(choices: Choices, model: ModelSpec, *, ranks: int, swarm: Swar
         if one.param not in model.unused:
             model = replace(model, one_rank=(one,))
     return model
+
+
+def with_skipped(choices: Choices, model: ModelSpec, *, swarm: Swarm) -> ModelSpec:
+    """The model with a bare param that no loss reads in some steps, or as it is.
+
+    Args:
+        choices: What it is drawn with.
+        model: The model, with all readers.
+        swarm: What the case has.
+    """
+    sizes = [math.prod(shape) for shape in model.shapes or ()]
+    index = choices.integer(1, max(1, len(sizes) - 1))
+    start, count = choices.among(_FROZEN_FROM), choices.among((1, 1, 2))
+    fits = model.name == "params" and len(sizes) > 1 and f"p{index}" not in model.unused
+    # Where most gradients are zero, equal ones mean little.
+    fits = fits and 2 * sizes[index] <= sum(sizes)
+    if not swarm.on("skipped params", fits=fits):
+        return model
+    skip = SkipSpec(param=f"p{index}", start=start, stop=start + count)
+    return replace(model, skip=(skip,))
+
+
+def nested_model(choices: Choices, model: ModelSpec, *, swarm: Swarm) -> ModelSpec:
+    """The model with each bare param in a module of its own, and another order of reads, or not.
+
+    Args:
+        choices: What it is drawn with.
+        model: The model, complete otherwise.
+        swarm: What the case has.
+    """
+    if swarm.on("tied first", fits=bool(model.tied), often=True):
+        model = replace(model, tied_first=True)
+    if not swarm.on("nested params", fits=model.name == "params", often=True):
+        return model
+    # Their only names in a bare model are those of the params.
+    freeze = tuple(replace(each, param=f"m{each.param[1:]}.{each.param}") for each in model.freeze)
+    return replace(model, nested=True, freeze=freeze)
 
 
 def fit_blocks(

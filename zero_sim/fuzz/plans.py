@@ -60,7 +60,7 @@ def param_specs(model: ModelSpec, *, ep: int = 1) -> tuple[ParamSpec, ...]:
         ep: Expert-parallel ways; the first share of the experts is taken.
     """
     # Neither who reads a param, nor when it is frozen, nor which bits it starts from moves it.
-    return _param_specs(replace(model, tied=(), unused=(), one_rank=(), freeze=()), ep)
+    return _param_specs(replace(model, tied=(), unused=(), skip=(), one_rank=(), freeze=()), ep)
 
 
 @lru_cache(maxsize=_MODELS_KEPT)

@@ -12,8 +12,8 @@ PARAMS_MAX = 6
 
 Shape = tuple[int, ...]
 
-_KINDS = ("vector", "vector", "scalar", "scalar", "wide", "tall")
-_KINDS_WITHOUT_SCALARS = ("vector", "vector", "wide", "tall")
+_KINDS = ("vector", "vector", "vector", "scalar", "scalar", "scalar", "wide", "tall", "deep")
+_KINDS_WITHOUT_SCALARS = ("vector", "vector", "vector", "wide", "tall", "deep")
 
 
 def divisors(size: int) -> list[int]:
@@ -46,7 +46,7 @@ def param_shape(
     empty: bool = True,
     scalars: bool = True,
 ) -> Shape:
-    """The shape of one param: a scalar, a vector of an edge size, a small matrix, an empty one.
+    """The shape of one param: a scalar, a vector of an edge size, a matrix, 3D or 4D, an empty one.
 
     Args:
         choices: What it is drawn with.
@@ -64,6 +64,8 @@ def param_shape(
     if kind == "vector":
         return (size,)
     few = choices.integer(least, 4)
+    if kind == "deep":
+        return (few, *(choices.among([(2,), (1, 2)])), size)
     return (few, size) if kind == "wide" else (size, few)
 
 

@@ -7,9 +7,10 @@ then their sizes, then features, each to its default.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from hypothesis import strategies as st
 
@@ -29,6 +30,8 @@ from zero_sim.fuzz.models import (
     drawn_model,
     drawn_overflow,
     fit_blocks,
+    nested_model,
+    with_skipped,
 )
 from zero_sim.fuzz.optimizers import drawn_optimizer
 from zero_sim.fuzz.ordered import within_order
@@ -89,6 +92,7 @@ _DEAR = 3
 """A case that takes so many times as much as it should, whatever its steps, is drawn anew."""
 _STEPS_WITH_OVERFLOW = (2, 3, 4)
 """Of which what a skipped step leaves behind may need four."""
+_EVALUATIONS: tuple[Literal["between-steps", "within-step"], ...] = ("between-steps", "within-step")
 _STEPS_WITH_FREEZE = (2, STEPS_MAX)
 """A param that is trained again, and a checkpoint after that, take three steps and more."""
 
@@ -156,7 +160,7 @@ def drawn_cases(
         steps_max=steps_max,
         models_from=models_from,
         reload=reload,
-        skips=target is not None and _skips(target, able),
+        skips=None if target is None else partial(_skips, target),
     )
     if target is None:
         return Drawable(drawn)
@@ -182,7 +186,7 @@ def _drawn_case(
     steps_max: int,
     models_from: Sequence[AnyModelName],
     reload: bool,
-    skips: bool = False,
+    skips: Callable[[Scenario], bool] | None,
 ) -> Scenario:
     able_models = set(models_from).intersection(able.models)
     if not all((able_models, able.dtypes, able.optimizers, able.orders, able.stages)):
@@ -217,7 +221,8 @@ def _drawn_case(
     begun = replace(scenario, reload=ReloadSpec(step=1) if goes_on else None)
     paced = _paced(choices, begun, sizes=sizes, steps_max=steps_most, effort_max=effort_max)
     scenario = fitted_to_model(replace(paced, reload=None), swarm=swarm)
-    if (skips or scenario.optimizer.loss_scale) and swarm.on("overflow", fits=steps_max > 1):
+    may_skip = scenario.optimizer.loss_scale or (skips is not None and skips(scenario))
+    if may_skip and swarm.on("overflow", fits=steps_max > 1):
         scenario = _overflowing(choices, scenario, sizes=sizes, steps_max=steps_max)
     if goes_on and scenario.run.steps > 1:
         is_slow = 2 * effort_of(scenario, sizes=sizes) > effort_max
@@ -233,10 +238,13 @@ def _drawn_case(
     scenario = _hiding(scenario, swarm=swarm)
     if swarm.on("distinct start", fits=ranks > 1):
         scenario = replace(scenario, model=replace(scenario.model, distinct_start=True))
+    scenario = replace(scenario, run=replace(scenario.run, seed=choices.integer(0, 10**6)))
+    scenario = _evaluating(choices, scenario, swarm=swarm)
+    model = with_skipped(choices, scenario.model, swarm=swarm)
+    scenario = replace(scenario, model=nested_model(choices, model, swarm=swarm))
     for feature in sorted(swarm.chosen):
         choices.note(feature)
-    scenario = replace(scenario, run=replace(scenario.run, seed=choices.integer(0, 10**6)))
-    names = [name for name, _ in params_of(model)]
+    names = [name for name, _ in params_of(scenario.model)]
     return without_unused(with_known_names(scenario, names))
 
 
@@ -303,10 +311,10 @@ def _ranks(choices: Choices, most: int, *, preferred: tuple[int, ...]) -> int:
     return choices.among([*range(1, most + 1), *range(_FEW_RANKS + 1, most + 1), *squarish])
 
 
-def _skips(target: Target, able: Capabilities) -> bool:
+def _skips(target: Target, scenario: Scenario) -> bool:
     """Return True if it skips steps that are not finite, or raises, without a loss scale."""
-    plain = Scenario(schema=1, model=ModelSpec(name=next(iter(able.models), "mlp")))
-    return numerics_of(target, plain).nonfinite != "stepped"
+    aimed = replace(scenario, system=replace(scenario.system, target=target.name))
+    return numerics_of(target, aimed).nonfinite != "stepped"
 
 
 def _hiding(scenario: Scenario, *, swarm: Swarm) -> Scenario:
@@ -332,6 +340,15 @@ def _joined(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
     others = [choices.integer(least, run.micro_batches - 1) for _ in range(count)]
     own = (*others, run.micro_batches)
     return replace(scenario, run=replace(run, own_micro_batches=own))
+
+
+def _evaluating(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
+    """The case with a forward under `no_grad` in each step, where that can be."""
+    when = choices.among(_EVALUATIONS)
+    fits = not scenario.run.own_micro_batches and scenario.model.name != "tp-block"
+    if not swarm.on("evaluation", fits=fits):
+        return scenario
+    return replace(scenario, run=replace(scenario.run, evaluate=when))
 
 
 def fitted_to_model(scenario: Scenario, *, swarm: Swarm) -> Scenario:

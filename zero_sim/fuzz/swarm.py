@@ -67,6 +67,7 @@ _PATHS = {
     "reverse": "system.param_order",
     "saved async": "reload.async_steps",
     "shared": "topology.shared",
+    "skipped params": "model.skip",
     "split blocks": "topology.tp",
     "summed to all": "system.sum_by",
     "step buffer": "system.step_buffer_elems",

@@ -58,6 +58,10 @@ class ForwardReads(Observer):
         """Note which forward comes next."""
         self._at = (step, micro) if self._step - 1 <= step <= self._step else None
 
+    def before_evaluation(self, step: int) -> None:
+        """Keep nothing of this forward, which is that of no micro-batch."""
+        self._at = None
+
     def _read(self, owner: nn.Module, args: object) -> None:
         if self._at is None:
             return

@@ -182,6 +182,15 @@ class Judge:
             shown = self._shown(rank, step, engine)
             self.bad.report(step, table.run_checks(table.BEFORE_BACKWARD, shown))
 
+    def observe_evaluation(self, rank: int, step: int, trained: Tensor, evaluated: Tensor) -> None:
+        """Compare a rank's loss under `no_grad` with that of the same micro-batch in training.
+
+        The reference has the latter alone: both read the same params.
+        """
+        if not self.bad.is_before(step) and self.group.comparer.differs(trained, evaluated):
+            found = findings.differing(findings.evaluated_loss(step, rank), trained, evaluated)
+            self.bad.report(step, iter((found,)))
+
     def observe(
         self,
         rank: int,

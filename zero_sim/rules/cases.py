@@ -20,6 +20,7 @@ from zero_sim.scenario.spec import (
     ParamGroupSpec,
     ReloadSpec,
     Scenario,
+    SkipSpec,
     TopologySpec,
 )
 from zero_sim.workloads import build_workload
@@ -202,6 +203,9 @@ FOLLOWED: Mapping[str, Vary] = {
     "run.micro_batches": lambda base: changed(base, run={"micro_batches": 2}),
     "model.tied": lambda base: _bare(base, tied=("p0",)),
     "model.unused": lambda base: _bare(base, unused=("p1",)),
+    "model.skip": lambda base: _bare(
+        changed(base, run={"steps": 2}), skip=(SkipSpec(param="p1", start=1, stop=2),)
+    ),
     "model.one_rank": _with_one_reader,
     "model.freeze": _frozen,
     "model.distinct_start": lambda base: changed(base, model={"distinct_start": True}),

@@ -201,6 +201,8 @@ class Observers:
 
         self.before_backward = [each.before_backward for each in having("before_backward")]
         self.before_micro_batch = [each.before_micro_batch for each in having("before_micro_batch")]
+        self.before_evaluation = [each.before_evaluation for each in having("before_evaluation")]
+        self.after_evaluation = [each.after_evaluation for each in having("after_evaluation")]
         self.before_forward = [each.before_forward for each in having("before_forward")]
         self.after_forward = [each.after_forward for each in having("after_forward")]
         self.updating = [each.updating for each in having("updating")]
@@ -224,6 +226,12 @@ class JudgeObserver(Observer):
         it = self._watched
         with it.rank_time.harness():
             it.judge.before_backward(it.rank, step, it.engine)
+
+    def after_evaluation(self, step: int, trained: Tensor, evaluated: Tensor) -> None:
+        """Judge a loss under `no_grad`."""
+        it = self._watched
+        with it.rank_time.harness():
+            it.judge.observe_evaluation(it.rank, step, trained, evaluated)
 
     def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
         """Judge all but the working params."""

@@ -296,7 +296,9 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
     saving: Saving | None = None
     if segment.early_save is not None:
         _save(training, segment, segment.early_save)
+    evaluate = scenario.run.evaluate
     for step in range(segment.start, stop):
+        evaluated = _evaluate(training, step) if evaluate == "between-steps" else None
         if step == segment.save_step:
             saving = _begin_save(training, segment)
         _freeze(training, step)
@@ -319,6 +321,11 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
             if late and micro == 0:
                 for watch in observers.after_gather:
                     watch(step - 1)
+        if evaluate == "within-step":
+            evaluated = _evaluate(training, step)
+        if evaluated is not None:
+            for watch in observers.after_evaluation:
+                watch(step, losses[0], evaluated)
         with ExitStack() as stack:
             for updating in observers.updating:
                 if (block := updating(step)) is not None:
@@ -447,6 +454,20 @@ def _take_part(training: _Training, step: int, micro: int) -> list[Tensor]:
     for watch in training.observers.before_forward:
         watch(step, micro)
     return [_micro_batch(training, batch, step, last_micro=last)]
+
+
+def _evaluate(training: _Training, step: int) -> Tensor:
+    """The loss of a step's first micro-batch, by a forward under `no_grad`."""
+    context, rank = training.context, training.rank
+    with training.rank_time.harness():
+        batch = draw_batch(context.workload, context.dp_cp_group.scenario, step, rank, 0)
+    for watch in training.observers.before_evaluation:
+        watch(step)
+    # Forms of a target's own are of training alone.
+    is_counted = not callable(context.judge.notes[rank].costs.volume)
+    aside = nullcontext() if is_counted else context.judge.book.aside(rank)
+    with aside, torch.no_grad():
+        return context.workload.loss(training.engine.forward, batch)  # pyrefly: ignore
 
 
 def _micro_batch(training: _Training, batch: Batch, step: int, *, last_micro: bool) -> Tensor:

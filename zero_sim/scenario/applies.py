@@ -28,8 +28,10 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "model.experts": ("moe",),
     "model.fp8_format": ("fp8",),
     "model.shapes": ("params", "bit-hash"),
+    "model.nested": ("params",),
     "model.tied": ("params",),
     "model.unused": ("params",),
+    "model.skip": ("params",),
     "model.one_rank": ("params",),
     "optimizer.betas": _WITH_BETAS,
     "optimizer.eps": _WITH_EPS,
@@ -152,6 +154,12 @@ APPLIES = (
         if path != "optimizer.nesterov"
     ),
     Applies(
+        "model.tied_first",
+        {"model.tied": Except(())},
+        "expected tied params, which have second names",
+        after="unused",
+    ),
+    Applies(
         "model.one_rank",
         {"data.ranks": ("distinct",)},
         "ranks with the same data read the same params",
@@ -214,6 +222,16 @@ APPLIES = (
         "run.own_micro_batches",
         _ANY_BUT_TP_BLOCK,
         "model 'tp-block' counts its sums over ranks, so each needs as many micro-batches",
+    ),
+    Applies(
+        "run.evaluate",
+        _ANY_BUT_TP_BLOCK,
+        "model 'tp-block' counts its sums over ranks, to which a forward under no_grad adds",
+    ),
+    Applies(
+        "run.evaluate",
+        {"run.own_micro_batches": ((),)},
+        "ranks without data for a micro-batch have none for a forward under no_grad",
     ),
     Applies(
         "expect.accuracy_min", {"model.name": ("digits",)}, "only model 'digits' has held-out data"

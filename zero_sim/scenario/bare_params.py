@@ -20,6 +20,11 @@ def bare_names(model: ModelSpec) -> tuple[str, ...]:
     return tuple(f"p{index}" for index in range(len(model.shapes or ())))
 
 
+def skipped_at(model: ModelSpec, *, step: int) -> frozenset[str]:
+    """Names of the bare params that no loss of a step reads, though those of others do."""
+    return frozenset(each.param for each in model.skip if each.start <= step < each.stop)
+
+
 def unread_by(model: ModelSpec, *, rank: int, micro: int) -> frozenset[str]:
     """Names of the params that the loss of one micro-batch does not read.
 
@@ -100,14 +105,15 @@ def check_readers(scenario: Scenario) -> Iterator[Problem]:
     fields = {
         "tied": model.tied,
         "unused": model.unused,
+        "skip": tuple(dict.fromkeys(each.param for each in model.skip)),
         "one_rank": tuple(each.param for each in model.one_rank),
     }
     for field, said in fields.items():
         for index, name in enumerate(said):
-            place = ".param" if field == "one_rank" else ""
+            place = ".param" if field in ("skip", "one_rank") else ""
             yield from _one_name(f"model.{field}[{index}]{place}", name, said[:index], names)
     for index, name in enumerate(model.unused):
-        for field in ("tied", "one_rank"):
+        for field in ("tied", "skip", "one_rank"):
             if name in fields[field]:
                 yield Problem(
                     path=f"model.unused[{index}]",
@@ -115,11 +121,11 @@ def check_readers(scenario: Scenario) -> Iterator[Problem]:
                     f"{describe_value(name)}, which model.{field} has a loss read.",
                     suggestion="Name it in one of the two.",
                 )
-    if set(names) <= {*model.unused, *fields["one_rank"]}:
+    if set(names) <= {*model.unused, *fields["skip"], *fields["one_rank"]}:
         yield Problem(
             path="model.unused" if model.unused else "model.one_rank",
             message="expected a param that every loss reads, or some have no backward, got "
-            f"{', '.join(names[:_NAMES_SHOWN])} all unused or read by one rank alone.",
+            f"{', '.join(names[:_NAMES_SHOWN])} all unused, skipped or read by one rank alone.",
             suggestion="Leave one of them out, or add a shape to model.shapes.",
         )
 

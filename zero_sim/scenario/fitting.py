@@ -96,9 +96,11 @@ def without_unused(scenario: Scenario) -> Scenario:
         scenario = _without("topology.order", scenario)
     if scenario.model.one_rank:
         scenario = with_others(scenario)
-    kept = tuple(each for each in scenario.model.freeze if each.start < scenario.run.steps)
-    if kept != scenario.model.freeze:
-        scenario = replace(scenario, model=replace(scenario.model, freeze=kept))
+    for name in ("freeze", "skip"):
+        spans = getattr(scenario.model, name)
+        kept = tuple(each for each in spans if each.start < scenario.run.steps)
+        if kept != spans:
+            scenario = replace(scenario, model=replace(scenario.model, **{name: kept}))
     return scenario
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.fields import describe_value
-from zero_sim.scenario.spec import ModelSpec, ParamGroupSpec, Scenario
+from zero_sim.scenario.spec import FreezeSpec, ModelSpec, ParamGroupSpec, Scenario, SkipSpec
 
 _NAMES_SHOWN = 12
 
@@ -22,27 +22,34 @@ def frozen_at(model: ModelSpec, *, step: int) -> frozenset[str]:
     return frozenset(each.param for each in model.freeze if each.start <= step < each.stop)
 
 
-def check_freeze(scenario: Scenario) -> Iterator[Problem]:
-    """Check the spans of steps in which params are frozen."""
-    for index, freeze in enumerate(scenario.model.freeze):
-        if not 0 <= freeze.start < freeze.stop:
+def _spans(model: ModelSpec) -> Iterator[tuple[str, FreezeSpec | SkipSpec]]:
+    """Path and record of each span of steps in which a param is frozen or not read."""
+    for name in ("freeze", "skip"):
+        for index, span in enumerate(getattr(model, name)):
+            yield f"model.{name}[{index}]", span
+
+
+def check_spans(scenario: Scenario) -> Iterator[Problem]:
+    """Check the spans of steps in which params are frozen, or not read."""
+    for path, span in _spans(scenario.model):
+        if not 0 <= span.start < span.stop:
             yield Problem(
-                path=f"model.freeze[{index}].stop",
+                path=f"{path}.stop",
                 message="expected start at least 0 and stop more than start, got "
-                f"start = {freeze.start}, stop = {freeze.stop}.",
-                suggestion=f"Try stop = {max(freeze.start, 0) + 1}; steps count from 0.",
+                f"start = {span.start}, stop = {span.stop}.",
+                suggestion=f"Try stop = {max(span.start, 0) + 1}; steps count from 0.",
             )
 
 
-def check_freeze_begins(scenario: Scenario) -> Iterator[Problem]:
-    """Check that what is to be frozen is so in a step that there is."""
+def check_spans_begin(scenario: Scenario) -> Iterator[Problem]:
+    """Check that such a span begins in a step that there is."""
     steps = scenario.run.steps
-    for index, freeze in enumerate(scenario.model.freeze):
-        if steps >= 1 and freeze.start >= steps:
+    for path, span in _spans(scenario.model):
+        if steps >= 1 and span.start >= steps:
             yield Problem(
-                path=f"model.freeze[{index}].start",
+                path=f"{path}.start",
                 message=f"expected a step less than run.steps = {steps}, after which nothing is "
-                f"trained, got {describe_value(freeze.start)}.",
+                f"trained, got {describe_value(span.start)}.",
                 suggestion=f"Try {steps - 1}, or leave it out.",
             )
 

@@ -21,7 +21,7 @@ from zero_sim.scenario.costs import check_costs
 from zero_sim.scenario.derived import world_size_at
 from zero_sim.scenario.fields import check_index, describe_value, values_at
 from zero_sim.scenario.fitting import has_no_use
-from zero_sim.scenario.names import check_freeze, check_freeze_begins, check_groups
+from zero_sim.scenario.names import check_groups, check_spans, check_spans_begin
 from zero_sim.scenario.reload import check_after_reload, check_async_steps
 from zero_sim.scenario.spec import FaultSpec, Scenario
 from zero_sim.scenario.suggest import closest
@@ -122,6 +122,7 @@ LISTS = {
     "model.shapes": SHAPES_MAX,
     "model.tied": ENTRIES_MAX,
     "model.unused": ENTRIES_MAX,
+    "model.skip": ENTRIES_MAX,
     "model.one_rank": ENTRIES_MAX,
     "model.freeze": ENTRIES_MAX,
     "topology.shared": ENTRIES_MAX,
@@ -361,7 +362,10 @@ RULES = (
     Rule(reads=("model.name", "model.shapes"), check=_shapes),
     Rule(reads=("model.shapes",), check=_dims),
     Rule(
-        reads=("model.name", "model.shapes", "model.tied", "model.unused", "model.one_rank"),
+        reads=(
+            *("model.name", "model.shapes", "model.tied"),
+            *("model.unused", "model.skip", "model.one_rank"),
+        ),
         check=check_readers,
     ),
     Rule(
@@ -371,7 +375,7 @@ RULES = (
     Rule(reads=("data.nan.step", "run.steps"), check=_nan_step),
     Rule(reads=("data.nan", "world.size", "reload"), check=_nan_rank),
     Rule(reads=("data.nan.micro_batch", "run.micro_batches"), check=_nan_micro_batch),
-    Rule(reads=("model.freeze",), check=check_freeze),
+    Rule(reads=("model.freeze", "model.skip"), check=check_spans),
     Rule(reads=("optimizer.groups", "optimizer.name"), check=check_groups),
     Rule(
         reads=("world.order_known", "reload", "model.name", "topology.tp", "topology.pp"),
@@ -379,7 +383,7 @@ RULES = (
     ),
     Rule(reads=("faults", "world.size"), check=_faults),
     Rule(reads=("expect.finding",), check=_finding),
-    Rule(reads=("model.freeze", "run.steps"), check=check_freeze_begins),
+    Rule(reads=("model.freeze", "model.skip", "run.steps"), check=check_spans_begin),
     Rule(reads=_BEFORE_AND_AFTER, check=check_after_reload),
     Rule(reads=("reload.async_steps", "reload.step", "run.steps"), check=check_async_steps),
     *(Rule(reads=row.reads, check=partial(_applies, row)) for row in APPLIES),

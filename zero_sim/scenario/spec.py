@@ -82,6 +82,20 @@ class FreezeSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SkipSpec:
+    """Let no loss read a bare param for a span of steps."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
+
+    param: str
+    """Name of the param."""
+    start: int
+    """First step, counted from 0, in which no loss reads it."""
+    stop: int
+    """First step after that in which all losses read it again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OneRankSpec:
     """Let the loss of one rank alone read a bare param."""
 
@@ -131,11 +145,19 @@ class ModelSpec:
     shapes: tuple[tuple[int, ...], ...] | None = None
     """`params`, `bit-hash`: one shape per param, in registration order; a zero makes an
     empty param. Other models leave it out."""
+    nested: bool = False
+    """`params`: whether each param is in a child module of its own, `p0` as `m0.p0`. Other fields
+    that list bare params call it `p0` all the same; `freeze` has its whole name."""
     tied: tuple[str, ...] = ()
     """`params`: names of params that are tied: another module of the model, `again`, has each of
     them, too, under a second name such as `again.p0`, and the loss reads it at both places."""
+    tied_first: bool = False
+    """With `tied`: whether the loss reads the second names before all others."""
     unused: tuple[str, ...] = ()
     """`params`: names of params that no loss reads, so that backward gives them no gradient."""
+    skip: tuple[SkipSpec, ...] = ()
+    """`params`: params that no loss reads for some steps, so that backward gives them no gradient
+    in these; nested, their modules are not called."""
     one_rank: tuple[OneRankSpec, ...] = ()
     """`params`: params that the loss of one rank alone reads, or that of one micro-batch of it, so
     that backward of all others gives them no gradient."""
@@ -421,6 +443,10 @@ class RunSpec:
     """For how many of these a rank has data: rank r in step s for the first so many as entry r + s
     says, round and round; it joins the others with gradients of zero. Empty where each rank has
     data for all."""
+    evaluate: Literal["never", "between-steps", "within-step"] = "never"
+    """When each rank runs a forward under `no_grad`, on its first micro-batch of the step:
+    `between-steps`, before `zero_grad`; or `within-step`, after the last backward and before the
+    optimizer steps. Its loss must be that of the forward that is trained on."""
     seed: int = 0
     """Seed of weights, data, schedule, faults and every rank's random numbers."""
     stall_seconds: float = 60.0

@@ -77,7 +77,7 @@ def leaps(scenario: Scenario) -> Iterator[Scenario]:
     features of its system, with all that it has.
     """
     dropped = [section for section in _SECTIONS if section not in ("world", "system")]
-    model = replace(scenario.model, tied=(), unused=(), one_rank=(), freeze=())
+    model = replace(scenario.model, tied=(), unused=(), skip=(), one_rank=(), freeze=())
     plain = replace(scenario, reload=None, faults=(), model=model)
     of_system = reduce(_plain, dropped, plain)
     bare = reduce(_plain, ("world", "system"), of_system)
@@ -179,8 +179,8 @@ def _plain(scenario: Scenario, section: str) -> Scenario:
 def _blocks(scenario: Scenario) -> Iterator[str]:
     """Paths of optional tables and lists that the case has."""
     paths = ("reload", "data.nan", "optimizer.loss_scale", "optimizer.groups", "model.freeze",
-             "model.tied", "model.unused", "model.one_rank", "topology.shared", "topology.tied",
-             "system.options", "faults", "run.own_micro_batches")  # fmt: skip
+             "model.tied", "model.unused", "model.skip", "model.one_rank", "topology.shared",
+             "topology.tied", "system.options", "faults", "run.own_micro_batches")  # fmt: skip
     return (path for path in paths if attrgetter(path)(scenario))
 
 

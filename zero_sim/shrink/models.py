@@ -133,6 +133,8 @@ def tiny_models(scenario: Scenario) -> Iterator[Scenario]:
 def _with_params(scenario: Scenario, kept: Sequence[int]) -> Scenario:
     shapes = scenario.model.shapes or ()
     heirs = {f"p{index}": f"p{place}" for place, index in enumerate(kept)}
+    if scenario.model.nested:
+        heirs |= {f"m{index}.p{index}": f"m{place}.p{place}" for place, index in enumerate(kept)}
     model = replace(scenario.model, shapes=tuple(shapes[index] for index in kept))
     return with_model(scenario, model, heirs=heirs)
 
@@ -147,7 +149,11 @@ def with_bare_params(scenario: Scenario, shapes: Sequence[Shape]) -> Scenario:
     model = scenario.model
     name = model.name if model.shapes is not None else SIMPLEST_MODEL
     bare = ModelSpec(
-        name=name, dtype=model.dtype, shapes=tuple(shapes), distinct_start=model.distinct_start
+        name=name,
+        dtype=model.dtype,
+        shapes=tuple(shapes),
+        nested=model.nested,
+        distinct_start=model.distinct_start,
     )
     return with_model(scenario, bare)
 

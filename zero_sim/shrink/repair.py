@@ -8,7 +8,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from zero_sim.scenario.bare_params import fitted_one_rank
+from zero_sim.scenario.bare_params import bare_names, fitted_one_rank
 from zero_sim.scenario.derived import limits_of_joins
 from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.names import matching_groups
@@ -18,6 +18,7 @@ from zero_sim.scenario.spec import (
     OneRankSpec,
     ReloadSpec,
     Scenario,
+    SkipSpec,
     TopologySpec,
 )
 from zero_sim.workloads import params_of
@@ -148,6 +149,9 @@ def with_model(
     if heirs is None:
         now = [name for name, _ in params_of(model)]
         heirs = dict(zip(before, now, strict=False))
+        if scenario.model.nested:
+            own = zip(bare_names(scenario.model), bare_names(model), strict=False)
+            heirs |= dict(own)
     regrouped = [
         replace(group, match=endings[0])
         for group in scenario.optimizer.groups
@@ -176,16 +180,18 @@ def with_model(
 def _readers(before: ModelSpec, after: ModelSpec, heirs: Mapping[str, str]) -> dict[str, Any]:
     """Which params are tied, unused, or read by one rank alone, by the names of their heirs."""
     if after.name != "params":
-        return {"tied": (), "unused": (), "one_rank": ()}
+        return {"tied": (), "unused": (), "skip": (), "one_rank": ()}
     return {
+        "tied_first": before.tied_first,
         "tied": tuple(heirs[name] for name in before.tied if name in heirs),
         "unused": tuple(heirs[name] for name in before.unused if name in heirs),
+        "skip": _of_heirs(before.skip, heirs),
         "one_rank": _of_heirs(before.one_rank, heirs),
     }
 
 
 def _of_heirs(
-    records: Sequence[FreezeSpec | OneRankSpec], heirs: Mapping[str, str]
+    records: Sequence[FreezeSpec | SkipSpec | OneRankSpec], heirs: Mapping[str, str]
 ) -> tuple[Any, ...]:
     """Records of a param each, with its heir in its place; those whose param has none go."""
     return tuple(replace(each, param=heirs[each.param]) for each in records if each.param in heirs)

@@ -105,10 +105,10 @@ class Capabilities:
     every second step, and after the last one."""
     follows: tuple[str, ...] = ()
     """Paths of options that it follows where a scenario sets them: of `system`, `optimizer` and
-    `topology`; and `run.micro_batches`, `model.tied`, `model.unused`, `model.one_rank`,
-    `model.freeze`, `model.distinct_start`, `reload`: in any form, and on in a world and a layout
-    that these capabilities allow, too; and `reload.async_steps`. All others must be as by default,
-    or as the numerics say."""
+    `topology`; and `run.micro_batches`, `model.tied`, `model.unused`, `model.skip`,
+    `model.one_rank`, `model.freeze`, `model.distinct_start`, `reload`: in any form, and on in a
+    world and a layout that these capabilities allow, too; and `reload.async_steps`. All others must
+    be as by default, or as the numerics say."""
     only: tuple[tuple[str, tuple[object, ...]], ...] = ()
     """By path of a field the values that it can have, where not all: `("reload.form",
     ("sharded",))`, `("reload.weights_only", (False,))`, `("system.redundancy", (1, 2))`."""
@@ -424,7 +424,7 @@ def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
             yield path, getattr(record, field.name), getattr(default, field.name)
     yield "run.micro_batches", scenario.run.micro_batches, 1
     yield "run.own_micro_batches", scenario.run.own_micro_batches, ()
-    for name in ("tied", "unused", "one_rank", "freeze"):
+    for name in ("tied", "unused", "skip", "one_rank", "freeze"):
         yield f"model.{name}", getattr(scenario.model, name), ()
     yield "model.distinct_start", scenario.model.distinct_start, False
     yield "reload", scenario.reload, None

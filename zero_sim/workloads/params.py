@@ -9,13 +9,13 @@ some micro-batches, or of any: what such a loss does not read has no gradient of
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from zero_sim.scenario.bare_params import bare_names, unread_by
-from zero_sim.scenario.spec import Scenario
+from zero_sim.scenario.bare_params import bare_names, skipped_at, unread_by
+from zero_sim.scenario.spec import ModelSpec, Scenario
 from zero_sim.workloads.draws import (
     batch_generator,
     plant_nan,
@@ -29,34 +29,67 @@ from zero_sim.workloads.protocol import Batch, share_of
 class BareParams(nn.Module):
     """Params `p0`, `p1`, ... and nothing else; forward is the loss itself.
 
-    Where some are tied, a module `again` has these, too: `again.p0` is `p0` once more.
+    Where some are tied, a module `again` has these, too: `again.p0` is `p0` once more. Nested, `p0`
+    is `m0.p0`, and `again` is a sibling of `m0`.
     """
 
-    def __init__(self, bits: tuple[Tensor, ...], *, tied: Sequence[str] = ()) -> None:
+    def __init__(self, bits: tuple[Tensor, ...], *, model: ModelSpec) -> None:
         super().__init__()
-        self._elems = {f"p{index}": initial.numel() for index, initial in enumerate(bits)}
-        for name, initial in zip(self._elems, bits, strict=True):
-            self.register_parameter(name, nn.Parameter(initial.clone()))
-        if tied:
-            self.again = TiedParams({name: self.get_parameter(name) for name in tied})
+        params = {f"p{index}": nn.Parameter(initial.clone()) for index, initial in enumerate(bits)}
+        self._elems = {name: param.numel() for name, param in params.items()}
+        self._nested, self._tied_first = model.nested, model.tied_first
+        self._tied = frozenset(model.tied)
+        for index, (name, param) in enumerate(params.items()):
+            if model.nested:
+                self.add_module(f"m{index}", SomeParams({name: param}))
+            else:
+                self.register_parameter(name, param)
+        if model.tied:
+            self.again = SomeParams({name: params[name] for name in model.tied})
 
-    def forward(self, factors: Tensor, *, unread: Collection[str] = ()) -> Tensor:
+    def forward(
+        self,
+        factors: Tensor,
+        *,
+        unread: Collection[str] = (),
+        skipped: Collection[str] = (),
+    ) -> Tensor:
         """Return the 0-D loss.
 
         Args:
             factors: (2, elements), `c` and `d` of all params, in order, and then, for their second
                 names, of the tied ones.
             unread: Names of the params that take no part.
+            skipped: Those of them whose own modules are not called.
         """
-        elems = sum(self._elems.values())
-        total = _add_terms(self, self._elems, factors[:, :elems], unread=unread)
-        if hasattr(self, "again"):
-            total = total + self.again(factors[:, elems:], unread=unread)
+        first, second = factors.tensor_split([sum(self._elems.values())], dim=1)
+        terms: list[Tensor] = []
+        if self._tied_first:
+            terms += self._second_terms(second, unread=unread, skipped=skipped)
+        if self._nested:
+            parts = first.split(list(self._elems.values()), dim=1)
+            for index, (name, part) in enumerate(zip(self._elems, parts, strict=True)):
+                if name not in skipped:
+                    terms.append(self.get_submodule(f"m{index}")(part, unread=unread))
+        else:
+            terms.append(_add_terms(self, self._elems, first, unread=unread))
+        if not self._tied_first:
+            terms += self._second_terms(second, unread=unread, skipped=skipped)
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
         return total
 
+    def _second_terms(
+        self, factors: Tensor, *, unread: Collection[str], skipped: Collection[str]
+    ) -> list[Tensor]:
+        """The terms of the second names; none where all of these are skipped."""
+        is_called = not self._tied <= set(skipped)
+        return [self.again(factors, unread=unread)] if is_called else []
 
-class TiedParams(nn.Module):
-    """Params of another module once more; forward is their second term of the loss."""
+
+class SomeParams(nn.Module):
+    """Some of the params; forward is their part of the loss. Tied ones are a second time here."""
 
     def __init__(self, params: dict[str, nn.Parameter]) -> None:
         super().__init__()
@@ -114,7 +147,7 @@ class ParamsWorkload:
 
     def build(self) -> nn.Module:
         """Return a fresh `BareParams`."""
-        return BareParams(self._bits, tied=self._scenario.model.tied)
+        return BareParams(self._bits, model=self._scenario.model)
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
         """Return `inputs` (2, elements): the factors `c` and `d`, N(0, 1); no targets."""
@@ -122,13 +155,14 @@ class ParamsWorkload:
         factors = torch.randn((2, self._elems), generator=generator).to(self._dtype)
         plant_nan(factors, scenario=self._scenario, step=step, rank=rank, micro=micro)
         rows = rows_of(self._scenario, rank=rank)
-        unread = unread_by(self._scenario.model, rank=rank, micro=micro)
-        return Batch(inputs=factors, targets=None, row_count=rows, unread=unread)
+        skipped = skipped_at(self._scenario.model, step=step)
+        unread = unread_by(self._scenario.model, rank=rank, micro=micro) | skipped
+        return Batch(inputs=factors, targets=None, row_count=rows, unread=unread, skipped=skipped)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return what the module returns, 0-D, in fp32: the mean over rows; or the rows' sum."""
         # A system may put a module in the place of this one that takes the inputs alone.
-        named = {"unread": batch.unread} if batch.unread else {}
+        named = {"unread": batch.unread, "skipped": batch.skipped} if batch.unread else {}
         loss = module(batch.inputs, **named).float()
         if self._scenario.data.loss == "sum":
             return loss * batch.rows

@@ -28,6 +28,8 @@ class Batch:
     """Params that this micro-batch's forward leaves out, though others' may use them."""
     extra: tuple[Tensor, ...] = ()
     """Further tensors, of a model that a target brings."""
+    skipped: frozenset[str] = frozenset()
+    """Those of `unread` whose modules no forward of the step calls."""
     row_count: int | None = None
     """Rows it stands for, where that is not the first dim of `inputs`."""
 

@@ -52,7 +52,10 @@ def build_workload(scenario: Scenario) -> Workload:
 def params_of(model: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Names and shapes of a model's params, those of all ranks, in registration order."""
     if model.shapes is not None:
-        return tuple((f"p{index}", shape) for index, shape in enumerate(model.shapes))
+        return tuple(
+            (f"m{index}.p{index}" if model.nested else f"p{index}", shape)
+            for index, shape in enumerate(model.shapes)
+        )
     # Neither when it is frozen nor which bits it starts from adds a param.
     own = own_model(model.name) if is_own_model(model.name) else None
     return _built(replace(model, freeze=()), own)

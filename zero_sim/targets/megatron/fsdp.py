@@ -36,6 +36,7 @@ from zero_sim.targets.numerics import Numerics
 from zero_sim.targets.options import Option, chosen_options
 from zero_sim.targets.rank_local import Library, RankLocal
 from zero_sim.targets.torch.optim import OPTIMIZERS, decays_weights
+from zero_sim.targets.torch.wrapping import stale_after_evaluation
 
 
 def numerics_for(scenario: Scenario, chosen: Any) -> Numerics:
@@ -218,6 +219,8 @@ class MegatronFSDP:
         yield from without_rule(scenario, chosen)
         if not self._as_is:
             yield from known_to_go_wrong(scenario, chosen)
+            if scenario.system.stage == 3:
+                yield from stale_after_evaluation(scenario)
 
     def build(
         self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup

@@ -43,7 +43,7 @@ from zero_sim.targets.torch.optim import (
     grads_to_tell,
     plain_optimizer,
 )
-from zero_sim.targets.torch.wrapping import called_children, widen_params
+from zero_sim.targets.torch.wrapping import called_children, stale_after_evaluation, widen_params
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -266,6 +266,13 @@ class TorchFSDP1:
                 "summed of earlier micro-batches, which is by no rule that can be declared.",
                 suggestion="Try sync = 'last', or one micro-batch.",
             )
+        if scenario.model.nested and any(0 in shape for shape in scenario.model.shapes or ()):
+            yield Problem(
+                path="model.nested",
+                message="FSDP1 raises where a module that it wraps has no elements, got true with "
+                "an empty param.",
+                suggestion="Leave it out, or the empty param.",
+            )
         if not self._as_is:
             yield from _known_to_go_wrong(scenario)
 
@@ -292,6 +299,8 @@ def _known_to_go_wrong(scenario: Scenario) -> Iterator[Problem]:
             f"{', '.join(map(repr, tied))}. {UPSTREAM}",
             suggestion="Try fp32, or one micro-batch.",
         )
+    if not _is_whole(scenario):
+        yield from stale_after_evaluation(scenario)
     copies = scenario.system.redundancy
     if 1 < copies == scenario.world.size:
         yield Problem(

@@ -52,6 +52,7 @@ from zero_sim.targets.options import Option, chosen_options
 from zero_sim.targets.torch.fsdp1 import predivide_factor
 from zero_sim.targets.torch.fsdp2_engine import FSDP2Engine
 from zero_sim.targets.torch.optim import OPTIMIZERS
+from zero_sim.targets.torch.wrapping import stale_after_evaluation
 
 _ROWS_ALONE = "its step looks at whole params, of which fully_shard gives it a rank's rows"
 _DTYPES = ("fp32", "bf16", "fp16")
@@ -273,6 +274,9 @@ class TorchFSDP2:
 
         if scenario.reload is not None and not self._as_is:
             yield from _ill_saved(scenario.reload)
+        keeps = scenario.system.stage == 1 or not scenario.system.reshard_after_forward
+        if keeps and not self._as_is:
+            yield from stale_after_evaluation(scenario)
 
     def reduce_ops(self, scenario: Scenario) -> tuple[str, ...]:
         """Return the reduce operations of its collectives besides SUM."""

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from zero_sim.errors import Problem
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets.declared import UPSTREAM
+
 
 def called_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Name and module of every child that has params to train and a forward to gather them before.
@@ -44,3 +48,18 @@ def widen_params(module: nn.Module) -> None:
         if param not in wide:
             wide[param] = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
         setattr(module.get_submodule(owner), last, wide[param])
+
+
+def stale_after_evaluation(scenario: Scenario) -> Iterator[Problem]:
+    """Yield the problem of FSDP, which frees the root's params only after a backward.
+
+    Args:
+        scenario: A case in which params stay whole after a forward.
+    """
+    if scenario.run.evaluate == "within-step":
+        yield Problem(
+            path="run.evaluate",
+            message="params that a forward under no_grad leaves whole are old ones after the "
+            f"optimizer's step, got 'within-step'. {UPSTREAM}",
+            suggestion="Write 'between-steps'.",
+        )
