@@ -114,27 +114,6 @@ class TestCopies:
         assert stepper.state() == {"w": {"count": torch.tensor(1.0)}, "b": {}}
 
 
-class TestCuts:
-    def dependence(self, move, elems=37):
-        stepper = Stepper(
-            SPEC,
-            params={"w": torch.linspace(0.1, 5, elems), "none": torch.ones(0), "b": torch.ones(())},
-            rules=Rules(own=own(step=move, elementwise=True)),
-        )
-        step(stepper)
-        return stepper.cut_dependence
-
-    def test_leave_the_bits_of_usual_rules(self):
-        assert not self.dependence(adamw_step)
-
-    @pytest.mark.parametrize("elems", [3, 37])
-    def test_are_seen_in_what_looks_at_other_elements(self, elems):
-        def normed(param, grad, state, settings):
-            param.sub_(param / (1 + param.square().sum()))
-
-        assert "in the value of param 'w'" in self.dependence(normed, elems)
-
-
 class TestRefusals:
     def refused(self, text, **rule):
         with pytest.raises(ProtocolError, match=text):

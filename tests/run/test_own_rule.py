@@ -19,6 +19,7 @@ from zero_sim.scenario.spec import (
     SystemSpec,
     WorldSpec,
 )
+from zero_sim.targets import Numerics
 
 CASE = Scenario(
     schema=1,
@@ -88,14 +89,72 @@ class WithSigmoid(ByStep):
 
     @staticmethod
     def rule(param, grad, state, settings):
-        param.sub_(torch.sigmoid(grad) ** 0.37, alpha=settings["lr"])
+        average = state.setdefault("average", torch.zeros_like(param))
+        average.mul_(0.9).add_(torch.sigmoid(grad) ** 0.37)
+        param.sub_(average, alpha=settings["lr"])
 
     reference_step = rule
 
 
+class OneUlp(WithSigmoid):
+    """In its third step, an element of the last shard is a unit in the last place away."""
+
+    def __init__(self, elem):
+        super().__init__()
+        self.elem, self.steps = elem, 0
+
+    def rule(self, param, grad, state, settings):
+        WithSigmoid.rule(param, grad, state, settings)
+        self.steps += 1
+        if self.steps == 9:
+            param[self.elem] = torch.nextafter(param[self.elem], torch.tensor(torch.inf))
+
+
+ENDS = replace(CASE, model=ModelSpec(name="mlp", hidden=8), run=RunSpec(steps=4))
+
+
+class WithoutMasters(WithSigmoid):
+    capabilities = replace(ByStep.capabilities, dtypes=("bf16",))
+    numerics = Numerics(
+        divide="post-rounded", grad_dtype="param", masters="param", elementwise=True
+    )
+
+
+@pytest.mark.parametrize("order_known", [True, False], ids=["known", "unknown"])
+@pytest.mark.parametrize("timing", ["eager", "hostile"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_bits_of_a_rule_at_ends_of_loops_pass_wherever_they_are(order_known, timing, size):
+    world = WorldSpec(size=size, order="tree", order_known=order_known, timing=timing)
+    result = run_case(replace(ENDS, world=world), target=WithSigmoid())
+    assert (result.verdict, result.findings) == ("pass", ())
+
+
+def test_bits_of_a_rule_at_ends_of_loops_pass_without_masters():
+    case = replace(ENDS, model=replace(ENDS.model, dtype="bf16"))
+    result = run_case(case, target=WithoutMasters())
+    assert (result.verdict, result.findings) == ("pass", ())
+
+
+@pytest.mark.parametrize("elem", [0, 20, -1])
+@pytest.mark.parametrize("order_known", [True, False], ids=["known", "unknown"])
+def test_a_unit_in_the_last_place_elsewhere_is_found(order_known, elem):
+    world = WorldSpec(size=3, order="tree", order_known=order_known)
+    result = run_case(replace(ENDS, world=world), target=OneUlp(elem))
+    assert result.verdict == "fail"
+    found = result.findings[0]
+    assert (found.check, found.step, found.differ_count) == ("equality.master", 2, 1)
+
+
 @pytest.mark.parametrize("case", [CASE, UNKNOWN], ids=["known", "unknown"])
-def test_a_rule_whose_bits_depend_on_the_cut_is_inconclusive(case):
-    result = run_case(case, target=WithSigmoid())
+def test_a_rule_that_is_declared_elementwise_and_is_not_is_inconclusive(case):
+    class Normed(ByStep):
+        @staticmethod
+        def rule(param, grad, state, settings):
+            param.sub_(grad / grad.norm().add(1), alpha=settings["lr"])
+
+        reference_step = rule
+
+    result = run_case(case, target=Normed())
     assert result.verdict == "inconclusive"
     (doubt,) = result.findings
     assert doubt.check == "guard.not-followed"

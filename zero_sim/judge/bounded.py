@@ -25,6 +25,7 @@ from torch import Tensor
 
 from zero_sim.findings import describe as findings
 from zero_sim.findings.records import Finding
+from zero_sim.judge.adopting import adopt_bits
 from zero_sim.judge.copies import Copy, Ledger, What, digest_of
 from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.forward_reads import ForwardReads, compare_losses
@@ -233,8 +234,8 @@ class BoundedComparison(Steps):
                 "grad", grad, step=step, rank=rank, param=name, start=start
             )
         follower = self._follow(rank, part, expected)
-        if follower.cut_dependence:
-            self._unfollowed = follower.cut_dependence
+        if self._reference.cut_dependence:
+            self._unfollowed = self._reference.cut_dependence
             self.uncertified_step = step
             return
         yield from self._group.compare_update(
@@ -277,6 +278,7 @@ class BoundedComparison(Steps):
                         zeros=measured.zeros,
                     )
                 )
+                adopt_bits(follower, part)
             self._followers[key] = expected.step + 1, follower
         return follower
 

@@ -13,6 +13,7 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
+from zero_sim.judge.adopting import Adoption
 from zero_sim.judge.explaining import Explanations, grad_seen, param_seen, part_seen
 from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.forward_reads import ForwardReads, compare_losses
@@ -42,6 +43,7 @@ class ExactComparison:
         self._steps: Mapping[int, ReferenceStep] = source.steps
         self._told_at = group.numerics.told_at
         self._explanations = Explanations(group, reference=lambda: source.reference)
+        self._adoption = Adoption(source)
 
     def forget(self, step: int) -> None:
         """Forget a step that every rank was compared with."""
@@ -132,6 +134,9 @@ class ExactComparison:
         if expected.one_device is not None and part.grad is not None:
             one = cut(expected.one_device[name])
             yield from self._compare_with_one(one, part, divisor=expected.divisor, at=(step, rank))
+        self._adoption.see_part(part, expected)
+        if self._source.uncertified_step is not None:
+            return
         whole_master = expected.masters[name]
         found = list(
             self._group.compare_update(
@@ -307,6 +312,9 @@ class ExactComparison:
                 at = findings.param(step, rank, name)
                 yield findings.missing(at, "the system does not have this param")
                 continue
+            self._adoption.see_param(name, params[name], self._steps[step])
+            if self._source.uncertified_step is not None:
+                return
             differs = self._comparer.differs(value, params[name])
             if differs:
                 at = findings.param(step, rank, name)

@@ -9,6 +9,7 @@ from zero_sim.reference.bounded import BoundedReference, BoundedStep
 from zero_sim.reference.bounding import Interval
 from zero_sim.reference.clipping import CLIP_FORMS, ClipForm, takes_root
 from zero_sim.reference.computed import computed_from, computed_of_system
+from zero_sim.reference.cuts import CutStep
 from zero_sim.reference.division import AVERAGES, DIVIDE_RULES, DivideRule, Division, quotient
 from zero_sim.reference.following import Follower
 from zero_sim.reference.norms import NORMS, ROOTED, Holding, Holdings, Norm, norms_of_shard
@@ -29,7 +30,7 @@ from zero_sim.reference.rules import (
     Unused,
 )
 from zero_sim.reference.scaling import LossRows, ScaleLoss, ScaleLossFunction
-from zero_sim.reference.stepping import settings_in_words
+from zero_sim.reference.stepping import same_elements, settings_in_words
 from zero_sim.reference.steps import ReferenceStep, Standing
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "BoundedStep",
     "ClipForm",
     "ClipFunction",
+    "CutStep",
     "DivideEach",
     "DivideRule",
     "Division",
@@ -81,6 +83,7 @@ __all__ = [
     "memory_layout_of",
     "norms_of_shard",
     "quotient",
+    "same_elements",
     "settings_in_words",
     "step_together",
     "takes_root",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.reference.bounding import Interval, bound_sum, divide_ends, known_sum
+from zero_sim.reference.cuts import Probe, probe, unknown_ends
 from zero_sim.reference.division import Division
 from zero_sim.reference.following import Follower, Update
 from zero_sim.reference.gradient import root_of_bounds
@@ -195,7 +196,20 @@ class BoundedReference:
             master=master,
             rules=self._rules,
             on_host=self._scenario.system.offload_state,
+            counters=self._probed.counters,
         )
+
+    @property
+    def _probed(self) -> Probe:
+        return probe(self._scenario.optimizer, rules=self._rules, params=self._starts)
+
+    @property
+    def cut_dependence(self) -> str:
+        """Why the bits of the target's rule are not known; empty if they are."""
+        own, probed = self._rules.own, self._probed
+        if probed.problem or own is None or own.read_state is None:
+            return probed.problem
+        return unknown_ends(probed, rules=self._rules)
 
     def _bound(self, local: Contributions, *, grads: Mapping[str, Tensor]) -> dict[str, Interval]:
         """Bound every param's sum over ranks and rounds, both of which only add."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from zero_sim.reference.cuts import CutStep
 from zero_sim.reference.division import Division, quotient
 from zero_sim.reference.gradient import Measure, measure
 from zero_sim.reference.rules import Rules, clip_by_rule_
@@ -60,6 +61,7 @@ class Follower:
             that number, all but the last of size 1.
         rules: Of these only how a gradient is clipped by its norm; not a form that takes the root.
         on_host: As in `Stepper`.
+        counters: As in `Probe`.
     """
 
     def __init__(
@@ -70,10 +72,13 @@ class Follower:
         master: Tensor,
         rules: Rules | None = None,
         on_host: bool = False,
+        counters: frozenset[str] = frozenset(),
     ) -> None:
         self._spec, self._name = spec, name
         self._rules = rules or Rules()
         self._stepper = Stepper(spec, params={name: master}, on_host=on_host, rules=self._rules)
+        self._counters = counters
+        self._taken: CutStep | None = None
 
     @property
     def master(self) -> Tensor:  # 1D fp32
@@ -81,9 +86,13 @@ class Follower:
         return self._stepper.masters[self._name].reshape(-1)
 
     @property
-    def cut_dependence(self) -> str:
-        """Why the bits of the target's rule are not known; empty if they are."""
-        return self._stepper.cut_dependence
+    def cut_step(self) -> CutStep | None:
+        """The last step, to take it cut; None for any rule but an elementwise one of a target."""
+        return self._taken
+
+    def adopt(self, index: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Go on with other bits that the target's rule gives; see `Reference.adopt`."""
+        self._stepper.put(self._name, index, values)
 
     @property
     def state(self) -> Mapping[str, Tensor]:
@@ -117,5 +126,13 @@ class Follower:
             told = replace(measured, norm=norm)
             clip_by_rule_(wide, measured=told, norm_max=self._spec.clip_norm, rules=self._rules)
         wide = wide.view_as(self._stepper.masters[self._name])
+        if self._rules.own is not None and self._rules.own.elementwise:
+            self._taken = CutStep(
+                start=self._stepper.fork(),
+                name=self._name,
+                grad=wide,
+                factor=update.lr_factor,
+                counters=self._counters,
+            )
         self._stepper.step({self._name: wide}, factor=update.lr_factor)
         return measured

@@ -17,6 +17,7 @@ from torch import Tensor
 from zero_sim.errors import UsageError
 from zero_sim.reference.again import Again, StepAgain
 from zero_sim.reference.clipping import clip_is_certified
+from zero_sim.reference.cuts import CutStep, Probe, probe, unknown_ends
 from zero_sim.reference.division import quotient
 from zero_sim.reference.following import Update
 from zero_sim.reference.gradient import (
@@ -94,6 +95,8 @@ class Reference:
         self._next_step = 0
         self.certified = True
         """Whether every order of addition gives the same clipping in all steps so far."""
+        self.sees_all = True
+        """True if the system shows masters and state of all its ranks; see `adopt`."""
 
     @property
     def _rules(self) -> Rules:
@@ -247,7 +250,7 @@ class Reference:
 
     def _start(self, adding: Adding, orders: Orders) -> StepStart | None:
         """Copy everything the next step begins with; None if there are too many elements."""
-        if self._elems * self._scenario.world.size > KEPT_ELEMS_MAX:
+        if not self._fits:
             return None
         return StepStart(
             stepper=self._stepper.fork(),
@@ -324,7 +327,7 @@ class Reference:
             self._loss_scale.update(finite=measured.finite)
         self._next_step += 1
         clip_certified = norm_max is None or self._clip_is_certified(measured, norm_max)
-        cut_dependence = self._stepper.cut_dependence
+        cut_dependence = self._cut_dependence()
         clip_certified &= not cut_dependence
         self.certified &= clip_certified
         return ReferenceStep(
@@ -353,6 +356,54 @@ class Reference:
                 if was.numel() and torch.equal(was, self._stepper.masters[name])
             ),
         )
+
+    @property
+    def _fits(self) -> bool:
+        """True if starts of steps are kept."""
+        return self._elems * self._scenario.world.size <= KEPT_ELEMS_MAX
+
+    @property
+    def _probed(self) -> Probe:
+        spec, masters = self._scenario.optimizer, self._stepper.masters
+        return probe(spec, rules=self._rules, params=masters)
+
+    def _cut_dependence(self) -> str:
+        """Return why the bits of the target's rule are not known; empty if they are."""
+        own, probed = self._rules.own, self._probed
+        is_plain = own is not None and own.read_state is None and not self._scales
+        if probed.problem or (is_plain and self.sees_all and self._fits):
+            return probed.problem
+        return unknown_ends(probed, rules=self._rules)
+
+    def cut_step(self, taken: ReferenceStep, *, name: str) -> CutStep | None:
+        """Return a param's step, to take it cut; None if no rule of a target took it.
+
+        Args:
+            taken: A step of this reference in its present world.
+            name: Of the param.
+        """
+        own = self._rules.own
+        if own is None or not own.elementwise or taken.start is None or name not in taken.stepped:
+            return None
+        return CutStep(
+            start=taken.start.stepper,
+            name=name,
+            grad=taken.stepped[name],
+            factor=taken.update.lr_factor,
+            counters=self._probed.counters,
+        )
+
+    def adopt(self, name: str, index: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Go on with other bits that the target's rule gives, where a system has these.
+
+        Args:
+            name: Of the param.
+            index: 1D, its flattened elements.
+            values: For these, from the `CutStep` of the last step.
+        """
+        self._stepper.put(name, index, values)
+        self._history = None
+        self._write_params()
 
     def again(self, taken: ReferenceStep) -> Again | None:
         """Get ready to take an earlier step again; None if its start was not kept.
