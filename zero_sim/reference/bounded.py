@@ -206,10 +206,10 @@ class BoundedReference:
     @property
     def cut_dependence(self) -> str:
         """Why the bits of the target's rule are not known; empty if they are."""
-        own, probed = self._rules.own, self._probed
-        if probed.problem or own is None or own.read_state is None:
-            return probed.problem
-        return unknown_ends(probed, rules=self._rules)
+        own, problem = self._rules.own, self._probed.problem
+        if problem or own is None or own.read_state is None:
+            return problem
+        return unknown_ends(self._scenario.optimizer, rules=self._rules, params=self._starts)
 
     def _bound(self, local: Contributions, *, grads: Mapping[str, Tensor]) -> dict[str, Interval]:
         """Bound every param's sum over ranks and rounds, both of which only add."""

@@ -9,8 +9,8 @@ fill the chunk, and larger ones leave all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -30,6 +30,7 @@ _FIRST_ELEMS, _BATCH_ELEMS = 28, 7 * 128
 """Elements tried together. A system with a fault differs in most, which the first ones show."""
 _PROBED_STEPS = 2
 """The second one has state."""
+_LR = 0.1
 
 Values = Mapping[str, Tensor]  # each 1D
 """Values of some elements: state by key, and the param itself under an empty one."""
@@ -43,44 +44,42 @@ class Probe:
 
     problem: str = ""
     """Why it is not elementwise; empty if it is, but for ends of loops."""
-    ends: str = ""
-    """Where its bits differ at ends of loops, in words; empty for nowhere."""
     counters: frozenset[str] = frozenset()
     """Keys of state that no element has its own of."""
 
 
 def probe(spec: OptimizerSpec, *, rules: Rules, params: Mapping[str, Tensor]) -> Probe:
-    """Try a rule of a target on drawn values, cut and moved.
+    """Try a rule of a target on drawn values, beside others and elsewhere.
 
     Args:
         spec: Optimizer and its settings.
         rules: The target's rule among them.
         params: By name; one is tried of each group, dtype and number of dimensions.
     """
-    if rules.own is None or not rules.own.elementwise:
-        return Probe()
-    tried = {
-        (group_of(spec, name=name), param.dtype, param.dim()): name
-        for name, param in params.items()
-    }
-    found = [
-        _probe_one(
-            _Tried(
-                spec=spec,
-                by=(rules.own.step, rules.own.build),
-                name=name,
-                dtype=torch.float32 if rules.masters == "fp32" else params[name].dtype,
-                dims=params[name].dim(),
-                device=str(params[name].device),
-                rules=rules,
-            )
-        )
-        for name in tried.values()
-    ]
+    found = [_probe_one(each) for each in _tried(spec, rules, params)]
     return Probe(
         problem=next((each.problem for each in found if each.problem), ""),
-        ends=next((each.ends for each in found if each.ends), ""),
         counters=frozenset[str]().union(*(each.counters for each in found)),
+    )
+
+
+def unknown_ends(spec: OptimizerSpec, *, rules: Rules, params: Mapping[str, Tensor]) -> str:
+    """Return in words that bits at ends of loops are not known; empty if drawn values have none.
+
+    Args:
+        spec: As for `probe`, as are all.
+        rules: The rule of a system that cannot show how it cuts.
+        params: By name.
+    """
+    ends = next(filter(None, map(_ends_of, _tried(spec, rules, params))), "")
+    if not ends:
+        return ""
+    assert rules.own is not None
+    return (
+        f"the bits of {rules.own.name} depend on where a tensor is cut, in {ends}, and "
+        "where this case cuts it is not known. Try one process, a target with parts(), or fewer "
+        "elements; or round off `pow`, `sigmoid` and the like by operations that are exact "
+        "everywhere"
     )
 
 
@@ -96,47 +95,69 @@ class _Tried:
     device: str
     rules: Rules = field(compare=False)
 
+    def stepped(self, elems: Tensor) -> dict[str, Tensor]:
+        """Step drawn values; the same ones have the same index."""
+        draws = torch.Generator().manual_seed(0)
+        values = torch.randn((_PROBED_STEPS + 1, 3 * _BODY_ELEMS), generator=draws)
+        # Params so small that a sum with an update keeps all of the update's bits.
+        values[0] *= 2.0**-20
+        shape = (1,) * (self.dims - 1) + (-1,)
+        first, *grads = (each[elems].view(shape).to(self.device) for each in values)
+        stepper = Stepper(self.spec, params={self.name: first.to(self.dtype)}, rules=self.rules)
+        with isolated():
+            for grad in grads:
+                stepper.step({self.name: grad}, repeated=False)
+        return stepper.values(self.name)
+
+
+def _tried(spec: OptimizerSpec, rules: Rules, params: Mapping[str, Tensor]) -> Sequence[_Tried]:
+    if rules.own is None or not rules.own.elementwise:
+        return ()
+    names = {
+        (group_of(spec, name=name), param.dtype, param.dim()): name
+        for name, param in params.items()
+    }
+    return [
+        _Tried(
+            # Whether a rule is elementwise depends on no number of these.
+            spec=replace(spec, lr=_LR, warmup_steps=0, clip_norm=None, clip_value=None),
+            by=(rules.own.step, rules.own.build),
+            name=name,
+            dtype=torch.float32 if rules.masters == "fp32" else params[name].dtype,
+            dims=params[name].dim(),
+            device=str(params[name].device),
+            rules=rules,
+        )
+        for name in names.values()
+    ]
+
 
 @lru_cache(maxsize=256)
 def _probe_one(tried: _Tried) -> Probe:
-    name, shape = tried.name, (1,) * (tried.dims - 1) + (-1,)
-    draws = torch.Generator().manual_seed(0)
-    values = torch.randn((_PROBED_STEPS + 1, 3 * _BODY_ELEMS), generator=draws)
-    # Params so small that a sum with an update keeps all of the update's bits.
-    values[0] *= 2.0**-20
-
-    def stepped(elems: Tensor) -> dict[str, Tensor]:
-        first, *grads = (each[elems].view(shape).to(tried.device) for each in values)
-        params = {name: first.to(tried.dtype)}
-        stepper = Stepper(tried.spec, params=params, rules=tried.rules)
-        for grad in grads:
-            stepper.step({name: grad}, repeated=False)
-        return stepper.values(name)
-
-    with isolated():
-        body = torch.arange(_BODY_ELEMS)
-        # Elsewhere, beside others, and in a tensor of another size.
-        moved = torch.cat([body.flip(0), torch.arange(_BODY_ELEMS, 3 * _BODY_ELEMS)])
-        whole, other = stepped(body), stepped(moved)
-        tails = [stepped(piece) for piece in body.split(_TAIL_ELEMS)]
-        alone = [stepped(body[at : at + 1]) for at in range(_TAIL_ELEMS)]
+    body, tail = torch.arange(_BODY_ELEMS), torch.arange(_TAIL_ELEMS)
+    # Elsewhere, beside others, and in a tensor of another size.
+    moved = torch.cat([body.flip(0), torch.arange(_BODY_ELEMS, 3 * _BODY_ELEMS)])
+    whole, other, short = tried.stepped(body), tried.stepped(moved), tried.stepped(tail)
     pairs = [(whole, {k: v[:_BODY_ELEMS].flip(0) if v.dim() else v for k, v in other.items()})]
-    for at, each in enumerate(alone):
-        of_tail = {k: v[at : at + 1] if v.dim() else v for k, v in tails[0].items()}
-        pairs.append((of_tail, each))
+    for at in (0, _TAIL_ELEMS - 1):
+        of_tail = {k: v[at : at + 1] if v.dim() else v for k, v in short.items()}
+        pairs.append((of_tail, tried.stepped(tail[at : at + 1])))
     for one, two in pairs:
         for key in one.keys() | two.keys():
             if key not in one or key not in two or not _is_same(one[key], two[key]):
-                return Probe(problem=_problem(tried.rules, key, name))
-    ends = next(
-        (
-            _where(key, name)
-            for key, value in whole.items()
-            if value.dim() and not _is_same(value, torch.cat([each[key] for each in tails]))
-        ),
-        "",
-    )
-    return Probe(ends=ends, counters=frozenset(k for k, v in whole.items() if not v.dim()))
+                return Probe(problem=_problem(tried.rules, key, tried.name))
+    return Probe(counters=frozenset(key for key, value in whole.items() if not value.dim()))
+
+
+@lru_cache(maxsize=256)
+def _ends_of(tried: _Tried) -> str:
+    """Return in words where bits differ at ends of loops; empty for nowhere."""
+    body = torch.arange(_BODY_ELEMS)
+    whole, tails = tried.stepped(body), [tried.stepped(each) for each in body.split(_TAIL_ELEMS)]
+    for key, value in whole.items():
+        if value.dim() and not _is_same(value, torch.cat([each[key] for each in tails])):
+            return _where(key, tried.name)
+    return ""
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
@@ -154,24 +175,6 @@ def _problem(rules: Rules, key: str, name: str) -> str:
         "and not at its end alone, so those of a shard are not known. Let the step of an element "
         "depend on that element alone, not on others or on their number; or declare "
         "elementwise=False if your system steps whole params"
-    )
-
-
-def unknown_ends(probed: Probe, *, rules: Rules) -> str:
-    """Return in words that bits at ends of loops are not known, for a system that cannot show them.
-
-    Args:
-        probed: The rule's.
-        rules: The rule among them.
-    """
-    if not probed.ends:
-        return ""
-    assert rules.own is not None
-    return (
-        f"the bits of {rules.own.name} depend on where a tensor is cut, in {probed.ends}, and "
-        "where this case cuts it is not known. Try one process, a target with parts(), or fewer "
-        "elements; or round off `pow`, `sigmoid` and the like by operations that are exact "
-        "everywhere"
     )
 
 

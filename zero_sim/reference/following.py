@@ -19,6 +19,9 @@ from zero_sim.reference.rules import Rules, clip_by_rule_
 from zero_sim.reference.stepping import Stepper
 from zero_sim.scenario.spec import OptimizerSpec
 
+_REPEATED_STEPS = 2
+"""Steps of a target's rule that are checked by taking them twice: the second one has state."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
@@ -79,6 +82,7 @@ class Follower:
         self._stepper = Stepper(spec, params={name: master}, on_host=on_host, rules=self._rules)
         self._counters = counters
         self._taken: CutStep | None = None
+        self._repeats_left = _REPEATED_STEPS
 
     @property
     def master(self) -> Tensor:  # 1D fp32
@@ -134,5 +138,8 @@ class Follower:
                 factor=update.lr_factor,
                 counters=self._counters,
             )
-        self._stepper.step({self._name: wide}, factor=update.lr_factor)
+        self._stepper.step(
+            {self._name: wide}, factor=update.lr_factor, repeated=self._repeats_left > 0
+        )
+        self._repeats_left -= 1
         return measured

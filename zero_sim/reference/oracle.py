@@ -369,11 +369,12 @@ class Reference:
 
     def _cut_dependence(self) -> str:
         """Return why the bits of the target's rule are not known; empty if they are."""
-        own, probed = self._rules.own, self._probed
+        own, problem = self._rules.own, self._probed.problem
         is_plain = own is not None and own.read_state is None and not self._scales
-        if probed.problem or (is_plain and self.sees_all and self._fits):
-            return probed.problem
-        return unknown_ends(probed, rules=self._rules)
+        if problem or (is_plain and self.sees_all and self._fits):
+            return problem
+        spec, masters = self._scenario.optimizer, self._stepper.masters
+        return unknown_ends(spec, rules=self._rules, params=masters)
 
     def cut_step(self, taken: ReferenceStep, *, name: str) -> CutStep | None:
         """Return a param's step, to take it cut; None if no rule of a target took it.
