@@ -14,6 +14,7 @@ HERE, THERE = {"": 1.0, "m": 5.0}, {"": 1.5, "m": 5.5}
 
 class Source:
     has_own_rule = True
+    uncertified_step = None
 
     def __init__(self):
         self.adopted = []

@@ -5,7 +5,7 @@ import torch
 
 from tests.reference.test_own_rule import SPEC, own
 from tests.targets.own_adamw import adamw_step
-from zero_sim.reference.cuts import CutStep, probe, unknown_ends
+from zero_sim.reference.cuts import CutStep, probe, why_unknown
 from zero_sim.reference.rules import Rules
 from zero_sim.reference.stepping import Stepper, same_elements
 
@@ -19,7 +19,8 @@ def probed(move, shape=(3, 4)):
 
 
 def ends(move, shape=(3, 4)):
-    return unknown_ends(SPEC, rules=rules_of(move), params={"w": torch.ones(shape)})
+    params = {"w": torch.ones(shape)}
+    return why_unknown(SPEC, rules=rules_of(move), params=params, shows_cuts=False)
 
 
 def by_pow(param, grad, state, settings):

@@ -1,4 +1,4 @@
-"""An optimizer of a target's own goes on from a checkpoint, in other worlds and after lost steps."""
+"""Optimizers of a target's own go on from checkpoints, in other worlds and after lost steps."""
 
 from dataclasses import replace
 

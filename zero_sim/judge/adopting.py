@@ -15,7 +15,8 @@ from torch import Tensor
 
 from zero_sim.judge.judged_group import cut_state
 from zero_sim.judge.step_source import StepSource
-from zero_sim.reference import CutStep, Follower, ReferenceStep, same_elements
+from zero_sim.reference import Follower, ReferenceStep, same_elements
+from zero_sim.reference.cuts import CutStep
 from zero_sim.targets import OwnedPart
 
 Values = Mapping[str, Tensor]  # each 1D
@@ -36,15 +37,15 @@ class Adoption:
         self._cast: dict[str, Tensor] = {}  # each 1D, bool
         """By param: elements whose working param was seen in this step."""
 
-    def see_part(self, part: OwnedPart, expected: ReferenceStep) -> None:
-        """Adopt bits of a part before it is compared.
+    def see_part(self, part: OwnedPart, expected: ReferenceStep) -> bool:
+        """Adopt bits before a part is compared; False if it cannot be compared after that.
 
         Args:
             part: As its engine shows it.
             expected: The step; its masters, state and params change.
         """
         if not self._follows(expected):
-            return
+            return True
         place = part.place
         name, span = place.param, slice(place.start, place.stop)
         owned, cast = self._seen(expected, name)
@@ -67,9 +68,10 @@ class Adoption:
             index = apart + place.start
             self._adopt(expected, name, index, cut.bits_elsewhere(index, holds=holds))
         owned[span] = True
+        return self._source.uncertified_step is None
 
-    def see_param(self, name: str, got: Tensor, expected: ReferenceStep) -> None:
-        """Adopt bits of a working param before it is compared.
+    def see_param(self, name: str, got: Tensor, expected: ReferenceStep) -> bool:
+        """Adopt bits before a working param is compared; False if it cannot be after that.
 
         Args:
             name: Of the param.
@@ -77,7 +79,7 @@ class Adoption:
             expected: The step; its masters, state and params change.
         """
         if not self._follows(expected) or name not in expected.masters:
-            return
+            return True
         owned, cast = self._seen(expected, name)
         apart = elements_apart({"": expected.params[name].reshape(-1)}, {"": got.reshape(-1)})
         cut = self._cut_step(expected, name, apart, owned | cast)
@@ -89,6 +91,7 @@ class Adoption:
 
             self._adopt(expected, name, apart, cut.bits_elsewhere(apart, holds=holds))
         cast[:] = True
+        return self._source.uncertified_step is None
 
     def _follows(self, expected: ReferenceStep) -> bool:
         return not expected.skipped and self._source.has_own_rule

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from zero_sim.findings import describe as findings
 from zero_sim.findings.records import Finding
-from zero_sim.judge.adopting import adopt_bits
 from zero_sim.judge.copies import Copy, Ledger, What, digest_of
 from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.forward_reads import ForwardReads, compare_losses
@@ -278,7 +277,11 @@ class BoundedComparison(Steps):
                         zeros=measured.zeros,
                     )
                 )
-                adopt_bits(follower, part)
+                if follower.cut_step is not None:
+                    # Here, because hardly any case needs it.
+                    from zero_sim.judge.adopting import adopt_bits
+
+                    adopt_bits(follower, part)
             self._followers[key] = expected.step + 1, follower
         return follower
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
-from zero_sim.judge.adopting import Adoption
 from zero_sim.judge.explaining import Explanations, grad_seen, param_seen, part_seen
 from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.forward_reads import ForwardReads, compare_losses
@@ -26,6 +26,9 @@ from zero_sim.reference import ReferenceStep, norms_of_shard, quotient
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import GRADIENTS, PARTS
+
+if TYPE_CHECKING:
+    from zero_sim.judge.adopting import Adoption
 
 
 class ExactComparison:
@@ -43,7 +46,12 @@ class ExactComparison:
         self._steps: Mapping[int, ReferenceStep] = source.steps
         self._told_at = group.numerics.told_at
         self._explanations = Explanations(group, reference=lambda: source.reference)
-        self._adoption = Adoption(source)
+        self._adoption: Adoption | None = None
+        if group.scenario.optimizer.name == "own":
+            # Here, because hardly any case needs it.
+            from zero_sim.judge.adopting import Adoption
+
+            self._adoption = Adoption(source)
 
     def forget(self, step: int) -> None:
         """Forget a step that every rank was compared with."""
@@ -134,8 +142,7 @@ class ExactComparison:
         if expected.one_device is not None and part.grad is not None:
             one = cut(expected.one_device[name])
             yield from self._compare_with_one(one, part, divisor=expected.divisor, at=(step, rank))
-        self._adoption.see_part(part, expected)
-        if self._source.uncertified_step is not None:
+        if self._adoption is not None and not self._adoption.see_part(part, expected):
             return
         whole_master = expected.masters[name]
         found = list(
@@ -312,8 +319,8 @@ class ExactComparison:
                 at = findings.param(step, rank, name)
                 yield findings.missing(at, "the system does not have this param")
                 continue
-            self._adoption.see_param(name, params[name], self._steps[step])
-            if self._source.uncertified_step is not None:
+            got, expected = params[name], self._steps[step]
+            if self._adoption is not None and not self._adoption.see_param(name, got, expected):
                 return
             differs = self._comparer.differs(value, params[name])
             if differs:

@@ -9,7 +9,6 @@ from zero_sim.reference.bounded import BoundedReference, BoundedStep
 from zero_sim.reference.bounding import Interval
 from zero_sim.reference.clipping import CLIP_FORMS, ClipForm, takes_root
 from zero_sim.reference.computed import computed_from, computed_of_system
-from zero_sim.reference.cuts import CutStep
 from zero_sim.reference.division import AVERAGES, DIVIDE_RULES, DivideRule, Division, quotient
 from zero_sim.reference.following import Follower
 from zero_sim.reference.norms import NORMS, ROOTED, Holding, Holdings, Norm, norms_of_shard
@@ -48,7 +47,6 @@ __all__ = [
     "BoundedStep",
     "ClipForm",
     "ClipFunction",
-    "CutStep",
     "DivideEach",
     "DivideRule",
     "Division",

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from zero_sim.reference.bounding import Interval, bound_sum, divide_ends, known_sum
-from zero_sim.reference.cuts import Probe, probe, unknown_ends
 from zero_sim.reference.division import Division
 from zero_sim.reference.following import Follower, Update
 from zero_sim.reference.gradient import root_of_bounds
@@ -187,29 +186,32 @@ class BoundedReference:
         """
         whole = self._starts[name]
         master = whole.reshape(-1)[start:stop]
+        counters: frozenset[str] = frozenset()
         if self._rules.own is not None:
+            from zero_sim.reference.cuts import probe
+
             # A rule may treat matrices otherwise than vectors.
             master = master.reshape((1,) * (whole.dim() - 1) + (-1,))
+            spec, starts = self._scenario.optimizer, self._starts
+            counters = probe(spec, rules=self._rules, params=starts).counters
         return Follower(
             self._scenario.optimizer,
             name=name,
             master=master,
             rules=self._rules,
             on_host=self._scenario.system.offload_state,
-            counters=self._probed.counters,
+            counters=counters,
         )
-
-    @property
-    def _probed(self) -> Probe:
-        return probe(self._scenario.optimizer, rules=self._rules, params=self._starts)
 
     @property
     def cut_dependence(self) -> str:
         """Why the bits of the target's rule are not known; empty if they are."""
-        own, problem = self._rules.own, self._probed.problem
-        if problem or own is None or own.read_state is None:
-            return problem
-        return unknown_ends(self._scenario.optimizer, rules=self._rules, params=self._starts)
+        if self._rules.own is None:
+            return ""
+        # Here and above, because hardly any case needs it.
+        from zero_sim.reference.cuts import why_unknown
+
+        return why_unknown(self._scenario.optimizer, rules=self._rules, params=self._starts)
 
     def _bound(self, local: Contributions, *, grads: Mapping[str, Tensor]) -> dict[str, Interval]:
         """Bound every param's sum over ranks and rounds, both of which only add."""

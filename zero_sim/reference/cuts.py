@@ -63,23 +63,28 @@ def probe(spec: OptimizerSpec, *, rules: Rules, params: Mapping[str, Tensor]) ->
     )
 
 
-def unknown_ends(spec: OptimizerSpec, *, rules: Rules, params: Mapping[str, Tensor]) -> str:
-    """Return in words that bits at ends of loops are not known; empty if drawn values have none.
+def why_unknown(
+    spec: OptimizerSpec, *, rules: Rules, params: Mapping[str, Tensor], shows_cuts: bool = True
+) -> str:
+    """Return in words why the bits that a rule gives a shard are not known; empty if they are.
 
     Args:
-        spec: As for `probe`, as are all.
-        rules: The rule of a system that cannot show how it cuts.
-        params: By name.
+        spec: As for `probe`.
+        rules: As for `probe`.
+        params: As for `probe`.
+        shows_cuts: True if the reference can go on with the bits that the system has.
     """
+    own, problem = rules.own, probe(spec, rules=rules, params=params).problem
+    # State that a function returns may be a copy, which cannot be changed.
+    if problem or own is None or (shows_cuts and own.read_state is None):
+        return problem
     ends = next(filter(None, map(_ends_of, _tried(spec, rules, params))), "")
     if not ends:
         return ""
-    assert rules.own is not None
     return (
-        f"the bits of {rules.own.name} depend on where a tensor is cut, in {ends}, and "
-        "where this case cuts it is not known. Try one process, a target with parts(), or fewer "
-        "elements; or round off `pow`, `sigmoid` and the like by operations that are exact "
-        "everywhere"
+        f"the bits of {own.name} depend on where a tensor is cut, in {ends}, and where this case "
+        "cuts it is not known. Try one process, a target with parts(), or fewer elements; or round "
+        "off `pow`, `sigmoid` and the like by operations that are exact everywhere"
     )
 
 
@@ -135,10 +140,11 @@ def _tried(spec: OptimizerSpec, rules: Rules, params: Mapping[str, Tensor]) -> S
 @lru_cache(maxsize=256)
 def _probe_one(tried: _Tried) -> Probe:
     body, tail = torch.arange(_BODY_ELEMS), torch.arange(_TAIL_ELEMS)
+    back = body.flip(0)
     # Elsewhere, beside others, and in a tensor of another size.
-    moved = torch.cat([body.flip(0), torch.arange(_BODY_ELEMS, 3 * _BODY_ELEMS)])
+    moved = torch.cat([back, torch.arange(_BODY_ELEMS, 3 * _BODY_ELEMS)])
     whole, other, short = tried.stepped(body), tried.stepped(moved), tried.stepped(tail)
-    pairs = [(whole, {k: v[:_BODY_ELEMS].flip(0) if v.dim() else v for k, v in other.items()})]
+    pairs = [(whole, {k: v[back] if v.dim() else v for k, v in other.items()})]
     for at in (0, _TAIL_ELEMS - 1):
         of_tail = {k: v[at : at + 1] if v.dim() else v for k, v in short.items()}
         pairs.append((of_tail, tried.stepped(tail[at : at + 1])))

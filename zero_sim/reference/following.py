@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from zero_sim.reference.cuts import CutStep
 from zero_sim.reference.division import Division, quotient
 from zero_sim.reference.gradient import Measure, measure
 from zero_sim.reference.rules import Rules, clip_by_rule_
 from zero_sim.reference.stepping import Stepper
 from zero_sim.scenario.spec import OptimizerSpec
+
+if TYPE_CHECKING:
+    from zero_sim.reference.cuts import CutStep
 
 _REPEATED_STEPS = 2
 """Steps of a target's rule that are checked by taking them twice: the second one has state."""
@@ -131,6 +134,9 @@ class Follower:
             clip_by_rule_(wide, measured=told, norm_max=self._spec.clip_norm, rules=self._rules)
         wide = wide.view_as(self._stepper.masters[self._name])
         if self._rules.own is not None and self._rules.own.elementwise:
+            # Here, because hardly any case needs it.
+            from zero_sim.reference.cuts import CutStep
+
             self._taken = CutStep(
                 start=self._stepper.fork(),
                 name=self._name,

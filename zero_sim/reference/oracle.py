@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from torch import Tensor
 from zero_sim.errors import UsageError
 from zero_sim.reference.again import Again, StepAgain
 from zero_sim.reference.clipping import clip_is_certified
-from zero_sim.reference.cuts import CutStep, Probe, probe, unknown_ends
 from zero_sim.reference.division import quotient
 from zero_sim.reference.following import Update
 from zero_sim.reference.gradient import (
@@ -46,6 +46,9 @@ from zero_sim.reference.steps import (
 )
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import EXACT_MODELS, Workload, build_workload
+
+if TYPE_CHECKING:
+    from zero_sim.reference.cuts import CutStep
 
 KEPT_ELEMS_MAX = 1 << 20
 """Most elements to keep for taking a step again; a larger model keeps none."""
@@ -362,36 +365,37 @@ class Reference:
         """True if starts of steps are kept."""
         return self._elems * self._scenario.world.size <= KEPT_ELEMS_MAX
 
-    @property
-    def _probed(self) -> Probe:
-        spec, masters = self._scenario.optimizer, self._stepper.masters
-        return probe(spec, rules=self._rules, params=masters)
-
     def _cut_dependence(self) -> str:
         """Return why the bits of the target's rule are not known; empty if they are."""
-        own, problem = self._rules.own, self._probed.problem
-        is_plain = own is not None and own.read_state is None and not self._scales
-        if problem or (is_plain and self.sees_all and self._fits):
-            return problem
-        spec, masters = self._scenario.optimizer, self._stepper.masters
-        return unknown_ends(spec, rules=self._rules, params=masters)
+        own, masters = self._rules.own, self._stepper.masters
+        if own is None or not own.elementwise:
+            return ""
+        # Here and below, because hardly any case needs it.
+        from zero_sim.reference.cuts import why_unknown
+
+        shows_cuts = self.sees_all and self._fits and not self._scales
+        spec = self._scenario.optimizer
+        return why_unknown(spec, rules=self._rules, params=masters, shows_cuts=shows_cuts)
 
     def cut_step(self, taken: ReferenceStep, *, name: str) -> CutStep | None:
-        """Return a param's step, to take it cut; None if no rule of a target took it.
+        """Return a param's step, to take it cut; None unless an elementwise rule took it.
 
         Args:
             taken: A step of this reference in its present world.
-            name: Of the param.
+            name: The param.
         """
-        own = self._rules.own
+        own, masters = self._rules.own, self._stepper.masters
         if own is None or not own.elementwise or taken.start is None or name not in taken.stepped:
             return None
+        from zero_sim.reference.cuts import CutStep, probe
+
+        probed = probe(self._scenario.optimizer, rules=self._rules, params=masters)
         return CutStep(
             start=taken.start.stepper,
             name=name,
             grad=taken.stepped[name],
             factor=taken.update.lr_factor,
-            counters=self._probed.counters,
+            counters=probed.counters,
         )
 
     def adopt(self, name: str, index: Tensor, values: Mapping[str, Tensor]) -> None:

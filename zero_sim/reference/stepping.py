@@ -354,9 +354,6 @@ def same_elements(first: Tensor, second: Tensor) -> Tensor:
         first: Any shape.
         second: Of that shape.
     """
-    if first.dtype.itemsize == 1 and first.is_floating_point():
-        # Torch does not compare numbers in fp8.
-        first, second = first.to(torch.float32), second.to(torch.float32)
     return (first == second) | (first.isnan() & second.isnan())
 
 
