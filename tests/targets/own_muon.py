@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from zero_sim.targets import Capabilities, Numerics, OwnedPart, Place, flat_state
+from zero_sim.targets import Capabilities, Numerics, OwnedPart, Place, StepResult, flat_state
 
 
 def orthogonal(matrix):
@@ -61,6 +61,24 @@ class Stacked(torch.optim.Optimizer):
                 move_with(first["momentum"][index], param, param.grad, state, group)
 
 
+@torch.no_grad()
+def low_bit_step(param, grad, state, settings):
+    """Adam with moments of 8 bits, each row by a scale of its own."""
+    if not state:
+        state["mean"] = torch.zeros_like(param, dtype=torch.int8)
+        state["square"] = torch.zeros_like(param, dtype=torch.uint8)
+        state["mean_scale"] = torch.ones((*param.shape[:-1], 1))
+        state["square_scale"] = torch.ones((*param.shape[:-1], 1))
+    moments = []
+    for key, value, most in (("mean", grad.float(), 127), ("square", grad.float().square(), 255)):
+        scale = state[f"{key}_scale"]
+        moment = (state[key].float() * scale).mul_(0.9).add_(value, alpha=0.1)
+        scale.copy_(moment.abs().amax(-1, keepdim=True).div_(most).clamp_(min=1e-30))
+        state[key].copy_((moment / scale).round_())
+        moments.append(moment)
+    param.sub_((moments[0] / (moments[1].sqrt() + 1e-8)).mul_(settings["lr"]).to(param.dtype))
+
+
 class OwnMuon:
     """A target of it.
 
@@ -80,13 +98,29 @@ class OwnMuon:
     numerics = Numerics(
         divide="post-rounded", grad_dtype="param", grads_told="after-division", masters="param"
     )
-    reference_step = staticmethod(muon_step)
+    reference_step = rule = staticmethod(muon_step)
 
     def __init__(self, mistake=""):
         self.mistake = mistake
 
     def build(self, module, *, scenario, group):
         return Engine(self, module, scenario, group)
+
+    def clip(self, params, norm_max):
+        """Clip nothing; returns the norm that is told."""
+
+
+class LowBitAdam(OwnMuon):
+    """Moments in int8 and uint8; `code` is a mistake that changes the last code of each."""
+
+    reference_step = staticmethod(low_bit_step)
+
+    def rule(self, param, grad, state, settings):
+        low_bit_step(param, grad, state, settings)
+        if self.mistake == "code":
+            state["mean"].view(-1)[-1:] += 1
+        elif self.mistake == "dtype":
+            state["mean"] = state["mean"].float()
 
 
 class StackedMuon(OwnMuon):
@@ -115,6 +149,7 @@ class Engine:
         self.named = dict(module.named_parameters())
         self.state = {name: {} for name in list(self.named)[group.rank() :: group.size()]}
         self.settings_now = {"lr": scenario.optimizer.lr, "momentum": scenario.optimizer.momentum}
+        self.clip_norm = scenario.optimizer.clip_norm
 
     def zero_grad(self):
         self.module.zero_grad()
@@ -126,14 +161,18 @@ class Engine:
         for param in self.named.values():
             dist.all_reduce(param.grad, group=self.group)
             param.grad /= self.group.size()
+        norm = self.target.clip(self.named.values(), self.clip_norm)
         settings = self.settings_now | {"lr": self.settings_now["lr"] * lr_factor}
         names, size = list(self.named), self.group.size()
         for start in range(0, len(names), size):
             dealt = names[start : start + size]
             mine = names[start + self.group.rank()] if self.group.rank() < len(dealt) else None
             if mine is not None and not (self.target.mistake == "last" and mine == names[-1]):
-                muon_step(self.named[mine], self.named[mine].grad, self.state[mine], settings)
+                self.target.rule(
+                    self.named[mine], self.named[mine].grad, self.state[mine], settings
+                )
             self.spread(dealt, mine)
+        return StepResult(norm=norm)
 
     def spread(self, dealt, mine):
         longest = max(self.named[name].numel() for name in dealt)

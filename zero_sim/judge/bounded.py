@@ -238,8 +238,8 @@ class BoundedComparison(Steps):
                 "grad", grad, step=step, rank=rank, param=name, start=start
             )
         follower = self._follow(rank, part, expected)
-        if follower.cut_dependence:
-            self._unfollowed = follower.cut_dependence
+        if self._reference.cut_dependence:
+            self._unfollowed = self._reference.cut_dependence
             self.uncertified_step = step
             return
         yield from self._group.compare_update(
@@ -282,6 +282,11 @@ class BoundedComparison(Steps):
                         zeros=measured.zeros,
                     )
                 )
+                if follower.cut_step is not None:
+                    # Here, because hardly any case needs it.
+                    from zero_sim.judge.adopting import adopt_bits
+
+                    adopt_bits(follower, part)
             self._followers[key] = expected.step + 1, follower
         return follower
 

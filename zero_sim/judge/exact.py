@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from zero_sim.scenario.checks import Check
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import GRADIENTS, PARTS
 
+if TYPE_CHECKING:
+    from zero_sim.judge.adopting import Adoption
+
 
 class ExactComparison:
     """Holds a group to the bits that its reference computes.
@@ -42,6 +46,12 @@ class ExactComparison:
         self._steps: Mapping[int, ReferenceStep] = source.steps
         self._told_at = group.numerics.told_at
         self._explanations = Explanations(group, reference=lambda: source.reference)
+        self._adoption: Adoption | None = None
+        if group.scenario.optimizer.name == "own":
+            # Here, because hardly any case needs it.
+            from zero_sim.judge.adopting import Adoption
+
+            self._adoption = Adoption(source)
 
     def forget(self, step: int) -> None:
         """Forget a step that every rank was compared with."""
@@ -148,6 +158,8 @@ class ExactComparison:
         if expected.one_device is not None and part.grad is not None:
             one = cut(expected.one_device[name])
             yield from self._compare_with_one(one, part, divisor=expected.divisor, at=(step, rank))
+        if self._adoption is not None and not self._adoption.see_part(part, expected):
+            return
         whole_master = expected.masters[name]
         found = list(
             self._group.compare_update(
@@ -323,6 +335,9 @@ class ExactComparison:
                 at = findings.param(step, rank, name)
                 yield findings.missing(at, "the system does not have this param")
                 continue
+            got, expected = params[name], self._steps[step]
+            if self._adoption is not None and not self._adoption.see_param(name, got, expected):
+                return
             differs = self._comparer.differs(value, params[name])
             if differs:
                 at = findings.param(step, rank, name)

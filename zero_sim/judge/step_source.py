@@ -24,6 +24,7 @@ from zero_sim.reference import (
     ReferenceStep,
     step_together,
 )
+from zero_sim.targets.adapt import PARTS
 
 AnyStep = ReferenceStep | BoundedStep | StepDigests
 _BY_ELEMENTS = ("params",)
@@ -224,6 +225,23 @@ class StepSource(Steps):
         if self._shared is not None:
             self._shared.stop(step)
 
+    @property
+    def has_own_rule(self) -> bool:
+        """True if the reference steps by a rule of the target, here."""
+        return self.is_local and self._group.scenario.optimizer.name == "own"
+
+    def adopt(self, step: int, name: str, index: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Go on with other bits of the target's rule; arguments as for `Reference.adopt`."""
+        if step + 1 == self._next_step:
+            self.reference.adopt(name, index, values)
+            return
+        # Ranks that wait for none of the others: the reference has gone on without these.
+        self.uncertified_step = step
+        self.unfollowed = (
+            "the bits of the target's rule depend on where a tensor is cut, and a rank was seen "
+            "after others had gone on. Try world.timing = 'eager', or fewer ranks"
+        )
+
     def _take(self, told: Tensor | None = None) -> Sequence[ReferenceStep]:
         """Take a step with the own references."""
         taken = step_together(
@@ -262,3 +280,4 @@ class StepSource(Steps):
         assert self._addresses is not None
         self.reference.set_addresses(self._addresses)
         self.reference.set_holdings(self._group.ownership.holdings)
+        self.reference.sees_all = self._group.sees_all and PARTS not in self._group.unobserved

@@ -37,7 +37,7 @@ from zero_sim.reference.rules import (
     Unused,
 )
 from zero_sim.reference.scaling import LossRows, ScaleLoss, ScaleLossFunction
-from zero_sim.reference.stepping import settings_in_words
+from zero_sim.reference.stepping import same_elements, settings_in_words
 from zero_sim.reference.steps import ReferenceStep, Standing
 
 __all__ = [
@@ -89,6 +89,7 @@ __all__ = [
     "memory_layout_of",
     "norms_of_shard",
     "quotient",
+    "same_elements",
     "settings_in_words",
     "step_together",
     "takes_root",

@@ -198,16 +198,32 @@ class BoundedReference:
         """
         whole = self._starts[name]
         master = whole.reshape(-1)[start:stop]
+        counters: frozenset[str] = frozenset()
         if self._rules.own is not None:
+            from zero_sim.reference.cuts import probe
+
             # A rule may treat matrices otherwise than vectors.
             master = master.reshape((1,) * (whole.dim() - 1) + (-1,))
+            spec, starts = self._scenario.optimizer, self._starts
+            counters = probe(spec, rules=self._rules, params=starts).counters
         return Follower(
             self._scenario.optimizer,
             name=name,
             master=master,
             rules=self._rules,
             on_host=self._scenario.system.offload_state,
+            counters=counters,
         )
+
+    @property
+    def cut_dependence(self) -> str:
+        """Why the bits of the target's rule are not known; empty if they are."""
+        if self._rules.own is None:
+            return ""
+        # Here and above, because hardly any case needs it.
+        from zero_sim.reference.cuts import why_unknown
+
+        return why_unknown(self._scenario.optimizer, rules=self._rules, params=self._starts)
 
     def _bound(self, local: Contributions, *, grads: Mapping[str, Tensor]) -> dict[str, Interval]:
         """Bound every param's sum over ranks and rounds, both of which only add."""

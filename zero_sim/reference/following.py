@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,12 @@ from zero_sim.reference.gradient import Measure, measure
 from zero_sim.reference.rules import Rules, clip_by_rule_
 from zero_sim.reference.stepping import Stepper
 from zero_sim.scenario.spec import OptimizerSpec
+
+if TYPE_CHECKING:
+    from zero_sim.reference.cuts import CutStep
+
+_REPEATED_STEPS = 2
+"""Steps of a target's rule that are checked by taking them twice: the second one has state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +67,7 @@ class Follower:
             that number, all but the last of size 1.
         rules: Of these only how a gradient is clipped by its norm; not a form that takes the root.
         on_host: As in `Stepper`.
+        counters: As in `Probe`.
     """
 
     def __init__(
@@ -70,10 +78,14 @@ class Follower:
         master: Tensor,
         rules: Rules | None = None,
         on_host: bool = False,
+        counters: frozenset[str] = frozenset(),
     ) -> None:
         self._spec, self._name = spec, name
         self._rules = rules or Rules()
         self._stepper = Stepper(spec, params={name: master}, on_host=on_host, rules=self._rules)
+        self._counters = counters
+        self._taken: CutStep | None = None
+        self._repeats_left = _REPEATED_STEPS
 
     @property
     def master(self) -> Tensor:  # 1D fp32
@@ -81,9 +93,13 @@ class Follower:
         return self._stepper.masters[self._name].reshape(-1)
 
     @property
-    def cut_dependence(self) -> str:
-        """Why the bits of the target's rule are not known; empty if they are."""
-        return self._stepper.cut_dependence
+    def cut_step(self) -> CutStep | None:
+        """The last step, to take it cut; None for any rule but an elementwise one of a target."""
+        return self._taken
+
+    def adopt(self, index: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Go on with other bits that the target's rule gives; see `Reference.adopt`."""
+        self._stepper.put(self._name, index, values)
 
     @property
     def state(self) -> Mapping[str, Tensor]:
@@ -117,5 +133,19 @@ class Follower:
             told = replace(measured, norm=norm)
             clip_by_rule_(wide, measured=told, norm_max=self._spec.clip_norm, rules=self._rules)
         wide = wide.view_as(self._stepper.masters[self._name])
-        self._stepper.step({self._name: wide}, factor=update.lr_factor)
+        if self._rules.own is not None and self._rules.own.elementwise:
+            # Here, because hardly any case needs it.
+            from zero_sim.reference.cuts import CutStep
+
+            self._taken = CutStep(
+                start=self._stepper.fork(),
+                name=self._name,
+                grad=wide,
+                factor=update.lr_factor,
+                counters=self._counters,
+            )
+        self._stepper.step(
+            {self._name: wide}, factor=update.lr_factor, repeated=self._repeats_left > 0
+        )
+        self._repeats_left -= 1
         return measured

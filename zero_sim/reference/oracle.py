@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -45,6 +46,9 @@ from zero_sim.reference.steps import (
 )
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import EXACT_MODELS, Workload, build_workload
+
+if TYPE_CHECKING:
+    from zero_sim.reference.cuts import CutStep
 
 KEPT_ELEMS_MAX = 1 << 20
 """Most elements to keep for taking a step again; a larger model keeps none."""
@@ -94,6 +98,8 @@ class Reference:
         self._next_step = 0
         self.certified = True
         """Whether every order of addition gives the same clipping in all steps so far."""
+        self.sees_all = True
+        """True if the system shows masters and state of all its ranks; see `adopt`."""
 
     @property
     def _rules(self) -> Rules:
@@ -260,7 +266,7 @@ class Reference:
 
     def _start(self, adding: Adding, orders: Orders) -> StepStart | None:
         """Copy everything the next step begins with; None if there are too many elements."""
-        if self._elems * self._scenario.world.size > KEPT_ELEMS_MAX:
+        if not self._fits:
             return None
         return StepStart(
             stepper=self._stepper.fork(),
@@ -337,7 +343,7 @@ class Reference:
             self._loss_scale.update(finite=measured.finite)
         self._next_step += 1
         clip_certified = norm_max is None or self._clip_is_certified(measured, norm_max)
-        cut_dependence = self._stepper.cut_dependence
+        cut_dependence = self._cut_dependence()
         clip_certified &= not cut_dependence
         self.certified &= clip_certified
         return ReferenceStep(
@@ -366,6 +372,56 @@ class Reference:
                 if was.numel() and torch.equal(was, self._stepper.masters[name])
             ),
         )
+
+    @property
+    def _fits(self) -> bool:
+        """True if starts of steps are kept."""
+        return self._elems * self._scenario.world.size <= KEPT_ELEMS_MAX
+
+    def _cut_dependence(self) -> str:
+        """Return why the bits of the target's rule are not known; empty if they are."""
+        own, masters = self._rules.own, self._stepper.masters
+        if own is None or not own.elementwise:
+            return ""
+        # Here and below, because hardly any case needs it.
+        from zero_sim.reference.cuts import why_unknown
+
+        shows_cuts = self.sees_all and self._fits and not self._scales
+        spec = self._scenario.optimizer
+        return why_unknown(spec, rules=self._rules, params=masters, shows_cuts=shows_cuts)
+
+    def cut_step(self, taken: ReferenceStep, *, name: str) -> CutStep | None:
+        """Return a param's step, to take it cut; None unless an elementwise rule took it.
+
+        Args:
+            taken: A step of this reference in its present world.
+            name: The param.
+        """
+        own, masters = self._rules.own, self._stepper.masters
+        if own is None or not own.elementwise or taken.start is None or name not in taken.stepped:
+            return None
+        from zero_sim.reference.cuts import CutStep, probe
+
+        probed = probe(self._scenario.optimizer, rules=self._rules, params=masters)
+        return CutStep(
+            start=taken.start.stepper,
+            name=name,
+            grad=taken.stepped[name],
+            factor=taken.update.lr_factor,
+            counters=probed.counters,
+        )
+
+    def adopt(self, name: str, index: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Go on with other bits that the target's rule gives, where a system has these.
+
+        Args:
+            name: Of the param.
+            index: 1D, its flattened elements.
+            values: For these, from the `CutStep` of the last step.
+        """
+        self._stepper.put(name, index, values)
+        self._history = None
+        self._write_params()
 
     def again(self, taken: ReferenceStep) -> Again | None:
         """Get ready to take an earlier step again; None if its start was not kept.

@@ -131,7 +131,7 @@ class OwnOptimizer:
 
         Args:
             other: An optimizer over params of these names, and maybe others.
-            cut: Gives what a state tensor of a param becomes here.
+            cut: Gives what a state tensor of a key becomes here.
         """
         memo: dict[int, Any] = {id(other._params[n]): param for n, param in self._params.items()}
         names = {id(param): name for name, param in other._params.items()}
@@ -141,10 +141,7 @@ class OwnOptimizer:
                 continue
             copied = deepcopy(held, memo)
             if id(key) in names and isinstance(copied, dict):
-                name = names[id(key)]
-                copied = {
-                    k: cut(name, v) if isinstance(v, Tensor) else v for k, v in copied.items()
-                }
+                copied = {k: cut(k, v) if isinstance(v, Tensor) else v for k, v in copied.items()}
             self._inner.state[memo.get(id(key), key)] = copied
         for group, theirs in zip(self.param_groups, other.param_groups, strict=True):
             group.update({k: deepcopy(v, memo) for k, v in theirs.items() if k != "params"})

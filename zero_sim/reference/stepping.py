@@ -12,7 +12,7 @@ where the loop multiplies with a rounded reciprocal. So there they are taken whe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -141,12 +141,6 @@ def _group_options(
     return own
 
 
-_PROBED_STEPS = 2
-"""Steps of an elementwise rule that are also taken cut: the second one has state."""
-_BODY_ELEMS = 160
-"""Elements that any vectorised loop takes in its body, at most 32 at once."""
-_TAIL_ELEMS = 7
-"""Elements that it takes one by one."""
 _REPEATED_ELEMS_MAX = 1 << 16
 """Most elements for which each step of a target's rule is checked by taking it twice."""
 
@@ -187,105 +181,84 @@ class Stepper:
             self._stepped = {name: master.to("cpu") for name, master in self.masters.items()}
         self._optimizer = build_optimizer(spec, masters=self._stepped, own=self._own)
         self._base_lrs = [group["lr"] for group in self._optimizer.param_groups]
-        self._probes_left = _PROBED_STEPS if self._own and self._own.elementwise else 0
-        self.cut_dependence = ""
-        """Why the bits of the target's elementwise rule are not known; empty if they are."""
 
     @property
     def _own(self) -> OwnRule | None:
         return self._rules.own
 
-    def step(self, grads: Mapping[str, Tensor], *, factor: float = 1.0) -> None:
+    def step(
+        self, grads: Mapping[str, Tensor], *, factor: float = 1.0, repeated: bool = True
+    ) -> None:
         """Take one step in place.
 
         Args:
             grads: fp32 gradients by name, rounded to the dtype of their master; zeros count as a
                 gradient. A master without an entry keeps its value and its state.
             factor: What every learning rate is multiplied by in this step.
+            repeated: True to check that a target's rule takes the same step twice.
 
         Raises:
             UntrainableError: torch's optimizer raises: its numbers left the range of fp32.
             ProtocolError: The target's rule raises, or gives other bits from the same state.
         """
-        if self._own is None or sum(each.numel() for each in grads.values()) > _REPEATED_ELEMS_MAX:
+        elems = sum(each.numel() for each in grads.values())
+        if self._own is None or not repeated or elems > _REPEATED_ELEMS_MAX:
             self._step(grads, factor=factor)
             return
         start = self.fork()
         self._step(grads, factor=factor)
-        if self._probes_left and not self.cut_dependence:
-            # Params without dimensions are not cut, nor counters, which could not be told apart.
-            elems = {name: each.numel() for name, each in self.masters.items() if each.dim()}
-            if elems and self._probes_left == _PROBED_STEPS:
-                self._probe_draws(max(elems, key=elems.__getitem__), factor=factor)
-            self._probes_left -= 1
-            self._probe_cuts(start, grads, cuts=_cuts(elems), factor=factor)
         start._step(grads, factor=factor)
         self._check_repeated(start)
 
-    def _probe_draws(self, name: str, *, factor: float) -> None:
-        """Take a step of drawn values, since 1 in 20 elements has other bits after `pow`."""
-        draws = torch.Generator().manual_seed(0)
-        shape = (1,) * (self.masters[name].dim() - 1) + (_BODY_ELEMS,)
-        drawn, grad = (torch.randn(shape, generator=draws).to(self.masters[name]) for _ in "pg")
-        # So small that a sum with an update keeps all of the update's bits.
-        drawn *= 2.0**-20
-        whole = Stepper(self._spec, params={name: drawn}, on_host=self._on_host, rules=self._rules)
-        start, grads = whole.fork(), {name: grad}
-        whole._step(grads, factor=factor)
-        tails = ({name: each} for each in torch.arange(_BODY_ELEMS).split(_TAIL_ELEMS))
-        whole._probe_cuts(start, grads, cuts=tails, factor=factor)
-        self.cut_dependence = whole.cut_dependence
+    def picked(self, name: str, index: Tensor, *, counters: Collection[str]) -> Stepper:
+        """Return a copy with some elements of a param of a target's rule, in as many dimensions.
 
-    def _probe_cuts(
-        self,
-        start: Stepper,
-        grads: Mapping[str, Tensor],
-        *,
-        cuts: Iterable[Mapping[str, Tensor]],
-        factor: float,
-    ) -> None:
-        """Take a step of parts of params by themselves, and compare.
-
-        Vectorised loops treat the end of a tensor otherwise than its body, and a shard has its
-        ends elsewhere. `pow` and `sigmoid` give other bits there.
+        Args:
+            name: Of the param.
+            index: 1D, its flattened elements.
+            counters: As in `values`.
         """
-        assert self._own is not None
-        states = self.state()
-        for indices in cuts:
-            pieces = start._picked(indices)
-            pieces._step(
-                {n: _pick(grads[n], index) for n, index in indices.items() if n in grads},
-                factor=factor,
-            )
-            for name, held in pieces.state().items():
-                whole = {"": self.masters[name]} | states[name]
-                for key, got in ({"": pieces.masters[name]} | held).items():
-                    owed = whole.get(key)
-                    if owed is not None and owed.shape == self.masters[name].shape:
-                        owed = _pick(owed, indices[name])
-                    if owed is None or not _is_same(owed, got):
-                        what = f"state {key!r}" if key else "the value"
-                        self.cut_dependence = (
-                            f"the bits of {self._own.name} depend on where a tensor is cut, in "
-                            f"{what} of param {name!r}, so those of a shard are not known. Round "
-                            "off `pow`, `sigmoid` and the like by operations that are exact "
-                            "everywhere; or declare elementwise=False if your system steps whole "
-                            "params"
-                        )
-                        return
-
-    def _picked(self, indices: Mapping[str, Tensor]) -> Stepper:
-        """Return a copy with some elements of some params, in as many dimensions."""
-        params = {name: _pick(self.masters[name], index) for name, index in indices.items()}
+        whole = self._stepped[name]
+        params = {name: pick(whole, index)}
         copy = Stepper(self._spec, params=params, on_host=self._on_host, rules=self._rules)
         assert isinstance(copy._optimizer, OwnOptimizer)
         assert isinstance(self._optimizer, OwnOptimizer)
 
-        def cut(name: str, value: Tensor) -> Tensor:
-            return _pick(value, indices[name]) if value.shape == self.masters[name].shape else value
+        def cut(key: str, value: Tensor) -> Tensor:
+            is_whole = value.shape != whole.shape or key in counters
+            return value if is_whole else pick(value, index)
 
         copy._optimizer.take_state(self._optimizer, cut=cut)
         return copy
+
+    def values(self, name: str, *, counters: Collection[str] = ()) -> dict[str, Tensor]:
+        """Return a param's state by key and, under an empty one, its master; live.
+
+        Args:
+            name: Of the param.
+            counters: Keys of state that no element has its own of. All else of the param's shape
+                is returned flat.
+        """
+        assert isinstance(self._optimizer, OwnOptimizer)
+        held, master = self._optimizer.states()[name], self._stepped[name]
+        return {
+            key: value if value.shape != master.shape or key in counters else value.reshape(-1)
+            for key, value in ({"": master} | dict(held)).items()
+        }
+
+    def put(self, name: str, index: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Set some elements of a param and of its state.
+
+        Args:
+            name: Of the param.
+            index: 1D, its flattened elements.
+            values: For these, by key as in `values`.
+        """
+        for key, held in self.values(name).items():
+            if key in values:
+                held[index] = values[key]
+        if self._on_host:
+            self.masters[name].copy_(self._stepped[name])
 
     def _check_repeated(self, twin: Stepper) -> None:
         """Check that a copy made the same step."""
@@ -368,32 +341,24 @@ class Stepper:
         }
 
 
-def _cuts(elems: Mapping[str, int]) -> Iterator[dict[str, Tensor]]:
-    """By param the elements to step: those before a random cut, those after it, and repeated."""
-    at = {
-        name: int(torch.randint(count + 1, (), generator=torch.Generator().manual_seed(count)))
-        for name, count in elems.items()
-    }
-    spans = {name: torch.arange(count) for name, count in elems.items()}
-    before = {name: span[: at[name]] for name, span in spans.items() if at[name]}
-    after = {name: span[at[name] :] for name, span in spans.items() if at[name] < elems[name]}
-    longer = {
-        name: span.repeat(2 + _BODY_ELEMS // elems[name])
-        for name, span in spans.items()
-        if elems[name]
-    }
-    yield from filter(None, (before, after, longer))
-
-
-def _pick(tensor: Tensor, index: Tensor) -> Tensor:
+def pick(tensor: Tensor, index: Tensor) -> Tensor:
     """Return some of a tensor's flattened elements, in as many dimensions as it has."""
     flat = tensor.reshape(-1)[index.to(tensor.device)]
     return flat.reshape((1,) * (tensor.dim() - 1) + (-1,))
+
+
+def same_elements(first: Tensor, second: Tensor) -> Tensor:
+    """Return which elements of two tensors of one dtype are equal; NaN is equal to NaN.
+
+    Args:
+        first: Any shape.
+        second: Of that shape.
+    """
+    return (first == second) | (first.isnan() & second.isnan())
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
     """True if both have one dtype, shape and value; NaN is equal to NaN."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    same = (first == second) | (first.isnan() & second.isnan())
-    return bool(same.all())
+    return bool(same_elements(first, second).all())
