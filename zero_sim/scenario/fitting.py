@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from zero_sim.scenario.applies import APPLIES, Applies
 from zero_sim.scenario.bare_params import with_others
@@ -100,7 +101,8 @@ def without_unused(scenario: Scenario) -> Scenario:
         spans = getattr(scenario.model, name)
         kept = tuple(each for each in spans if each.start < scenario.run.steps)
         if kept != spans:
-            scenario = replace(scenario, model=replace(scenario.model, **{name: kept}))
+            changed: dict[str, Any] = {name: kept}
+            scenario = replace(scenario, model=replace(scenario.model, **changed))
     return scenario
 
 
