@@ -2,8 +2,9 @@
 
 The loss is a sum over params of `c * p * p / 2 + d * p` with random `c` and `d`. Its gradient,
 `c * p + d`, depends on the param itself and on step, rank and micro-batch: what is stale or
-misplaced shows. Some params may have a second name, and be in two terms, and some be in no term of
-some micro-batches, or of any: what such a loss does not read has no gradient of it.
+misplaced shows. Some pairs of params share a gradient tensor in backward (`_partner`). Some params
+may have a second name, and be in two terms, and some be in no term of some micro-batches, or of
+any: what such a loss does not read has no gradient of it.
 """
 
 from __future__ import annotations
@@ -113,14 +114,34 @@ def _add_terms(
         factors: (2, elements) of all of them.
         unread: Names of those that take no part.
     """
-    total = factors.new_zeros(())
+    total, names = factors.new_zeros(()), tuple(elems)
     square, linear = (row.split(list(elems.values())) for row in factors)
-    for name, c, d in zip(elems, square, linear, strict=True):
-        if name not in unread:
-            # By name, because a wrapper may have a plain tensor in the place of the param.
-            flat = getattr(module, name).reshape(-1)
-            total = total + ((0.5 * c * flat + d) * flat).sum()
+    for index, (name, c, d) in enumerate(zip(names, square, linear, strict=True)):
+        if name in unread:
+            continue
+        # By name, because a wrapper may have a plain tensor in the place of the param.
+        value = getattr(module, name)
+        if (after := _partner(index, elems, unread=unread)) is not None:
+            # Computed before the sum, so that its backward comes after hooks of the param.
+            scaled = getattr(module, after).reshape(-1) * linear[index + 1]
+            value = value + scaled.view_as(value)
+        flat = value.reshape(-1)
+        total = total + ((0.5 * c * flat + d) * flat).sum()
     return total
+
+
+def _partner(index: int, elems: Mapping[str, int], *, unread: Collection[str]) -> str | None:
+    """Name of the next param if autograd is to pass the gradient tensor of this one on to it.
+
+    A tensor hook that writes to its argument then changes the other gradient, as in a model that
+    adds two params. Every other param has a partner if the next one has as many elements and takes
+    part.
+    """
+    names = tuple(elems)
+    if index % 2 or index + 1 == len(names):
+        return None
+    name, after = names[index : index + 2]
+    return after if elems[after] == elems[name] > 0 and after not in unread else None
 
 
 class ParamsWorkload:
