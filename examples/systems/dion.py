@@ -51,8 +51,12 @@ class Dion(torch.optim.Optimizer):
                 if self.owners[param] == mine and param.grad is not None:
                     self.update(param, self.state[param], settings)
         if self.group is not None:
-            for param, owner in self.owners.items():
-                dist.broadcast(param, group_src=owner, group=self.group)
+            self.send(self.owners)
+
+    def send(self, owners: dict[Tensor, int]) -> None:
+        """Send each param from its owner to all ranks."""
+        for param, owner in owners.items():
+            dist.broadcast(param, group_src=owner, group=self.group)
 
     def update(self, param: Tensor, state: dict[str, Tensor], settings: dict[str, Any]) -> None:
         lr, momentum = settings["lr"], settings["momentum"]
