@@ -66,37 +66,40 @@ def grads_of(workload, **at):
     return {name: param.grad for name, param in module.named_parameters()}
 
 
+PAIRED = ((), (3,), (2, 2), (4,))
+
+
 def double(grad):
     grad.mul_(2)
 
 
 def test_hook_that_writes_to_its_gradient_changes_the_next_one(make_scenario):
     """Autograd passes one tensor to both, in neighbours of as many elements."""
-    workload = build_workload(make_scenario("params", shapes=((2, 2), (4,))))
+    workload = build_workload(make_scenario("params", shapes=PAIRED))
     expected, module = grads_of(workload), workload.build()
-    module.p0.register_hook(double)
+    module.p2.register_hook(double)
     workload.loss(module, workload.batch(step=0, rank=0, micro=0)).backward()
-    assert torch.equal(module.p0.grad, 2 * expected["p0"])
-    assert not torch.equal(module.p1.grad, expected["p1"])
+    assert torch.equal(module.p2.grad, 2 * expected["p2"])
+    assert not torch.equal(module.p3.grad, expected["p3"])
 
 
 def test_hook_that_returns_a_gradient_changes_no_other(make_scenario):
-    workload = build_workload(make_scenario("params", shapes=((2, 2), (4,))))
+    workload = build_workload(make_scenario("params", shapes=PAIRED))
     expected, module = grads_of(workload), workload.build()
-    module.p0.register_hook(lambda grad: grad * 2)
+    module.p2.register_hook(lambda grad: grad * 2)
     workload.loss(module, workload.batch(step=0, rank=0, micro=0)).backward()
-    assert torch.equal(module.p0.grad, 2 * expected["p0"])
-    assert torch.equal(module.p1.grad, expected["p1"])
+    assert torch.equal(module.p2.grad, 2 * expected["p2"])
+    assert torch.equal(module.p3.grad, expected["p3"])
 
 
 def test_gradient_may_be_written_to_once_it_is_accumulated(make_scenario):
     """Systems reduce `.grad` in place in such hooks, and the next gradient is not changed."""
-    workload = build_workload(make_scenario("params", shapes=((2, 2), (4,))))
+    workload = build_workload(make_scenario("params", shapes=PAIRED))
     expected, module = grads_of(workload), workload.build()
-    module.p0.register_post_accumulate_grad_hook(lambda param: double(param.grad))
+    module.p2.register_post_accumulate_grad_hook(lambda param: double(param.grad))
     workload.loss(module, workload.batch(step=0, rank=0, micro=0)).backward()
-    assert torch.equal(module.p0.grad, 2 * expected["p0"])
-    assert torch.equal(module.p1.grad, expected["p1"])
+    assert torch.equal(module.p2.grad, 2 * expected["p2"])
+    assert torch.equal(module.p3.grad, expected["p3"])
 
 
 class TestTied:

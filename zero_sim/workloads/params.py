@@ -134,11 +134,11 @@ def _partner(index: int, elems: Mapping[str, int], *, unread: Collection[str]) -
     """Name of the next param if autograd is to pass the gradient tensor of this one on to it.
 
     A tensor hook that writes to its argument then changes the other gradient, as in a model that
-    adds two params. Every other param has a partner if the next one has as many elements and takes
-    part.
+    adds two params. From the third on, every other param has a partner if the next one has as many
+    elements and takes part. The first two have none, so that the smallest cases stay simple.
     """
     names = tuple(elems)
-    if index % 2 or index + 1 == len(names):
+    if index < 2 or index % 2 or index + 1 == len(names):
         return None
     name, after = names[index : index + 2]
     return after if elems[after] == elems[name] > 0 and after not in unread else None
