@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from zero_sim.scenario.spec import OneRankSpec, RunSpec
@@ -17,6 +18,18 @@ def test_gradient_is_c_times_p_plus_d(make_scenario):
     grad = torch.cat([param.grad.reshape(-1) for param in module.parameters()])
     c, d = batch.inputs
     torch.testing.assert_close(grad, c * p + d)
+
+
+@pytest.mark.parametrize("name", ["params", "bit-hash"])
+def test_params_may_be_plain_tensors_by_now(make_scenario, name):
+    """Wrappers that shard a module put views of a gathered buffer in the place of its params."""
+    workload = build_workload(make_scenario(name, shapes=SHAPES))
+    module, batch = workload.build(), workload.batch(step=0, rank=0, micro=0)
+    expected = workload.loss(module, batch)
+    for key, param in list(module.named_parameters()):
+        delattr(module, key)
+        setattr(module, key, param.detach().clone())
+    assert torch.equal(workload.loss(module, batch), expected)
 
 
 def test_shapes_are_kept(make_scenario):

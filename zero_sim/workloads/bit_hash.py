@@ -29,21 +29,22 @@ class HashedParams(nn.Module):
     def __init__(self, bits: tuple[Tensor, ...], *, units_max: int) -> None:
         super().__init__()
         self._units_max = units_max
-        self._elems = [initial.numel() for initial in bits]
-        for index, initial in enumerate(bits):
-            self.register_parameter(f"p{index}", nn.Parameter(initial.clone()))
+        self._elems = {f"p{index}": initial.numel() for index, initial in enumerate(bits)}
+        for name, initial in zip(self._elems, bits, strict=True):
+            self.register_parameter(name, nn.Parameter(initial.clone()))
 
     def forward(self, factors: Tensor) -> Tensor:
         """Return the 0-D loss for `factors`, (1,) fp64: the salt of the hashes."""
-        params = [param.detach().reshape(-1) for param in self.parameters()]
-        flat = torch.cat(params)
+        # By name, because a wrapper may have a plain tensor in the place of a param.
+        params = [getattr(self, name).reshape(-1) for name in self._elems]
+        flat = torch.cat([param.detach() for param in params])
         salt = int(factors.nan_to_num(0.0, 0.0, 0.0).item())
         units = hash_bits(flat, salt=salt) % (2 * self._units_max + 1) - self._units_max
         # A salt that is not finite makes all of them NaN.
         hashed = (units * UNIT + (factors - factors)).to(flat.dtype)
         total = hashed.new_zeros(())
-        for param, c in zip(self.parameters(), hashed.split(self._elems), strict=True):
-            total = total + (param.reshape(-1) * c).sum()
+        for param, c in zip(params, hashed.split(list(self._elems.values())), strict=True):
+            total = total + (param * c).sum()
         return total
 
 

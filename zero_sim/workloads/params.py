@@ -108,18 +108,19 @@ def _add_terms(
     """The sum of the terms of a module's own params.
 
     Args:
-        module: Whose own params they are; wrappers may have others in their places by now.
+        module: Whose own params they are.
         elems: Elements of each, by its name.
         factors: (2, elements) of all of them.
         unread: Names of those that take no part.
     """
     total = factors.new_zeros(())
     square, linear = (row.split(list(elems.values())) for row in factors)
-    own = module.parameters(recurse=False)
-    for name, param, c, d in zip(elems, own, square, linear, strict=True):
-        if name not in unread:
-            flat = param.reshape(-1)
-            total = total + ((0.5 * c * flat + d) * flat).sum()
+    for name, c, d in zip(elems, square, linear, strict=True):
+        if name in unread:
+            continue
+        # By name, because a wrapper may have a plain tensor in the place of the param.
+        flat = getattr(module, name).reshape(-1)
+        total = total + ((0.5 * c * flat + d) * flat).sum()
     return total
 
 

@@ -1,0 +1,40 @@
+"""zero_sim judges per-module wrappers with plain optimizers of torch over the shards."""
+
+from wrapped import Sharded, wrap
+
+from zero_sim import targets
+
+
+class Engine:
+    def __init__(self, module, scenario, group):
+        self.module, self.rank = wrap(module, group), group.rank()
+        self.units = [unit for unit in self.module.modules() if isinstance(unit, Sharded)]
+        shards = {unit.prefix: unit.shard for unit in self.units}
+        self.optimizer = targets.plain_optimizer(scenario.optimizer, shards)
+        self.rates = targets.LearningRates(self.optimizer)
+        self.zero_grad = self.optimizer.zero_grad
+
+    def backward(self, loss, *, last_micro, rows):
+        loss.backward()
+
+    def step(self, *, lr_factor):
+        self.rates.scale(lr_factor)
+        self.optimizer.step()
+
+    def params(self):
+        return {name: param for unit in self.units for name, param in unit.whole().items()}
+
+    def parts(self):
+        for index, unit in enumerate(self.units):
+            first, state = self.rank * len(unit.shard), self.optimizer.state[unit.shard]
+            at = {"first": first, "buffer": index, "master": unit.shard, "grad": unit.shard.grad}
+            yield from targets.flat_parts(unit.whole(), state=state, **at)
+
+
+class Target:
+    name, settings = "wrapped", (*targets.ADAMW_SETTINGS, "optimizer.warmup_steps")
+    capabilities = targets.Capabilities(stages=(3,), follows=(*settings, "run.micro_batches"))
+    numerics = targets.Numerics(divide="pre", sync="every", grads_told="after-division")
+
+    def build(self, module, *, scenario, group):
+        return Engine(module, scenario, group)
