@@ -14,6 +14,7 @@ from zero_sim.reference.rules import Rules
 from zero_sim.reference.stepping import Stepper
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, ParamGroupSpec, Scenario
 from zero_sim.sim import World
+from zero_sim.targets import param_groups
 from zero_sim.targets.own_rule import no_process_group
 
 SPEC = OptimizerSpec(name="own", lr=0.1)
@@ -133,6 +134,18 @@ class TestCuts:
             param.sub_(param / (1 + param.square().sum()))
 
         assert "in the value of param 'w'" in self.dependence(normed, elems)
+
+    def test_leave_out_groups_of_which_nothing_is_cut(self):
+        spec = OptimizerSpec(name="own", lr=0.1, groups=(ParamGroupSpec(match="b", lr=0.5),))
+
+        def grouped(named, scenario):
+            return OwnAdamW(param_groups(spec, named), **settings_of(spec))
+
+        rules = Rules(own=own(build=grouped, elementwise=True))
+        params = {"w": torch.ones(9), "b": torch.ones(())}
+        stepper = Stepper(spec, params=params, rules=rules)
+        step(stepper)
+        assert not stepper.cut_dependence
 
 
 class TestRefusals:
