@@ -5,7 +5,13 @@ from flat_adamw import FlatAdamW, adamw_
 from zero_sim.targets import ADAMW_SETTINGS, Capabilities, Numerics, StepResult, flat_parts
 
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
-ALSO = ("optimizer.clip_norm", "optimizer.warmup_steps", "run.micro_batches", "model.unused")
+ALSO = (
+    "optimizer.clip_norm",
+    "optimizer.warmup_steps",
+    "run.micro_batches",
+    "model.unused",
+    "model.one_rank",
+)
 
 
 class Engine:

@@ -25,6 +25,7 @@ class Target:
         "optimizer.warmup_steps",
         "run.micro_batches",
         "model.unused",
+        "model.one_rank",
     )
     capabilities = Capabilities(stages=(1,), empty_params=False, follows=follows)
     numerics = Numerics(grads_told="after-division")

@@ -5,7 +5,7 @@ from stacked_muon import StackedMuon, step_stack, step_vector
 from zero_sim.targets import Capabilities, Numerics, OwnedPart, Place, WholeParamEngine, flat_state
 
 SETTINGS = ("lr", "momentum", "betas", "eps", "weight_decay")
-ALSO = ("optimizer.warmup_steps", "run.micro_batches", "model.unused")
+ALSO = ("optimizer.warmup_steps", "run.micro_batches", "model.unused", "model.one_rank")
 
 
 class Engine(WholeParamEngine):
