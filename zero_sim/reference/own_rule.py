@@ -135,6 +135,7 @@ class OwnOptimizer:
         """
         memo: dict[int, Any] = {id(other._params[n]): param for n, param in self._params.items()}
         names = {id(param): name for name, param in other._params.items()}
+        own_names = {id(param): name for name, param in self._params.items()}
         self._inner.state.clear()
         for key, held in other._inner.state.items():
             if names.get(id(key), "") not in self._params and id(key) in names:
@@ -143,8 +144,14 @@ class OwnOptimizer:
             if id(key) in names and isinstance(copied, dict):
                 copied = {k: cut(k, v) if isinstance(v, Tensor) else v for k, v in copied.items()}
             self._inner.state[memo.get(id(key), key)] = copied
-        for group, theirs in zip(self.param_groups, other.param_groups, strict=True):
-            group.update({k: deepcopy(v, memo) for k, v in theirs.items() if k != "params"})
+        # By params: a rule may leave out groups of which it is given none.
+        group_of = {
+            names[id(param)]: group for group in other.param_groups for param in group["params"]
+        }
+        for group in self.param_groups:
+            if group["params"]:
+                theirs = group_of[own_names[id(group["params"][0])]]
+                group.update({k: deepcopy(v, memo) for k, v in theirs.items() if k != "params"})
 
     @contextmanager
     def _alone(self) -> Generator[None]:
