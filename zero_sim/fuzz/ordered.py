@@ -26,7 +26,7 @@ def within_order(able: Capabilities, order: str | None) -> Capabilities:
     if order not in (None, UNKNOWN, *able.known_orders):
         names = ", ".join((*able.known_orders, UNKNOWN))
         raise UsageError(f"expected --order to be one of {names}, got {order!r}.")
-    if order != UNKNOWN and (order or able.known_orders):
+    if order != UNKNOWN and (order or able.orders != (UNKNOWN,)):
         return able if order is None else replace(able, orders=(order,))  # pyrefly: ignore
     return replace(
         able,
