@@ -265,7 +265,12 @@ def test_a_system_that_follows_a_rule_is_right_with_it_and_wrong_without(pool, r
     assert right.verdict == "pass", right.findings or right
     # Without a point that is declared, one that fits would be taken.
     plain = Numerics(grads_told="before-division")
-    wrong = run_case(case, pool=pool, target=Target(does, plain, **able))
+    # Two roundings of one norm may agree, and which do depends on the machine.
+    for seed in range(8):
+        case = replace(case, run=replace(case.run, seed=seed))
+        wrong = run_case(case, pool=pool, target=Target(does, plain, **able))
+        if wrong.verdict != "pass":
+            break
     assert wrong.verdict == "fail", wrong
     named = hint_of(wrong)
     if rule in NOT_KNOWN:

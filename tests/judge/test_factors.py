@@ -105,7 +105,7 @@ def test_params_of_an_optimizer_that_hides_factors_name_it_by_their_bits():
 
 
 def test_params_that_no_rule_fits_have_no_cause():
-    finding = found(Newcomer(reduce=times(8)), ADAMW)
+    finding = found(Newcomer(reduce=times(7)), ADAMW)
     assert finding.message == "the working param differs"
 
 

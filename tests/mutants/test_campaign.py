@@ -28,7 +28,7 @@ from zero_sim.mutants.score import score_of
 from zero_sim.run import CaseResult
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.load import parse_cases
-from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario
+from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, WorldSpec
 from zero_sim.shrink import Size, size_of
 from zero_sim.zero.unit import Unit
 
@@ -154,7 +154,8 @@ class TestWhatAMutantTakes:
             return CaseResult(id="x", verdict=verdict, seconds=0.0, findings=(finding,))
 
         monkeypatch.setattr(campaign, "run_case", run)
-        accumulates = replace(PLAIN, run=RunSpec(steps=1, micro_batches=2))
+        one_rank = replace(PLAIN, world=WorldSpec(size=1))
+        accumulates = replace(one_rank, run=RunSpec(steps=1, micro_batches=2))
         monkeypatch.setattr(campaign, "smallest_cases", lambda: {"X": accumulates})
         self.finders = ()
         return order

@@ -1,4 +1,4 @@
-"""How far a target's own update rule is from the optimizers that the reference knows.
+"""Distance of a target's own update rule from the optimizers that the reference knows.
 
 Nothing is judged by it: a reader sees whether a rule that is trusted is close to what it is called.
 """

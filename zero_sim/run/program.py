@@ -159,13 +159,7 @@ def build_program(
         )
         if segment.load is not None:
             _load(training, segment, segment.load)
-        with rank_time.harness():
-            # After a load the reference goes on from its own values.
-            draws = segment.load is None and draws_weights(target)
-            with_start = segment.scenario.model.distinct_start
-            facts = facts_of(engine, with_start=with_start, with_drawn=draws)
-        # What the user is to mend, and no failure of the judge that would hear of it.
-        check_reported(facts, scenario=context.dp_cp_group.scenario, target_name=target.name)
+        facts = _facts_of(training, segment, target=target)
         if share_facts is not None:
             share_facts(world_rank, facts)
         else:
@@ -190,6 +184,19 @@ def build_program(
         _train(replace(training, observers=observers), segment, outcome=outcome)
 
     return program
+
+
+def _facts_of(training: _Training, segment: Segment, *, target: Target) -> Facts:
+    """Return what a rank's engine says before the first step, checked."""
+    with training.rank_time.harness():
+        # After a load the reference goes on from its own values.
+        draws = segment.load is None and draws_weights(target)
+        with_start = segment.scenario.model.distinct_start
+        facts = facts_of(training.engine, with_start=with_start, with_drawn=draws)
+    # What the user is to mend, and no failure of the judge that would hear of it.
+    scenario = training.context.dp_cp_group.scenario
+    check_reported(facts, scenario=scenario, target_name=target.name)
+    return facts
 
 
 def _own_group(
@@ -313,14 +320,7 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
             rank=training.rank,
             rank_time=training.rank_time,
         )
-        losses: list[Tensor] = []
-        for micro in range(scenario.run.micro_batches):
-            for watch in observers.before_micro_batch:
-                watch(step, micro)
-            losses += _take_part(training, step, micro)
-            if late and micro == 0:
-                for watch in observers.after_gather:
-                    watch(step - 1)
+        losses = _take_micro_batches(training, step, late=late)
         if evaluate == "within-step":
             evaluated = _evaluate(training, step)
         if evaluated is not None:
@@ -354,6 +354,19 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
         outcome.notes.extend(notes)
     for watch in observers.at_end:
         watch(stop - 1)
+
+
+def _take_micro_batches(training: _Training, step: int, *, late: bool) -> list[Tensor]:
+    """Train all micro-batches of a step; the losses of those that this rank has data for."""
+    observers, losses = training.observers, list[Tensor]()
+    for micro in range(training.context.dp_cp_group.scenario.run.micro_batches):
+        for watch in observers.before_micro_batch:
+            watch(step, micro)
+        losses += _take_part(training, step, micro)
+        if late and micro == 0:
+            for watch in observers.after_gather:
+                watch(step - 1)
+    return losses
 
 
 def _begin_save(training: _Training, segment: Segment) -> Saving:

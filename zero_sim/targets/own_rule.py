@@ -48,7 +48,7 @@ def own_rule_of(target: Target, scenario: Scenario, *, elementwise: bool = False
 
     Args:
         target: The system under test.
-        scenario: The case.
+        scenario: The case whose settings the rule reads.
         elementwise: True if the step of an element depends on that element alone.
 
     Raises:
