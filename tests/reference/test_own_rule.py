@@ -124,7 +124,9 @@ class TestCopies:
         params = {"w": torch.ones(9), "b": torch.ones(())}
         stepper = Stepper(spec, params=params, rules=rules)
         step(stepper)
-        assert not stepper.cut_dependence
+        picked = stepper.picked("w", torch.arange(2), counters=("step",))
+        assert picked.settings()["w"] == stepper.settings()["w"]
+        assert picked.settings().keys() == {"w"}
 
 
 class TestRefusals:
