@@ -62,6 +62,7 @@ def test_every_list_has_an_end(path):
         "model.shapes": [1],
         "model.one_rank": {"param": "p0", "rank": 0},
         "model.freeze": {"param": "p0", "start": 0, "stop": 1},
+        "model.skip": {"param": "p0", "start": 0, "stop": 1},
         "optimizer.groups": {"match": "x"},
         "system.options": {"name": "x", "value": "y"},
         "faults": {"kind": "drop", "rank": 0},
