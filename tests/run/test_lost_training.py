@@ -168,3 +168,18 @@ def test_what_is_left_is_found_and_only_there(pool, engine, reload):
 def test_what_cannot_be_lost_is_refused(reload, path):
     (problem,) = check_scenario(replace(CASE, reload=reload))
     assert problem.path == path
+
+
+def test_memory_within_a_step_is_not_weighed_where_frozen_params_were_trained_around(pool):
+    """Backward then comes to siblings in another order than the closed form has."""
+    model = ModelSpec(
+        name="params", shapes=((1,), (1,)), nested=True, tied=("p1",), tied_first=True,
+        freeze=(FreezeSpec(param="m0.p0", start=1, stop=2),),
+    )  # fmt: skip
+    result = judged(
+        pool,
+        model=model,
+        system=SystemSpec(stage=3, bucket_elems=1),
+        reload=LOST["micro-batch"],
+    )
+    assert (result.verdict, result.findings) == ("pass", ())
