@@ -12,7 +12,7 @@ one known thing has the bits, none is named.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -51,7 +51,8 @@ def recognize(expected: Tensor, got: Tensor, *, known: Iterable[Known] = ()) -> 
         return "is poison of memory in flight, so it was read before its wait or never written"
     if not bool(bad.any()):
         return "is zero"
-    places = list(known)
+    # Step counts may be on the CPU, beside params on a device.
+    places = [replace(each, values=each.values.to(came.device)) for each in known]
     matches = [f"is {each.what}" for each in places if _holds(each, came, differs)]
     if not matches:
         matches = _elsewhere(came, differs, places)
