@@ -134,11 +134,7 @@ def patches(design: Callable[[], ByDesign | None]) -> Iterator[tuple[Any, str, A
     """
     functional = torch.nn.functional
 
-    def dropped(by: ByDesign, tensor: Tensor, p: float, inplace: bool, dim: int = -1) -> Tensor:
-        kept, scale = by.kept(tensor, p, dim), 1 / (1 - p) if p < 1 else 0.0
-        return tensor.mul_(kept).mul_(scale) if inplace else tensor * kept * scale
-
-    def elements(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def dropping(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # Named as torch does, because modes of others pass arguments by keyword.
         def dropout(
             input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -146,19 +142,11 @@ def patches(design: Callable[[], ByDesign | None]) -> Iterator[tuple[Any, str, A
             by = design()
             if by is None or not training or not 0 < p <= 1:
                 return original(input, p, training, inplace)
-            return dropped(by, input, p, inplace)
-
-        return dropout
-
-    def channels(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def dropout(
-            input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-        ) -> Tensor:
-            by = design()
-            if by is None or not training or not 0 < p <= 1:
-                return original(input, p, training, inplace)
-            is_one_row = name == "dropout1d" and input.dim() == 2
-            return dropped(by, input, p, inplace, 0 if is_one_row else 1)
+            # Of features by themselves, or of channels, which one row has first.
+            dim = 0 if name == "dropout1d" and input.dim() == 2 else 1
+            kept = by.kept(input, p, -1 if name == "dropout" else dim)
+            scale = 1 / (1 - p) if p < 1 else 0.0
+            return input.mul_(kept).mul_(scale) if inplace else input * kept * scale
 
         return dropout
 
@@ -186,8 +174,7 @@ def patches(design: Callable[[], ByDesign | None]) -> Iterator[tuple[Any, str, A
         return self.copy_(by.kept(self, 1 - p).expand_as(self))
 
     attention, bernoulli = functional.scaled_dot_product_attention, Tensor.bernoulli_
-    yield functional, "dropout", elements(functional.dropout)
-    for name in ("dropout1d", "dropout2d", "dropout3d"):
-        yield functional, name, channels(name, getattr(functional, name))
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d"):
+        yield functional, name, dropping(name, getattr(functional, name))
     yield functional, "scaled_dot_product_attention", attended
     yield Tensor, "bernoulli_", drawn
