@@ -7,7 +7,7 @@ SCENARIOS ?= scenarios
 CASES ?= 2000
 MEASURED ?= .zero-sim/durations.json
 
-.PHONY: run run-all test test-all nightly check fuzz device device-fast bench bench-check pytorch-suites scripts libraries compat compat-lowest clean
+.PHONY: run run-all test test-all nightly check fuzz device device-fast bench bench-check pytorch-suites scripts libraries compat compat-lowest dist clean
 
 # Runs a command; whatever comes of it, says how to go on without make.
 and_say_how = status=0; $(1) || status=$$?; echo; \
@@ -115,6 +115,11 @@ device-fast: $(VENV)/.installed
 	$(BIN)/python -m tests.standin $(BIN)/zero-sim run $(SCENARIOS) --cover --device standin --no-bundles \
 	  --jobs $$(getconf _NPROCESSORS_ONLN)
 
+# The wheel and the source distribution, in dist/.
+dist: $(VENV)/.installed
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
 bench: $(VENV)/.installed
 	$(BIN)/zero-sim bench
 
@@ -123,4 +128,4 @@ bench-check: $(VENV)/.installed
 	.ci/bench $(BASE)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	rm -rf $(VENV) dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache

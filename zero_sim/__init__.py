@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zero_sim.script.points import checkpoint_here
     from zero_sim.sim import World
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["Scenario", "World", "checkpoint_here", "errors", "load_scenario", "run_case"]
 

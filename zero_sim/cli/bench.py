@@ -1,4 +1,4 @@
-"""`zero-sim bench`: what zero_sim costs on this machine, beside its goals and what it was."""
+"""The command `zero-sim bench`: speed and memory of zero_sim on this machine."""
 
 from __future__ import annotations
 
@@ -28,10 +28,16 @@ from zero_sim.cli.parts import echo_report, json_option
 )
 @json_option
 def bench(*, only: str, history: Path | None, check: bool, as_json: bool) -> int:
-    """Measure speed and memory on this machine, beside the goals, none of which must be met.
+    """Measure the speed and memory of zero-sim on this machine.
 
-    Figures are processor time, of all processes; ratios are taken in turns, so that they say the
-    same on a busy machine.
+    Goals are shown beside the figures for comparison; missing one is no failure. Times are
+    processor time of all processes. Ratios are measured in alternation, so that they hold on a busy
+    machine, too.
+
+    \b
+    Examples:
+      zero-sim bench --only mlp
+      zero-sim bench --history bench.jsonl --check
     """
     from zero_sim.report.records import render_measurements, render_worse
 

@@ -170,10 +170,19 @@ def memory(
     asked: _Asked,
     system: _SystemAsked,
 ) -> None:
-    """Say what a rank holds, by category: for a number of params, a scenario, or a module.
+    """Calculate the memory of a rank, by category.
 
-    By closed forms, which runs are held to; GB are 10^9 bytes, GiB 2^30. Exit status: 0, or with
-    --measure 1 where closed forms and a run differ; 2 the usage is wrong, 4 no room to run.
+    Takes a number of params, a scenario file, or a module to import. Closed forms give the bytes;
+    runs are checked against the same forms. GB are 10^9 bytes, GiB 2^30.
+
+    Exit status: 0, or 1 if --measure finds a difference between the forms and a run; 2 if the usage
+    is wrong; 4 if there is no room to run.
+
+    \b
+    Examples:
+      zero-sim memory --params 7e9 --ranks 8
+      zero-sim memory --params 7e9 --curve --stage 3
+      zero-sim memory my.toml --measure
     """
     from zero_sim.calculators.rows import alone, memory_row
     from zero_sim.report.costs import render_curve, render_memory, render_waterfall
@@ -234,7 +243,15 @@ def traffic(
     asked: _Asked,
     system: _SystemAsked,
 ) -> None:
-    """Say what a rank sends in a step round rings, by kind and link."""
+    """Estimate what a rank sends in a step, by kind and link.
+
+    Collectives run as rings.
+
+    \b
+    Examples:
+      zero-sim traffic --params 7e9 --ranks 64 --stage 3
+      zero-sim traffic my.toml --topology cluster.toml
+    """
     from zero_sim.calculators.rows import traffic_row
     from zero_sim.report.costs import render_traffic
 

@@ -1,4 +1,4 @@
-"""The commands that tell people of findings: `explain` and `report`."""
+"""The commands `explain` and `report`, which show findings to people."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ from zero_sim.report.commands import DEFAULT_BUNDLES
 @bundles_option
 @json_option
 def explain(name: str, bundles: Path, as_json: bool) -> None:
-    """Say what a check means, why ZeRO needs it, what usually breaks it, and where it was seen.
+    """Explain a check: its meaning, its usual causes, known cases.
 
-    Of a bundle, the check of its first finding, with the case's own numbers.
+    With a bundle, explains the check of its first finding and shows the numbers of the case.
+
+    \b
+    Examples:
+      zero-sim explain equality.grads
+      zero-sim explain 4f2a
     """
     from zero_sim.report.explain import EXPLANATIONS
     from zero_sim.report.explain import explain as explain_check
@@ -67,7 +72,15 @@ def explain(name: str, bundles: Path, as_json: bool) -> None:
     help="The page; a pipe is written to only where somebody reads it.",
 )
 def report(names: tuple[str, ...], bundles: Path, output: Path) -> None:
-    """Write one self-contained HTML page about some bundles; about all, if none is named."""
+    """Write one self-contained HTML page about failed cases.
+
+    Without an ID or PATH, the page shows all bundles of the folder.
+
+    \b
+    Examples:
+      zero-sim report
+      zero-sim report 4f2a --output finding.html
+    """
     with packages_needed():
         from zero_sim.bundle import find_bundles, read_bundle
         from zero_sim.report.html import write_page

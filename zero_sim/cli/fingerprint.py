@@ -21,10 +21,15 @@ from zero_sim.host.packages import packages_needed
 @json_option
 @click.pass_context
 def fingerprint(ctx: click.Context, path: Path, case: str | None, rank: int, as_json: bool) -> None:
-    """Say which stage of ZeRO the calls in FILE look like, with what overlap, and what is odd.
+    """Identify the ZeRO stage, overlap and odd calls of a trace.
 
-    FILE is a scenario, which is run; a Chrome trace of torch's profiler or of `zero-sim export`; or
-    a Flight Recorder dump as JSON.
+    FILE is a Chrome trace of torch's profiler or of `zero-sim export`, a Flight Recorder dump as
+    JSON, or a scenario file, which is run.
+
+    \b
+    Examples:
+      zero-sim fingerprint trace.json --rank 1
+      zero-sim fingerprint scenarios/smoke/mlp.toml --case mlp
     """
     with packages_needed():
         from zero_sim.calculators.fingerprint import fingerprint as look

@@ -139,14 +139,21 @@ def fuzz(
     coverage: bool,
     as_json: bool,
 ) -> None:
-    """Draw cases at the edges of a partition, judge them, and shrink what fails.
+    """Generate cases, judge them, and shrink those that fail.
 
-    With --corpus, what was found earlier is judged again first: what is fixed is said to be, and
-    its bundle goes to the folder `fixed` in DIR.
+    Cases concentrate on the edges of partitions: uneven shards, padding, empty shards, small
+    buckets. With --corpus, earlier findings are judged again first; the bundles of fixed ones move
+    to the folder `fixed` in DIR.
 
     Exit status: 0 nothing found, 1 findings, 2 the usage is wrong, 3 a worker died or the file of a
-    shard is missing, 4 this machine cannot run it or keep more of it, 5 no case was run, 130
-    interrupted, by Ctrl-C or SIGTERM; then everything so far is kept.
+    shard is missing, 4 this machine cannot run it or store more of it, 5 no case was run, 130
+    interrupted by Ctrl-C or SIGTERM, after which the corpus keeps everything so far.
+
+    \b
+    Examples:
+      zero-sim fuzz --cases 200
+      zero-sim fuzz --target engine:MyTarget --seconds 300 --jobs 2
+      zero-sim fuzz --corpus nightly --seed 7 --coverage
     """
     if join:
         ctx.exit(_join(ctx, join, into=corpus, coverage=coverage, as_json=as_json))

@@ -34,9 +34,15 @@ _NEXT = {
 @click.option("--script", is_flag=True, help="A training script for `zero-sim torchrun`.")
 @click.option("--test", is_flag=True, help="Tests that run on several ranks, for pytest.")
 def init(folder: Path, engine: bool, script: bool, test: bool) -> None:
-    """Write commented files that work as they are into DIR, by default the current folder.
+    """Write a first engine, script or test that passes as it is.
 
-    Replace the code in them with yours. Existing files are never replaced.
+    Files go to DIR, by default the current folder. Replace the code in them with yours. Existing
+    files are never overwritten.
+
+    \b
+    Examples:
+      zero-sim init
+      zero-sim init --script --test first
     """
     chosen = {"engine": engine or not (script or test), "script": script, "test": test}
     kinds = [kind for kind, is_chosen in chosen.items() if is_chosen]

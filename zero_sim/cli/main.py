@@ -70,10 +70,25 @@ _SCENARIO = "scenario"
 END_SECONDS = 2.0
 """How long a second signal leaves for what was found to be kept and told."""
 DEFAULT_REGRESSIONS = Path("scenarios", "regressions")
+GROUPS = {
+    "Judge": ("run", "fuzz", "torchrun", "replay", "shrink"),
+    "Your system": ("init", "rules", "fingerprint"),
+    "Understand": ("explain", "report", "export", "walkthrough"),
+    "Costs": ("memory", "traffic"),
+    "Project": ("doctor", "schema", "bench", "mutants"),
+}
+"""Commands by the heading that `--help` lists them under."""
 
 
 class _Commands(click.Group):
     """Turns our errors into one message and an exit status; a traceback is for our own mistakes."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands by group, each with the whole first line of its help."""
+        for heading, names in GROUPS.items():
+            lines = [(name, self.commands[name].get_short_help_str(200)) for name in names]
+            with formatter.section(heading):
+                formatter.write_dl(lines, col_max=12)
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run the command that this process was started for, or the one that is given."""
@@ -139,7 +154,7 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@click.argument("paths", metavar="[PATH]...", nargs=-1)
 @click.option(
     "-k", "expression", metavar="EXPR", default="", help="Cases by id: words, and, or, not, ()."
 )
@@ -149,14 +164,24 @@ def main() -> None:
 def run(
     ctx: click.Context, paths: tuple[str, ...], expression: str, asked: Asked, outputs: Outputs
 ) -> None:
-    """Run every scenario in PATH..., files or folders, and judge it.
+    """Judge the scenarios in files or folders.
+
+    Each PATH is a scenario file, or a folder that is searched for them. Without a PATH, the few
+    small scenarios that come with zero-sim run.
 
     Exit status: 0 all passed, 1 a case failed, 2 a scenario or the usage is wrong, 3 a case was
     inconclusive, 4 this machine cannot run a case, 5 nothing was selected.
+
+    \b
+    Examples:
+      zero-sim run
+      zero-sim run scenarios/smoke -k "mlp and bf16" -v
+      zero-sim run scenarios --target torch-ddp --able --jobs 2
+      zero-sim run my.toml --target engine:MyTarget --junit results.xml
     """
     from zero_sim.scenario.discover import discover
 
-    found = discover(paths, expression=expression)
+    found = discover(paths or [_shipped_scenarios()], expression=expression)
     session = Session(asked=asked, outputs=outputs, junit=outputs.junit, errors=found.errors)
     if not found.cases and not found.errors:
         have = f"{found.passed_over_count} cases, none matches -k {expression!r}"
@@ -180,6 +205,13 @@ def run(
             explainer=EXPLAINER,
         )
     )
+
+
+def _shipped_scenarios() -> Path:
+    """Return the folder of the scenarios that a wheel contains, or that of a checkout."""
+    package = Path(zero_sim.__file__).parent
+    shipped = package / "smoke"
+    return shipped if shipped.is_dir() else package.parent / "scenarios" / "smoke"
 
 
 def _open_judge(cases: Sequence[Scenario], session: Session) -> AbstractContextManager[Judge]:
@@ -238,13 +270,19 @@ def replay(
     said: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Repeat the case of a bundle, turn by turn: FIXED, FAILED or ERROR.
+    """Repeat a failed case from its bundle, turn by turn.
 
-    What ran on a device computes there again, and what ran on real processes on as many of them;
-    these have no turns.
+    Prints FIXED, FAILED or ERROR. A case that ran on a device runs there again. A case of gloo or
+    nccl runs on as many processes, without a fixed order of turns.
 
     Exit status: 0 nothing is wrong now, 1 it fails, 2 the bundle cannot be read or its case is
     refused, 3 the case is inconclusive now, 4 this machine cannot run it.
+
+    \b
+    Examples:
+      zero-sim replay 4f2a
+      zero-sim replay 4f2a --target engine:MyTarget
+      zero-sim replay 4f2a --freeze --name uneven-bucket
     """
     from zero_sim.report.text import render_replay
 
@@ -301,7 +339,13 @@ def replay(
     help="One Flight Recorder dump a rank, for torchfrtrace.",
 )
 def export(name: str, bundles: Path, chrome: Path | None, flight_recorder: Path | None) -> None:
-    """Write the events of a bundle for other tools."""
+    """Write the events of a bundle for Perfetto or torchfrtrace.
+
+    \b
+    Examples:
+      zero-sim export 4f2a --chrome trace.json
+      zero-sim export 4f2a --flight-recorder dumps
+    """
     if chrome is None and flight_recorder is None:
         raise UsageError("expected what to export. Try --chrome FILE or --flight-recorder DIR.")
     with packages_needed():
@@ -325,10 +369,15 @@ main.add_command(report)
 @main.command()
 @click.argument("what", metavar="[WHAT]", default=_SCENARIO)
 def schema(what: str) -> None:
-    """Print the JSON Schema of a scenario file, or of what a command prints with --json.
+    """Print the JSON Schema of scenario files or of --json output.
 
-    WHAT is `scenario`, which it is where left out, or the name of a command: run, replay, explain,
-    fuzz, shrink, mutants, memory, traffic, fingerprint, rules, doctor, bench or torchrun.
+    WHAT is `scenario` (the default) or the name of a command: run, replay, explain, fuzz, shrink,
+    mutants, memory, traffic, fingerprint, rules, doctor, bench or torchrun.
+
+    \b
+    Examples:
+      zero-sim schema > scenario.schema.json
+      zero-sim schema run
     """
     from zero_sim.report.schemas import COMMANDS, output_schema
     from zero_sim.scenario.schema import scenario_schema
@@ -395,10 +444,16 @@ def doctor(
     target: str | None,
     packages: tuple[str, ...],
 ) -> None:
-    """Say what this machine can run, and why it cannot run the rest.
+    """Check this machine: versions, backends, GPUs, and what is missing.
 
-    Exit status: 0 all that is needed is there; with --gpu, all steps pass; with --target, its cases
-    do; 1 one of these fails; 4 something is missing.
+    Exit status: 0 if everything required is present (with --gpu: if all steps pass; with --target:
+    if its cases pass), 1 if a step or case fails, 4 if something is missing.
+
+    \b
+    Examples:
+      zero-sim doctor
+      zero-sim doctor --gpu --gpu-report gpu.json
+      zero-sim doctor --target torch-ddp
     """
     if target is not None:
         if as_json or gpu:

@@ -63,10 +63,15 @@ def mutants(
     record: Path | None,
     as_json: bool,
 ) -> None:
-    """Break our own system in known ways and count how many of them zero-sim finds.
+    """Break zero-sim's own system on purpose and count what is found.
 
-    Exit status: 0 all were found, 1 one survived, 2 the usage is wrong, 130 interrupted; then the
-    score is that of those that were tried.
+    Exit status: 0 all were found, 1 one survived, 2 the usage is wrong, 130 interrupted. After an
+    interrupt, the score covers the mutants that were tried.
+
+    \b
+    Examples:
+      zero-sim mutants --core
+      zero-sim mutants M01 M57 --cases 50 --shrink
     """
     from zero_sim.report.mutants import render_score, render_trial
 

@@ -31,16 +31,21 @@ _WIDTH = 88
 @json_option
 @click.pass_context
 def rules(ctx: click.Context, target: str, as_json: bool) -> None:
-    """Work out by which rules a target computes, and print what it is to declare.
+    """Find the arithmetic of a target and print its declaration.
 
-    Directed cases are run, each again with what would make it pass, until the rules of the target
-    are known. What no case tells apart is said, with the reason; there what the target declares
-    already is kept.
+    Small cases run, each again with the rules that would make it pass, until the rules of the
+    target are known. A rule that no case can tell from another is listed with the reason, and keeps
+    the value that the target declares.
 
-    Exit status: 0 nothing that it declares is contradicted; 1 something is, or several ranks come
-    to what no known rule gives, or no optimizer, model, dtype, stage or order passes at all; 2 the
-    usage is wrong, or no known rule makes a plain case pass, even of one rank; 4 this machine
-    cannot run it.
+    Exit status: 0 if the cases agree with everything that the target declares; 1 if they contradict
+    it, if several ranks compute a value that no known rule gives, or if no optimizer, model, dtype,
+    stage or order passes; 2 if the usage is wrong, or no known rule makes a plain case of one rank
+    pass; 4 if this machine cannot run it.
+
+    \b
+    Examples:
+      zero-sim rules --target torch-ddp
+      zero-sim rules --target engine:MyTarget
     """
     with packages_needed():
         from zero_sim.rules.found import find_rules

@@ -78,17 +78,21 @@ def shrink(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Make a case that fails smaller, as long as it has the same finding.
+    """Reduce a failing case to the smallest with the same finding.
 
-    PATH is a scenario file or a bundle, ID a bundle's. First fewer ranks, then fewer params,
-    smaller ones, fewer steps and fewer features, until nothing smaller that is tried fails. What is
-    left is a bundle of its own. Ctrl-C and SIGTERM end the search after the case at hand, with the
-    smallest case so far; a second one at once, with nothing.
+    PATH is a scenario file or a bundle; ID is the id of a bundle. The search tries fewer ranks, then
+    fewer and smaller params, fewer steps and fewer features, until no smaller case fails. The
+    result is written as a bundle of its own. Ctrl-C or SIGTERM ends the search after the current
+    case and keeps the smallest so far; a second one ends it at once.
 
-    Exit status: 1 it fails, and here is the smallest such case, or the smallest so far; 0 it
-    passes; 2 the usage is wrong, the case is refused, or FILE cannot be written there; 3 it is
-    inconclusive; 4 this machine cannot run it, or has no room for FILE; 130 interrupted before
-    there was anything to shrink, or twice.
+    Exit status: 1 if it fails (the smallest case found is shown), 0 if it passes, 2 if the usage is
+    wrong, the case is refused or FILE cannot be written, 3 if it is inconclusive, 4 if this machine
+    cannot run it or has no room for FILE, 130 if interrupted before a case failed, or twice.
+
+    \b
+    Examples:
+      zero-sim shrink 4f2a --output small.toml
+      zero-sim shrink my.toml -k fp16 --target engine:MyTarget
     """
     scenario, device_then = _case_of(name, expression=expression, bundles=bundles)
     device = device or device_then

@@ -1,4 +1,4 @@
-"""The command `zero-sim torchrun`: a script as it is, on a simulated world."""
+"""The command `zero-sim torchrun`: an unmodified script on simulated ranks."""
 
 from __future__ import annotations
 
@@ -239,18 +239,23 @@ def torchrun(
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Run SCRIPT, as torchrun would, on ranks of a simulated world in one process.
+    """Run an unmodified script on simulated ranks, as torchrun would.
 
-    Nothing is changed in it. Each rank has its own environment, arguments, random numbers and
-    modules of the script's folder. Files are shared: what one run leaves, the next one finds.
+    All ranks run in one process. Each has its own environment, arguments, random numbers and copies
+    of the modules in the script's folder. Files are shared, so a run sees files of earlier runs.
 
-    Exit status: 0 every rank came to its end; 1 a rank raised or exited with an error, or there
-    was a deadlock, a race, a violation of the contract, or a difference between runs; 2 the usage
-    is wrong, or the script ended the process.
+    Exit status: 0 every rank finished; 1 a rank failed, or there was a deadlock, a race, a
+    violation of the contract or a difference between runs; 2 the usage is wrong, or the script
+    ended the process.
 
-    With --against the script is judged by another way to run it: 0 equal up to rounding; 1
-    different, or these ranks fail and the other run does not; 2 the other run fails; 3
-    inconclusive; 4 unsupported.
+    With --against, the script is compared with another way to run it: 0 equal up to rounding; 1
+    different, or only these ranks fail; 2 the other run fails; 3 inconclusive; 4 unsupported.
+
+    \b
+    Examples:
+      zero-sim torchrun --nproc-per-node 4 train.py --lr 0.1
+      zero-sim torchrun --nproc-per-node 2 --runs 20 train.py
+      zero-sim torchrun --nproc-per-node 2 --against 1 train.py
     """
     if runs.seeds is not None and runs.runs != 1:
         raise UsageError("expected --runs or --seeds, got both.")

@@ -29,11 +29,16 @@ _NAMES = ("zero1", "ring", "lifecycle", "step")
     help="Write a page instead, which is stepped through with arrow keys.",
 )
 def walkthrough(name: str, scenario: Path | None, case: str | None, html: Path | None) -> None:
-    """Show step by step how it works; every value is computed by running the system.
+    """Show ZeRO step by step, with values from a real run.
 
     zero1: a step of ZeRO-1 with 260 params on 2 ranks. ring: an all-reduce of 4 ranks, message by
-    message. lifecycle: stage 3's units over a step, with prefetch and without. step: one step of
-    any scenario, its layout, calls and live bytes.
+    message. lifecycle: the units of stage 3 over a step, with and without prefetch. step: one step
+    of any scenario, with its layout, calls and live bytes.
+
+    \b
+    Examples:
+      zero-sim walkthrough zero1 --html zero1.html
+      zero-sim walkthrough step --scenario my.toml
     """
     if (name == "step") != (scenario is not None):
         raise UsageError(
