@@ -36,7 +36,7 @@ class TestExplain:
     def test_what_is_neither_names_the_checks(self, invoke, bundle):
         result = invoke("explain", "equality.gard")
         assert result.exit_code == 2
-        assert "got 'equality.gard'. Did you mean 'equality.grad'?" in result.stderr
+        assert "got 'equality.gard'. Checks: equality.grad, " in result.stderr
         assert "equality.grad" in result.stderr
         assert bundle in result.stderr
 

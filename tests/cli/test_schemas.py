@@ -92,4 +92,4 @@ def test_a_scenario_is_what_is_meant_where_nothing_is_said():
 def test_what_has_no_schema_is_named():
     done = CliRunner().invoke(cli.main, ["schema", "export"])
     assert done.exit_code == 2
-    assert "expected one of scenario, run, replay" in done.output
+    assert "expected the name of a schema, got 'export'" in done.output

@@ -79,7 +79,7 @@ def test_a_registered_one_has_its_own_name():
     ],
 )
 def test_a_name_that_is_nearly_one_or_was_one_is_told_which(name, near):
-    with pytest.raises(UsageError, match=rf"got '{name}'\. Try '{near}'\."):
+    with pytest.raises(UsageError, match=rf"got '{name}'\. Choose {near}, "):
         find_target(name)
 
 

@@ -30,7 +30,7 @@ def explain(name: str, bundles: Path, as_json: bool) -> None:
     from zero_sim.report.explain import EXPLANATIONS
     from zero_sim.report.explain import explain as explain_check
     from zero_sim.report.text import render_bundle, render_explanation
-    from zero_sim.scenario.suggest import did_you_mean
+    from zero_sim.scenario.suggest import nearest
 
     bundle, check = None, name
     if name not in EXPLANATIONS:
@@ -39,10 +39,9 @@ def explain(name: str, bundles: Path, as_json: bool) -> None:
         try:
             path = find_bundle(name, folder=bundles)
         except BundleError as error:
-            checks = ", ".join(EXPLANATIONS)
-            near = did_you_mean(name, EXPLANATIONS)
             raise UsageError(
-                f"expected a check or a bundle, got {name!r}.{near} {error}\nChecks: {checks}."
+                f"expected a check or a bundle, got {name!r}. Checks: "
+                f"{nearest(name, EXPLANATIONS)}.\n{error}"
             ) from None
         bundle = read_bundle(path)
         check = bundle.findings[0].check

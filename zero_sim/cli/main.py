@@ -381,6 +381,7 @@ def schema(what: str) -> None:
     """
     from zero_sim.report.schemas import COMMANDS, output_schema
     from zero_sim.scenario.schema import scenario_schema
+    from zero_sim.scenario.suggest import nearest
 
     if what == _SCENARIO:
         echo_json(scenario_schema())
@@ -394,8 +395,8 @@ def schema(what: str) -> None:
             from zero_sim.against.text import verdicts_schema
         echo_json(verdicts_schema())
         return
-    names = ", ".join((_SCENARIO, *COMMANDS, "torchrun"))
-    raise UsageError(f"expected one of {names}; got {what!r}.")
+    names = nearest(what, (_SCENARIO, *COMMANDS, "torchrun"))
+    raise UsageError(f"expected the name of a schema, got {what!r}. Choose {names}.")
 
 
 @main.command()

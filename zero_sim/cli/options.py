@@ -162,6 +162,7 @@ class Asked:
             UsageError: There is no such order; lists those there are.
         """
         from zero_sim.scenario.spec import OrderName
+        from zero_sim.scenario.suggest import nearest
 
         known = get_args(OrderName)
         if self.order is None:
@@ -169,8 +170,8 @@ class Asked:
         if self.order in UNKNOWN_ORDER:
             return {"order": _OWN_ORDERS[self.backend], "order_known": False}
         if self.order not in known:
-            names = ", ".join((*known, *UNKNOWN_ORDER))
-            raise UsageError(f"expected --order to be one of {names}; got {self.order!r}.")
+            names = nearest(self.order, (*known, *UNKNOWN_ORDER))
+            raise UsageError(f"expected a known --order, got {self.order!r}. Choose {names}.")
         return {"order": self.order}
 
     @property

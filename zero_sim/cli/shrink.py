@@ -80,8 +80,8 @@ def shrink(
 ) -> None:
     """Reduce a failing case to the smallest with the same finding.
 
-    PATH is a scenario file or a bundle; ID is the id of a bundle. The search tries fewer ranks, then
-    fewer and smaller params, fewer steps and fewer features, until no smaller case fails. The
+    PATH is a scenario file or a bundle; ID is the id of a bundle. The search tries fewer ranks,
+    then fewer and smaller params, fewer steps and fewer features, until no smaller case fails. The
     result is written as a bundle of its own. Ctrl-C or SIGTERM ends the search after the current
     case and keeps the smallest so far; a second one ends it at once.
 

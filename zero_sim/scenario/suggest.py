@@ -43,6 +43,26 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     return "" if near is None else f" Did you mean {str(near)!r}?"
 
 
+NAMES_SHOWN_MAX = 5
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """List the names most like `word`, the nearest first: at most five, and how many more.
+
+    Args:
+        word: An unknown name.
+        names: The known ones. Names that are equally far keep their order.
+    """
+    known = list(names)
+
+    def likeness(name: str) -> float:
+        return difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio()
+
+    known.sort(key=likeness, reverse=True)
+    shown, more = known[:NAMES_SHOWN_MAX], len(known) - NAMES_SHOWN_MAX
+    return ", ".join(shown) + (f" or {more} more" if more > 0 else "")
+
+
 _INSTEAD = {"faults.step": "call"}
 """What a table says otherwise: fields that somebody looks for in it, and those that are there."""
 

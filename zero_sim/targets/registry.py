@@ -8,7 +8,7 @@ from functools import cache
 from importlib import import_module
 
 from zero_sim.errors import UsageError
-from zero_sim.scenario.suggest import closest
+from zero_sim.scenario.suggest import nearest
 from zero_sim.targets.imported import load_target
 from zero_sim.targets.protocol import Target
 
@@ -71,11 +71,9 @@ def find_target(name: str) -> Target:
     target = _registered(name)
     if target is None:
         known = (*target_names(), *library_target_names())
-        near = closest(name, known)
-        like = f"Try {near!r}. " if near is not None else ""
         raise UsageError(
-            f"expected system.target to be one of {', '.join(known)}, got {name!r}. {like}A "
-            "target of your own is named with --target module:name."
+            f"expected a registered target, got {name!r}. Choose {nearest(name, known)}. "
+            "Name a target of your own with --target module:name."
         )
     return target
 
