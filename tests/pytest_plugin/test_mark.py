@@ -11,12 +11,13 @@ pytest_plugins = ["pytester"]
 @pytest.mark.parametrize(
     ("mark", "said"),
     [
-        ("", "world_size(): expected the number of ranks, one positive integer. Try @*(4)."),
-        ("'two'", "world_size('two'): expected the number of ranks, one positive integer. Try *"),
-        ("0", "world_size(0): expected the number of ranks*"),
-        ("-1", "world_size(-1): expected the number of ranks*"),
-        ("True", "world_size(True): expected the number of ranks*"),
-        ("2, 3", "world_size(2, 3): expected the number of ranks*is given by name*"),
+        ("", "world_size(): expected one or several numbers of ranks, positive integers. *"),
+        ("'two'", "world_size('two'): expected one or several numbers of ranks*Try @*(4)."),
+        ("0", "world_size(0): expected one or several numbers of ranks*"),
+        ("-1", "world_size(-1): expected one or several numbers of ranks*"),
+        ("True", "world_size(True): expected one or several numbers of ranks*"),
+        ("2, 'lazy'", "world_size(2, 'lazy'): expected *positive integers. Name other settings. *"),
+        ("[]", "world_size([[]]): expected one or several numbers of ranks*"),
         ("5000", "expected world_size between 1 and 4096, got 5000."),
         ("size=2", "world_size(size=2): there is no setting 'size'. The number of ranks comes *"),
         ("2, timming='lazy'", "*no setting 'timming'; did you mean 'timing'? It takes order, *"),
@@ -136,7 +137,7 @@ SAID = (
     "*expected the test to return None, it returned False. Did you mean to assert it?",
     "*got it on a method of TestUnit, a unittest.TestCase*Try a plain class*",
     "*async def functions are not natively supported*",
-    "*expected one mark in a place, got world_size(3) and world_size(2). *pytest.param*",
+    "*expected one mark in a place, got world_size(3) and world_size(2). For several sizes*",
     "*expected one mark in a place, got world_size(2) and world_size(3). *",
     "*expected `world_size` to be what the mark world_size(2) makes it, got 4 *",
     "*expected `rank` to be what the mark world_size(2) makes it, got 0 *",
@@ -243,3 +244,23 @@ def test_a_skipped_test_may_be_marked_wrongly(pytester, run):
             pass
     """)
     run().assert_outcomes(skipped=1)
+
+
+@pytest.mark.parametrize("sizes", ["1, 2, 4", "[1, 2, 4]"])
+def test_several_sizes_are_several_tests(pytester, run, sizes):
+    pytester.makepyfile(f"""
+        import pytest
+        import torch.distributed as dist
+
+        @pytest.mark.world_size({sizes})
+        def test_size(world_size):
+            assert dist.get_world_size() == world_size
+
+        @pytest.mark.world_size({sizes})
+        @pytest.mark.parametrize("n", [5])
+        def test_without_the_fixture(n):
+            assert dist.get_world_size() in ({sizes})
+    """)
+    result = run("-v")
+    result.assert_outcomes(passed=6)
+    result.stdout.fnmatch_lines(["*test_size?1-ranks?*", "*test_size?4-ranks?*"])

@@ -175,3 +175,42 @@ def test_a_rank_cannot_end_the_session(pytester, run):
         ["E *os._exit(0) on a rank would have ended the whole session*"] * 2
     )
     assert os._exit is before
+
+
+PRINTS = """
+    import pytest
+
+    @pytest.mark.world_size(2)
+    def test_prints(rank):
+        print("hello")
+        assert not rank
+
+    @pytest.mark.world_size(1)
+    def test_captures(capsys):
+        print("hello")
+        assert capsys.readouterr().out == "hello\\n"
+"""
+
+
+def test_printed_lines_begin_with_the_rank(pytester, run):
+    pytester.makepyfile(PRINTS)
+    result = run("-k", "prints")
+    result.stdout.fnmatch_lines(["[[]rank 0[]]: hello", "[[]rank 1[]]: hello"])
+
+
+def test_a_test_that_captures_sees_what_was_printed(pytester, run):
+    pytester.makepyfile(PRINTS)
+    run("-k", "test_captures").assert_outcomes(passed=1)
+
+
+def test_little_is_printed_besides_the_assertion(pytester, run):
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.world_size(8)
+        def test_fails(rank):
+            assert rank < 0
+    """)
+    lines = run().outlines
+    start = next(index for index, line in enumerate(lines) if "FAILURES" in line)
+    assert len(lines) - start <= 20

@@ -1,8 +1,10 @@
 """pytest plugin: scenario files as tests, and tests that run on every rank of a world.
 
 - `@pytest.mark.world_size(4)` runs the test function on four ranks at once; inside it
-  `torch.distributed` works as anywhere, and the fixture `rank` tells which one it is. What else the
-  mark takes goes to the simulated world: `order`, `schedule`, `timing`, `seed`, `races`, `strict`.
+  `torch.distributed` works as anywhere, and the fixture `rank` is the rank. `world_size(2, 4)`
+  makes two tests. Other settings go to the simulated world: `order`, `schedule`, `timing`, `seed`,
+  `races`, `strict`.
+- Under Hypothesis's `@given`, each example is drawn once and runs on all ranks.
 - A scenario file is collected where it is named on the command line, or lies under a path of the
   ini option `zero_sim_scenarios`; each of its cases is one test.
 - `--zero-sim-backend gloo` runs both on real processes instead.
@@ -25,7 +27,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from zero_sim.pytest_plugin.mark import MARK, WANTED, Refused, Wanted, read_mark
+from zero_sim.pytest_plugin.given import allow_rank_fixtures, is_given
+from zero_sim.pytest_plugin.mark import (
+    MARK,
+    WANTED,
+    Refused,
+    Wanted,
+    parametrize_sizes,
+    read_mark,
+)
 from zero_sim.pytest_plugin.processes import ON_RANK, RanksFailed, run_on_processes
 from zero_sim.pytest_plugin.ranks import run_simulated
 from zero_sim.pytest_plugin.resources import GPUS, RESOURCES, SessionResources
@@ -37,6 +47,15 @@ if TYPE_CHECKING:
     from zero_sim.sim import World
 
 SECONDS_MAX = 10**6
+
+
+class _EveryRank(int):
+    """Value of the fixture `rank` outside of the ranks, which Hypothesis prints."""
+
+    def __repr__(self) -> str:
+        return "<every rank>"
+
+
 _RUN: pytest.StashKey[bool] = pytest.StashKey()
 """Whether a marked test was handed to its ranks."""
 
@@ -98,8 +117,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the mark, and what is opened once a session."""
     config.addinivalue_line(
         "markers",
-        f"{MARK}(size, **world): run the test on every rank of a world of this size; the rest is "
-        "handed to zero_sim.sim.World.",
+        f"{MARK}(*sizes, **settings): run the test on every rank of a simulated world, once for "
+        "each size; settings are those of zero_sim.sim.World.",
     )
     check_options(config)
     for path in config.getini("zero_sim_scenarios"):
@@ -121,12 +140,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 # Tests that run on every rank.
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test for each size of a mark."""
+    parametrize_sizes(metafunc)
+
+
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> int:
     """The rank on which the test runs."""
     _wanted(request, "rank")
-    # Whoever runs the test puts the rank in its place.
-    return -1
+    # The test is called with its rank in place of this value.
+    return _EveryRank(-1)
 
 
 @pytest.fixture
@@ -178,6 +202,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if wanted is not None:
         item.stash[WANTED] = wanted
         item.stash[_RUN] = False
+        if is_given(item):
+            allow_rank_fixtures(item)
 
 
 @pytest.hookimpl(tryfirst=True)

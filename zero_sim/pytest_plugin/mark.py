@@ -56,8 +56,8 @@ def read_mark(item: pytest.Item) -> Wanted | None:
         shown = " and ".join(map(_show, marks))
         raise Refused(
             item,
-            f"expected one mark in a place, got {shown}. For several sizes, parametrize with "
-            f"pytest.param(..., marks=pytest.mark.{MARK}(n)); a class and its base are one place.",
+            f"expected one mark in a place, got {shown}. For several sizes, write "
+            f"@pytest.mark.{MARK}(2, 4); a class and its base are one place.",
         )
     wanted = _read(item, marks[0])
     _check_kind(item)
@@ -82,14 +82,41 @@ def _read(item: pytest.Item, mark: pytest.Mark) -> Wanted:
             check_kind(name, value, WORLD_SETTINGS[name])
         except UsageError as error:
             raise Refused(item, f"{got}: {error}.") from None
-    size: Any = mark.args[0] if len(mark.args) == 1 else None
-    if not is_of_kind(size, "an integer") or size < 1:
-        more = " What else it takes is given by name." if len(mark.args) > 1 else ""
+    if not are_sizes(sizes_of(mark)):
         raise Refused(
             item,
-            f"{got}: expected the number of ranks, one positive integer.{more} {_HINT}",
+            f"{got}: expected one or several numbers of ranks, positive integers. Name other "
+            f"settings. {_HINT}",
         )
+    size, *others = sizes_of(mark)
+    if others:
+        assert isinstance(item, pytest.Function)
+        size = item.callspec.params[MARK]
     return Wanted(size=operator.index(size), settings=dict(mark.kwargs))
+
+
+def sizes_of(mark: pytest.Mark) -> tuple[Any, ...]:
+    """Return the numbers of ranks in a mark, which may also be one list."""
+    args = mark.args
+    is_list = len(args) == 1 and isinstance(args[0], list | tuple)
+    return tuple(args[0]) if is_list else args
+
+
+def are_sizes(sizes: tuple[Any, ...]) -> bool:
+    """Return True if these are numbers of ranks, at least one."""
+    return bool(sizes) and all(is_of_kind(size, "an integer") and size >= 1 for size in sizes)
+
+
+def parametrize_sizes(metafunc: pytest.Metafunc) -> None:
+    """Make a test for each size of a mark that has several, such as `test_sum[2-ranks]`."""
+    mark = metafunc.definition.get_closest_marker(MARK)
+    sizes = () if mark is None else sizes_of(mark)
+    # A wrong mark is refused when the test is set up, with its line.
+    if len(sizes) < 2 or not are_sizes(sizes):
+        return
+    if MARK not in metafunc.fixturenames:
+        metafunc.fixturenames.append(MARK)
+    metafunc.parametrize(MARK, sizes, ids=[f"{size}-ranks" for size in sizes], indirect=True)
 
 
 def _meant(name: str) -> str:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import io
 import random
-from collections.abc import Generator, Mapping
+import re
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zero_sim.errors import EnvironmentProblem, UsageError
+from zero_sim.pytest_plugin.given import is_given
 from zero_sim.pytest_plugin.mark import Refused, Wanted
 from zero_sim.pytest_plugin.ranks import check_all_ran, program_of
 from zero_sim.pytest_plugin.resources import SessionResources
@@ -60,6 +62,8 @@ def run_on_processes(resources: SessionResources, item: pytest.Function, wanted:
         Refused: The mark asks for what real processes cannot do.
         RanksFailed: A rank failed, died or hung.
     """
+    if is_given(item):
+        pytest.skip("each process would draw examples of its own; @given runs on simulated ranks")
     # What contradicts the mark shows here as it does in the simulated world.
     program_of(item, wanted)
     _check_settings(item, wanted)
@@ -82,6 +86,9 @@ def run_on_processes(resources: SessionResources, item: pytest.Function, wanted:
         )
     except EnvironmentProblem as error:
         pytest.fail(f"this machine cannot run it: {error}", pytrace=False)
+    for ending in endings:
+        for stream, text in (ending.result or {}).get("output", {}).items():
+            item.add_report_section("call", f"{stream} of rank {ending.rank}", text)
     _conclude(wanted, endings)
 
 
@@ -112,7 +119,8 @@ def _options_of(config: pytest.Config) -> list[str]:
 
 
 def _conclude(wanted: Wanted, endings: tuple[Ending, ...]) -> None:
-    bad, told = list[str](), list[dict[str, str]]()
+    bad, told = list[str](), list[dict[str, Any]]()
+    alike: dict[str, list[Ending]] = {}
     skips, ended = dict[int, str](), set[int]()
     for ending in endings:
         rank = ending.rank
@@ -122,10 +130,16 @@ def _conclude(wanted: Wanted, endings: tuple[Ending, ...]) -> None:
         elif outcome == "skipped":
             skips[rank] = ending.result["text"]
         elif outcome in ("failed", "xfailed"):
-            bad.append(f"rank {rank} failed:\n{ending.result['text']}")
             told.append(ending.result)
+            alike.setdefault(ending.result["crash"], []).append(ending)
         else:
             bad.append(f"rank {rank} {ending.how}: {ending.error}\n{ending.detail}".rstrip())
+    # Most often all ranks fail alike, which is shown once.
+    failed = [
+        f"{_ranks_in_words([each.rank for each in endings])}: {crash}\n{endings[0].result['text']}"
+        for crash, endings in alike.items()
+    ]
+    bad = failed + bad
     bad += [f"rank {rank} skipped: {reason}" for rank, reason in skips.items()] if bad else []
     if bad:
         is_expected = all(each["outcome"] == "xfailed" for each in told) if told else None
@@ -136,7 +150,11 @@ def _conclude(wanted: Wanted, endings: tuple[Ending, ...]) -> None:
     check_all_ran(wanted, skips=skips, ended=ended)
 
 
-def run_on_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, str]:
+def _ranks_in_words(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def run_on_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any]:
     """Run one test on this process, as one of its ranks; what a worker calls.
 
     Args:
@@ -227,7 +245,7 @@ class OnRank:
         if report.failed:
             self._not_collected.append(report.longreprtext)
 
-    def outcome(self, said: str) -> dict[str, str]:
+    def outcome(self, said: str) -> dict[str, Any]:
         """What came of the test on this rank; see [Note: what a rank tells].
 
         Args:
@@ -237,17 +255,33 @@ class OnRank:
         for kind in ("failed", "xfailed", "skipped"):
             for end in ends:
                 if end["outcome"] == kind:
-                    return end
+                    return {**end, "output": self._output()}
         if self._ended:
-            return {"outcome": "passed", "text": ""}
+            return {"outcome": "passed", "text": "", "output": self._output()}
         text = "\n".join(self._not_collected) or said[-_OUTPUT_CHARS_MAX:]
-        return {"outcome": "failed", "text": f"it was not run in the worker:\n{text}"}
+        return {"outcome": "failed", "text": text, "crash": "it was not run in the worker"}
+
+    def _output(self) -> dict[str, str]:
+        """Return the end of what the rank printed during the test, by stream."""
+        streams = {"stdout": "capstdout", "stderr": "capstderr"}
+        reports = [phase.report for phase in self._phases if phase.report.when == "call"]
+        printed = {name: getattr(reports[0], of, "") for name, of in streams.items() if reports}
+        return {name: text[-_OUTPUT_CHARS_MAX:] for name, text in printed.items() if text}
 
 
 def _end_of(phase: _Phase) -> dict[str, str]:
+    """Return the outcome of a phase, its text, and in `crash` one line that ranks compare by."""
     report, expected = phase.report, getattr(phase.report, "wasxfail", None)
     if phase.before == "skipped":
         return {"outcome": "skipped", "text": phase.reason}
+    failed = {"outcome": "failed", "text": report.longreprtext, "crash": _crash_of(report)}
     if expected is not None and report.outcome == "skipped":
-        return {"outcome": "xfailed", "text": report.longreprtext, "reason": expected}
-    return {"outcome": "failed", "text": report.longreprtext}
+        return {**failed, "outcome": "xfailed", "reason": expected}
+    return failed
+
+
+def _crash_of(report: pytest.TestReport) -> str:
+    """Return the first line of an exception, without addresses, which differ from rank to rank."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = report.longreprtext if crash is None else crash.message
+    return re.sub(r"0x[0-9a-f]+", "0x...", text.partition("\n")[0])

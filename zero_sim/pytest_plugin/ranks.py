@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import os
+import sys
 import unittest
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, NoReturn
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.host.arguments import unrun_result
+from zero_sim.pytest_plugin.given import is_given, on_all_ranks
 from zero_sim.pytest_plugin.mark import Refused, Wanted, check_arguments, is_async
 from zero_sim.pytest_plugin.resources import SessionResources
 
@@ -26,28 +30,39 @@ class ProcessEnded(BaseException):
     __module__ = "builtins"
 
 
+_CAPTURES = {"capsys", "capfd", "capsysbinary", "capfdbinary"}
 SKIPS = (pytest.skip.Exception, unittest.SkipTest)
 
 
 def program_of(item: pytest.Function, wanted: Wanted) -> Callable[[int], None]:
-    """The test as a function of the rank.
+    """Return a test as a function of the rank.
 
     Args:
-        item: The test, its fixtures set up.
+        item: The test, after its fixtures are set up.
         wanted: What its mark asks for.
 
     Raises:
         Refused: An argument contradicts the mark; from the function, that the test returned
             something.
     """
-    # Of all fixtures, those that the function names; autouse ones are not handed to it.
+    return _program(item, item.obj, _arguments_of(item, wanted))
+
+
+def _arguments_of(item: pytest.Function, wanted: Wanted) -> dict[str, Any]:
+    """Return the fixtures that the function names, without autouse ones."""
     names = inspect.signature(item.obj).parameters
     arguments = {name: item.funcargs[name] for name in names if name in item.funcargs}
     check_arguments(item, wanted, arguments)
+    return arguments
 
+
+def _program(
+    item: pytest.Function, function: Callable[..., object], arguments: Mapping[str, Any]
+) -> Callable[[int], None]:
     def program(rank: int) -> None:
+        __tracebackhide__ = True
         own = {"rank": rank} if "rank" in arguments else {}
-        _check_returned(item, item.obj(**{**arguments, **own}))
+        _check_returned(item, function(**{**arguments, **own}))
 
     return program
 
@@ -73,19 +88,55 @@ def run_simulated(resources: SessionResources, item: pytest.Function, wanted: Wa
     Raises:
         Refused: The mark asks for a world that cannot be.
     """
-    from zero_sim.sim import RankFailed, WorldFailure
-
     try:
         world = resources.world(wanted.size, wanted.settings)
     except UsageError as error:
         raise Refused(item, f"{error}.") from None
     except EnvironmentProblem as error:
         pytest.fail(f"this machine cannot run it: {error}", pytrace=False)
-    call, skips, ended = program_of(item, wanted), dict[int, BaseException](), set[int]()
+    item.user_properties.append(("zero_sim.world", _describe(world)))
+    arguments = _arguments_of(item, wanted)
+
+    def run(program: Callable[[int], None]) -> None:
+        __tracebackhide__ = True
+        with _labelled_output(item, wanted):
+            _run_on_ranks(world, program, wanted=wanted, in_rank=resources.in_rank)
+
+    if not is_given(item):
+        run(_program(item, item.obj, arguments))
+        return
+
+    def run_example(function: Callable[..., object], drawn: dict[str, Any]) -> None:
+        __tracebackhide__ = True
+
+        def program(rank: int) -> None:
+            __tracebackhide__ = True
+            # Ranks would share the memory of a drawn array, so each has a copy.
+            _program(item, function, copy.deepcopy(drawn))(rank)
+
+        run(program)
+
+    with on_all_ranks(item, run_example):
+        item.obj(**arguments)
+
+
+def _run_on_ranks(
+    world: World,
+    call: Callable[[int], None],
+    *,
+    wanted: Wanted,
+    in_rank: Callable[[], AbstractContextManager[object]],
+) -> None:
+    """Run a program on every rank; raise what a rank raised, or a skip of all ranks."""
+    __tracebackhide__ = True
+    from zero_sim.sim import RankFailed, WorldFailure
+
+    skips, ended = dict[int, BaseException](), set[int]()
 
     def program(rank: int) -> None:
+        __tracebackhide__ = True
         try:
-            with resources.in_rank():
+            with in_rank():
                 call(rank)
         except SKIPS as skip:
             # It does not end the world: another rank may have something to say yet.
@@ -94,7 +145,6 @@ def run_simulated(resources: SessionResources, item: pytest.Function, wanted: Wa
             ended.add(rank)
 
     settings = _describe(world)
-    item.user_properties.append(("zero_sim.world", settings))
     try:
         with _held_exits() as exits:
             world.run(program)
@@ -114,6 +164,35 @@ def run_simulated(resources: SessionResources, item: pytest.Function, wanted: Wa
     if len(skips) == wanted.size:
         raise skips[0] from None
     check_all_ran(wanted, skips={rank: str(skip) for rank, skip in skips.items()}, ended=ended)
+
+
+@contextlib.contextmanager
+def _labelled_output(item: pytest.Function, wanted: Wanted) -> Iterator[None]:
+    """Begin each line that a rank prints with its number, unless the test captures its output."""
+    if _CAPTURES & set(item.fixturenames):
+        yield
+        return
+    from zero_sim.script.output import CALLER, RankOutput
+    from zero_sim.sim.world.rank_threads import rank_state
+
+    def writer() -> int:
+        return CALLER if rank_state.rank is None else rank_state.rank
+
+    streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+    labelled = {
+        name: RankOutput(stream, writer=writer, shown=None) for name, stream in streams.items()
+    }
+    for name, output in labelled.items():
+        setattr(sys, name, output)
+    try:
+        yield
+    finally:
+        for name, output in labelled.items():
+            for rank in range(wanted.size):
+                output.end_rank(rank)
+            # A debugger may have put the terminal in its place.
+            if getattr(sys, name) is output:
+                setattr(sys, name, streams[name])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,93 @@
+"""Hypothesis's `@given` under the mark: an example is drawn once and runs on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from zero_sim.pytest_plugin.mark import Refused
+
+_OF_RANKS = {"rank", "world_size"}
+
+
+def is_given(item: pytest.Item) -> bool:
+    """Return True for a test that Hypothesis draws arguments for."""
+    return bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
+
+
+def allow_rank_fixtures(item: pytest.Item) -> None:
+    """Turn off a health check of Hypothesis, and its deadline, for a test on ranks.
+
+    The check refuses fixtures that are not set up again for each example. `rank` and `world_size`
+    need not be. Other fixtures of the test are checked as before. The deadline is for one thread on
+    an idle machine; an example on ranks takes as long as its slowest rank.
+    """
+    from hypothesis import HealthCheck, Phase, settings
+
+    function = getattr(item.obj, "__func__", item.obj)  # type: ignore[attr-defined]
+    now = getattr(function, "_hypothesis_internal_use_settings", settings.default)
+    needless = set(now.suppress_health_check)
+    if hasattr(item, "callspec"):
+        # Each parametrized test of a method has an instance of its own.
+        needless.add(HealthCheck.differing_executors)
+    named = set(inspect.signature(function).parameters) & set(getattr(item, "fixturenames", ()))
+    if named - {"self"} <= _OF_RANKS:
+        needless.add(HealthCheck.function_scoped_fixture)
+    # The attribute that Hypothesis's own plugin for pytest sets for the same purpose.
+    function._hypothesis_internal_use_settings = settings(
+        now,
+        suppress_health_check=needless,
+        deadline=None,
+        # It would explain the failure by lines of the simulated world.
+        phases=[phase for phase in now.phases if phase is not Phase.explain],
+    )
+
+
+@contextlib.contextmanager
+def on_all_ranks(
+    item: pytest.Function, run: Callable[[Callable[..., object], dict[str, Any]], None]
+) -> Iterator[None]:
+    """Let Hypothesis hand each example to all ranks, in place of to the test.
+
+    Args:
+        item: The test.
+        run: Runs a function on all ranks, with these arguments by name.
+    """
+    from hypothesis.control import _current_build_context
+    from hypothesis.strategies import DataObject
+
+    handle = item.obj.hypothesis
+    inner = handle.inner_test
+
+    @functools.wraps(inner)
+    def run_example(*positional: Any, **drawn: Any) -> None:
+        for name, value in drawn.items():
+            if isinstance(value, DataObject):
+                raise Refused(
+                    item,
+                    f"expected arguments that are drawn before the ranks start, got {name} = "
+                    "data(), which each rank would draw from. Draw a composite strategy instead.",
+                )
+        __tracebackhide__ = True
+        context = _current_build_context.value
+
+        def on_rank(**arguments: Any) -> object:
+            __tracebackhide__ = True
+            # Threads begin without it, and `assume`, `note` and `target` need it.
+            with _current_build_context.with_value(context):
+                # Positional: the instance, if the test is a method.
+                return inner(*positional, **arguments)
+
+        run(on_rank, drawn)
+
+    # Hypothesis reads this attribute for each run; plugins of async frameworks set it, too.
+    handle.inner_test = run_example
+    try:
+        yield
+    finally:
+        handle.inner_test = inner
