@@ -60,7 +60,16 @@ def test_line_of_a_case():
 def test_line_of_an_error_says_why():
     result = CaseResult(id="toy", verdict="error", seconds=0.0, error="no params\nmore")
     assert render_case_line(result) == "ERROR toy     0.000 s  no params"
+
     assert render_case(result).splitlines()[1:] == ["      more"]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_line_fits_the_terminal_by_a_shorter_id(columns):
+    result = dataclasses.replace(PASSED, id="a-long-name-of-a-file/with=many,values=in,its=id")
+    line = render_case_line(result, width=48, columns=columns)
+    assert len(line) <= columns
+    assert line.split()[1].startswith("a-") and line.split()[1].endswith("id")
 
 
 def test_block_of_a_finding():

@@ -31,7 +31,7 @@ from zero_sim.cli.parts import (
 )
 from zero_sim.errors import ScenarioError, UsageError, ZeroSimError
 from zero_sim.host.packages import packages_needed
-from zero_sim.host.terminal import takes_codes
+from zero_sim.host.terminal import columns_of, takes_codes
 from zero_sim.report.commands import replay_command, reproduce_command
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ Judge = Callable[["Scenario"], "CaseResult"]
 _GRAVITY = (1, 2, 4, 3, 0)
 """Exit statuses, the one that outweighs the others first."""
 _STATUS = {"pass": 0, "fail": 1, "error": 1, "inconclusive": 3}
+_DOTS = {"pass": ".", "fail": "F", "error": "E", "inconclusive": "?"}
+DOTS_A_ROW = 50
 _COLOURS = {"pass": "green", "fail": "red", "error": "red", "inconclusive": "yellow"}
 
 
@@ -201,12 +203,19 @@ class Session:
             click.echo(f"\nInterrupted during {where}.", err=True)
 
     def _show_progress(self) -> None:
-        """Print a line at each tenth of many cases, of which those that pass are not shown."""
+        """Print a dot or letter for each of many cases, in rows, on stderr."""
+        if self._shows_each or self.outputs.as_json:
+            return
         done, total = len(self.judged), len(self.selected)
-        is_tenth = done * 10 // total > (done - 1) * 10 // total
-        if is_tenth and not self._shows_each and not self.outputs.as_json:
-            passed = sum(result.verdict == "pass" for result in self.results)
-            click.echo(f"{done:,} of {total:,} cases, {passed:,} passed", err=True)
+        click.echo(_DOTS[self.results[-1].verdict], err=True, nl=False)
+        if done % DOTS_A_ROW == 0 or done == total:
+            padding = " " * (-done % DOTS_A_ROW)
+            click.echo(f"{padding}  [{done:,}/{total:,}]", err=True)
+
+    def _end_row(self) -> None:
+        """Begin a new line after dots, because the report of a case follows."""
+        if not self._shows_each and (len(self.judged) - 1) % DOTS_A_ROW:
+            click.echo(err=True)
 
     @property
     def _shows_each(self) -> bool:
@@ -244,9 +253,11 @@ class Session:
         )
         self.statuses.append(status)
         if not self.outputs.as_json and (self._shows_each or result.verdict != "pass"):
+            self._end_row()
             width = id_width(case.id for case in self.selected)
             with_notes = self.outputs.verbose or len(self.selected) == 1
-            text = render_case(result, width=width, with_notes=with_notes, **texts)
+            columns = columns_of(sys.stdout)
+            text = render_case(result, width=width, columns=columns, with_notes=with_notes, **texts)
             click.echo(coloured(text, result.verdict))
 
     def finish(self) -> int:

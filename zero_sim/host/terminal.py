@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from typing import TextIO
 
 
@@ -14,3 +15,8 @@ def takes_codes(stream: TextIO) -> bool:
     """
     dumb = os.environ.get("TERM") == "dumb"
     return stream.isatty() and not dumb and not os.environ.get("NO_COLOR")
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """Return the characters of a line on a terminal; None for a stream that is none."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None

@@ -53,6 +53,7 @@ _OBSERVABLE = (
 """Values compared after every step if a target reports them, in the order of computation."""
 
 _ID_WIDTH_MAX = 72
+_ID_CHARS_MIN = 12
 _TEXT_WIDTH = 100
 
 
@@ -74,12 +75,22 @@ def id_width(ids: Iterable[str]) -> int:
     return min(max((len(case_id) for case_id in ids), default=0), _ID_WIDTH_MAX)
 
 
-def render_case_line(result: CaseResult, *, width: int = 0) -> str:
+def cut_middle(text: str, chars_max: int) -> str:
+    """Return a text of at most so many characters, with `...` in place of its middle."""
+    if len(text) <= chars_max:
+        return text
+    kept = max(chars_max - 3, 2)
+    # Ids of one matrix differ at their end, so it gets the odd character.
+    return f"{text[: kept // 2]}...{text[len(text) - (kept + 1) // 2 :]}"
+
+
+def render_case_line(result: CaseResult, *, width: int = 0, columns: int | None = None) -> str:
     """The one line of a case: mark, id, time and how much was looked at.
 
     Args:
         result: The result.
         width: Characters for the id column.
+        columns: Characters of the terminal, which the line fits by a shorter id; None for no limit.
     """
     if result.verdict == "error":
         outcome = (result.error.splitlines() or ["not judged"])[0]
@@ -90,14 +101,19 @@ def render_case_line(result: CaseResult, *, width: int = 0) -> str:
     mark = MARKS[result.verdict]
     if result.passes_by_params_only:
         mark += " (params only)"
-    head = f"{mark:<5} {printable(result.id):<{width}}"
-    return printable(f"{head}  {result.seconds:>8.3f} s  {outcome}")
+    rest = f"  {result.seconds:>8.3f} s  {outcome}"
+    name = printable(result.id)
+    if columns is not None:
+        room = max(columns - len(f"{mark:<5} {rest}"), _ID_CHARS_MIN)
+        name, width = cut_middle(name, room), min(width, room)
+    return printable(f"{mark:<5} {name:<{width}}{rest}")
 
 
 def render_case(
     result: CaseResult,
     *,
     width: int = 0,
+    columns: int | None = None,
     case: str = "",
     reproduce: str = "",
     replay: str = "",
@@ -110,12 +126,13 @@ def render_case(
     Args:
         result: The result; with its event logs, the calls are shown.
         width: Characters for the id column.
+        columns: Characters of the terminal, for the first line; None for no limit.
         case: The case as TOML, shown if it failed.
         reproduce: Command that runs this case alone; shown unless the case passed.
         replay: Command that repeats exactly this run.
         with_notes: Whether to show the notes of a case that passed.
     """
-    lines = [render_case_line(result, width=width)]
+    lines = [render_case_line(result, width=width, columns=columns)]
     if result.verdict == "error":
         lines.extend(f"      {line}" for line in result.error.splitlines()[1:])
     shown = result.findings[:FINDINGS_SHOWN]
