@@ -7,7 +7,7 @@ SCENARIOS ?= scenarios
 CASES ?= 2000
 MEASURED ?= .zero-sim/durations.json
 
-.PHONY: run run-all test test-all nightly check fuzz device device-fast bench bench-check pytorch-suites scripts libraries compat compat-lowest dist clean
+.PHONY: run run-all test test-all nightly check fuzz device device-fast bench bench-check pytorch-suites scripts libraries compat compat-lowest dist docs clean
 
 # Runs a command; whatever comes of it, says how to go on without make.
 and_say_how = status=0; $(1) || status=$$?; echo; \
@@ -49,8 +49,8 @@ nightly: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest property_tests --numprocesses auto --quiet
 
 check: $(VENV)/.installed
-	$(BIN)/ruff check zero_sim tests property_tests
-	$(BIN)/ruff format --check zero_sim tests property_tests
+	$(BIN)/ruff check zero_sim tests property_tests docs/site
+	$(BIN)/ruff format --check zero_sim tests property_tests docs/site
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 	$(BIN)/lint-imports
 
@@ -120,6 +120,10 @@ dist: $(VENV)/.installed
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
+# The site, in site/. Strict: a broken link, or a page that cannot be made, is an error.
+docs: $(VENV)/.installed
+	DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: $(VENV)/.installed
 	$(BIN)/zero-sim bench
 
@@ -128,4 +132,4 @@ bench-check: $(VENV)/.installed
 	.ci/bench $(BASE)
 
 clean:
-	rm -rf $(VENV) dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	rm -rf $(VENV) dist site .pytest_cache .hypothesis .ruff_cache .import_linter_cache

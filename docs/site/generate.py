@@ -1,0 +1,152 @@
+"""Pages of the site that come from the code: scenario fields, checks, commands, API and gallery."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import mkdocs_gen_files
+
+from zero_sim.report.explain import EXPLANATIONS
+from zero_sim.scenario.schema import scenario_schema
+
+ROOT = Path(__file__).resolve().parents[2]
+UPSTREAM = ROOT / "scenarios" / "upstream"
+APIS = {
+    "zero_sim": ("zero_sim.sim.World", "zero_sim.rules.judging.run_case",
+                 "zero_sim.scenario.load.load_scenario"),
+    "zero_sim.targets": (
+        "zero_sim.targets.protocol", "zero_sim.targets.declared", "zero_sim.targets.numerics",
+    ),
+    "zero_sim.testing": ("zero_sim.testing.conformance", "zero_sim.testing.explore"),
+}  # fmt: skip
+
+
+def write(path: str, lines: Iterator[str]) -> None:
+    with mkdocs_gen_files.open(path, "w") as file:
+        file.write("\n".join(lines) + "\n")
+
+
+def commands() -> Iterator[str]:
+    yield "# Commands\n"
+    yield "`zero-sim COMMAND --help` prints the same in a terminal.\n"
+    yield "::: mkdocs-click\n    :module: zero_sim.cli.main\n    :command: main"
+    yield "    :prog_name: zero-sim\n    :depth: 1\n    :style: table\n"
+
+
+def scenario_fields() -> Iterator[str]:
+    schema = scenario_schema()
+    records = schema["$defs"]
+    yield "# Scenario fields\n"
+    yield "A scenario is a TOML file. `zero-sim schema` prints these fields as a JSON Schema.\n"
+    yield from _fields("The file", schema, records)
+    for name, record in sorted(records.items()):
+        yield from _fields(name.removesuffix("Spec"), record, records)
+
+
+def _fields(title: str, record: dict, records: dict) -> Iterator[str]:
+    yield f"## {title}\n"
+    yield f"{_cell(record.get('description', ''))}\n"
+    yield "| field | values | default | meaning |"
+    yield "|---|---|---|---|"
+    for name, field in record["properties"].items():
+        if name == "matrix":
+            field = {key: value for key, value in field.items() if key != "properties"}
+        default = f"`{_toml(field['default'])}`" if "default" in field else ""
+        meaning = _cell(field.get("description", ""))
+        yield f"| `{name}` | {_values(field)} | {default} | {meaning} |"
+    yield ""
+
+
+def _values(field: dict) -> str:
+    if "enum" in field:
+        return ", ".join(f"`{_toml(value)}`" for value in field["enum"])
+    if "$ref" in field:
+        name = field["$ref"].rpartition("/")[2].removesuffix("Spec")
+        return f"table, see [{name}](#{name.lower()})"
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(_values(each) for each in field["anyOf"]))
+    kind = field.get("type", "")
+    if kind == "array" and isinstance(field.get("items"), dict):
+        return f"array of {_values(field['items'])}"
+    bounds = [
+        f"{sign} {field[key]:,}"
+        for key, sign in (
+            ("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"),
+        )
+        if key in field
+    ]  # fmt: skip
+    return " ".join([str(kind), *bounds])
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def checks() -> Iterator[str]:
+    yield "# Checks\n"
+    yield "Each finding names its check. `zero-sim explain CHECK` prints the same in a terminal.\n"
+    for check, entry in EXPLANATIONS.items():
+        yield f"## {check}\n"
+        yield f"{entry.meaning}\n"
+        yield f"**Why it matters.** {entry.why}\n"
+        yield "**Usual causes**\n"
+        yield from (f"- {_cell(cause)}" for cause in entry.causes)
+        if entry.seen_in:
+            yield "\n**Seen in**\n"
+            yield from (f"- {_cell(bug)}" for bug in entry.seen_in)
+        yield ""
+
+
+def api() -> Iterator[str]:
+    yield "# Python API\n"
+    for module, names in APIS.items():
+        yield f"**{module}**\n"
+        yield from (f"::: {name}\n" for name in names)
+
+
+def gallery() -> Iterator[tuple[str, str]]:
+    """Yield name and title of each known divergence, and write its page."""
+    for path in sorted(UPSTREAM.glob("*.md")):
+        if path.stem == "README":
+            continue
+        text = path.read_text()
+        title = re.match(r"# (.*)", text)
+        assert title, path
+        write(f"gallery/{path.stem}.md", _gallery_page(path.stem, text))
+        yield path.stem, title[1]
+
+
+def _gallery_page(name: str, text: str) -> Iterator[str]:
+    yield text
+    picture = ROOT / "docs" / "gallery" / f"{name}.svg"
+    if picture.exists():
+        yield f"## The finding\n\n![Where state differs]({name}.svg)\n"
+    case, script = UPSTREAM / f"{name}.toml", UPSTREAM / f"{name}.py"
+    if case.exists():
+        description = tomllib.loads(case.read_text()).get("description", "")
+        yield f"## The smallest case\n\n{description}\n"
+        yield f"```toml\n{case.read_text()}```\n"
+        yield f"`zero-sim run scenarios/upstream/{name}.toml` judges it.\n"
+    if script.exists():
+        yield f"## Without zero_sim\n\n```python\n{script.read_text()}```\n"
+
+
+write("reference/commands.md", commands())
+write("reference/scenario.md", scenario_fields())
+write("reference/checks.md", checks())
+write("reference/api.md", api())
+write("architecture.md", iter([(ROOT / "ARCHITECTURE.md").read_text()]))
+entries = list(gallery())
+write("gallery/index.md", iter([
+    "# Gallery\n",
+    "Divergences that zero_sim found in released libraries. Each page has the smallest case, a "
+    "script without zero_sim, the affected version, and a text for its authors.\n",
+    *(f"- [{title}]({name}.md)" for name, title in entries),
+]))  # fmt: skip
