@@ -72,10 +72,13 @@ def _values(field: dict) -> str:
     bounds = [
         f"{sign} {field[key]:,}"
         for key, sign in (
-            ("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"),
+            ("minimum", "≥"),
+            ("exclusiveMinimum", ">"),
+            ("maximum", "≤"),
+            ("exclusiveMaximum", "<"),
         )
         if key in field
-    ]  # fmt: skip
+    ]
     return " ".join([str(kind), *bounds])
 
 

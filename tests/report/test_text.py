@@ -69,7 +69,8 @@ def test_a_line_fits_the_terminal_by_a_shorter_id(columns):
     result = dataclasses.replace(PASSED, id="a-long-name-of-a-file/with=many,values=in,its=id")
     line = render_case_line(result, width=48, columns=columns)
     assert len(line) <= columns
-    assert line.split()[1].startswith("a-") and line.split()[1].endswith("id")
+    assert line.split()[1].startswith("a-")
+    assert line.split()[1].endswith("id")
 
 
 def test_block_of_a_finding():
