@@ -1,4 +1,4 @@
-"""What the README shows works as shown."""
+"""What README and the first pages show works as shown."""
 
 import re
 import shlex
@@ -23,13 +23,18 @@ LOAD = () if _INSTALLED else ("-p", "zero_sim.pytest_plugin")
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+WORLDS, SCENARIOS, FINDING = (
+    (ROOT / "docs" / f"{name}.md").read_text() for name in ("worlds", "scenarios", "first-finding")
+)
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
 
 
-WORLD, RACE, TARGET, TEST, SCENARIO = blocks("python")
+(TEST,) = blocks(README, "python")
+WORLD, RACE = blocks(WORLDS, "python")
+(SCENARIO,) = blocks(SCENARIOS, "python")
 
 
 @pytest.mark.parametrize("code", [WORLD, SCENARIO], ids=["world", "scenario"])
@@ -50,40 +55,56 @@ def test_the_race_is_told_as_shown(tmp_path):
     with pytest.raises(DataRace) as caught:
         exec(compile(RACE, str(source), "exec"), {"__name__": "example"})
     told = f"DataRace: {caught.value}".replace(str(source), "train.py")
-    assert told.strip() in README
+    assert told.strip() in WORLDS
 
 
-def test_the_test_passes(pytester):
-    pytester.makepyfile(TEST)
-    pytester.runpytest_inprocess(*LOAD, "-p", "no:cacheprovider").assert_outcomes(passed=1)
+def test_the_test_fails_as_shown(pytester):
+    pytester.makepyfile(test_race=TEST)
+    result = pytester.runpytest_inprocess(*LOAD, "-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1)
+    (shown,) = blocks(README, "text")
+    lines = shown.strip().splitlines()
+    start = result.outlines.index(lines[0])
+    assert result.outlines[start : start + len(lines)] == lines
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_links_of_the_readme_lead_somewhere():
+    for path in re.findall(r"\]\((?!https?:)([^)]+)\)", README):
+        assert (ROOT / path).exists(), path
+
+
+def test_divergences_are_counted_right():
+    rows = [line for line in UPSTREAM.splitlines() if line.startswith("| `")]
+    silent = sum("silent" in row for row in rows)
+    assert f"It found {len(rows)} divergences" in README
+    assert f"{silent} of them\nsilent" in README
 
 
 def test_the_scenario_loads_and_expands(tmp_path):
-    (source,) = blocks("toml")
+    (source,) = blocks(SCENARIOS, "toml")
     path = tmp_path / "mine.toml"
     path.write_text(source)
     assert len(load_cases(path)) == 6
 
 
-def test_it_opens_with_the_two_commands():
-    head = README[: README.index("Python 3.11")]
-    assert "make run" in head
-    assert "make test" in head
-
-
-def test_every_path_it_names_exists():
-    for path in re.findall(r"`((?:zero_sim|scenarios)/[\w/.-]+)`", README):
+def test_every_path_that_pages_name_exists():
+    for path in re.findall(r"`((?:zero_sim|scenarios)/[\w/.-]+)`", WORLDS + SCENARIOS + FINDING):
         assert (ROOT / path).exists(), path
 
 
-CONSOLE = blocks("console")
+UPSTREAM = (ROOT / "scenarios" / "upstream" / "README.md").read_text()
+CONSOLE = [*blocks(FINDING, "console"), *blocks(SCENARIOS, "console")]
 SHOWN = [
     (command, shown)
     for block in CONSOLE
     for command, shown in re.findall(r"^\$ zero-sim (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
 ]
 """Each command of which the output is shown."""
-SCRIPT, SELECTED, BROKEN, MENDED = SHOWN
+SELECTED, BROKEN, MENDED = SHOWN
 
 
 def run_command(command):
@@ -108,12 +129,6 @@ def assert_shown(shown, output):
         got = next((each for each in come if each == wanted or not may_skip), "(nothing)")
         assert got.startswith(wanted.removesuffix("...")), (wanted, got)
         may_skip = False
-
-
-def test_a_script_is_judged_as_shown(monkeypatch):
-    monkeypatch.chdir(ROOT / "tests" / "against" / "scripts")
-    command, shown = SCRIPT
-    assert_shown(shown, run_command(command))
 
 
 # Slower than a quarter of a second: two of its cases are the large toy that the block shows.
@@ -157,7 +172,7 @@ def test_a_mended_line_is_told_as_shown(request, monkeypatch, tmp_path):
 
 
 def test_a_deadlock_is_told_as_shown(tmp_path, monkeypatch):
-    (shown,) = re.findall(r"```text\n(deadlock: .*?)```", README, flags=re.DOTALL)
+    (shown,) = re.findall(r"```text\n(deadlock: .*?)```", WORLDS, flags=re.DOTALL)
     lines = [*[""] * 8, "def program(rank):", "    dist.barrier()"]
     lines.append("    rank == 2 or dist.all_reduce(torch.ones(1))")
     source = tmp_path / "train.py"
@@ -178,7 +193,7 @@ def commands_named():
 
 def test_every_command_and_option_that_it_names_exists():
     named = list(commands_named())
-    assert len(named) > 5
+    assert len(named) > 3
     for name, options in named:
         params = main.commands[name].params
         known = {

@@ -22,6 +22,27 @@ APIS = {
 }  # fmt: skip
 
 
+PAGES = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+"""Files of the checkout, by their pages."""
+LINKS = {
+    **PAGES,
+    "scenarios/upstream/README.md": "gallery/index.md",
+    "LICENSE": "https://www.apache.org/licenses/LICENSE-2.0",
+}
+
+
+def _with_links(text: str) -> str:
+    """Return a file of the checkout with links to pages of the site."""
+    return re.sub(
+        r"\]\(([^)\s]+)\)", lambda m: f"]({LINKS.get(m[1], m[1].removeprefix('docs/'))})", text
+    )
+
+
 def write(path: str, lines: Iterator[str]) -> None:
     with mkdocs_gen_files.open(path, "w") as file:
         file.write("\n".join(lines) + "\n")
@@ -145,7 +166,8 @@ write("reference/commands.md", commands())
 write("reference/scenario.md", scenario_fields())
 write("reference/checks.md", checks())
 write("reference/api.md", api())
-write("architecture.md", iter([(ROOT / "ARCHITECTURE.md").read_text()]))
+for path, page in PAGES.items():
+    write(page, iter([_with_links((ROOT / path).read_text())]))
 entries = list(gallery())
 write("gallery/index.md", iter([
     "# Gallery\n",

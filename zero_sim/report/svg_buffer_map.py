@@ -22,6 +22,8 @@ _TOP = 18
 _WIDE, _NARROW = 900, 260
 """Pixels of a picture on a large screen and on a small one."""
 _CHAR_WIDTH = 7
+_FILE_WIDTH, _FILE_LEFT = 960, 64
+"""Units of the view box of an SVG file; the rest is the names of the rows."""
 _ROWS = ("bucket", "rank", "param", "differs")
 _HEIGHT = _TOP + len(_ROWS) * (ROW + GAP)
 _BUCKET, _RANK, _PARAM, _DIFFERS = (_TOP + i * (ROW + GAP) for i in range(len(_ROWS)))
@@ -73,6 +75,32 @@ def buffer_map_pictures(buffer_map: BufferMap) -> Markup:
         for frame in frames
     ]
     return pages.render("buffer_map.html", pictures=pictures, rows=_ROWS, height=_HEIGHT)
+
+
+def buffer_map_svg(buffer_map: BufferMap, *, title: str) -> str:
+    """Draw the buffer map as an SVG file, which follows the reader's dark mode.
+
+    Args:
+        buffer_map: Of a finding.
+        title: Text for readers who do not see the picture.
+    """
+    frame = _Frame(start=buffer_map.start, stop=buffer_map.stop)
+    # Baselines of the text in the rows.
+    rows = [
+        {"name": name, "y": y + 15}
+        for name, y in zip(_ROWS, (_BUCKET, _RANK, _PARAM, _DIFFERS), strict=True)
+    ]
+    picture = pages.render(
+        "buffer_map.svg",
+        title=title,
+        width=_FILE_WIDTH,
+        left=_FILE_LEFT,
+        height=_HEIGHT,
+        rows=rows,
+        ticks=list(_ruler(frame)),
+        spans=[_placed(span, frame) for span in (*_parts(buffer_map), *_marks(buffer_map))],
+    )
+    return "\n".join(line for line in picture.splitlines() if line.strip()) + "\n"
 
 
 def _ruler(frame: _Frame) -> Iterator[tuple[str, str]]:
