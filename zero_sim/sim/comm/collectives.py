@@ -61,7 +61,7 @@ def _reduced(
             part * torch.as_tensor(factor, dtype=dtype, device=part.device)
             for part, factor in zip(parts, factors, strict=True)
         ]
-    # [elems] for each rank. A sum in a wider accumulator is rounded to the data's dtype once, below.
+    # [elems] for each rank. With a wider accumulator, the sum is rounded once, below.
     accumulator = order.accumulator(dtype)
     total = order.reduce([part.to(accumulator) for part in parts], FOLDS[op], at=at)
     if op == ReduceOp.AVG and order.averaging == "postmultiply":

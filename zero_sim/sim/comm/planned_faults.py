@@ -70,7 +70,7 @@ class _FaultyCalls:
 
     def _due_faults(self, side: str) -> list[tuple[int, DueFault]]:
         return [
-            # In rank order, so that draws from a fault's generator do not depend on the schedule.
+            # In rank order, so that the log does not depend on the schedule.
             (member, due)
             for member in sorted(self._due)
             for due in self._due[member]

@@ -17,7 +17,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from zero_sim.sim.failures import BadArgument, TimedOut
 
 SHORTEST_DEFAULT = timedelta(minutes=10)
-"""The shortest default time-out of torch, that of NCCL. Programs set shorter ones themselves."""
+"""Shortest default time-out of torch, that of NCCL. A shorter one was set by the program."""
 
 
 def seconds_of(timeout: Any) -> float | None:

@@ -8,9 +8,9 @@ there, nor those of a program that ran before, whose meshes hold groups that are
 given a key of its rank and program, in the place where torch keeps the thread for its own tests
 with a rank a thread; and when a program ends, what the caches hold for its meshes is forgotten.
 
-A mesh of one dimension over the default group of a world that stays is the exception: that group
-is there in the next program, too, and answers for such a mesh are those that it needs. Its key is
-of the group, and what is kept for it stays, since working it out anew is two thirds of what a short
+A mesh of one dimension over the default group of a world that stays is the exception: that group is
+there in the next program, too, and answers for such a mesh are those that it needs. Its key is of
+the group, and what is kept for it stays, since working it out anew is two thirds of what a short
 run of FSDP2 takes.
 """
 

@@ -33,8 +33,7 @@ class WorldSettings:
     """Settings of a world's next run; see `zero_sim.sim.World` for their meaning.
 
     Example:
-        >>> WorldSettings().changed(4, seed=1, order="ring").order
-        'ring'
+        >>> WorldSettings().changed(4, seed=1, order="ring").order 'ring'
     """
 
     order: str = "linear"

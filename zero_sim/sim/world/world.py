@@ -49,10 +49,10 @@ class World:
             `nccl-ring`, `nccl-sym` or `random-tree`; see `zero_sim.sim.order`.
         schedule: Which ready rank runs next: `round-robin`, `random`, `pct` (drawn priorities that
             rarely change), a `Replay` of recorded turns, or `Choices`.
-        timing: When an operation reads its inputs and writes its outputs. `eager`: at once when
-            the last member issues it. `lazy`: as late as the ranks' waits allow. `hostile`: each
-            drawn anew, anywhere between issue and wait. Under the last two, memory in flight is
-            poisoned or watched, and a program that touches it too early is caught or computes NaN.
+        timing: When an operation reads its inputs and writes its outputs. `eager`: at once when the
+            last member issues it. `lazy`: as late as the ranks' waits allow. `hostile`: each drawn
+            anew, anywhere between issue and wait. Under the last two, memory in flight is poisoned
+            or watched, and a program that touches it too early is caught or computes NaN.
         seed: Seed of drawn schedules, of the hostile timing, of random trees and of the ranks'
             random numbers; rank `r` starts every program as after `manual_seed(seed + r)`.
         depth: How many events must come in one order for a fault that `pct` looks for, at least 1.
@@ -195,8 +195,8 @@ class World:
             InFlightRace: A rank touched memory that it had lent to an operation in flight; not
                 under the eager timing.
             ScheduleDiverged: The run is not the one that was recorded.
-            UsageError: The world is closed, a rank called this, or the program is an `async def`
-                or generator function, or returned what one returns, so that its body never ran.
+            UsageError: The world is closed, a rank called this, or the program is an `async def` or
+                generator function, or returned what one returns, so that its body never ran.
 
         A crash by plan comes out as RankFailed, a stall by plan as Deadlock; `log.faults` tells
         what came of every fault.
