@@ -1,10 +1,4 @@
-"""Access to torch's dispatcher. Its private names are used only here.
-
-[Note: CommDebugMode]
-CommDebugMode counts collectives by their operators in the dispatcher. Functional collectives always
-reach the dispatcher. Those of `torch.distributed` become operators only in the C++ of a process
-group. A simulated group has no C++, so it reports its calls to the mode.
-"""
+"""Access to torch's dispatcher. Its private names are used only here."""
 
 from __future__ import annotations
 
@@ -72,6 +66,7 @@ def push_mode_lowest(mode: TorchDispatchMode) -> None:
     # Torch's own modes have fixed places below all others, which a plain push does not reach.
     while (top := top_mode()) is not None and getattr(top, "_mode_key", None) is None:
         above.append(torch._C._pop_torch_dispatch_stack(None))
+    # The new mode first, then the others in their old order.
     for each in (mode, *reversed(above)):
         torch._C._push_on_torch_dispatch_stack(each)
 
@@ -133,6 +128,10 @@ class _Issued:
         return f"c10d.{self.__name__}"
 
 
+# [Note: CommDebugMode] CommDebugMode counts collectives by their operators in the dispatcher.
+# Functional collectives always reach the dispatcher. Those of `torch.distributed` become operators
+# only in the C++ of a process group. A simulated group has no C++, so it reports its calls to the
+# mode.
 def tell_modes(kind: str, *, coalesced: bool) -> None:
     """Count a call in each CommDebugMode that the calling rank has entered.
 

@@ -28,6 +28,7 @@ class RankFailed(WorldFailure):
         self.error = error
         self.traceback_text = traceback_text
         super().__init__(f"rank {rank} raised {type(error).__name__}: {error}")
+        # Python then prints the rank's own traceback before ours.
         self.__cause__ = error
 
     def __setstate__(self, state: dict[str, Any] | None) -> None:
@@ -87,6 +88,7 @@ class Deadlock(WorldFailure):
         waiting = [status for status in statuses if status.missing or status.site]
         # Ranks with the same wait share one tuple; comparing by id keeps this fast at 1,024 ranks.
         distinct = {id(status.missing): status.missing for status in waiting}.values()
+        # Across all waits, so that a missing rank is named once.
         absent = sorted({rank for missing in distinct for rank in missing})
         names = ", ".join(map(str, absent)) or "none"
         head = (
@@ -139,6 +141,7 @@ def _table(statuses: tuple[RankStatus, ...]) -> list[str]:
     """Format one line per rank, with equal neighbours folded to keep 1,024 ranks readable."""
     lines: list[str] = []
     start = 0
+    # One past the end closes the last run of equal ranks.
     for stop in range(1, len(statuses) + 1):
         first = statuses[start]
         if stop < len(statuses) and _same(first, statuses[stop]):
@@ -147,6 +150,7 @@ def _table(statuses: tuple[RankStatus, ...]) -> list[str]:
         last = stop - 1
         who = f"rank {start}" if start == last else f"ranks {start}-{last}"
         place = f" at {first.site}" if first.site else ""
+        # 16 names are enough to recognise a pattern.
         shown = ", ".join(map(str, first.missing[:16])) + (", ..." if first.missing[16:] else "")
         absent = f"; not there: {shown}" if first.missing else ""
         lines.append(f"  {who}: {first.doing}{place}{absent}")
@@ -216,6 +220,7 @@ class DataRace(WorldFailure):
         tensor = buffer.tensor if buffer.whole is None else buffer.whole
         # An input in flight may be read but not written; an output neither.
         place = f" in backward of {access.node}" if access.node else ""
+        # The remedy depends on the role: reading an input in flight is allowed.
         does, busy = (
             ("writes", "still read") if buffer.role == "input" else ("uses", "still written")
         )
@@ -294,6 +299,7 @@ class InFlightRace(WorldFailure):
         self.rank = rank
         self.memory = memory
         self.changed = changed
+        # Empty if every frame of the call is library code.
         site = memory.site or "(unknown)"
         super().__init__(
             f"rank {rank}: {what}\n"

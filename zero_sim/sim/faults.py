@@ -184,6 +184,7 @@ class Injector:
                 continue
             if fault.collective not in (None, call.kind):
                 continue
+            # Counts are of earlier calls, so equality means that this call is due.
             if self._counts[rank, fault.collective] == self._calls[index]:
                 number = self._calls[index]
                 of = f" {fault.collective}" if fault.collective else ""
@@ -204,6 +205,7 @@ class Injector:
 
     def slow_down(self, schedule: Schedule) -> Schedule:
         """Wrap the schedule so that the plan's slow ranks are served last."""
+        # Two `slow` faults of one rank are one: the later index gets the record.
         slow = {
             fault.rank: index for index, fault in enumerate(self.faults) if fault.kind == "slow"
         }
@@ -216,6 +218,7 @@ class Injector:
         for index, fault in enumerate(self.faults):
             if index in self._noted:
                 continue
+            # A slow rank without competitors is never passed over.
             reason = "no other rank was ever ready at the same time"
             if fault.kind != "slow":
                 made, number = self._counts[fault.rank, fault.collective], self._calls[index]
@@ -253,6 +256,7 @@ class SlowedSchedule:
         self._slow = slow
         self._passed_over = passed_over
         self._ready: deque[int] = deque()
+        # Picks of other ranks since a slow rank last ran.
         self._picks: Counter[int] = Counter()
 
     def add(self, rank: int) -> None:
@@ -287,6 +291,6 @@ class SlowedSchedule:
 
 
 def _ordinal(number: int) -> str:
-    # 11th to 13th are the exceptions.
+    # 1st, 2nd, 3rd, 21st, ..., but 11th to 13th.
     ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"

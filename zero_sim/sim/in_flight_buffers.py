@@ -1,11 +1,4 @@
-"""Buffers in flight: memory that a rank has lent to operations it has not waited for.
-
-[Note: one scratch for several outputs]
-A program that needs fewer results than its group has members may repeat one scratch tensor in the
-list of outputs. NCCL and gloo accept that. The order of their writes is undefined, and so is the
-scratch's content until the program overwrites it. Such memory is poisoned, and the race detector
-refuses reads of it.
-"""
+"""Buffers in flight: memory that a rank has lent to operations it has not waited for."""
 
 from __future__ import annotations
 
@@ -111,6 +104,10 @@ class _ByteMap:
     origin: str
 
 
+# [Note: one scratch for several outputs] A program that needs fewer results than its group has
+# members may repeat one scratch tensor in the list of outputs. NCCL and gloo accept that. The order
+# of their writes is undefined, and so is the scratch's content until the program overwrites it.
+# Such memory is poisoned, and the race detector refuses reads of it.
 class UndefinedMemory:
     """Undefined bytes of a rank's memory. Falsy if there are none.
 

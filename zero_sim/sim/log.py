@@ -57,6 +57,7 @@ class CollectiveRecord(NamedTuple):
     @property
     def text(self) -> str:
         """The call in words, with its site."""
+        # Messages are matched by tag, collectives by number.
         number = f"tag {self.sequence}" if self.kind in ("send", "recv") else f"#{self.sequence}"
         # Barriers have no dtype and no elements.
         parts = [self.dtype, f"{self.elems} elements"] if self.elem_bytes else []
@@ -145,6 +146,7 @@ class EventLog:
 
     def latest(self, rank: int) -> Sequence[CollectiveRecord]:
         """Return the last calls of one rank, at most `LATEST_CALLS`, oldest first."""
+        # A copy: errors keep it while the run goes on.
         return tuple(self._latest.get(rank, ()))
 
     def history(self, ranks: Sequence[int]) -> tuple[str, ...]:
@@ -175,6 +177,7 @@ class EventLog:
             # Only the base name: the digest must be the same in any checkout.
             state.update(repr(tuple(record._replace(file=basename(record.file)))).encode())
         state.update(repr([tuple(moment) for moment in self.moments]).encode())
+        # The schedule counts too: equal digests mean the same interleaving.
         state.update(repr(self.turns).encode())
         for fault in self.faults if with_faults else ():
             state.update(repr((*fault[:-2], basename(fault.file), fault.line)).encode())

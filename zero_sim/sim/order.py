@@ -7,23 +7,6 @@ association.
 
 This module has the orders of textbooks and tests, `order_backends` those of real backends. The
 reference implements the same definitions separately.
-
-[Note: ring positions]
-In a ring, the rank where an element ends adds its own contribution last. So elements that end on
-rank `q` are added in the order `x[q+1], x[q+2], ..., x[q]`, indices modulo the group size. In a
-rooted reduce, elements end on the root; in a reduce-scatter, on their destination. An all-reduce
-cuts the buffer into `world_size` chunks of `ceil(numel / world_size)`. Rank `r` sends chunk `r`
-first, so chunk `c` ends on rank `c - 1` (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-algorithms for clusters of workstations", 2009).
-
-[Note: random trees]
-`random-tree` draws one binary tree per class of elements. An element's class is its position in its
-buffer, modulo `TREE_CLASSES`. Each entry of a coalesced call is a buffer of its own, and so is each
-tensor that a list form sends to one rank. Draw number `t` of a class is the 8-byte blake2b hash of
-the text `seed/rank count/class/t`, read as a little-endian integer. A tree starts from the list of
-ranks. While the list has `m >= 2` entries, the next draw `d` removes entry `d % m`, then, from the
-rest, entry `d // m % (m - 1)`, and appends their sum. If `d // m // (m - 1)` is odd and the data
-has 16 bits, this sum is kept in fp32. The last sum is always rounded to the data's dtype.
 """
 
 from __future__ import annotations
@@ -178,6 +161,12 @@ class Tree:
         return level[0]
 
 
+# [Note: ring positions] In a ring, the rank where an element ends adds its own contribution last.
+# So elements that end on rank `q` are added in the order `x[q+1], x[q+2], ..., x[q]`, indices
+# modulo the group size. In a rooted reduce, elements end on the root; in a reduce-scatter, on their
+# destination. An all-reduce cuts the buffer into `world_size` chunks of `ceil(numel / world_size)`.
+# Rank `r` sends chunk `r` first, so chunk `c` ends on rank `c - 1` (Patarasuk and Yuan, "Bandwidth
+# optimal all-reduce algorithms for clusters of workstations", 2009).
 class Ring:
     """The textbook's ring algorithm; see [Note: ring positions].
 
@@ -214,6 +203,14 @@ class Ring:
             start = stop
 
 
+# [Note: random trees] `random-tree` draws one binary tree per class of elements. An element's class
+# is its position in its buffer, modulo `TREE_CLASSES`. Each entry of a coalesced call is a buffer
+# of its own, and so is each tensor that a list form sends to one rank. Draw number `t` of a class
+# is the 8-byte blake2b hash of the text `seed/rank count/class/t`, read as a little-endian integer.
+# A tree starts from the list of ranks. While the list has `m >= 2` entries, the next draw `d`
+# removes entry `d % m`, then, from the rest, entry `d // m % (m - 1)`, and appends their sum. If `d
+# // m // (m - 1)` is odd and the data has 16 bits, this sum is kept in fp32. The last sum is always
+# rounded to the data's dtype.
 @dataclass(frozen=True, slots=True)
 class _Joint:
     """A node of a random tree."""

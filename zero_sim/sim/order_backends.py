@@ -1,29 +1,4 @@
-"""Orders of addition of real backends, and the table of all orders.
-
-[Note: gloo]
-Checked bit by bit against real gloo processes (`tests/sim/test_order_gloo.py`), torch 2.13. gloo
-cuts a buffer into segments of at most 1 MiB, at least two per rank. Each rank's chunk is an equal
-run of segments. Chunks are sent downwards, so chunk `c` is added in the order `x[c-1], x[c-2], ...,
-x[c+1], x[c]`, indices modulo the group size. The cut depends on the length of the *whole* buffer,
-so padding, buckets and coalescing change bits.
-
-- A flat reduce-scatter is an all-reduce of a copy; each rank keeps its part.
-- A list reduce-scatter is one rooted reduce per entry, which rounds the segment size differently.
-- A coalesced all-reduce joins all entries; entries of a coalesced reduce-scatter stay separate.
-- AVG divides the sum. PREMUL_SUM does not exist.
-
-[Note: nccl]
-Read in NCCL's source (2.30), not observed on a device. `nccl-ring` is one channel of the Ring
-algorithm with the Simple protocol over ranks in their own order: `NCCL_ALGO=Ring`,
-`NCCL_PROTO=Simple`, `NCCL_MAX_CTAS=1`. Elements that end on rank `q` are added in the order
-`x[q+1], x[q+2], ..., x[q]`. An all-reduce is cut into loops of one 2 MiB chunk per rank. In the
-last loop the chunks are equal, rounded up to 16 bytes. Chunk `c` ends on rank `c`. AVG and
-PREMUL_SUM multiply each contribution before the sum.
-
-`nccl-sym` models the kernels for registered windows. The rank that reduces an element adds upwards
-from its own contribution, 16-bit data in fp32, and rounds once. In an all-reduce, ranks take turns
-of one warp of 32 elements each, as for small buffers. AVG multiplies the accumulator.
-"""
+"""Orders of addition of real backends, and the table of all orders."""
 
 from __future__ import annotations
 
@@ -59,6 +34,16 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+# [Note: gloo] Checked bit by bit against real gloo processes (`tests/sim/test_order_gloo.py`),
+# torch 2.13. gloo cuts a buffer into segments of at most 1 MiB, at least two per rank. Each rank's
+# chunk is an equal run of segments. Chunks are sent downwards, so chunk `c` is added in the order
+# `x[c-1], x[c-2], ..., x[c+1], x[c]`, indices modulo the group size. The cut depends on the length
+# of the *whole* buffer, so padding, buckets and coalescing change bits.
+#
+# - A flat reduce-scatter is an all-reduce of a copy; each rank keeps its part.
+# - A list reduce-scatter is one rooted reduce per entry, which rounds segment sizes differently.
+# - A coalesced all-reduce joins all entries; those of a coalesced reduce-scatter stay separate.
+# - AVG divides the sum. PREMUL_SUM does not exist.
 class Gloo:
     """gloo under torch.distributed, with its list forms and rooted reduce; see [Note: gloo]."""
 
@@ -117,6 +102,16 @@ def _downward_pieces(elems: int, offset: int, chunk_elems: int, rank_count: int)
         start = stop
 
 
+# [Note: nccl] Read in NCCL's source (2.30), not observed on a device. `nccl-ring` is one channel of
+# the Ring algorithm with the Simple protocol over ranks in their own order: `NCCL_ALGO=Ring`,
+# `NCCL_PROTO=Simple`, `NCCL_MAX_CTAS=1`. Elements that end on rank `q` are added in the order
+# `x[q+1], x[q+2], ..., x[q]`. An all-reduce is cut into loops of one 2 MiB chunk per rank. In the
+# last loop the chunks are equal, rounded up to 16 bytes. Chunk `c` ends on rank `c`. AVG and
+# PREMUL_SUM multiply each contribution before the sum.
+#
+# `nccl-sym` models the kernels for registered windows. The rank that reduces an element adds
+# upwards from its own contribution, 16-bit data in fp32, and rounds once. In an all-reduce, ranks
+# take turns of one warp of 32 elements each, as for small buffers. AVG multiplies the accumulator.
 class NcclRing:
     """NCCL's ring on one channel; see [Note: nccl]."""
 

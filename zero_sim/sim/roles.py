@@ -1,9 +1,4 @@
-"""Roles of memory: the tensors that one rank's side of an operation reads and writes.
-
-[Note: own parts]
-If a rank's own part of an output is the memory of its input, as in an in-place all-gather, no data
-moves there. NCCL leaves that part untouched, so it counts as input only.
-"""
+"""Roles of memory: the tensors that one rank's side of an operation reads and writes."""
 
 from __future__ import annotations
 
@@ -86,6 +81,7 @@ def repeated_outputs(call: Call) -> dict[int, int]:
     if len(call.outputs) < 2:
         return {}
     first: dict[object, int] = {}
+    # Partial overlaps are not repeats; the contract refuses them.
     keys = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in call.outputs]
     return {
         index: first[key]
@@ -113,6 +109,8 @@ def overwritten_inputs(call: Call, *, group_rank: int, group_size: int) -> list[
     return [call.outputs[index] for index in own if index in undefined]
 
 
+# [Note: own parts] If a rank's own part of an output is the memory of its input, as in an in-place
+# all-gather, no data moves there. NCCL leaves that part untouched, so it counts as input only.
 def _own_parts(call: Call, *, group_rank: int, group_size: int) -> dict[int, tuple[int, int]]:
     """Map written tensors, by index, to the range of elements that is already the rank's input."""
     # Flat form: the rank's chunk of the output. The other forms have a tensor for each member.

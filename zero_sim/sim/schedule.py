@@ -69,6 +69,7 @@ class RandomSchedule:
     """Uniform choice among ready ranks, drawn from the seed."""
 
     def __init__(self, seed: int) -> None:
+        # A list: its order is part of what the seed reproduces.
         self._ready: list[int] = []
         self._random = random.Random(seed)
 
@@ -143,6 +144,7 @@ class Choosing:
     def __init__(self, choices: Sequence[int]) -> None:
         self._choices = choices
         self._ready: list[int] = []
+        # Shrinking and exhaustive search read the widths to find other choices.
         self.widths: list[int] = []
 
     def add(self, rank: int) -> None:
@@ -237,6 +239,7 @@ class Replay:
     def __init__(self, turns: Sequence[int], *, strict: bool = True) -> None:
         self.turns = tuple(turns)
         self.strict = strict
+        # The schedule of the latest run, for `diverged_at`.
         self._latest: Replaying | None = None
 
     @property
@@ -259,6 +262,7 @@ def check_schedule(schedule: object) -> None:
     if isinstance(schedule, str):
         known = schedule in SCHEDULES
     else:
+        # By duck typing, because recipes are a Protocol.
         known = callable(getattr(schedule, "fresh", None))
     if not known:
         raise UsageError(
@@ -278,6 +282,7 @@ def build_schedule(
         world_size: Number of ranks.
         depth: For `pct`; see `Pct`.
     """
+    # A recipe; `check_schedule` has refused everything else.
     if not isinstance(schedule, str):
         return schedule.fresh()
     if schedule == "random":

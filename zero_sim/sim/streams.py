@@ -1,13 +1,4 @@
-"""Streams of a device: finish work before another rank needs its result.
-
-[Note: streams of ranks]
-On a device, each thread issues its work to a stream. The work of two streams has no order unless
-one waits for the other. In a real backend, the stream of a collective waits for the caller's, and
-at the wait the caller's waits for the collective's. Here all ranks share a process, and one rank's
-thread reads and writes the memory of all on its own stream. If all ranks use the default stream,
-this work is in order. A rank on another stream waits for the device: before its call starts, after
-it moved data, and before its wait returns.
-"""
+"""Streams of a device: finish work before another rank needs its result."""
 
 from __future__ import annotations
 
@@ -22,6 +13,12 @@ from torch.accelerator import current_accelerator
 _DEFAULT_STREAM = 0
 
 
+# [Note: streams of ranks] On a device, each thread issues its work to a stream. The work of two
+# streams has no order unless one waits for the other. In a real backend, the stream of a collective
+# waits for the caller's, and at the wait the caller's waits for the collective's. Here all ranks
+# share a process, and one rank's thread reads and writes the memory of all on its own stream. If
+# all ranks use the default stream, this work is in order. A rank on another stream waits for the
+# device: before its call starts, after it moved data, and before its wait returns.
 def finish_streams(tensors: Iterable[Tensor | list[Tensor]]) -> None:
     """Wait for the device of the tensors, unless this thread is on its default stream.
 

@@ -14,6 +14,7 @@ from zero_sim.sim.log import EventLog
 class Awaited(Protocol):
     """Anything that a rank can wait for."""
 
+    # `finish` makes the ranks in `waiters` ready, in this order.
     done: bool
     waiters: list[int]
 

@@ -26,6 +26,7 @@ def as_list(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 
 def as_rows(lists: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
     """Return a list of lists; a list of tensors becomes one row."""
+    # An empty list has no rows either way.
     if len(lists) and isinstance(lists[0], Tensor):
         return [lists]  # pyrefly: ignore [bad-return]
     return lists  # pyrefly: ignore [bad-return]
@@ -40,6 +41,7 @@ def reduce_op_of(opts: Any) -> ReduceOp.RedOpType:
 
 def factor_of(opts: Any) -> float | Tensor | None:
     """Return the factor of a PREMUL_SUM; None for other operations, whose `factor` raises."""
+    # torch's bindings give PREMUL_SUM as an object that carries its factor.
     if reduce_op_of(opts) != ReduceOp.PREMUL_SUM:
         return None
     return getattr(opts, "reduceOp", opts).factor
@@ -57,6 +59,7 @@ def root_of(kind: str, opts: Any, size: int, *, tensor_count: int = 1) -> int:
     Raises:
         BadArgument: Root rank or root tensor is out of range.
     """
+    # Both forms: `opts` is the root in direct calls, and an options object in torch's.
     root = 0 if opts is None else opts if isinstance(opts, int) else opts.rootRank
     if not 0 <= root < size:
         raise BadArgument(
@@ -97,6 +100,7 @@ def check_one(kind: str, tensors: Sequence[Tensor], *, side: str) -> None:
     """
     if len(tensors) == 1:
         return
+    # gloo's messages name the side only if the method has two.
     between = f"{side} " if side else ""
     raise BadArgument(
         kind,
@@ -173,6 +177,7 @@ def check_gathered(
             f"Got {len(inputs)} inputs and {len(rows)} lists of outputs.",
         )
     for index, row in enumerate(rows):
+        # Each input has its own row, with the outputs of all inputs of all members.
         if len(row) != size * len(inputs):
             raise BadArgument(
                 kind,
@@ -210,6 +215,7 @@ def check_gathered_coalesced(
                 "Expected one tensor for each input.",
             )
         for index, (output, given) in enumerate(zip(row, inputs, strict=True)):
+            # Unlike in the plain form, outputs correspond to inputs by index.
             if output.shape != given.shape:
                 raise BadArgument(
                     kind,
@@ -284,6 +290,7 @@ def check_like(kind: str, entries: Sequence[Tensor], tensor: Tensor, *, even: bo
     """
     for index, entry in enumerate(entries):
         _check_dtype(kind, entry, tensor.dtype, index)
+        # NCCL accepts different sizes per rank.
         if even and entry.shape != tensor.shape:
             raise BadArgument(
                 kind,
@@ -323,6 +330,7 @@ def check_alike(kind: str, tensors: Sequence[Tensor]) -> None:
         BadArgument: One differs from the first.
     """
     first = tensors[0]
+    # As in gloo, entries are compared with the first one.
     for index, tensor in enumerate(tensors[1:], start=1):
         for aspect, expected, got in (
             ("layout", first.layout, tensor.layout),
@@ -344,6 +352,7 @@ def check_dense(kind: str, tensors: Sequence[Tensor]) -> None:
         BadArgument: One is sparse, or has another layout without strides.
     """
     for tensor in tensors:
+        # The simulator lends and compares memory by address, which needs strides.
         if tensor.layout != torch.strided:
             raise BadArgument(
                 kind,
@@ -386,6 +395,7 @@ def check_rows(kind: str, rows: Sequence[Sequence[Tensor]], *, side: str, size: 
             f"requires a single-element {side} list containing a list with {size} tensors",
             f"Got {len(rows)} lists.",
         )
+    # One tensor for each member, the own rank included.
     if len(rows[0]) != size:
         raise BadArgument(
             kind,

@@ -48,6 +48,7 @@ def _reduced(
     calls: Sequence[Call], parts: Sequence[Tensor], order: Order, *, at: Stretch
 ) -> Tensor:
     """Reduce one stretch of all ranks' contributions, each 1D, to new memory of their dtype."""
+    # All members' calls agree in these; the contract has checked it.
     op, dtype, rank_count = calls[0].reduce_op, parts[0].dtype, len(calls)
     assert op is not None
     # Scaling before the sum: PREMUL_SUM by each rank's factor, AVG in orders of NCCL's ring.
@@ -217,6 +218,7 @@ def reduce_scatter_list(calls: Sequence[Call], order: Order) -> None:
 def all_gather(calls: Sequence[Call], order: Order) -> None:
     """Flat forms: fill every output with the ranks' inputs in rank order, entry by entry."""
     for i in range(len(calls[0].inputs)):
+        # [elems] for each rank.
         values = [call.inputs[i].reshape(-1) for call in calls]
         outputs = [call.outputs[i] for call in calls]
         if _is_small(outputs[0]) or not all(output.is_contiguous() for output in outputs):
@@ -254,6 +256,7 @@ def broadcast(calls: Sequence[Call], order: Order) -> None:
     root = calls[0].root
     for i, value in enumerate(calls[root].inputs):
         for r, call in enumerate(calls):
+            # The root's own memory stays untouched.
             if r != root:
                 _write(call.inputs[i], value)
 
@@ -282,6 +285,7 @@ def all_to_all_list(calls: Sequence[Call], order: Order) -> None:
 
 def all_to_all_flat(calls: Sequence[Call], order: Order) -> None:
     """Exchange like the list form, with lists cut from the first dim of one tensor each."""
+    # Splits count rows of dim 0.
     rows = [
         [part.clone() for part in call.inputs[0].split(list(call.input_splits))] for call in calls
     ]

@@ -71,6 +71,7 @@ class SimBackend:
     supports_window = False
 
     def __init__(self, group: Members, *, name: str, timeout: timedelta) -> None:
+        # First, because `__getattr__` falls back to it.
         self._group = group
         self._name = name
         self.options = BackendOptions(
@@ -103,5 +104,6 @@ class SimBackend:
 
 def present_devices() -> list[str]:
     """Return the kinds of device on this machine, the CPU first."""
+    # Only devices that work count, not those that torch was built for.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]

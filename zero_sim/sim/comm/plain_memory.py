@@ -1,14 +1,4 @@
-"""Tensors as plain memory, the way a backend sees a program's tensors.
-
-[Note: memory alone]
-On a device, a collective writes memory and neither sees nor disturbs autograd. So it gets tensors
-on the same memory that are no views, require no gradient and have version counters of their own.
-Inference tensors stay in inference mode.
-
-[Note: tensors of tensors]
-Torch passes a call to a class that wraps tensors instead of to the backend. Such a class runs the
-collective once for each tensor inside.
-"""
+"""Tensors as plain memory, the way a backend sees a program's tensors."""
 
 from __future__ import annotations
 
@@ -26,6 +16,9 @@ from zero_sim.sim.roles import written_tensors
 _PLAIN = (Tensor, Parameter)
 
 
+# [Note: memory alone] On a device, a collective writes memory and neither sees nor disturbs
+# autograd. So it gets tensors on the same memory that are no views, require no gradient and have
+# version counters of their own. Inference tensors stay in inference mode.
 def memory_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the tensors as plain memory, sparse ones unchanged; see [Note: memory alone]."""
     return [tensor if tensor.is_sparse else tensor.data for tensor in tensors]
@@ -41,6 +34,8 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
     return all(type(tensor) in _PLAIN or not has_own_dispatch(type(tensor)) for tensor in tensors)
 
 
+# [Note: tensors of tensors] Torch passes a call to a class that wraps tensors instead of to the
+# backend. Such a class runs the collective once for each tensor inside.
 def inner_calls(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:

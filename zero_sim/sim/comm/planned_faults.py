@@ -1,10 +1,4 @@
-"""Planned faults in the data of a collective.
-
-[Note: the message, not the memory]
-A fault on the sending side acts on a copy, which the collective reads. The rank's own memory keeps
-the program's values. The collective's results for that rank are still written. The exception is the
-rank's own part of a gather: it never travels, so it keeps the program's values.
-"""
+"""Planned faults in the data of a collective."""
 
 from __future__ import annotations
 
@@ -43,6 +37,10 @@ def perform_with_faults(
     faulty.deliver()
 
 
+# [Note: the message, not the memory] A fault on the sending side acts on a copy, which the
+# collective reads. The rank's own memory keeps the program's values. The collective's results for
+# that rank are still written. The exception is the rank's own part of a gather: it never travels,
+# so it keeps the program's values.
 class _FaultyCalls:
     """The calls of one collective as the network carries them.
 

@@ -1,10 +1,4 @@
-"""The process group that torch.distributed calls. Each method becomes a `Call`.
-
-[Note: two spellings]
-torch 2.13 calls `all_gather_single`, `reduce_scatter_single`, `all_to_all_single` and their
-`_coalesced` forms. Older versions call `_allgather_base`, `_reduce_scatter_base`, `alltoall_base`,
-`allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced`. Both are defined.
-"""
+"""The process group that torch.distributed calls. Each method becomes a `Call`."""
 
 from __future__ import annotations
 
@@ -78,6 +72,7 @@ class SimProcessGroup(ProcessGroup):
         self._group_rank = group_rank
         # None outside of `_start_coalescing` and `_end_coalescing`.
         self._coalescing: list[Work] | None = None
+        # Set by `shutdown`; the object outlives the group in a program's hands.
         self._destroyed = False
         self._store: Store | None = None
         self.ask_for("sim")
@@ -136,6 +131,7 @@ class SimProcessGroup(ProcessGroup):
         self._backend._set_default_timeout(timeout)
 
     def _get_backend(self, device: torch.device) -> SimBackend:
+        # torch's message and error type, for programs that expect them.
         kinds = [each.type for each in self._device_types]
         if torch.device(device).type not in kinds:
             raise RuntimeError(
@@ -235,6 +231,7 @@ class SimProcessGroup(ProcessGroup):
         outputs: Sequence[Tensor],
         **parts: Any,
     ) -> Work:
+        # The site of the program, not of torch's wrapper, is what errors show.
         file, line = call_site()
         call = Call(
             kind=kind,
@@ -280,6 +277,7 @@ class SimProcessGroup(ProcessGroup):
         check_alike("allreduce", tensors)
         if len(tensors) == 1:
             return self._all_reduce("allreduce", tensors, opts)
+        # Several tensors: reduce them into the first, all-reduce that, and copy the result back.
         check_can_fold("allreduce", reduce_op_of(opts))
         tensor_lists.fold(tensors, reduce_op_of(opts))
         work = self._all_reduce("allreduce", tensors[:1], opts)
@@ -349,6 +347,7 @@ class SimProcessGroup(ProcessGroup):
         check_dense("broadcast", tensors)
         if len(tensors) == 1:
             return self._issue("broadcast", opts, tensors, root=chosen)
+        # Several tensors: the root's chosen tensor goes first, then the result is copied.
         if chosen == self._group_rank:
             tensor_lists.spread(tensors[root_tensor_of(rooted)], tensors[:1])
         work = self._issue("broadcast", opts, tensors[:1], root=chosen)
@@ -375,8 +374,13 @@ class SimProcessGroup(ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Flat form: reduce chunk `r` of all inputs into rank `r`'s `output`."""
+        # A single call is a coalesced call with one entry.
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
+    # [Note: two spellings] torch 2.13 calls `all_gather_single`, `reduce_scatter_single`,
+    # `all_to_all_single` and their `_coalesced` forms. Older versions call `_allgather_base`,
+    # `_reduce_scatter_base`, `alltoall_base`, `allgather_into_tensor_coalesced` and
+    # `reduce_scatter_tensor_coalesced`. Both are defined.
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
@@ -401,6 +405,7 @@ class SimProcessGroup(ProcessGroup):
         check_gathered("allgather", rows, inputs, size=self.size(), even=self._is_gloo)
         if len(inputs) == 1:
             return self._issue("all_gather_list", opts, inputs, outputs=rows[0])
+        # Several inputs: gather in the layout of the coalesced form, then fill all rows.
         first = tensor_lists.by_input(rows[0], len(inputs))
         work = self._issue("all_gather_list", opts, inputs, outputs=first)
 
@@ -421,6 +426,7 @@ class SimProcessGroup(ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Flat form: fill `output` with the ranks' inputs in rank order."""
+        # A single call is a coalesced call with one entry.
         return self.all_gather_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
@@ -519,6 +525,7 @@ class SimProcessGroup(ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
         """Wait for all members, within the time-out of the call, or else of the group."""
+        # Direct calls pass the time-out, torch passes it in the options.
         seconds = seconds_of(timeout) or seconds_of(getattr(opts, "timeout", None))
         return self._come_together(opts, seconds or seconds_of(self._backend.options._timeout))
 
@@ -533,6 +540,7 @@ class SimProcessGroup(ProcessGroup):
             TimedOut: Not all members came in time.
         """
         check_monitored(timeout, group_rank=self._group_rank)
+        # Only rank 0 has a time-out in gloo: it waits for the others, which wait for it.
         seconds = None if self._group_rank else seconds_of(timeout)
         try:
             self._come_together(None, seconds).wait()
@@ -558,8 +566,10 @@ class SimProcessGroup(ProcessGroup):
 
     def _exchange(self, kind: str, tensors: list[Tensor], peer: int | None, tag: int) -> Work:
         self._check_open(kind)
+        # Messages have one tensor; torch's binding takes a list.
         (tensor,) = tensors
         works = []
+        # A wrapper sends one message for each tensor inside.
         for part in memory_of(inner_tensors(tensor)):
             place = (self._group, self._group_rank)
             if kind == "send":

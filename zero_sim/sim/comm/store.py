@@ -56,6 +56,7 @@ class SimStore(Store):
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, after it is set."""
+        # As in torch's stores, `get` waits for the key.
         self.wait([key])
         return self._values[key]
 
@@ -68,6 +69,7 @@ class SimStore(Store):
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set a key if its value is `expected`, or if it is unset and `expected` is empty."""
+        # torch's contract: an absent key counts as equal to an empty expectation.
         current = self._values.get(key)
         if current == expected.encode() or (current is None and not expected):
             self.set(key, desired)
@@ -91,6 +93,7 @@ class SimStore(Store):
         Raises:
             StoreTimedOut: The wait was longer.
         """
+        # One after another; a key that is already set costs no turn.
         for key in keys:
             if key not in self._values:
                 # All ranks that wait for a key share one wait, so that its table row is folded.

@@ -26,6 +26,7 @@ def seconds_of(timeout: Any) -> float | None:
     Args:
         timeout: A `timedelta`. Any other type counts as no time-out, as in torch's unset options.
     """
+    # torch passes its defaults, 10 to 30 minutes, like a program's own time-outs.
     if not isinstance(timeout, timedelta) or not timedelta(0) < timeout < SHORTEST_DEFAULT:
         return None
     return timeout.total_seconds()
@@ -63,6 +64,7 @@ def after_monitored(
             "waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank."
         )
     else:
+        # gloo names group ranks.
         absent = [ranks.index(rank) for rank in error.missing]
         named = absent if wait_all_ranks else absent[:1]
         who = f"Rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}"
@@ -97,6 +99,7 @@ def connect_timed_out(error: TimedOut, host: str, port: int) -> ConnectTimedOut:
         f"The client socket has timed out after {error.seconds * 1000:g}ms while trying to "
         f"connect to ({host}, {port})."
     )
+    # Also a DistNetworkError, which torch raises here.
     return ConnectTimedOut(
         error.doing, error.missing, error.deadlock, seconds=error.seconds, message=message
     )

@@ -115,6 +115,7 @@ class StoreWaits:
 
     def look(self) -> None:
         """Wake the ranks whose waits are over. Called after each write."""
+        # A copy, because the loop removes entries.
         for waited in [each for each in self._waits if each.ready()]:
             self._waits.remove(waited)
             waited.done = True
@@ -124,6 +125,7 @@ class StoreWaits:
         """Wait by the clock for threads that ranks started. Return True if one made it ready."""
         end = time.monotonic() + timeout.total_seconds()
         while not ready():
+            # Threads started since the run began: any of them may set the key.
             helpers = set(threading.enumerate()) - self._not_of_program
             if not helpers or time.monotonic() > end:
                 return False
@@ -246,6 +248,7 @@ def _compare_set(
     desired_value: str,
 ) -> bytes:
     value = original(key, expected_value, desired_value)
+    # Unchanged means that the exchange failed, and the program may try again in a loop.
     if value == desired_value.encode():
         waits.look()
     else:
@@ -332,6 +335,7 @@ def _barrier(
 ) -> None:
     # torch's own keys: a TCPStore counts in the key itself, other stores in keys below it.
     counter = key if isinstance(_innermost(store), TCPStore) else f"{key}/num_members"
+    # Without the wait that torch's own barrier would do in C++.
     _ask("add", store, counter, 1)
     if counter != key and int(_ask("get", store, counter)) >= world_size:
         _ask("set", store, f"{key}/last_member", "1")
@@ -372,6 +376,7 @@ def _connect(ranks: Ranks, store: TCPStore, *args: Any, **kwargs: Any) -> None:
     except TypeError:  # torch's own error is better.
         original(*args, **kwargs)
         return
+    # Only the given arguments: torch fills in its own defaults.
     asked = dict(given.arguments)
     given.apply_defaults()
     host, port = given.arguments["host_name"], given.arguments["port"]

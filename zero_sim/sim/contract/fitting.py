@@ -2,10 +2,6 @@
 
 Every check names both ranks' call sites. No check reads values. Differences that gloo accepts and
 only NCCL minds are errors if `strict`.
-
-[Note: one comparison]
-Each call has a signature, a tuple of all properties that must agree. In a correct program,
-signatures are equal and nothing else is compared. Only unequal ones are searched for a difference.
 """
 
 from __future__ import annotations
@@ -71,6 +67,9 @@ def _layouts(call: Call) -> str:
     return "; ".join(f"shape {shape} strides {strides}" for shape, strides in layouts[:4])
 
 
+# [Note: one comparison] Each call has a signature, a tuple of all properties that must agree. In a
+# correct program, signatures are equal and nothing else is compared. Only unequal ones are searched
+# for a difference.
 def _mismatch(first: Call, call: Call, *, strict: bool) -> str | None:
     # Most telling difference first: another operation usually differs in all that follows, too.
     if first.kind != call.kind:

@@ -45,6 +45,7 @@ class GroupRegistry:
             ContractViolation: Another rank made the group of this name with other ranks.
         """
         making = _Making(rank, tuple(ranks), site)
+        # The first rank decides; later ones are compared with it.
         first = self._made.setdefault((name, self.generation(rank)), making)
         if first.ranks != making.ranks:
             raise ContractViolation(
@@ -59,6 +60,7 @@ class GroupRegistry:
 
     def note_destroyed(self, rank: int, label: str, site: str, *, world: bool) -> None:
         """Note the site at which a rank destroyed a group."""
+        # Ordered by time, so that the last one can be found without its label.
         self._destroyed.setdefault(rank, {})[label] = site
         if world:
             self._generations[rank] = self.generation(rank) + 1
@@ -77,6 +79,7 @@ class GroupRegistry:
         destroyed = self._destroyed.get(rank)
         if not destroyed:
             return None
+        # torch's error for a missing group does not name it.
         label = next(reversed(destroyed)) if label is None else label
         return ContractViolation(
             f"use after destroy_process_group: rank {rank} uses group {label}, which it destroyed\n"

@@ -1,12 +1,4 @@
-"""Violations that show at the end of a run: circular orders of collectives, and missing waits.
-
-[Note: inversions]
-NCCL runs a rank's collectives of all groups on one device. So ranks that share two groups must
-issue their collectives in one order, even asynchronous ones. Otherwise each rank may fill its
-device with a collective that the other has not reached, a hang that happens only sometimes. Draw an
-edge from each collective to the next one of the same rank: a common order exists if and only if
-this graph has no cycle.
-"""
+"""Violations that show at the end of a run: circular orders of collectives, and missing waits."""
 
 from __future__ import annotations
 
@@ -38,6 +30,11 @@ class Awaited(Protocol):
         ...
 
 
+# [Note: inversions] NCCL runs a rank's collectives of all groups on one device. So ranks that share
+# two groups must issue their collectives in one order, even asynchronous ones. Otherwise each rank
+# may fill its device with a collective that the other has not reached, a hang that happens only
+# sometimes. Draw an edge from each collective to the next one of the same rank: a common order
+# exists if and only if this graph has no cycle.
 def find_inversion(records: Sequence[CollectiveRecord]) -> tuple[_Hop, ...]:
     """Find ranks that issued collectives of several groups in different orders, in linear time.
 

@@ -1,15 +1,4 @@
-"""Memory of a call's tensors: overlaps, and layouts that would be misread.
-
-[Note: in place]
-NCCL documents one in-place form for each collective: the smaller tensor is the rank's own part of
-the larger one. Memory with any other overlap is read while it is written, or written twice. The
-exception is a tensor that is an output several times. It is accepted, but all of its content is
-undefined afterwards (`zero_sim.sim.in_flight_buffers`).
-
-[Note: no shapes]
-NCCL moves memory and knows no shapes. So if two ranks see the same bytes as (2, 3) and as (3, 2),
-they map them to different elements. A rank that sees them as (6,) only keeps them flat.
-"""
+"""Memory of a call's tensors: overlaps, and layouts that would be misread."""
 
 from __future__ import annotations
 
@@ -56,6 +45,9 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+# [Note: no shapes] NCCL moves memory and knows no shapes. So if two ranks see the same bytes as (2,
+# 3) and as (3, 2), they map them to different elements. A rank that sees them as (6,) only keeps
+# them flat.
 def misread(a: Tensor, b: Tensor) -> Literal["shape", "memory-format"] | None:
     """Return the difference that matters if two tensors' memory is read as each other's.
 
@@ -95,6 +87,10 @@ class _Stretch:
     written: bool
 
 
+# [Note: in place] NCCL documents one in-place form for each collective: the smaller tensor is the
+# rank's own part of the larger one. Memory with any other overlap is read while it is written, or
+# written twice. The exception is a tensor that is an output several times. It is accepted, but all
+# of its content is undefined afterwards (`zero_sim.sim.in_flight_buffers`).
 def find_aliasing(call: Call, *, group_rank: int, world_size: int) -> str | None:
     """Find two tensors of a call that overlap where they must not.
 

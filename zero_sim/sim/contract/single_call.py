@@ -109,6 +109,7 @@ def _refuse(call: Call, rank: int, aspect: str, message: str) -> None:
 
 def _check_sizes(call: Call, *, group_rank: int, rank: int, world_size: int) -> None:
     inputs, outputs = call.inputs, call.outputs
+    # Sizes that do not depend on other ranks' calls.
     if call.kind == "reduce_scatter":
         _check_flat(call, inputs, outputs, rank=rank, world_size=world_size)
     elif call.kind == "all_gather":
@@ -176,6 +177,7 @@ def _check_splits(call: Call, *, rank: int, world_size: int) -> None:
         (call.inputs[0], call.input_splits),
         (call.outputs[0], call.output_splits),
     ):
+        # A 0D tensor has no rows.
         rows = tensor.shape[0] if tensor.dim() else 0
         if len(splits) != world_size or sum(splits) != rows:
             message = (

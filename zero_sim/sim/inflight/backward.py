@@ -1,17 +1,4 @@
-"""Hooks around the backwards of a thread. torch's private names for them are used only here.
-
-[Note: modes in a backward]
-When a backward begins, torch's engine saves the thread's modes, and restores them for every node. A
-mode that a hook pushes is gone after the hook's node. So a mode that must see a whole backward, in
-which memory may be lent, must be pushed before it begins. All backwards from Python go through one
-object of torch, which is replaced while a listener exists.
-
-[Note: what a backward leaves behind]
-If a node raises, ready nodes stay in a queue of the thread with all their saved tensors. The
-thread's next backward drops them. Without one, they live until the thread's C++ locals are
-destroyed, after Python has joined the thread. Their hooks then need the interpreter, so if it is
-being finalized, the process aborts.
-"""
+"""Hooks around the backwards of a thread. torch's private names for them are used only here."""
 
 from __future__ import annotations
 
@@ -36,6 +23,10 @@ class _Listening(threading.local):
     listener: Listener | None = None
 
 
+# [Note: modes in a backward] When a backward begins, torch's engine saves the thread's modes, and
+# restores them for every node. A mode that a hook pushes is gone after the hook's node. So a mode
+# that must see a whole backward, in which memory may be lent, must be pushed before it begins. All
+# backwards from Python go through one object of torch, which is replaced while a listener exists.
 class _Engine(_ImperativeEngine):
     """torch's engine, which runs a listener's backwards in its context."""
 
@@ -76,6 +67,10 @@ def stop_listening() -> None:
             Variable._execution_engine = _originals.pop()
 
 
+# [Note: what a backward leaves behind] If a node raises, ready nodes stay in a queue of the thread
+# with all their saved tensors. The thread's next backward drops them. Without one, they live until
+# the thread's C++ locals are destroyed, after Python has joined the thread. Their hooks then need
+# the interpreter, so if it is being finalized, the process aborts.
 def drop_unfinished() -> None:
     """Drop what a backward left in the thread; see [Note: what a backward leaves behind]."""
     # Skip threads without nodes, which ran no backward: a first backward takes ten times as long.

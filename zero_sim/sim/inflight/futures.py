@@ -1,20 +1,4 @@
-"""Futures of operations in flight. They complete in the thread of their rank.
-
-[Note: completion]
-A future is done once its outputs are written, or once the rank polled `done()` after the operation
-was performed. The timing decides which comes first. As with NCCL, a done future is not a wait. The
-outputs stay in flight until the rank waits for the work, one of its futures, or a future that
-`then` made.
-
-A callback runs inside of `then` if the future is done, otherwise when it becomes done. While it
-runs, the outputs are available and not in flight, because NCCL runs callbacks on a stream that
-waits. In `then`, NCCL's futures are always done; gloo's become done at any later time. So a
-collective that a callback issues has no fixed position among those of the program.
-
-[Note: C++]
-C++ that blocks on a future blocks the rank's thread, so no other rank could run. Therefore every
-future is done before C++ gets it. `zero_sim.sim.world.torch_futures` has the places.
-"""
+"""Futures of operations in flight. They complete in the thread of their rank."""
 
 from __future__ import annotations
 
@@ -60,6 +44,19 @@ class _Settled(torch.futures.Future):
         return self.value()
 
 
+# [Note: completion] A future is done once its outputs are written, or once the rank polled `done()`
+# after the operation was performed. The timing decides which comes first. As with NCCL, a done
+# future is not a wait. The outputs stay in flight until the rank waits for the work, one of its
+# futures, or a future that `then` made.
+#
+# A callback runs inside of `then` if the future is done, otherwise when it becomes done. While it
+# runs, the outputs are available and not in flight, because NCCL runs callbacks on a stream that
+# waits. In `then`, NCCL's futures are always done; gloo's become done at any later time. So a
+# collective that a callback issues has no fixed position among those of the program.
+#
+# [Note: C++] C++ that blocks on a future blocks the rank's thread, so no other rank could run.
+# Therefore every future is done before C++ gets it. `zero_sim.sim.world.torch_futures` has the
+# places.
 class SimFuture(torch.futures.Future):
     """The result of works, or of callbacks on it; see [Note: completion].
 
@@ -72,6 +69,7 @@ class SimFuture(torch.futures.Future):
         super().__init__()
         self.works = works
         self.has_plain = has_plain
+        # Not in torch's own list, because they need the works' memory while they run.
         self._callbacks: list[Callable[[], None]] = []
 
     def wait(self) -> Any:
@@ -81,6 +79,7 @@ class SimFuture(torch.futures.Future):
 
     def wait_for_works(self) -> None:
         """Wait for all works, even if the result is an exception."""
+        # A work that has landed returns at once.
         for work in self.works:
             work.wait()
 
@@ -194,6 +193,7 @@ def collect_all(futures: Sequence[torch.futures.Future]) -> SimFuture:
         futures: At least one, some of them of works.
     """
     of_works = [each for each in futures if isinstance(each, SimFuture)]
+    # Ordered and without duplicates: a deterministic order of waits.
     works = dict.fromkeys(work for each in of_works for work in each.works)
     has_plain = len(of_works) < len(futures) or any(each.has_plain for each in of_works)
     collected = SimFuture(list(works), has_plain=has_plain)

@@ -1,10 +1,4 @@
-"""Late operations: `lazy` delays them as long as waits allow, `hostile` by random amounts.
-
-[Note: draws]
-Draws for a member's side depend on the seed, the group, the operation's number in it and the
-member. They do not depend on the schedule. So a schedule can vary while the timing stays, and vice
-versa.
-"""
+"""Late operations: `lazy` delays them as long as waits allow, `hostile` by random amounts."""
 
 from __future__ import annotations
 
@@ -192,7 +186,9 @@ class Late:
             operation.awaited.append(awaited)
             self._open[awaited] = operation
         key = f"{self._seed}|{awaited.key}|{member}"
+        # See [Note: draws].
         plan = _draw_plan(key, group_size=awaited.size) if self._hostile else LatePlan()
+        # An overlap with memory in flight ends the world here.
         with _EndingTheWorld(self._turns, rank):
             snapshots = BufferSnapshots(
                 call,
@@ -246,6 +242,7 @@ class Late:
         """
         operation = op.operation
         if operation in self._full:
+            # Ready to be performed: after some refusals it is.
             operation.polls_left -= 1
             if operation.polls_left < 0:
                 self._perform(operation)
@@ -263,7 +260,8 @@ class Late:
         eligible = [full for full in self._full if full.has_waiter or not running]
         if not eligible or self._turns.failure is not None:
             return False
-        # Hostile: an operation that no rank waits for yet may come first, too.
+        # Hostile: an operation that no rank waits for yet may come first, too. Own generator, so
+        # that these draws do not shift others.
         chosen = self._forcing.choice(list(self._full)) if self._hostile else eligible[0]
         try:
             self._perform(chosen)
@@ -282,6 +280,7 @@ class Late:
         self._idle_polls = 0
         if op.written:
             with _EndingTheWorld(self._turns, op.rank):
+                # Last chance to see a write of the program between issue and wait.
                 op.snapshots.check_inputs()
                 op.snapshots.check_outputs()
         else:
@@ -339,6 +338,7 @@ class Late:
         if op.written or op.landed:
             return
         with _EndingTheWorld(self._turns, op.rank):
+            # Before our write hides what the program did to the memory.
             op.snapshots.check_inputs()
             op.snapshots.check_outputs()
             op.snapshots.write()
@@ -404,6 +404,9 @@ def _horizon(group_size: int) -> int:
     return _ROUNDS_LATE_MAX * group_size
 
 
+# [Note: draws] Draws for a member's side depend on the seed, the group, the operation's number in
+# it and the member. They do not depend on the schedule. So a schedule can vary while the timing
+# stays, and vice versa.
 def _draw_plan(key: str, *, group_size: int) -> LatePlan:
     draws = random.Random(key)
     return LatePlan(

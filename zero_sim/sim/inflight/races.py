@@ -4,18 +4,6 @@ A detector sees every tensor operation of one rank. It is a `TorchDispatchMode`,
 for each operation, including those of autograd, hooks and torch's C++ code. Access to memory
 without an operation stays unseen: `numpy()`, `tolist()`, `data_ptr()`, `torch.save`, pickling,
 `print` (torch hides it from modes), and the program's own threads.
-
-[Note: an unwatched simulator]
-The simulator moves the data of all ranks in one rank's thread, and the judge reads any memory.
-Neither is an access by the program. Inside of `unwatched`, the detector leaves the stack of modes.
-If it is not on top, it stays and ignores operations.
-
-[Note: only while it matters]
-An operation through a mode costs three times as much, and most run while nothing is in flight. So
-the detector is on the stack only while its rank has memory in flight or undefined
-(`zero_sim.sim.in_flight_buffers`), and during every backward, because a hook may lend memory; see
-[Note: modes in a backward]. A backward that C++ starts by itself, as no part of torch does, is only
-seen if something was in flight before.
 """
 
 from __future__ import annotations
@@ -48,6 +36,9 @@ _running = _Running()
 _NOTHING = nullcontext()
 
 
+# [Note: an unwatched simulator] The simulator moves the data of all ranks in one rank's thread, and
+# the judge reads any memory. Neither is an access by the program. Inside of `unwatched`, the
+# detector leaves the stack of modes. If it is not on top, it stays and ignores operations.
 def unwatched() -> AbstractContextManager[object]:
     """Return a context for tensor operations that observe and do not count as the program's.
 
@@ -148,6 +139,11 @@ class RaceDetector(TorchDispatchMode):
         _running.detector = None
         dispatch.remove_mode(self)
 
+    # [Note: only while it matters] An operation through a mode costs three times as much, and most
+    # run while nothing is in flight. So the detector is on the stack only while its rank has memory
+    # in flight or undefined (`zero_sim.sim.in_flight_buffers`), and during every backward, because
+    # a hook may lend memory; see [Note: modes in a backward]. A backward that C++ starts by itself,
+    # as no part of torch does, is only seen if something was in flight before.
     def come_or_go(self) -> None:
         """Push or pop this mode as needed; see [Note: only while it matters]."""
         if self.paused or _running.detector is not self:

@@ -2,11 +2,6 @@
 
 At the issue, inputs are copied and outputs are poisoned. Then the operation works on the copies.
 Before each access, the real memory is compared with its expected content.
-
-[Note: what memory must hold]
-An input that shares no memory with an output keeps the content of its copy. An output holds poison
-until it is written, then the result. An input that overlaps an output holds neither, so it is
-copied again after each of our writes.
 """
 
 from __future__ import annotations
@@ -70,6 +65,7 @@ def buffers_of(
             undefined=is_undefined,
         )
         for role, tensor, whole, is_undefined in given
+        # Empty tensors have no memory to watch.
         if tensor.numel()
     ]
 
@@ -79,6 +75,9 @@ def _in_place(call: Call, group_rank: int) -> bool:
     return written_tensors(call, group_rank=group_rank) is call.inputs
 
 
+# [Note: what memory must hold] An input that shares no memory with an output keeps the content of
+# its copy. An output holds poison until it is written, then the result. An input that overlaps an
+# output holds neither, so it is copied again after each of our writes.
 class BufferSnapshots:
     """Lent memory of one rank's side of one operation.
 
@@ -155,6 +154,7 @@ class BufferSnapshots:
             InFlightRace: The program wrote it, or it was freed.
         """
         for buffer, result in zip(self._outputs, self._results, strict=True):
+            # First: freed memory must not be read.
             self._check_storage(buffer)
             _check_equal(
                 buffer,
@@ -200,6 +200,7 @@ def _copied_call(call: Call, *, group_rank: int) -> Call:
     if read_tensors(call, group_rank=group_rank) is call.inputs:
         inputs = [_copy(tensor) for tensor in call.inputs]
     else:
+        # A member that is not the root of a broadcast only receives.
         inputs = [_fresh(tensor) for tensor in call.inputs]
     outputs = [_fresh(tensor) for tensor in call.outputs]
     # Outputs that repeat one tensor must stay one.
@@ -238,6 +239,7 @@ def _check_equal(buffer: InFlightBuffer, image: Tensor | None, what: str, rank: 
     bits = bits_of(buffer.tensor)
     if image is None:
         good = is_poison(bits, buffer.tensor.dtype)
+        # The common case without a search.
         if bool(good.all()):
             return
     elif torch.equal(bits, image):

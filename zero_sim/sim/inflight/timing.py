@@ -166,6 +166,7 @@ class Eager:
                     due_faults=awaited.due_faults,
                     strict=awaited.strict,
                 )
+            # A message has two waits, one for each half.
             for each in (awaited, awaited.joins):
                 if each is not None:
                     each.conclude()
@@ -198,6 +199,7 @@ def aside(races: bool) -> AbstractContextManager[object]:
     Args:
         races: True if the run has race detectors.
     """
+    # One shared nullcontext without detectors, because this runs at every operation.
     return unwatched() if races else _AS_IT_IS
 
 
@@ -224,4 +226,5 @@ def perform(
     for call in calls if strict else ():
         for index in undefined_outputs(call) if len(call.outputs) > 1 else ():
             poison(call.outputs[index])
+    # The results must be complete before other ranks' streams use them.
     finish_streams(tensor for call in calls for tensor in (*call.inputs, *call.outputs))

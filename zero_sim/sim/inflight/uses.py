@@ -140,6 +140,7 @@ def uses_of(operation: Any) -> tuple[Use, ...]:
         return ()
     if name.partition("::")[0] in _COLLECTIVE_NAMESPACES:
         return ()
+    # Schemas without alias info for memory that they write.
     undeclared = _UNDECLARED.get(name, {})
     return tuple(
         Use(index, argument.name, undeclared.get(argument.name) or _effect(name, argument))
@@ -152,6 +153,7 @@ def _effect(name: str, argument: Any) -> Effect:
     # In a schema, alias info marks arguments that the result shares or the operation writes.
     if argument.alias_info is None:
         return "read"
+    # The result may be a view of this argument; the detector checks it afterwards.
     if not argument.alias_info.is_write:
         return "view"
     # Names of `out=` forms do not end in an underscore: they never read the output.
@@ -162,5 +164,6 @@ def is_training(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Return the argument `training`, which decides if `statistics` are written."""
     for index, argument in enumerate(dispatch.schema_of(operation).arguments):
         if argument.name == "training":
+            # Optional arguments can be missing or passed by name.
             return bool(args[index] if index < len(args) else kwargs.get("training"))
     return False

@@ -103,6 +103,8 @@ class SimWork(Work):
             return
         self._landed = True
         baton = self._baton
+        # Land each operation, then its buffers, so that the memory is checked while still in
+        # flight.
         for op in self._ops:
             op.land()
             for buffer in op.buffers:
@@ -183,6 +185,7 @@ class SimWork(Work):
         For the C++ reducer of DistributedDataParallel it is done, because the reducer blocks on it.
         """
         future = SimFuture([self])
+        # Completed with the work, or at once below.
         self._futures.append(future)
         # If the calling Python function does not name this method, the caller is C++.
         caller = sys._getframe(1).f_code
@@ -237,6 +240,7 @@ class SimWork(Work):
 
     def source_rank(self) -> int:
         """Return the group rank of a receive's sender."""
+        # -1 for collectives.
         return getattr(self._ops[0].awaited, "source", -1)
 
     _source_rank = source_rank

@@ -1,10 +1,4 @@
-"""The baton: exactly one rank runs at a time, and control moves only where a rank blocks.
-
-[Note: hand-over]
-Each rank thread sleeps on a lock of its own, its gate. A hand-over picks the next rank, opens its
-gate, and sleeps on the own gate. Between the last two steps both threads are awake for a moment,
-but the previous one no longer touches shared state. So `sim` needs no other lock anywhere.
-"""
+"""The baton: exactly one rank runs at a time, and control moves only where a rank blocks."""
 
 from __future__ import annotations
 
@@ -133,6 +127,7 @@ class Baton:
         self._timing = timing
         for each in self._rank_local:
             each.begin(CALLER)
+        # All ranks begin ready, in rank order.
         for rank in range(len(self.gates)):
             self.schedule.add(rank)
         self._hand_over()
@@ -145,6 +140,7 @@ class Baton:
         """Become the holder. Each rank thread begins with this after it was woken."""
         self._put_in_place(rank)
         self.holder = rank
+        # A world that ended meanwhile unwinds the rank here.
         self.check_alive()
 
     def advance(self) -> None:
@@ -176,6 +172,7 @@ class Baton:
         self.check_alive()
         if awaited.done:
             return
+        # Before the hand-over: whoever runs next may finish it.
         awaited.waiters.append(rank)
         self._waiting[rank] = (awaited, site)
         if timeout_seconds is not None:
@@ -190,6 +187,7 @@ class Baton:
         if awaited.done or self.failure is not None:
             return awaited.done
         turns = self.turns
+        # Still ready, but after the others, so that polling cannot starve them.
         self.schedule.defer(rank)
         self._waiting[rank] = (awaited, site)
         self._yield(rank)
@@ -258,6 +256,10 @@ class Baton:
             self.gates[rank].acquire()
         self.enter(rank)
 
+    # [Note: hand-over] Each rank thread sleeps on a lock of its own, its gate. A hand-over picks
+    # the next rank, opens its gate, and sleeps on the own gate. Between the last two steps both
+    # threads are awake for a moment, but the previous one no longer touches shared state. So `sim`
+    # needs no other lock anywhere.
     def _hand_over(self, rank: int = CALLER) -> bool:
         """Open the next rank's gate. Return True if it is `rank` itself, whose gate stays shut."""
         chosen = self._next_rank()
@@ -272,6 +274,7 @@ class Baton:
 
     def _next_rank(self) -> int | None:
         chosen = None
+        # Look for a rank to run, then for a time-out, then report the deadlock.
         if self.failure is None:
             try:
                 chosen = self.schedule.pick()
@@ -292,6 +295,7 @@ class Baton:
     def _time_out_first(self) -> int | None:
         """End the first time-out, and return the rank whose turn it is then."""
         rank, seconds = self._timeouts.pass_first()
+        # Described while this rank still counts as waiting.
         deadlock = self._deadlock()
         awaited, _ = self._waiting.pop(rank)
         awaited.waiters.remove(rank)
@@ -328,6 +332,7 @@ class Baton:
 def _as_failure(rank: int, error: BaseException) -> WorldFailure:
     if isinstance(error, WorldFailure):
         return error
+    # An uncaught time-out is the deadlock that it came from.
     if isinstance(error, TimedOut):
         return error.deadlock
     hide_simulator(error)

@@ -44,6 +44,7 @@ def _create_group(options: Any, backend_options: Any) -> SimProcessGroup:
             "backend 'sim' exists only inside a rank of zero_sim.World; "
             "expected to be called from a program that World.run runs"
         )
+    # Empty for the default group.
     ranks = list(options.global_ranks_in_group)
     return rank_state.make_group(options.group_id, ranks, options.group_rank)
 
@@ -69,6 +70,7 @@ def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
             _leave_groups()
             return original(*args, **kwargs)
         _check_device(asked.get("device_id"))
+        # Ignores address and ranks of the arguments, because the world exists already.
         rank_state.join()
         group = c10d._get_default_group()
         if isinstance(group, SimProcessGroup):
@@ -92,6 +94,7 @@ def _leave_groups() -> None:
 def _check_place(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
     for name, have in (("rank", group.rank()), ("world_size", group.size())):
         wanted = asked.get(name, -1)
+        # -1 is torch's default, to be read from the environment.
         if wanted not in (-1, None, have):
             raise ValueError(
                 f"init_process_group was given {name}={wanted} by a rank whose {name} is {have} "
@@ -125,6 +128,7 @@ def _answer_to(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
     backend = dist.Backend(str(name))
     # A backend per device kind looks like `cpu:gloo,cuda:nccl`.
     parts = [part.split(":")[-1] for part in backend.split(",")]
+    # The same check as torch's, because its own sees only `sim`.
     if unknown := [part for part in parts if part not in dist.Backend.backend_list]:
         raise ValueError(
             f"Invalid backend: {unknown[0]!r}; expected one of "

@@ -64,6 +64,7 @@ class SimCluster:
         self._check_own(rank, group, call.kind)
         # Other ranks' threads will read this memory; see `zero_sim.sim.streams`.
         finish_streams((*call.inputs, *call.outputs))
+        # Due writes of late operations come before the new call reads its inputs.
         self.run.baton.advance()
         due_faults = (
             self._due_faults(rank, group, group_rank, call) if self.run.injector.faults else ()
@@ -79,6 +80,7 @@ class SimCluster:
             self.run.log.refused = len(self.run.log.collectives) - 1
             raise error from None
         if due_faults:
+            # Only faults in data reach this point; crashes and stalls have happened.
             collective.add_faults(group_rank, due_faults)
         if group.strict:
             self._spoil_overwritten(call, group_rank=group_rank, group_size=len(group.ranks))
@@ -108,6 +110,7 @@ class SimCluster:
             UsageError: The calling thread is no rank.
         """
         try:
+            # A group object kept in a global may reach another rank's thread.
             caller = running_rank()
         except UsageError as error:
             # The program may swallow an error in its own thread, so the run remembers it.
@@ -136,6 +139,7 @@ class SimCluster:
                 raise InjectedCrash(f"crashed by plan {due.when}")
             if due.fault.kind == "stall":
                 due.fired("the rank never came to it")
+                # Never finished, so the run ends in a deadlock that names the plan.
                 stalled = StalledByPlan(due.when)
                 self.run.baton.wait_for(rank, stalled, site_of(call.file, call.line))
         if call.kind == SPARSE:
@@ -181,6 +185,7 @@ class SimCluster:
         self._check_own(rank, group, call.kind)
         finish_streams((*call.inputs, *call.outputs))
         self.run.baton.advance()
+        # World ranks, as in all messages to the user.
         whom = "any" if peer is None else str(group.ranks[peer])
         try:
             with aside(self.run.races):

@@ -1,17 +1,4 @@
-"""Device meshes with a key of the rank that made them. torch's private names stay in here.
-
-[Note: meshes of one rank]
-A process normally has one rank, so for torch two meshes of the same ranks are equal. DTensor keeps
-results for a mesh (how to redistribute, which shard is whose) in caches of the process, keyed by
-the mesh. Ranks of one process must not share these results. Nor must later programs, because the
-groups of an earlier program's meshes are gone. So each mesh gets a key of its rank and program. It
-replaces the thread id, which torch stores for its own tests with one thread per rank. When a
-program ends, cache entries of its meshes are dropped.
-
-The exception is a mesh of one dim over the default group of a world that stays open. The next
-program has the same group and needs the same results. The mesh's key belongs to the group, and its
-entries stay, because recomputing them takes two thirds of a short FSDP2 run.
-"""
+"""Device meshes with a key of the rank that made them. torch's private names stay in here."""
 
 from __future__ import annotations
 
@@ -29,6 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 _keys = itertools.count()
 
 
+# [Note: meshes of one rank] A process normally has one rank, so for torch two meshes of the same
+# ranks are equal. DTensor keeps results for a mesh (how to redistribute, which shard is whose) in
+# caches of the process, keyed by the mesh. Ranks of one process must not share these results. Nor
+# must later programs, because the groups of an earlier program's meshes are gone. So each mesh gets
+# a key of its rank and program. It replaces the thread id, which torch stores for its own tests
+# with one thread per rank. When a program ends, cache entries of its meshes are dropped.
+#
+# The exception is a mesh of one dim over the default group of a world that stays open. The next
+# program has the same group and needs the same results. The mesh's key belongs to the group, and
+# its entries stay, because recomputing them takes two thirds of a short FSDP2 run.
 class _Program(threading.local):
     """The running thread's program, if it is a rank."""
 
@@ -62,6 +59,7 @@ def end_group() -> None:
 
 def end_program() -> None:
     """Drop torch's cache entries for meshes of the calling rank's program."""
+    # Clearing affects all ranks, so it is skipped if nothing can be stale.
     if _program.has_meshes:
         _program.has_meshes = False
         _clear_caches()

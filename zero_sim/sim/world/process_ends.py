@@ -24,6 +24,7 @@ def end_forked(error: BaseException | None) -> NoReturn:
     """End a process that a rank forked, once the rank's program has ended in it."""
     if error is not None:
         traceback.print_exception(error)
+    # os._exit flushes nothing.
     sys.stdout.flush()
     sys.stderr.flush()
     _exit = _originals.get("_exit", os._exit)

@@ -34,6 +34,7 @@ def install(rank_of_thread: Callable[[], int | None]) -> None:
     def begin(name: str, *args: Any, **kwargs: Any) -> Any:
         rank = rank_of_thread()
         if rank is not None:
+            # Nested sessions of one rank are torch's own matter.
             if _user and _user[0] != rank:
                 raise UsageError(
                     f"expected one rank at a time to use torch's profiler, which a process has "
@@ -65,4 +66,5 @@ def end_program(rank: int) -> None:
     """End a session that a rank left open when its program ended."""
     if _user == [rank]:
         _user.clear()
+        # Another rank's session must not begin while this one is open.
         _originals[_ENDING]()

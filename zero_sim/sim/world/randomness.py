@@ -2,17 +2,6 @@
 
 A process has one of each. With the baton, the saved state of its new rank replaces the state of the
 previous one.
-
-[Note: raw words]
-Python's and numpy's generators are Mersenne Twisters of 624 words and a position, 2,500 bytes in
-memory. Their accessors box every word (10 to 70 us), far more than passing the baton costs. So the
-words are compared and copied as raw memory. numpy's accessor is only used if its words changed, to
-find out if a second normal deviate is kept. If an interpreter stores Python's words elsewhere,
-which is tested once at import, the accessors are always used.
-
-[Note: seeding in place]
-Making a generator of numpy or Python and reading its words takes thirty times as long as seeding
-the existing one. So an owner that has not drawn yet has a seed and no saved state.
 """
 
 from __future__ import annotations
@@ -105,6 +94,9 @@ class Randomness:
         else:
             ctypes.memmove(_numpy_address(), saved.numpy_words, _STATE_BYTES)
 
+    # [Note: seeding in place] Making a generator of numpy or Python and reading its words takes
+    # thirty times as long as seeding the existing one. So an owner that has not drawn yet has a
+    # seed and no saved state.
     def _seed_in_place(self, seed: int) -> _Saved:
         """Seed the process's generators. Return the parts of the state known without reading it."""
         torch.default_generator.manual_seed(seed)
@@ -116,6 +108,11 @@ class Randomness:
         return _Saved(None, b"", None, _numpy_words(), _NOTHING_KEPT, None)
 
 
+# [Note: raw words] Python's and numpy's generators are Mersenne Twisters of 624 words and a
+# position, 2,500 bytes in memory. Their accessors box every word (10 to 70 us), far more than
+# passing the baton costs. So the words are compared and copied as raw memory. numpy's accessor is
+# only used if its words changed, to find out if a second normal deviate is kept. If an interpreter
+# stores Python's words elsewhere, which is tested once at import, the accessors are always used.
 def _needs_accessor(saved: _Saved) -> bool:
     return not saved.numpy_words or bool(saved.numpy_state["has_gauss"])
 

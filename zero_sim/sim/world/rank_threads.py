@@ -1,10 +1,4 @@
-"""The running thread's rank, c10d world and starter, and forked processes.
-
-[Note: a forked process]
-A process that a rank forks contains only that rank's thread, so no other rank would ever answer it.
-It is no rank: its calls into the world are refused. When the rank's program ends in it, the process
-ends.
-"""
+"""The running thread's rank, c10d world and starter, and forked processes."""
 
 from __future__ import annotations
 
@@ -61,6 +55,7 @@ class RankC10dWorld:
 class RankState(threading.local):
     """The running thread's rank, if it is one."""
 
+    # Class attributes are the defaults of threads without rank.
     rank: int | None = None
     leave: Callable[[int], None] | None = None
     """Ends the world, for a rank that calls os._exit with a status."""
@@ -95,6 +90,7 @@ class Starter:
 
 def starter() -> Starter | None:
     """Return the rank that started the running thread; None in a rank's own thread."""
+    # Rank threads are started by the world and have no starter.
     if rank_state.rank is not None:
         return None
     return getattr(threading.current_thread(), _STARTER, None)
@@ -110,6 +106,7 @@ def start_thread(original: Callable[[threading.Thread], None]) -> Callable[..., 
     @functools.wraps(original)
     def start(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
         rank, world = rank_state.rank, rank_state.c10d_world
+        # A thread that a helper starts belongs to the helper's rank.
         by = starter() if rank is None or world is None else Starter(rank, world, rank_state.run)
         if by is not None:
             setattr(thread, _STARTER, by)
@@ -173,6 +170,7 @@ def check_not_forked() -> None:
     Raises:
         UsageError: It was, so its ranks are missing.
     """
+    # Checked at each call: a fork can happen at any time.
     if _forked_by is not None:
         raise UsageError(
             f"expected a rank, got a process that rank {_forked_by} forked (process "
@@ -182,8 +180,12 @@ def check_not_forked() -> None:
         )
 
 
+# [Note: a forked process] A process that a rank forks contains only that rank's thread, so no other
+# rank would ever answer it. It is no rank: its calls into the world are refused. When the rank's
+# program ends in it, the process ends.
 def _after_fork_in_child() -> None:
     global _forked_by
+    # A fork of a thread that is no rank needs nothing.
     if rank_state.rank is not None:
         _forked_by = rank_state.rank
         rank_state.forget()

@@ -62,6 +62,7 @@ class PausedClock:
         self._time = time
         self._rank = rank
         self._pause = pause
+        # One shared nullcontext for all watched blocks.
         self._watch = _WATCHED if watched else unwatched()
         self._on_error = on_error
 
@@ -78,6 +79,7 @@ class PausedClock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # In reverse order of `__enter__`.
         self._watch.__exit__(kind, error, trace)
         self._time.blocks[self._rank] -= self._pause
         self._set(self._before)
@@ -86,6 +88,7 @@ class PausedClock:
 
     def _set(self, paused: bool) -> None:
         (self._time.paused.add if paused else self._time.paused.discard)(self._rank)
+        # Counts as progress for the watch over stalled ranks.
         self._time.changes += 1
 
 
@@ -123,6 +126,7 @@ class Run:
     def fail(self, failure: WorldFailure) -> WorldFailure:
         """End the world. A contract violation gets the last calls of its ranks."""
         if isinstance(failure, ContractViolation):
+            # Once each, if both ranks are the same.
             failure.history = self.log.history(
                 tuple(dict.fromkeys((failure.other_rank, failure.rank)))
             )
@@ -137,6 +141,7 @@ class Run:
         if self.baton.failure is not None:
             return
         failure = None
+        # A missing wait first: it often explains an order, too.
         if self.log.unwaited:
             failure = never_waited([self.log.collectives[i] for i in sorted(self.log.unwaited)])
         # One group alone has one order, which each collective has checked.

@@ -58,6 +58,7 @@ class WorldSettings:
             UsageError: A value has the wrong type or is out of range.
         """
         check_settings(world_size, changes)
+        # After the check, so that a wrong type is an error instead of a conversion.
         plain = {
             name: _PLAIN[name](value) if name in _PLAIN else value
             for name, value in changes.items()
@@ -91,6 +92,7 @@ def check_settings(world_size: Any, settings: Mapping[str, Any]) -> None:
         if name not in _KINDS:
             raise UsageError(f"expected a setting of a world ({', '.join(_KINDS)}), got {name!r}")
         check_kind(name, value, _KINDS[name])
+        # Values after kinds: the comparisons need the right type.
         _check_value(name, value, world_size=operator.index(world_size))
 
 
@@ -136,6 +138,7 @@ def check_results(results: Sequence[Any]) -> None:
     Raises:
         UsageError: A rank returned a coroutine or a generator, whose body never ran.
     """
+    # A lambda that calls an async def function passes `check_program`, so results are checked too.
     kinds = [unrun_result(result) for result in results]
     for rank, kind in enumerate(kinds):
         if kind is not None:

@@ -2,12 +2,6 @@
 
 In a rank, each place first waits for the future's works, as a rank waits: other ranks run
 meanwhile.
-
-[Note: plain futures]
-A program can make its own future and complete it in a callback of a work's future. Then a wait for
-the plain future is a wait for that work, but the work is unknown. So it counts as a wait for all
-works whose callbacks have run. While the future is not done, other works with callbacks are waited
-for too.
 """
 
 from __future__ import annotations
@@ -44,6 +38,10 @@ def _works_with_callbacks() -> Mapping[SimWork, None]:
     return run.buffers[rank].works_with_callbacks
 
 
+# [Note: plain futures] A program can make its own future and complete it in a callback of a work's
+# future. Then a wait for the plain future is a wait for that work, but the work is unknown. So it
+# counts as a wait for all works whose callbacks have run. While the future is not done, other works
+# with callbacks are waited for too.
 def _wait_for_callbacks(future: torch._C.Future) -> None:
     """Wait for the works that a future may depend on; see [Note: plain futures]."""
     works = _works_with_callbacks()

@@ -205,6 +205,7 @@ class World:
             raise UsageError("expected World.run to be called outside of a rank, got a rank's call")
         check_program(program)
         self._run = self._cluster.run = self._new_run(EventLog() if log is None else log)
+        # Each program finds the world as new.
         self._store.clear()
         self._torch_stores.begin()
         # Names of other groups depend on the program, so only the default group outlives it.
@@ -227,6 +228,7 @@ class World:
             self._run.injector.close()
         self._baton.restore_caller()
         results, self._program, self._results = self._results, None, []
+        # Before the failures: a body that never ran explains them.
         check_results(results)
         self._run.check_threads()
         if self.settings.strict:
@@ -385,6 +387,7 @@ class World:
         except BaseException as raised:  # noqa: BLE001  Any exception is a result of the run.
             error = self._translated(rank, raised)
         finally:
+            # In a forked child, the program's return must not continue the parent's run.
             if is_forked():
                 process_ends.end_forked(error)
             baton.end_rank(rank, error)
@@ -419,6 +422,7 @@ class World:
         default = name == DEFAULT_GROUP and not ranks
         rank = group_rank if default else ranks[group_rank]
         generation = self._run.group_registry.generation(rank)
+        # A new generation may use the same name for other ranks.
         key = f"{name}@{generation}" if generation else name
         group = self._groups.get(key)
         if group is None:
@@ -493,6 +497,7 @@ class World:
             # A thread that was only woken sees the end of the world itself.
             if baton.is_held:
                 thread = self._threads[baton.holder]
+                # Raises RankEnded in the rank's thread, as soon as it executes Python code.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(thread.ident or 0), ctypes.py_object(RankEnded)
                 )
@@ -522,6 +527,7 @@ def _foreign_group_in(error: BaseException, rank: int) -> SimProcessGroup | None
     """Return the other rank's group on which torch raised an error, or None."""
     traceback = error.__traceback__
     while traceback is not None:
+        # torch's functions name their argument `group`.
         group = traceback.tb_frame.f_locals.get("group")
         if isinstance(group, SimProcessGroup) and group.owner != rank:
             return group
