@@ -255,7 +255,7 @@ class LentMemory:
     operation: str
     """The operation in flight, as in `all_gather #3 of group world`."""
     site: str
-    """Where it was issued, `file:line`."""
+    """Call site of the issue, `file:line`."""
     dtype: str
     shape: tuple[int, ...]
 

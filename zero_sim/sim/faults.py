@@ -1,4 +1,4 @@
-"""Planned faults: what goes wrong in a world on request.
+"""Planned faults: failures that a world injects on request.
 
 A plan is a list of `Fault`s. Each names a rank and one of its collectives, given or drawn from the
 seed. So a run with faults is a function of (program, schedule, seed, plan), like any other. An
@@ -53,7 +53,7 @@ class Fault:
     at: Literal["call", "random"] = "call"
     """`call`: at exactly `call`. `random`: drawn from the world's seed."""
     call_stop: int | None = None
-    """With `at = "random"`, one past the last index that may be drawn."""
+    """One past the last index that may be drawn, with `at = "random"`."""
     collective: str | None = None
     """Count only calls of this kind, as named in the log; None for all kinds."""
     side: Literal["send", "receive"] = "send"

@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zero_sim.sim.callsite import site_of
 
 Role = Literal["input", "output"]
-"""In flight, the program may read an input, but not write it. An output allows neither."""
+"""Use by the operation. In flight, the program may read an input, but not write it. An output
+allows neither."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -69,7 +69,7 @@ class RandomSchedule:
     """Uniform choice among ready ranks, drawn from the seed."""
 
     def __init__(self, seed: int) -> None:
-        # A list: its order is part of what the seed reproduces.
+        # A list, because the seed must also reproduce its order.
         self._ready: list[int] = []
         self._random = random.Random(seed)
 

@@ -231,7 +231,7 @@ class SimProcessGroup(ProcessGroup):
         outputs: Sequence[Tensor],
         **parts: Any,
     ) -> Work:
-        # The site of the program, not of torch's wrapper, is what errors show.
+        # Errors show the program's call site, not that of torch's wrapper.
         file, line = call_site()
         call = Call(
             kind=kind,

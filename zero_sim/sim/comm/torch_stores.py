@@ -382,7 +382,7 @@ def _connect(ranks: Ranks, store: TCPStore, *args: Any, **kwargs: Any) -> None:
     host, port = given.arguments["host_name"], given.arguments["port"]
     timeout, is_master = given.arguments["timeout"], given.arguments["is_master"]
     waits, count = ranks.stores, given.arguments["world_size"]
-    # Port 0 lets the host choose a port, so nobody listens yet.
+    # Port 0 lets the host choose a port, so there is no listener yet.
     if port and not _is_listening(port):
         if waits is not None and not is_master:
             _await_master(waits, host, port, timeout)

@@ -49,7 +49,7 @@ def find_inversion(records: Sequence[CollectiveRecord]) -> tuple[_Hop, ...]:
     chains: dict[int, list[CollectiveRecord]] = defaultdict(list)
     groups = set()
     for record in records:
-        # Groups of one rank wait for nobody, and messages are matched by tag instead of order.
+        # Groups of one rank have no waits, and messages are matched by tag instead of order.
         if len(record.group_ranks) > 1 and record.kind not in _MESSAGES:
             chains[record.rank].append(record)
             groups.add(record.group)

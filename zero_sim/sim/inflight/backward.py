@@ -67,12 +67,12 @@ def stop_listening() -> None:
             Variable._execution_engine = _originals.pop()
 
 
-# [Note: what a backward leaves behind] If a node raises, ready nodes stay in a queue of the thread
-# with all their saved tensors. The thread's next backward drops them. Without one, they live until
-# the thread's C++ locals are destroyed, after Python has joined the thread. Their hooks then need
-# the interpreter, so if it is being finalized, the process aborts.
+# [Note: leftovers of a backward] If a node raises, ready nodes stay in a queue of the thread with
+# all their saved tensors. The thread's next backward drops them. Without one, they live until the
+# thread's C++ locals are destroyed, after Python has joined the thread. Their hooks then need the
+# interpreter, so if it is being finalized, the process aborts.
 def drop_unfinished() -> None:
-    """Drop what a backward left in the thread; see [Note: what a backward leaves behind]."""
+    """Drop what a backward left in the thread; see [Note: leftovers of a backward]."""
     # Skip threads without nodes, which ran no backward: a first backward takes ten times as long.
     if not torch.autograd._get_sequence_nr():
         return

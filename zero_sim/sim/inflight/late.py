@@ -338,7 +338,7 @@ class Late:
         if op.written or op.landed:
             return
         with _EndingTheWorld(self._turns, op.rank):
-            # Before our write hides what the program did to the memory.
+            # Before our write hides changes by the program.
             op.snapshots.check_inputs()
             op.snapshots.check_outputs()
             op.snapshots.write()

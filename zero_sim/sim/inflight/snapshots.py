@@ -75,8 +75,8 @@ def _in_place(call: Call, group_rank: int) -> bool:
     return written_tensors(call, group_rank=group_rank) is call.inputs
 
 
-# [Note: what memory must hold] An input that shares no memory with an output keeps the content of
-# its copy. An output holds poison until it is written, then the result. An input that overlaps an
+# [Note: expected content] An input that shares no memory with an output keeps the content of its
+# copy. An output holds poison until it is written, then the result. An input that overlaps an
 # output holds neither, so it is copied again after each of our writes.
 class BufferSnapshots:
     """Lent memory of one rank's side of one operation.
@@ -127,7 +127,7 @@ class BufferSnapshots:
             any(shared_elems(buffer.tensor, output.tensor) for output in self._outputs)
             for buffer in self._inputs
         ]
-        # Images: expected content of each input, see [Note: what memory must hold].
+        # Images: expected content of each input, see [Note: expected content].
         copies = [copy for copy in self.copied.inputs if copy.numel()]
         self._images = copies[: len(self._inputs)]
         self._written = False

@@ -113,7 +113,7 @@ _OVERWRITING = frozenset(
         "zero",
     )
 )
-"""In-place operations that write all or a part without reading it. All others read first."""
+"""Operations in place that write all or a part without reading it. All others read first."""
 
 _UNDECLARED: dict[str, dict[str, Effect]] = {
     "aten::native_batch_norm": {"running_mean": "statistics", "running_var": "statistics"},

@@ -141,7 +141,7 @@ class SimWork(Work):
             file, line = call_site()
             if baton.poll(self._rank, op.awaited, site_of(file, line)):
                 continue
-            # Under late timings nobody else may perform it, and the program may poll in a loop.
+            # With late timings, a program that polls in a loop may be the only one to perform it.
             op.poll()
             if not op.awaited.done:
                 return False
@@ -153,7 +153,7 @@ class SimWork(Work):
         self._baton.log.unwaited.update(self._unwaited)
 
     def __del__(self) -> None:
-        # torch drops some works whose results nobody can read. Programs cannot change that.
+        # torch drops some works whose results cannot be read. Programs cannot change that.
         if self._unwaited and self.is_of_torch and not self._is_result_held():
             self._mark_waited()
 

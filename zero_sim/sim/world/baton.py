@@ -172,7 +172,7 @@ class Baton:
         self.check_alive()
         if awaited.done:
             return
-        # Before the hand-over: whoever runs next may finish it.
+        # Before the hand-over, because the next rank may finish it.
         awaited.waiters.append(rank)
         self._waiting[rank] = (awaited, site)
         if timeout_seconds is not None:

@@ -337,7 +337,7 @@ class ProcessState:
             value = values[index] if index < len(values) else _AS_AT_BEGINNING
             setattr(place, key, self._beginnings[index] if value is _AS_AT_BEGINNING else value)
         if warnings.filters is not filters:
-            # Otherwise Python would use what it cached for the other rank's filters.
+            # Otherwise Python would use its cache for the other rank's filters.
             _forget_warnings_given()
 
     def _look_for_names(self, *, at_start: bool) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _STARTER = "_zero_sim_started_by"
 
 _forked_by: int | None = None
-"""In a process that a rank forked, that rank; otherwise None."""
+"""The rank that forked this process; None if no rank did."""
 
 
 class RankC10dWorld:

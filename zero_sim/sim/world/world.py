@@ -485,8 +485,8 @@ class World:
             try:
                 self._interrupt(WorldFailure("interrupted from outside"))
             except WorldFailure:
-                # The rank could not be ended and the world is lost, but the caller asked for the
-                # interrupt.
+                # The rank could not be ended and the world is lost, but the caller's interrupt
+                # matters more.
                 raise interrupt from None
             raise
 
