@@ -198,7 +198,7 @@ def check_gathered_coalesced(
 
     Raises:
         BadArgument: A list has a wrong length, or an output differs from its input in size or
-        dtype.
+            dtype.
     """
     check_some(kind, inputs)
     if len(rows) != size:

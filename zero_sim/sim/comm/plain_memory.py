@@ -18,7 +18,7 @@ _PLAIN = (Tensor, Parameter)
 
 # [Note: memory alone] On a device, a collective writes memory and neither sees nor disturbs
 # autograd. So it gets tensors on the same memory that are no views, require no gradient and have
-# version counters of their own. Inference tensors stay in inference mode.
+# version counters of their own. Inference tensors are written in inference mode.
 def memory_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the tensors as plain memory, sparse ones unchanged; see [Note: memory alone]."""
     return [tensor if tensor.is_sparse else tensor.data for tensor in tensors]

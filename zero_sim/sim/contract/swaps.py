@@ -55,7 +55,7 @@ class SwapWatch:
 
         Raises:
             ContractViolation: Two ranks exchanged two parts between this collective and an earlier
-            one.
+                one.
         """
         # Entry by entry: `tensors` has one tensor of each member.
         sites = tuple([(call.file, call.line) for call in calls])

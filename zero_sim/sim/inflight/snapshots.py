@@ -92,8 +92,7 @@ class BufferSnapshots:
 
     Raises:
         InFlightRace: An earlier operation of the rank still writes memory of this one, or still
-        reads
-            memory that this one writes.
+            reads memory that this one writes.
     """
 
     def __init__(

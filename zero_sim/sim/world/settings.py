@@ -33,7 +33,8 @@ class WorldSettings:
     """Settings of a world's next run. `zero_sim.sim.World` documents them.
 
     Example:
-        >>> WorldSettings().changed(4, seed=1, order="ring").order 'ring'
+        >>> WorldSettings().changed(4, seed=1, order="ring").order
+        'ring'
     """
 
     order: str = "linear"

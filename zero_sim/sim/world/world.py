@@ -192,12 +192,13 @@ class World:
             RankFailed: A rank raised; has its traceback.
             Deadlock: No rank could run; lists all waits and the ranks that never came.
             ContractViolation: Two ranks' calls conflict, or one is wrong by itself; see its
-            `aspect`. DataRace: With `races`, a rank touched memory in flight; names line and
-            elements. RankStalled: A rank kept running without a call of torch.distributed.
+                `aspect`.
+            DataRace: With `races`, a rank touched memory in flight; names line and elements.
+            RankStalled: A rank kept running without a call of torch.distributed.
             InFlightRace: With `lazy` or `hostile` timing, a rank touched memory in flight.
-            ScheduleDiverged: The run differs from the recorded one. UsageError: The world is
-            closed, or a rank called this. Or the program is, or returned the
-                result of, an `async def` or generator function, so its body never ran.
+            ScheduleDiverged: The run differs from the recorded one.
+            UsageError: The world is closed, or a rank called this. Or the program is, or returned
+                the result of, an `async def` or generator function, so its body never ran.
         """
         if self._closed:
             raise UsageError("expected an open world, got a closed one. Make a new World.")
