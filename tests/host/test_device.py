@@ -61,7 +61,7 @@ def test_workspaces_are_counted():
 def test_ranks_that_do_not_fit_are_refused_with_the_numbers():
     with pytest.raises(EnvironmentProblem, match=r"3,200 MiB of 1,000 MiB free.*CONFIG=:16:8"):
         workspaces_in_words(":4096:8", rank_threads=100, free_bytes=1000 * MIB)
-    with pytest.raises(EnvironmentProblem, match="Use fewer ranks"):
+    with pytest.raises(EnvironmentProblem, match="Try fewer ranks"):
         workspaces_in_words(":16:8", rank_threads=100, free_bytes=MIB)
     assert "12 MiB" in workspaces_in_words(":16:8", rank_threads=100, free_bytes=1000 * MIB)
 
