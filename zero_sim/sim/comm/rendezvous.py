@@ -117,8 +117,7 @@ class Collective:
         for other, first in enumerate(self.calls):
             earlier = self.signatures[other]
             if first is not None and earlier is not None:
-                # Equal signatures are the common case; see `contract.fitting`, [Note: one
-                # comparison].
+                # Equal signatures are the common case; see [Note: one comparison] in `fitting`.
                 if earlier.alike != signature.alike:
                     fitting.check_pair(
                         first,

@@ -335,7 +335,7 @@ def _barrier(
 ) -> None:
     # torch's own keys: a TCPStore counts in the key itself, other stores in keys below it.
     counter = key if isinstance(_innermost(store), TCPStore) else f"{key}/num_members"
-    # Without the wait that torch's own barrier would do in C++.
+    # In place of torch's own barrier, which would wait in C++.
     _ask("add", store, counter, 1)
     if counter != key and int(_ask("get", store, counter)) >= world_size:
         _ask("set", store, f"{key}/last_member", "1")

@@ -45,9 +45,9 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-# [Note: no shapes] NCCL moves memory and knows no shapes. So if two ranks see the same bytes as (2,
-# 3) and as (3, 2), they map them to different elements. A rank that sees them as (6,) only keeps
-# them flat.
+# [Note: no shapes] NCCL moves memory and knows no shapes. So if two ranks see the same bytes in
+# shapes (2, 3) and (3, 2), they map them to different elements. A rank that sees shape (6,) only
+# keeps them flat.
 def misread(a: Tensor, b: Tensor) -> Literal["shape", "memory-format"] | None:
     """Return the difference that matters if two tensors' memory is read as each other's.
 

@@ -257,9 +257,9 @@ class Baton:
         self.enter(rank)
 
     # [Note: hand-over] Each rank thread sleeps on a lock of its own, its gate. A hand-over picks
-    # the next rank, opens its gate, and sleeps on the own gate. Between the last two steps both
-    # threads are awake for a moment, but the previous one no longer touches shared state. So `sim`
-    # needs no other lock anywhere.
+    # the next rank, opens its gate, and sleeps on its own. Between the last two steps both threads
+    # are awake for a moment, but the previous one no longer touches shared state. So `sim` needs no
+    # other lock anywhere.
     def _hand_over(self, rank: int = CALLER) -> bool:
         """Open the next rank's gate. Return True if it is `rank` itself, whose gate stays shut."""
         chosen = self._next_rank()

@@ -110,13 +110,13 @@ class SimCluster:
             UsageError: The calling thread is no rank.
         """
         try:
-            # A group object kept in a global may reach another rank's thread.
             caller = running_rank()
         except UsageError as error:
             # The program may swallow an error in its own thread, so the run remembers it.
             if (by := starter()) is not None and by.run is self.run:
                 self.run.refuse(by.rank, error)
             raise
+        # A group object kept in a global may reach another rank's thread.
         if caller != rank:
             raise self.run.fail(foreign_group(caller, rank, group.label, f"{kind} at {here()}"))
 
