@@ -1,4 +1,4 @@
-"""One rank's side of a collective, as every corner of the simulated cluster knows it."""
+"""One rank's side of a collective, as the whole simulated cluster passes it on."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from torch.distributed import ReduceOp
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
-    """One rank's side of one collective, as torch.distributed handed it over; nobody changes it.
+    """One rank's side of one collective, with the arguments of torch.distributed. Never changed.
 
-    What the lists hold depends on the kind: for a coalesced form entry `i` of `inputs` and
-    `outputs` belongs to the i-th collective; for list forms see the function of the kind.
+    The layout of the lists depends on the kind. In a coalesced call, entry `i` of `inputs` and
+    `outputs` belongs to the i-th collective; for list forms, see the kind's function in
+    `zero_sim.sim.comm.collectives`.
     """
+
+    # Compared by identity (`eq=False`): == on tensors is elementwise.
 
     kind: str
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor] = ()
     reduce_op: ReduceOp.RedOpType | None = None
     factor: float | Tensor | None = None
-    """What PREMUL_SUM multiplies this rank's contribution by."""
+    """Factor that PREMUL_SUM multiplies this rank's contribution by."""
     root: int = 0
     input_splits: Sequence[int] = ()
     output_splits: Sequence[int] = ()
     file: str = ""
+    # Call site in the program.
     line: int = 0
     timeout_seconds: float | None = None
-    """How long a wait for it may take, in simulated time."""
+    """Longest wait for the call, in seconds of simulated time. None for no limit."""
 
 
 KINDS = (
@@ -47,7 +51,7 @@ KINDS = (
     "all_to_all",
     "barrier",
 )
-"""All kinds of collectives; what each does is in `zero_sim.sim.comm.collectives`."""
+"""All kinds of collectives; `zero_sim.sim.comm.collectives` defines each."""
 
 REDUCE_OPS = (
     ReduceOp.SUM,
@@ -60,10 +64,10 @@ REDUCE_OPS = (
     ReduceOp.BOR,
     ReduceOp.BXOR,
 )
-"""The operations that a reduction may name."""
+"""Operations that a reduction can use."""
 
 SPARSE = "all_reduce_sparse"
-"""The kind whose tensors are sparse: they have no memory of a fixed size that could be lent."""
+"""Kind with sparse tensors, which have no memory of fixed size to lend."""
 
 IN_PLACE = ("all_reduce", "reduce", "broadcast", SPARSE)
-"""Kinds that write what they read, so that `outputs` is empty."""
+"""Kinds that write their inputs, so `outputs` is empty."""

@@ -1,7 +1,8 @@
-"""The call site of a collective: the innermost frame of no library that all programs share.
+"""The call site of a collective: the innermost frame that belongs to the program.
 
-Those are torch, Python's own modules, `typing_extensions`, which torch wraps deprecated names with,
-and the simulator. So the site does not depend on how a version of torch wraps its functions.
+Frames of torch, Python's own modules, `typing_extensions` (torch wraps deprecated names with it)
+and the simulator are skipped. So the site does not depend on how a version of torch wraps its
+functions.
 """
 
 from __future__ import annotations
@@ -20,25 +21,28 @@ import torch
 
 _HERE = join(dirname(__file__), "")
 _OURS = (_HERE, *(join(dirname(dirname(__file__)), room, "") for room in ("script", "against")))
-"""The simulator, and what runs and observes a script in it."""
+"""Folders of the simulator and of the code that runs and observes scripts in it."""
 _TORCH = join(dirname(torch.__file__), "")
 _STDLIB = join(sysconfig.get_path("stdlib"), "")
 _INSTALLED = tuple(join(_STDLIB, each, "") for each in ("site-packages", "dist-packages"))
-"""What others wrote may lie below Python's own modules."""
+"""Folders of installed packages. They may lie below Python's own modules, but count as program."""
+# Modules outside torch that wrap its functions, by file name.
 _WRAPPERS = frozenset({"typing_extensions.py"})
 _THREADS = threading.__file__
+# Cache by code object: a site is looked up for every call of every rank.
 _inside: dict[CodeType, bool] = {}
 
 
 def _is_inside(code: CodeType) -> bool:
     name = code.co_filename
+    # `<` begins the names of generated code, such as `<string>` or `<frozen runpy>`.
     if name.startswith((*_OURS, _TORCH, "<")) or basename(name) in _WRAPPERS:
         return True
     return name.startswith(_STDLIB) and not name.startswith(_INSTALLED)
 
 
 def call_site() -> tuple[str, int]:
-    """File and line of the program's own call; `("", 0)` where every frame is library code."""
+    """Return file and line of the program's own call; `("", 0)` if every frame is library code."""
     frame = sys._getframe(1)
     unnamed = "", 0
     while frame is not None:
@@ -49,7 +53,8 @@ def call_site() -> tuple[str, int]:
         if not inside:
             return code.co_filename, frame.f_lineno
         if not unnamed[0] and frame.f_globals.get("__name__") == "__main__":
-            unnamed = code.co_filename, frame.f_lineno  # A program without a file, as in `-c`.
+            # A program without a file, as with `python -c`.
+            unnamed = code.co_filename, frame.f_lineno
         frame = frame.f_back
     return unnamed
 
@@ -59,16 +64,16 @@ _FACES = (
     join(_TORCH, "distributed", "c10d_"),
     join(_TORCH, "overrides.py"),
 )
-"""Where torch's functions for programs stand, and what wraps them."""
+"""Prefixes of torch's public functions and of the code that wraps them."""
 
 
 def is_of_torch() -> bool:
-    """Whether the running call was made by torch's own code, and not by a program through it."""
+    """Return True if torch's own code made the running call, not a program through torch."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
-        # A mode, anybody's, that c10d's functions go through hands on what others call.
+        # A `TorchFunctionMode` passes on calls of c10d's functions, so it is not the caller.
         is_between = code.co_name == "__torch_function__" or basename(name) in _WRAPPERS
         if not (is_between or name.startswith((_HERE, "<", *_FACES))):
             return name.startswith(_TORCH)
@@ -77,17 +82,17 @@ def is_of_torch() -> bool:
 
 
 def here() -> str:
-    """The call site as people read it."""
+    """Return the call site as `file:line`."""
     return site_of(*call_site())
 
 
 def site_of(file: str, line: int) -> str:
-    """`file:line`, the file relative to the working directory where it lies under it."""
+    """Return `file:line`, with the file relative to the working directory if it is below it."""
     return f"{shown_file(file)}:{line}"
 
 
 def shown_file(file: str) -> str:
-    """A file as people read it: relative to the working directory where it lies under it."""
+    """Return a file's path, relative to the working directory if it is below it."""
     try:
         folder = join(os.getcwd(), "")
     except OSError:
@@ -96,36 +101,40 @@ def shown_file(file: str) -> str:
 
 
 def shown_stack(frame: FrameType | None = None) -> str:
-    """The way from the program of a rank to a frame, without what led to it and the simulator.
+    """Format the stack of a rank from its program to a frame, without frames of the simulator.
 
     Args:
-        frame: Where a rank is; the caller's where left out.
+        frame: Innermost frame; the caller's by default.
     """
     frames = traceback.extract_stack(frame or sys._getframe(1))
-    # A thread begins in Python's own module and in the simulator.
+    # Drop the start of the thread first, because Python's `threading` is no program either; a frame
+    # of `threading` further in belongs to the program.
     led = itertools.dropwhile(lambda each: each.filename.startswith((*_OURS, _THREADS)), frames)
     shown = [each for each in led if not each.filename.startswith(_OURS)]
+    # A stack of the simulator alone is better than none.
     return "".join(traceback.format_list(shown or frames))
 
 
 def raising_site(error: BaseException) -> tuple[str, int]:
-    """File and line of the program's own call that raised `error`; as `call_site` otherwise."""
+    """Return file and line of the program's call that raised `error`, as `call_site` does."""
     site, entry = ("", 0), error.__traceback__
     while entry is not None:
         code = entry.tb_frame.f_code
         if not _is_inside(code):
+            # Overwritten by inner frames: a traceback begins with the outermost.
             site = code.co_filename, entry.tb_lineno
         entry = entry.tb_next
     return site
 
 
 def program_traceback(error: BaseException) -> TracebackType | None:
-    """The traceback of an error with the frames of the program alone."""
+    """Return the traceback of an error with the program's frames only."""
     return _kept(error.__traceback__, inside=_is_inside)
 
 
 def hide_simulator(error: BaseException) -> None:
-    """Take the simulator's own frames out of the tracebacks of an error and of what led to it."""
+    """Remove the simulator's frames from the tracebacks of an error and of its causes."""
+    # Causes and contexts can form a circle, hence `seen`.
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -147,6 +156,7 @@ def _kept(
         if not inside(entry.tb_frame.f_code):
             frames.append(entry)
         entry = entry.tb_next
+    # Tracebacks are linked from outermost to innermost, so the copy is built from the inside.
     kept = None
     for each in reversed(frames):
         kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)

@@ -1,10 +1,4 @@
-"""Questions to torch's dispatcher; torch's private names for it live here.
-
-[Note: CommDebugMode]
-It counts collectives by the operators that they are to the dispatcher. Functional collectives pass
-it as operators anywhere. Those of `torch.distributed` become operators only in a process group's
-C++, which a simulated group has none of; so it is told of them.
-"""
+"""Access to torch's dispatcher. Its private names are used only here."""
 
 from __future__ import annotations
 
@@ -33,50 +27,53 @@ _OPERATORS = {
     "all_to_all": ("alltoall_base_", "alltoall_base_"),
     "all_to_all_list": ("alltoall_", "alltoall_"),
 }
-"""Operators of torch's library `c10d` for each kind of call: of one tensor, and coalesced."""
+"""Operators in torch's library `c10d` by kind of call: for one tensor, and coalesced."""
 
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 def push_mode(mode: TorchDispatchMode) -> None:
-    """Let a mode see every tensor operation of this thread, before those that were there."""
+    """Push a mode that sees this thread's tensor operations before all modes on the stack."""
     torch._C._push_on_torch_dispatch_stack(mode)
 
 
 def pop_mode() -> None:
-    """Take the mode off that was pushed last."""
+    """Pop the mode that was pushed last."""
     torch._C._pop_torch_dispatch_stack(None)
 
 
 def top_mode() -> object:
-    """The mode that sees an operation first, or None."""
+    """Return the mode that sees an operation first, or None."""
     count = torch._C._len_torch_dispatch_stack()
     return torch._C._get_dispatch_stack_at(count - 1) if count else None
 
 
 def modes_on_stack() -> list[Any]:
-    """The modes that see the operations of this thread, the first to see one last."""
+    """Return the modes on this thread's stack; the last one sees an operation first."""
     count = torch._C._len_torch_dispatch_stack()
     return [torch._C._get_dispatch_stack_at(place) for place in range(count)]
 
 
 def is_on_stack(mode: TorchDispatchMode) -> bool:
-    """Whether a mode sees the operations of this thread; not while it handles one itself."""
+    """Return True if a mode is on this thread's stack; False while it handles an operation."""
+    # By identity: modes may define ==.
     return any(each is mode for each in modes_on_stack())
 
 
 def push_mode_lowest(mode: TorchDispatchMode) -> None:
-    """Let a mode see every tensor operation of this thread, after those that were there."""
+    """Push a mode that sees this thread's tensor operations after all modes on the stack."""
     above = []
-    # Modes of torch's own have places below all others, and are not reached by a plain push.
+    # Torch's own modes have fixed places below all others, which a plain push does not reach.
     while (top := top_mode()) is not None and getattr(top, "_mode_key", None) is None:
         above.append(torch._C._pop_torch_dispatch_stack(None))
+    # The new mode first, then the others in their old order.
     for each in (mode, *reversed(above)):
         torch._C._push_on_torch_dispatch_stack(each)
 
 
 def remove_mode(mode: TorchDispatchMode) -> None:
-    """Take a mode off the stack, wherever it is in it."""
+    """Remove a mode from any place of the stack."""
+    # A stack can only be popped, so the modes above are pushed again in their order.
     above = []
     while is_on_stack(mode):
         popped = torch._C._pop_torch_dispatch_stack(None)
@@ -87,38 +84,40 @@ def remove_mode(mode: TorchDispatchMode) -> None:
 
 
 def autograd_node() -> str:
-    """Name of the autograd node that this thread runs or whose hook it runs; empty for none."""
+    """Return the name of the autograd node or hook that this thread runs; empty if none."""
     node = torch._C._current_autograd_node()
     return "" if node is None else node.name().removeprefix("torch::autograd::")
 
 
 def schema_of(operation: Any) -> Any:
-    """The schema of an operation as a mode gets it; None for a higher-order operator."""
+    """Return the schema of a mode's operation; None for a higher-order operator."""
     return operation._schema if isinstance(operation, torch._ops.OpOverload) else None
 
 
 def name_of(operation: Any) -> str:
-    """An operation's name, such as `aten::add_`."""
+    """Return an operation's name, such as `aten::add_`."""
     return operation._schema.name
 
 
 def has_own_dispatch(tensor_class: type[torch.Tensor]) -> bool:
-    """Whether a class of tensors runs its operations itself; Tensor and Parameter do not."""
+    """Return True if a tensor class runs its operations itself; False for Tensor and Parameter."""
     return tensor_class.__torch_dispatch__ is not _PLAIN_DISPATCH
 
 
 def is_fake(tensor_class: type[torch.Tensor]) -> bool:
-    """Whether it is a class of tensors without memory, with which torch works out shapes.
+    """Return True for tensors without memory, which torch uses to infer shapes.
 
-    While its own mode is at work it leaves operations to whoever called it, and must be obeyed.
+    While FakeTensorMode is active, the class returns NotImplemented so that the mode takes over. A
+    caller must respect that.
     """
     return issubclass(tensor_class, FakeTensor)
 
 
 class _Issued:
-    """An operator that has been carried out elsewhere."""
+    """An operator that was carried out elsewhere, in the form that CommDebugMode counts."""
 
     def __init__(self, name: str) -> None:
+        # CommDebugMode looks up this attribute in its own table of collectives.
         self._overloadpacket = getattr(torch.ops.c10d, name)
         self.__name__ = f"{name}.default"
 
@@ -129,13 +128,20 @@ class _Issued:
         return f"c10d.{self.__name__}"
 
 
+# [Note: CommDebugMode] CommDebugMode counts collectives by their operators in the dispatcher.
+# Functional collectives always reach the dispatcher. Those of `torch.distributed` become operators
+# only in the C++ of a process group. A simulated group has no C++, so it reports its calls to the
+# mode.
 def tell_modes(kind: str, *, coalesced: bool) -> None:
-    """Let each CommDebugMode that the calling rank has entered count a call; see the note above.
+    """Count a call in each CommDebugMode that the calling rank has entered.
+
+    See [Note: CommDebugMode].
 
     Args:
         kind: The call's kind.
-        coalesced: Whether it has several tensors.
+        coalesced: True if the call has several tensors.
     """
+    # Looked up, not imported: if the program has not imported the mode, none can be active.
     module = sys.modules.get(_COMM_DEBUG_MODE)
     if module is None or kind not in _OPERATORS:
         return

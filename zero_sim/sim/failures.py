@@ -1,4 +1,4 @@
-"""Failures that end a run of the simulated world, each naming the culprit."""
+"""Failures that end a run of the simulated world. Each identifies the culprit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_sim.sim.in_flight_buffers import InFlightBuffer
 
 
 class WorldFailure(ZeroSimError):
-    """The program that ran on the world did something wrong; root of the classes below."""
+    """An error of the program that ran on the world; root of the classes below."""
 
 
 class RankFailed(WorldFailure):
@@ -19,7 +19,7 @@ class RankFailed(WorldFailure):
 
     Args:
         rank: World rank.
-        error: Exception of the rank; also the `__cause__`, in a copy from another process too.
+        error: Exception of the rank. Also the `__cause__`, even in a copy from another process.
         traceback_text: Traceback of `error` as text.
     """
 
@@ -28,9 +28,11 @@ class RankFailed(WorldFailure):
         self.error = error
         self.traceback_text = traceback_text
         super().__init__(f"rank {rank} raised {type(error).__name__}: {error}")
+        # Python then prints the rank's own traceback before ours.
         self.__cause__ = error
 
     def __setstate__(self, state: dict[str, Any] | None) -> None:
+        # Pickling drops `__cause__`.
         super().__setstate__(state)
         self.__cause__ = self.error
 
@@ -41,14 +43,14 @@ class RankFailed(WorldFailure):
 
 
 class BadArgument(UsageError, RuntimeError):
-    """One rank called a collective with arguments that gloo refuses by themselves.
+    """A call whose arguments gloo refuses without looking at other ranks.
 
-    It is raised in that rank alone and ends nothing: as with gloo, a program may catch it.
+    Raised in the calling rank only. The world goes on: as with gloo, a program may catch it.
 
     Args:
-        kind: The method that was called.
-        complaint: What is wrong, in gloo's words.
-        hint: What was expected, and what to try.
+        kind: The called method.
+        complaint: The error, in gloo's words.
+        hint: The expected arguments and a remedy.
     """
 
     def __init__(self, kind: str, complaint: str, hint: str) -> None:
@@ -58,34 +60,35 @@ class BadArgument(UsageError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """What one rank was doing when no rank could run."""
+    """State of one rank at the moment when no rank could run."""
 
     rank: int
     doing: str
-    """`returned`, or what it waits for."""
+    """`returned`, or the awaited operation."""
     site: str
-    """Where it was called, `file:line`; empty for a rank that returned."""
+    """Call site of the wait, `file:line`; empty for a rank that returned."""
     missing: tuple[int, ...]
-    """Ranks that have not come to what it waits for."""
+    """World ranks that the wait still needs."""
     recent: tuple[str, ...] = ()
-    """Its last calls in words, the oldest first."""
+    """The rank's last calls in words, oldest first."""
 
 
 class Deadlock(WorldFailure):
-    """No rank can run and not all have returned; carries who waits for what.
+    """No rank can run and not all have returned.
 
     Args:
-        statuses: What each rank was doing, in rank order.
-        cycle: Ranks that wait for each other in a circle, or that issued collectives of several
-            groups in different orders, in words; empty where there are none.
+        statuses: State of each rank, in rank order.
+        cycle: In words: ranks that wait for each other in a circle, or that issued collectives of
+            several groups in different orders. Empty if neither was found.
     """
 
     def __init__(self, statuses: tuple[RankStatus, ...], *, cycle: tuple[str, ...] = ()) -> None:
         self.statuses = statuses
         self.cycle = cycle
         waiting = [status for status in statuses if status.missing or status.site]
-        # Ranks that wait for one thing share one tuple; at 1,024 ranks that matters.
+        # Ranks with the same wait share one tuple; comparing by id keeps this fast at 1,024 ranks.
         distinct = {id(status.missing): status.missing for status in waiting}.values()
+        # Across all waits, so that a missing rank is named once.
         absent = sorted({rank for missing in distinct for rank in missing})
         names = ", ".join(map(str, absent)) or "none"
         head = (
@@ -96,17 +99,17 @@ class Deadlock(WorldFailure):
 
 
 class TimedOut(ZeroSimError, RuntimeError):
-    """A rank's time-out was over: no rank could run any more.
+    """A rank's wait that timed out because no rank could run any more.
 
-    It is raised in that rank alone, which may catch it, as with gloo. Where the rank does not, the
-    run ends with the deadlock.
+    Raised in that rank only. As with gloo, the rank may catch it; otherwise the run ends with the
+    deadlock.
 
     Args:
-        doing: What the rank waited for.
-        missing: World ranks that have not come to it.
-        deadlock: What each rank was doing.
-        seconds: How long the time-out was, in simulated time.
-        message: What it says, if not that the wait timed out.
+        doing: The awaited operation, in words.
+        missing: World ranks that the wait still needed.
+        deadlock: State of each rank.
+        seconds: Length of the time-out, in simulated time.
+        message: Replaces the default message, "Timed out waiting".
     """
 
     def __init__(
@@ -128,23 +131,26 @@ class TimedOut(ZeroSimError, RuntimeError):
         )
 
     def saying(self, message: str) -> Self:
-        """The same in other words."""
+        """Return a copy with another message."""
         return type(self)(
             self.doing, self.missing, self.deadlock, seconds=self.seconds, message=message
         )
 
 
 def _table(statuses: tuple[RankStatus, ...]) -> list[str]:
-    """One line a rank; equal neighbours are folded so that 1,024 ranks stay readable."""
+    """Format one line per rank, with equal neighbours folded to keep 1,024 ranks readable."""
     lines: list[str] = []
     start = 0
+    # One past the end closes the last run of equal ranks.
     for stop in range(1, len(statuses) + 1):
         first = statuses[start]
         if stop < len(statuses) and _same(first, statuses[stop]):
+            # `start` to `stop - 1` is a run of equal ranks.
             continue
         last = stop - 1
         who = f"rank {start}" if start == last else f"ranks {start}-{last}"
         place = f" at {first.site}" if first.site else ""
+        # 16 names are enough to recognise a pattern.
         shown = ", ".join(map(str, first.missing[:16])) + (", ..." if first.missing[16:] else "")
         absent = f"; not there: {shown}" if first.missing else ""
         lines.append(f"  {who}: {first.doing}{place}{absent}")
@@ -154,24 +160,26 @@ def _table(statuses: tuple[RankStatus, ...]) -> list[str]:
 
 
 def _same(a: RankStatus, b: RankStatus) -> bool:
+    # `is` first: ranks with the same wait share one tuple, and comparing 1,024 ranks is slow.
     same_missing = a.missing is b.missing or a.missing == b.missing
     return same_missing and (a.doing, a.site, a.recent) == (b.doing, b.site, b.recent)
 
 
 class ContractViolation(WorldFailure):
-    """Calls that NCCL would refuse, hang on or misread; carries the call sites in its message.
+    """Calls that NCCL would refuse, hang on or misread. The message names the call sites.
 
     Args:
         message: What was expected, what came, and where.
-        aspect: What is wrong, as a short name that stays: `dtype`, `root`, `swapped-buffers`, ...
-        rank: World rank whose call showed it.
-        other_rank: World rank whose call it does not fit; `rank` again where it is wrong by itself.
+        aspect: Stable short name of the mismatch: `dtype`, `root`, `swapped-buffers`, ...
+        rank: World rank whose call revealed the mismatch.
+        other_rank: World rank of the conflicting call; `rank` again if the call is wrong by itself.
     """
 
     def __init__(self, message: str, *, aspect: str, rank: int, other_rank: int) -> None:
         self.aspect = aspect
         self.rank = rank
         self.other_rank = other_rank
+        # Last calls of the ranks, added by the world that raises this.
         self.history: tuple[str, ...] = ()
         super().__init__(message)
 
@@ -181,36 +189,38 @@ class ContractViolation(WorldFailure):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """One tensor operation of the program that touched memory in flight."""
+    """One tensor operation of the program on memory in flight."""
 
     operation: str
-    """As torch's dispatcher names it, `aten::add_`."""
+    """Name in torch's dispatcher, such as `aten::add_`."""
     node: str
-    """The autograd node that ran it, or that a hook belongs to; empty outside of backward."""
+    """Autograd node that ran the operation or owns the hook; empty outside of backward."""
     writes: bool
     file: str
     line: int
-    """The innermost frame of the program."""
+    """Innermost frame of the program."""
     start: int
     stop: int
-    """Half-open range from the first to the last element of the collective's tensor that it
-    touched, in row-major order."""
+    """Half-open range of touched elements in the collective's tensor, first to last, in row-major
+    order."""
 
     @property
     def site(self) -> str:
-        """Where it was, `file:line`."""
+        """Call site, `file:line`."""
         return site_of(self.file, self.line)
 
 
 class DataRace(WorldFailure):
-    """A rank used memory that it had lent to an operation and not waited for; carries both."""
+    """An access of a rank to memory that it had lent to an operation and not waited for."""
 
     def __init__(self, rank: int, *, access: Access, buffer: InFlightBuffer) -> None:
         self.rank = rank
         self.access = access
         self.buffer = buffer
         tensor = buffer.tensor if buffer.whole is None else buffer.whole
+        # An input in flight may be read but not written; an output neither.
         place = f" in backward of {access.node}" if access.node else ""
+        # The remedy depends on the role: reading an input in flight is allowed.
         does, busy = (
             ("writes", "still read") if buffer.role == "input" else ("uses", "still written")
         )
@@ -221,12 +231,13 @@ class DataRace(WorldFailure):
             f"flight\n"
             f"  issued at {buffer.site} and not waited for\n"
             f"  {buffer.role}: shape {tuple(tensor.shape)}, {tensor.dtype}, {busy} until then\n"
-            f"Try wait() on what it returned before this line {does} the tensor, or another tensor."
+            f"Call wait() on the returned work before this line {does} the tensor, or use another "
+            "tensor."
         )
 
 
 class RankStalled(WorldFailure):
-    """A rank held the baton for too long without reaching torch.distributed."""
+    """A rank that held the baton too long without a call of torch.distributed."""
 
     def __init__(self, rank: int, seconds: float, stack: str) -> None:
         self.rank = rank
@@ -244,7 +255,7 @@ class LentMemory:
     operation: str
     """The operation in flight, as in `all_gather #3 of group world`."""
     site: str
-    """Where it was issued, `file:line`."""
+    """Call site of the issue, `file:line`."""
     dtype: str
     shape: tuple[int, ...]
 
@@ -254,25 +265,25 @@ class Changed:
     """Elements of lent memory that changed."""
 
     index: int
-    """The first of them, in the tensor's own order."""
+    """First changed element, in the tensor's own order."""
     count: int
     old_bits: int
-    """Bits of the first of them before, as an unsigned number."""
+    """Bits of that element before, as an unsigned number."""
     new_bits: int
-    """Its bits now."""
+    """Bits of that element now."""
 
 
 class InFlightRace(WorldFailure):
     """A program touched memory that it had lent to an operation it had not waited for.
 
     Args:
-        what: What happened to which memory, as in `input of all_gather #3 of group world changed
-            between issue and wait`.
-        rank: World rank whose memory it is.
+        what: The event and the memory, as in `input of all_gather #3 of group world changed between
+            issue and wait`.
+        rank: World rank of the memory.
         memory: The memory.
-        detail: What is there and what was expected; a line of its own.
-        hint: What to try.
-        changed: The elements that changed; None if the memory as a whole is gone or lent twice.
+        detail: Expected and actual content, on a line of its own.
+        hint: The remedy.
+        changed: The changed elements; None if the whole memory is gone or was lent twice.
     """
 
     def __init__(
@@ -288,6 +299,7 @@ class InFlightRace(WorldFailure):
         self.rank = rank
         self.memory = memory
         self.changed = changed
+        # Empty if every frame of the call is library code.
         site = memory.site or "(unknown)"
         super().__init__(
             f"rank {rank}: {what}\n"
@@ -298,7 +310,7 @@ class InFlightRace(WorldFailure):
 
 
 class ScheduleDiverged(WorldFailure, UsageError):
-    """A recorded schedule does not fit the run; carries the turn at which it first did not."""
+    """A recorded schedule that does not fit the run; `position` is the first turn that differs."""
 
     exit_status = UsageError.exit_status
 
@@ -308,4 +320,4 @@ class ScheduleDiverged(WorldFailure, UsageError):
 
 
 class RankEnded(BaseException):
-    """Unwinds a rank whose world has ended; not an Exception, so that programs do not catch it."""
+    """Unwinds a rank after its world ended. No Exception, so that programs do not catch it."""

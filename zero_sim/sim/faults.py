@@ -1,10 +1,9 @@
-"""Faults by plan: what goes wrong in a world because somebody asked for it.
+"""Planned faults: failures that a world injects on request.
 
-A plan is a list of `Fault`s. Each names a rank and one of the rank's own collectives, stated or
-drawn from the seed, so a run with faults is a function of (program, schedule, seed, plan) like any
-other. An `Injector` counts the calls of one run and says which faults are due; what those that act
-on data do to it is done in `zero_sim.sim.comm.planned_faults`. Whatever comes of a fault is a
-`FaultRecord` of the log, one for each fault of the plan.
+A plan is a list of `Fault`s. Each names a rank and one of its collectives, given or drawn from the
+seed. So a run with faults is a function of (program, schedule, seed, plan), like any other. An
+`Injector` counts the calls of a run and returns the due faults. `zero_sim.sim.comm.planned_faults`
+applies faults to data. The log has one `FaultRecord` for each fault of the plan.
 """
 
 from __future__ import annotations
@@ -29,44 +28,44 @@ _CHOICES = {
 }
 
 PASSED_OVER_MAX = 100
-"""A slow rank gets a turn once another one had so many meanwhile: it may be polling for it."""
+"""A slow rank gets a turn after others had this many: one of them may be polling for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
     """One thing that goes wrong on one rank.
 
-    `crash`: the rank raises `InjectedCrash` instead of making the call. `stall`: it never comes to
-    the call. `corrupt`: one bit of one element that it sends, or receives, is flipped. `drop`: what
-    it sends is lost; a reduction goes without it, elsewhere zeros arrive. `duplicate`: what it
-    sends counts twice in a reduction, and arrives in the next rank's place too in a gather. `slow`:
-    in the whole run the rank gets the baton only where no other rank can run.
+    `crash`: the rank raises `InjectedCrash` instead of making the call. `stall`: the rank never
+    reaches the call. `corrupt`: one bit of one element that the rank sends or receives is flipped.
+    `drop`: the rank's data is lost; a reduction omits it, and elsewhere zeros arrive. `duplicate`:
+    the rank's data counts twice in a reduction, and in a gather also arrives in the next rank's
+    place. `slow`: during the whole run, the rank gets the baton only if no other rank can run.
 
-    No fault of what is sent changes the rank's own memory, beyond what the collective writes there.
+    A fault on the sending side changes the rank's own memory only where the collective writes.
     """
 
     kind: FaultKind
     rank: int
     """World rank."""
     call: int = 0
-    """Which of the rank's own collectives, counted from 0; with `at = "random"`, the first that may
-    be drawn. Not for `slow`."""
+    """Index of the call among the rank's own collectives, from 0. With `at = "random"`, the first
+    index that may be drawn. Not for `slow`."""
     at: Literal["call", "random"] = "call"
-    """Whether the call is stated or drawn from the world's seed."""
+    """`call`: at exactly `call`. `random`: drawn from the world's seed."""
     call_stop: int | None = None
-    """With `at = "random"`, one past the last call that may be drawn."""
+    """One past the last index that may be drawn, with `at = "random"`."""
     collective: str | None = None
-    """Count only calls of this kind, as the log names it; None for all."""
+    """Count only calls of this kind, as named in the log; None for all kinds."""
     side: Literal["send", "receive"] = "send"
-    """`corrupt`: whether what the rank contributes is changed, or what it receives."""
+    """`corrupt`: the changed side, the rank's contribution or its result."""
     element: int | None = None
-    """`corrupt`: index into all elements of that call, one tensor after another; None to draw."""
+    """`corrupt`: index into all elements of the call, one tensor after another; None to draw."""
     bit: int | None = None
-    """`corrupt`: which bit, from 0, the least significant one; None to draw."""
+    """`corrupt`: index of the bit, 0 for the least significant; None to draw."""
 
 
 class InjectedCrash(BaseException):
-    """Raised in a rank that crashes by plan; not an Exception, so that programs do not catch it."""
+    """Raised in a rank that crashes by plan. No Exception, so that programs do not catch it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,21 +74,21 @@ class DueFault:
 
     fault: Fault
     index: int
-    """Its place in the plan."""
+    """Position in the plan."""
     when: str
-    """`at its 7th call (call = 6, all_reduce #2 of group world)`."""
+    """The call in words: `at its 7th call (call = 6, all_reduce #2 of group world)`."""
     file: str
     line: int
-    """Where the call was made."""
+    """Call site."""
     random: random.Random
     note: Callable[[FaultRecord], None]
 
     def fired(self, effect: str) -> None:
-        """Note that the fault happened, and what it did."""
+        """Note that the fault happened, with its effect."""
         self._note(effect, fired=True)
 
     def missed(self, reason: str) -> None:
-        """Note that the call came and the fault could do nothing there."""
+        """Note that the call came, but the fault had no effect there."""
         self._note(reason, fired=False)
 
     def _note(self, effect: str, *, fired: bool) -> None:
@@ -101,7 +100,7 @@ class DueFault:
 
 
 class StalledByPlan:
-    """What a stalled rank waits for; it never comes."""
+    """The wait of a stalled rank. It never ends."""
 
     def __init__(self, when: str) -> None:
         self.done = False
@@ -111,14 +110,15 @@ class StalledByPlan:
 
 
 def check_faults(faults: Sequence[Fault], *, world_size: int) -> None:
-    """Check a plan against the world that it is for.
+    """Check a plan against its world.
 
     Raises:
-        UsageError: A fault names a rank, a call, an element or a kind that cannot be.
+        UsageError: A fault names an impossible rank, call, element or kind.
     """
     for index, fault in enumerate(faults):
         if not isinstance(fault, Fault):
             raise UsageError(f"expected fault {index} to be a zero_sim.sim.Fault, got {fault!r}")
+        # A scenario file can hold any type here, and comparisons below need integers.
         for name in ("rank", "call", "call_stop", "element", "bit"):
             number = getattr(fault, name)
             if name in ("rank", "call") or number is not None:
@@ -134,6 +134,7 @@ def check_faults(faults: Sequence[Fault], *, world_size: int) -> None:
             number = getattr(fault, name)
             if number is not None and number < 0:
                 _refuse(index, name, "at least 0", number)
+        # An empty range has nothing to draw from.
         stop = fault.call_stop
         if fault.at == "random" and (stop is None or stop <= fault.call):
             _refuse(index, "call_stop", f"more than call = {fault.call}", stop)
@@ -148,14 +149,15 @@ class Injector:
 
     Args:
         faults: The plan.
-        seed: Seed of whatever the plan leaves to chance.
-        log: Where it is noted what came of each fault.
+        seed: Seed of all random choices of the plan.
+        log: Receives the record of each fault.
     """
 
     def __init__(self, faults: Sequence[Fault], *, seed: int, log: EventLog) -> None:
         self.faults = tuple(faults)
         """The plan."""
         self._log = log
+        # One generator per fault, so that the draws of one do not depend on another's.
         self._random = [random.Random(f"{seed}/{index}") for index in range(len(faults))]
         self._calls = [
             fault.call
@@ -167,11 +169,11 @@ class Injector:
         self._noted: set[int] = set()
 
     def due(self, rank: int, call: Call, *, what: str) -> tuple[DueFault, ...]:
-        """Count one call of a rank and give the faults that happen at it.
+        """Count one call of a rank and return the faults due at it.
 
         Args:
             rank: World rank.
-            call: The collective that it is about to issue.
+            call: The collective that the rank is about to issue.
             what: The collective in words, as in `all_reduce #2 of group world`.
         """
         if not self.faults:
@@ -182,6 +184,7 @@ class Injector:
                 continue
             if fault.collective not in (None, call.kind):
                 continue
+            # Counts are of earlier calls, so equality means that this call is due.
             if self._counts[rank, fault.collective] == self._calls[index]:
                 number = self._calls[index]
                 of = f" {fault.collective}" if fault.collective else ""
@@ -195,12 +198,14 @@ class Injector:
                     note=self._note,
                 )
                 due_faults.append(due)
+        # Counted under both keys, because a fault may count all calls or those of one kind.
         self._counts[rank, None] += 1
         self._counts[rank, call.kind] += 1
         return tuple(due_faults)
 
     def slow_down(self, schedule: Schedule) -> Schedule:
-        """The schedule with the plan's slow ranks served last."""
+        """Wrap the schedule so that the plan's slow ranks are served last."""
+        # Two `slow` faults of one rank are one: the later index gets the record.
         slow = {
             fault.rank: index for index, fault in enumerate(self.faults) if fault.kind == "slow"
         }
@@ -209,10 +214,11 @@ class Injector:
         return SlowedSchedule(schedule, slow=slow, passed_over=self._note_slow)
 
     def close(self) -> None:
-        """Note of every fault that never happened why it did not; called when the run is over."""
+        """Note for each fault that never happened why. Called once, after the run."""
         for index, fault in enumerate(self.faults):
             if index in self._noted:
                 continue
+            # A slow rank without competitors is never passed over.
             reason = "no other rank was ever ready at the same time"
             if fault.kind != "slow":
                 made, number = self._counts[fault.rank, fault.collective], self._calls[index]
@@ -235,12 +241,12 @@ class Injector:
 
 
 class SlowedSchedule:
-    """A schedule that serves some ranks only where it has no other.
+    """A schedule that picks slow ranks only if no other is ready.
 
     Args:
-        inner: What picks among the others.
+        inner: The policy for all other ranks.
         slow: Index in the plan by slow rank.
-        passed_over: Told that index when another rank was picked before a slow one that was ready.
+        passed_over: Called with that index if another rank was picked before a ready slow one.
     """
 
     def __init__(
@@ -250,6 +256,7 @@ class SlowedSchedule:
         self._slow = slow
         self._passed_over = passed_over
         self._ready: deque[int] = deque()
+        # Picks of other ranks since a slow rank last ran.
         self._picks: Counter[int] = Counter()
 
     def add(self, rank: int) -> None:
@@ -260,17 +267,18 @@ class SlowedSchedule:
             self._inner.add(rank)
 
     def defer(self, rank: int) -> None:
-        """Note that `rank` is able to run, behind the others."""
+        """Note that `rank` is ready, but after the others."""
         if rank in self._slow:
             self._ready.append(rank)
         else:
             self._inner.defer(rank)
 
     def pick(self) -> int | None:
-        """A rank that is not slow, where there is one."""
+        """Return a rank that is not slow, if any is ready."""
         if not self._ready:
             return self._inner.pick()
-        # Checked first: a rank picked from the inner schedule could not be put back in its place.
+        # Checked before the pick: a rank picked from the inner schedule cannot be put back in its
+        # place.
         starved = max(self._picks.values(), default=0) >= PASSED_OVER_MAX
         chosen = None if starved else self._inner.pick()
         if chosen is None:
@@ -283,5 +291,6 @@ class SlowedSchedule:
 
 
 def _ordinal(number: int) -> str:
+    # 1st, 2nd, 3rd, 21st, ..., but 11th to 13th.
     ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"

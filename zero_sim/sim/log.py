@@ -1,4 +1,4 @@
-"""Every event of a run as a record: the only thing that reports read."""
+"""Every event of a run as a record. Reports read nothing else."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from zero_sim.sim.callsite import site_of
 MomentKind = Literal["issue", "read", "perform", "write", "wait", "land"]
 
 LATEST_CALLS = 3
-"""How many of a rank's last calls an error shows."""
+"""Number of a rank's last calls that an error shows."""
 
 
 class CollectiveRecord(NamedTuple):
-    """One rank's call of one collective (or one send or receive)."""
+    """One rank's call of a collective, or a send or receive."""
 
     rank: int
     kind: str
-    """`all_reduce`, `reduce_scatter`, `all_gather`, ... whatever spelling the caller used."""
+    """`all_reduce`, `reduce_scatter`, `all_gather`, ..., for all spellings that torch has."""
     group: str
     """Name of the group, `world` for the default one."""
     group_ranks: tuple[int, ...]
     """World ranks of the group's members, in group order."""
     sequence: int
-    """Collectives that the rank had issued on this group before; the tag of a send or receive."""
+    """Number of earlier collectives of the rank on this group; the tag of a send or receive."""
     dtype: str
     elems: int
-    """Elements that the rank contributes, or ends up with where it contributes none."""
+    """Elements that the rank contributes, or receives if it contributes none."""
     elem_bytes: int
     detail: str
     """Reduce operation, root or peer."""
@@ -39,25 +39,27 @@ class CollectiveRecord(NamedTuple):
     file: str
     line: int
     output_elems: int = 0
-    """Elements that the rank ends up with, counted as `elems` is."""
+    """Elements that the rank receives, counted as `elems` is."""
 
     @property
     def bytes(self) -> int:
-        """Size of the contribution in bytes, not of what a backend sends.
+        """Size of the contribution in bytes, independent of the traffic of a backend.
 
-        Of a `broadcast` or `reduce` the whole tensor on every rank, root or not.
+        For `broadcast` and `reduce`, the whole tensor on every rank, root or not.
         """
         return self.elems * self.elem_bytes
 
     @property
     def site(self) -> str:
-        """Where it was called, `file:line`, as people read it."""
+        """Call site, `file:line`."""
         return site_of(self.file, self.line)
 
     @property
     def text(self) -> str:
         """The call in words, with its site."""
+        # Messages are matched by tag, collectives by number.
         number = f"tag {self.sequence}" if self.kind in ("send", "recv") else f"#{self.sequence}"
+        # Barriers have no dtype and no elements.
         parts = [self.dtype, f"{self.elems} elements"] if self.elem_bytes else []
         if self.detail:
             parts.append(self.detail)
@@ -65,41 +67,41 @@ class CollectiveRecord(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Something that happened to one rank's side of an operation.
+    """An event of one rank's side of an operation.
 
-    Under the eager timing reading, performing and writing are one with the last member's issue, and
+    With eager timing, reading, performing and writing coincide with the last member's issue. Then
     only `issue`, `wait` and `land` are noted.
     """
 
     tick: int
-    """How many calls into the world there had been, by all ranks together."""
+    """Number of calls into the world so far, by all ranks together."""
     rank: int
     what: MomentKind
-    """`issue`; `read`, its inputs were taken; `perform`, all members' inputs were combined;
-    `write`, its outputs reached the rank's memory; `wait`, its wait began; `land`, it returned."""
+    """`issue`; `read`: inputs were taken; `perform`: all members' inputs were combined; `write`:
+    outputs reached the rank's memory; `wait`: the wait began; `land`: the wait returned."""
     record: int
     """Index into `EventLog.collectives`."""
 
 
 class FaultRecord(NamedTuple):
-    """What came of one planned fault."""
+    """The outcome of one planned fault."""
 
     index: int
-    """Its place in the plan."""
+    """Position in the plan."""
     kind: str
     rank: int
     fired: bool
-    """Whether it happened."""
+    """True if the fault happened."""
     when: str
-    """The call at which it was due, in words; empty where that never came, and for `slow`."""
+    """The due call in words; empty if the call never came, and for `slow`."""
     effect: str
-    """What it did, or why it did nothing."""
+    """The fault's effect, or the reason why it had none."""
     file: str
     line: int
 
     @property
     def site(self) -> str:
-        """Where that call was made, `file:line`; empty without one."""
+        """Site of the due call, `file:line`; empty without a call."""
         return site_of(self.file, self.line) if self.file else ""
 
     def __str__(self) -> str:
@@ -109,30 +111,31 @@ class FaultRecord(NamedTuple):
 
 
 class EventLog:
-    """The events of one run, in the one order in which they happened."""
+    """The events of one run, in the order in which they happened."""
 
     def __init__(self) -> None:
         self.tick = 0
-        """Calls into the world so far: the time of `moments`."""
+        """Number of calls into the world so far: the time of `moments`."""
         self.collectives: list[CollectiveRecord] = []
         self.moments: list[Moment] = []
         self.turns: list[int] = []
-        """The ranks that got the baton, in order."""
+        """Ranks that got the baton, in order."""
         self.faults: list[FaultRecord] = []
-        """One for each planned fault, in the order in which they happened or could not."""
+        """One record per planned fault, in the order in which they happened or were given up."""
         self.refused: int | None = None
-        """Index of the call that did not fit the others' and so ended the run."""
+        """Index of the call that conflicted with others and so ended the run."""
         self.harness: set[int] = set()
-        """Indices of calls that a harness made or had the program make, in `World.pause_clock`.
-        Exports, counts and timelines omit them; no part of the digest."""
+        """Indices of calls made by a harness, or by the program on its behalf, in
+        `World.pause_clock`. Exports, counts and timelines omit them. Not part of the digest."""
         self.unwaited: set[int] = set()
-        """Indices of asynchronous calls that their rank has not waited for, nor seen done."""
+        """Indices of asynchronous calls that their rank has neither waited for nor seen done."""
         self.watch: Callable[[CollectiveRecord, Call], None] | None = None
         """Receives each call as it is made, in the thread of its rank."""
+        # Kept by rank, so that an error does not search all calls of a long run.
         self._latest: dict[int, deque[CollectiveRecord]] = {}
 
     def add(self, record: CollectiveRecord, *, of_harness: bool = False) -> None:
-        """Note a call, marked if its rank is in a block of `World.pause_clock`."""
+        """Add a call. `of_harness` marks calls inside of `World.pause_clock`."""
         if of_harness:
             self.harness.add(len(self.collectives))
         self.collectives.append(record)
@@ -142,11 +145,12 @@ class EventLog:
         latest.append(record)
 
     def latest(self, rank: int) -> Sequence[CollectiveRecord]:
-        """The last calls of one rank, at most `LATEST_CALLS`, in its program's order."""
+        """Return the last calls of one rank, at most `LATEST_CALLS`, oldest first."""
+        # A copy: errors keep it while the run goes on.
         return tuple(self._latest.get(rank, ()))
 
     def history(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """Lines that tell the last calls of the ranks, for an error."""
+        """Return lines with the last calls of the ranks, for an error."""
         lines: list[str] = []
         for rank in ranks:
             calls = self.latest(rank)
@@ -155,23 +159,25 @@ class EventLog:
         return tuple(lines)
 
     def note(self, rank: int, what: MomentKind, record: int) -> None:
-        """Add a moment, now."""
+        """Add a moment at the current tick."""
         self.moments.append(Moment(self.tick, rank, what, record))
 
     def of_rank(self, rank: int) -> list[CollectiveRecord]:
-        """The calls of one rank, in its program's order."""
+        """Return the calls of one rank, in the order of its program."""
         return [record for record in self.collectives if record.rank == rank]
 
     def digest(self, *, with_faults: bool = True) -> str:
-        """A hash of every event; the folder of a call site is left out, so that it travels.
+        """Return a hash of every event. Call sites count by file name, so folders may differ.
 
         Args:
-            with_faults: Whether what came of planned faults is part of it.
+            with_faults: True to include the outcome of planned faults.
         """
         state = hashlib.sha256()
         for record in self.collectives:
+            # Only the base name: the digest must be the same in any checkout.
             state.update(repr(tuple(record._replace(file=basename(record.file)))).encode())
         state.update(repr([tuple(moment) for moment in self.moments]).encode())
+        # The schedule counts too: equal digests mean the same interleaving.
         state.update(repr(self.turns).encode())
         for fault in self.faults if with_faults else ():
             state.update(repr((*fault[:-2], basename(fault.file), fault.line)).encode())

@@ -1,9 +1,4 @@
-"""Roles of memory: which of it one rank's side of an operation reads, and which it writes.
-
-[Note: own parts]
-Where the part of an output that a rank gives itself is the very memory of its input, as in an
-all-gather in place, nothing is moved there: NCCL leaves that part alone, and so it is input only.
-"""
+"""Roles of memory: the tensors that one rank's side of an operation reads and writes."""
 
 from __future__ import annotations
 
@@ -16,16 +11,16 @@ from zero_sim.sim.call import Call
 
 
 class Part(NamedTuple):
-    """What an operation writes of one tensor of a call."""
+    """The part of one tensor that an operation writes."""
 
     tensor: int
-    """Index among the call's tensors that are written."""
+    """Index among the written tensors of the call."""
     start: int
     stop: int
-    """Range of elements in the tensor's own order; only a contiguous tensor is cut."""
+    """Range of elements in the tensor's own order. Only contiguous tensors are cut."""
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The part as a view."""
+        """Return the part as a view."""
         tensor = tensors[self.tensor]
         if (self.start, self.stop) == (0, tensor.numel()):
             return tensor
@@ -33,11 +28,11 @@ class Part(NamedTuple):
 
 
 def read_tensors(call: Call, *, group_rank: int) -> Sequence[Tensor]:
-    """The tensors that the operation reads on this rank.
+    """Return the tensors that the operation reads on this rank.
 
     Args:
         call: The rank's side.
-        group_rank: Its rank in the group.
+        group_rank: The rank's position in the group.
     """
     if call.kind == "broadcast" and group_rank != call.root:
         return ()
@@ -45,7 +40,7 @@ def read_tensors(call: Call, *, group_rank: int) -> Sequence[Tensor]:
 
 
 def written_tensors(call: Call, *, group_rank: int) -> Sequence[Tensor]:
-    """The tensors that the operation writes on this rank, some of them perhaps in part."""
+    """Return the tensors that the operation writes on this rank, some perhaps in part."""
     if call.kind == "all_reduce":
         return call.inputs
     if call.kind == "reduce":
@@ -56,18 +51,20 @@ def written_tensors(call: Call, *, group_rank: int) -> Sequence[Tensor]:
 
 
 def written_parts(call: Call, *, group_rank: int, group_size: int) -> list[Part]:
-    """What of `written_tensors` is written, each part once; see [Note: own parts]."""
+    """Return the written parts of `written_tensors`, each once; see [Note: own parts]."""
     tensors = written_tensors(call, group_rank=group_rank)
     own = _own_parts(call, group_rank=group_rank, group_size=group_size)
     repeated = repeated_outputs(call)
     parts: list[Part] = []
     seen: set[int] = set()
     for index, tensor in enumerate(tensors):
+        # Memory that several outputs share is one part; [Note: own parts] is cut out below.
         if index not in own:
             first = repeated.get(index, index)
             if first in seen:
                 continue
             seen.add(first)
+        # An own part splits its tensor into the elements before and after.
         start, stop = own.get(index, (0, 0))
         bounds = ((0, start), (stop, tensor.numel())) if stop > start else ((0, tensor.numel()),)
         parts += [Part(index, low, high) for low, high in bounds if low < high]
@@ -75,14 +72,16 @@ def written_parts(call: Call, *, group_rank: int, group_size: int) -> list[Part]
 
 
 def repeated_outputs(call: Call) -> dict[int, int]:
-    """Outputs that an earlier output repeats: same start, shape and strides, and not empty.
+    """Find outputs that repeat an earlier one: same start, shape and strides, and not empty.
 
     Returns:
         Index of the first output with that memory, by the index of each later one.
     """
+    # The common case, on the path of every call.
     if len(call.outputs) < 2:
         return {}
     first: dict[object, int] = {}
+    # Partial overlaps are not repeats; the contract refuses them.
     keys = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in call.outputs]
     return {
         index: first[key]
@@ -92,16 +91,16 @@ def repeated_outputs(call: Call) -> dict[int, int]:
 
 
 def undefined_outputs(call: Call) -> set[int]:
-    """Indices of all outputs whose content is undefined, because several are the same memory."""
+    """Return the indices of outputs with undefined content because they share memory."""
     repeated = repeated_outputs(call)
     return {*repeated, *repeated.values()}
 
 
 def overwritten_inputs(call: Call, *, group_rank: int, group_size: int) -> list[Tensor]:
-    """Inputs of an `all_gather_list` that an output of the same rank may replace before sending.
+    """Return inputs of an `all_gather_list` that an output may overwrite before they are sent.
 
-    NCCL gathers outputs of one shape into memory of its own first. Those of several shapes are
-    broadcast one by one, in place.
+    If all outputs have one shape, NCCL gathers into its own memory first. Otherwise it broadcasts
+    them one by one, in place.
     """
     if len({tensor.shape for tensor in call.outputs}) < 2:
         return []
@@ -110,8 +109,11 @@ def overwritten_inputs(call: Call, *, group_rank: int, group_size: int) -> list[
     return [call.outputs[index] for index in own if index in undefined]
 
 
+# [Note: own parts] If a rank's own part of an output is the memory of its input, as in an in-place
+# all-gather, no data moves there. NCCL leaves that part untouched, so it counts as input only.
 def _own_parts(call: Call, *, group_rank: int, group_size: int) -> dict[int, tuple[int, int]]:
-    """By index of the written tensor, the elements that are the rank's own input already."""
+    """Map written tensors, by index, to the range of elements that is already the rank's input."""
+    # Flat form: the rank's chunk of the output. The other forms have a tensor for each member.
     if call.kind == "all_gather":
         pairs = zip(call.inputs, call.outputs, strict=True)
         return {
@@ -136,7 +138,7 @@ def _own_parts(call: Call, *, group_rank: int, group_size: int) -> dict[int, tup
 
 
 def is_chunk(part: Tensor, whole: Tensor, *, chunk: int) -> bool:
-    """Whether `part` is the memory of that chunk of `whole`, both contiguous."""
+    """Return True if `part` is the memory of that chunk of `whole`, both contiguous."""
     return (
         same_storage(part, whole)
         and part.is_contiguous()
@@ -150,13 +152,14 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are views of one storage."""
+    """Return True if two tensors are views of one storage."""
+    # Storages without memory all have address 0.
     address = a.untyped_storage().data_ptr()
     return address != 0 and address == b.untyped_storage().data_ptr()
 
 
 def span_bytes(tensor: Tensor) -> tuple[int, int]:
-    """First and one past the last byte of its storage that a tensor's elements touch."""
+    """Return the first byte, and one past the last, that a tensor touches in its storage."""
     if not tensor.numel():
         return 0, 0
     strides = map(int, tensor.stride())

@@ -1,4 +1,4 @@
-"""Shared memory of two tensors, element by element, whatever their shapes and strides."""
+"""Memory that two tensors share, element by element, for any shapes and strides."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from torch import Tensor
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """Half-open range of addresses between a tensor's first and last byte.
+    """Return the half-open range of addresses from a tensor's first to its last byte.
 
-    Empty where it has no memory of its own: no elements, or a layout without strides.
+    Empty for a tensor without memory of its own: no elements, or a layout without strides.
     """
     try:
         start = tensor.data_ptr()
         if tensor.is_contiguous():
             return start, start + tensor.nbytes
+        # With gaps: the last element in memory is at the end of every dim.
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         last = sum((size - 1) * stride for size, stride in steps)
     except RuntimeError:
+        # Sparse tensors have neither a data pointer nor strides.
         return 0, 0
     return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
 
 
 def shared_elems(given: Tensor, other: Tensor) -> tuple[int, int] | None:
-    """Where `other` touches `given`.
+    """Find the elements of `given` that share memory with `other`.
 
     Args:
         given: Any strides and dtype.
         other: Any strides and dtype.
 
     Returns:
-        The half-open range of `given`'s elements, counted in row-major order of its shape, from the
-        first to the last that shares a byte with `other`; None where none does. Between them there
-        may be elements that do not.
+        Half-open range of `given`'s elements, in row-major order of its shape, from the first to
+        the last that shares a byte with `other`. Elements between them may share none. None if no
+        element does.
     """
     start, stop = extent(given)
     other_start, other_stop = extent(other)
@@ -42,22 +44,26 @@ def shared_elems(given: Tensor, other: Tensor) -> tuple[int, int] | None:
     if first >= last:
         return None
     elem_bytes = given.element_size()
+    # Without gaps, the elements follow from the addresses; the stop is rounded up.
     if given.is_contiguous() and other.is_contiguous():
         return (first - start) // elem_bytes, -((start - last) // elem_bytes)
     starts, run_bytes = _runs(given.shape, given.stride(), given)
-    # The order of the other's elements does not matter; sorted by stride there are fewest runs.
+    # The order of the other's elements does not matter, and sorting by stride gives the fewest
+    # runs.
     dims = sorted(zip(other.stride(), other.shape, strict=True), reverse=True)
+    # Stride 0 (expanded dims) repeats the same memory.
     dims = [(stride, size) for stride, size in dims if stride]
     theirs, their_bytes = _runs([size for _, size in dims], [stride for stride, _ in dims], other)
     theirs.sort()
-    # All their runs are equally long: the last that begins before a run of ours ends reaches
-    # farthest, and the first that ends behind its begin begins earliest.
+    # All their runs have equal length. So the last one that begins before a run of ours ends
+    # reaches farthest, and the first one that ends after the run's begin starts earliest.
     reach = np.searchsorted(theirs, starts + run_bytes, side="left") - 1
     hit = (reach >= 0) & (theirs[reach] + their_bytes > starts)
     touched = np.flatnonzero(hit)
     if not touched.size:
         return None
     i, j = int(touched[0]), int(touched[-1])
+    # The first and the last run of ours may be touched only in part: cut both to elements.
     begin = theirs[np.searchsorted(theirs, starts[i] - their_bytes, side="right")]
     into = max(int(begin - starts[i]), 0) // elem_bytes
     end = min(int(theirs[reach[j]] + their_bytes - starts[j]), run_bytes)
@@ -66,13 +72,15 @@ def shared_elems(given: Tensor, other: Tensor) -> tuple[int, int] | None:
 
 
 def _runs(shape: Sequence[int], strides: Sequence[int], tensor: Tensor) -> tuple[np.ndarray, int]:
-    """Addresses at which stretches without a gap begin, in row-major order, and their bytes."""
+    """Return the start addresses of gapless runs, in row-major order, and bytes per run."""
     elem_bytes = tensor.element_size()
     dims = list(zip(shape, strides, strict=True))
+    # Inner dims that are gapless together make one run.
     run_elems = 1
     while dims and (dims[-1][0] == 1 or dims[-1][1] == run_elems):
         run_elems *= dims.pop()[0]
     starts = np.array([tensor.data_ptr()], dtype=np.int64)
+    # Row-major: an outer dim varies slower than the dims after it.
     for size, stride in dims:
         steps = np.arange(size, dtype=np.int64) * (stride * elem_bytes)
         starts = (starts[:, None] + steps).reshape(-1)

@@ -1,13 +1,4 @@
-"""Streams of a device: work that another rank has to see is finished first.
-
-[Note: streams of ranks]
-On a device each thread issues its work to a stream, and what two streams do has no order unless one
-waits for the other. A real backend makes the stream of a collective wait for that of whoever calls
-it, and the other way round at the wait. In one process of many ranks one rank's thread reads and
-writes the memory of all, on its own stream. As long as all are on the default stream that is in
-order; who is on another one waits for the device: before its call is taken, after it has moved
-data, and when its wait returns.
-"""
+"""Streams of a device: finish work before another rank needs its result."""
 
 from __future__ import annotations
 
@@ -16,23 +7,31 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# By a name of this module: a script whose GPUs are the CPU changes `torch.accelerator`.
+# Imported by name because a script whose GPUs are the CPU replaces `torch.accelerator`.
 from torch.accelerator import current_accelerator
 
 _DEFAULT_STREAM = 0
 
 
+# [Note: streams of ranks] On a device, each thread issues its work to a stream. The work of two
+# streams has no order unless one waits for the other. In a real backend, the stream of a collective
+# waits for the caller's, and at the wait the caller's waits for the collective's. Here all ranks
+# share a process, and one rank's thread reads and writes the memory of all on its own stream. If
+# all ranks use the default stream, this work is in order. A rank on another stream waits for the
+# device: before its call starts, after it moved data, and before its wait returns.
 def finish_streams(tensors: Iterable[Tensor | list[Tensor]]) -> None:
-    """Let the device of tensors finish its work, unless this thread is on its default stream.
+    """Wait for the device of the tensors, unless this thread is on its default stream.
 
     See [Note: streams of ranks].
 
     Args:
-        tensors: What is read or written, in lists where a rank has several.
+        tensors: Tensors that are read or written, all on one device; in lists if a rank has
+            several.
     """
     for tensor in tensors:
         if isinstance(tensor, list):
             return finish_streams(tensor)
+        # All tensors of a call are on one device, so the first decides.
         if tensor.device.type != "cpu":
             _finish(tensor.device)
             return
@@ -42,5 +41,6 @@ def _finish(device: torch.device) -> None:
     accelerator = current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
         return
+    # The whole device: the other rank's stream is unknown here.
     if torch.accelerator.current_stream(device).stream_id != _DEFAULT_STREAM:
         torch.accelerator.synchronize(device)

@@ -1,4 +1,4 @@
-"""Waits: what a rank can wait for, and who lets the other ranks run meanwhile."""
+"""Waits of ranks, and the turns of other ranks meanwhile."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from zero_sim.sim.log import EventLog
 
 
 class Awaited(Protocol):
-    """Something a rank can wait for."""
+    """Anything that a rank can wait for."""
 
+    # `finish` makes the ranks in `waiters` ready, in this order.
     done: bool
     waiters: list[int]
 
@@ -24,15 +25,15 @@ class Awaited(Protocol):
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """World ranks that have to act before it is done."""
+        """World ranks that must act before the wait can end."""
         ...
 
 
 class Pending(Awaited, Protocol):
-    """What the members of an operation wait for: a collective, or their half of a message."""
+    """The wait of an operation's members: a collective, or one half of a message."""
 
     given_up: TimedOut | None
-    """What a member got that does not wait for it any more: it never comes to an end."""
+    """Time-out of a member that stopped waiting. The operation then never completes."""
 
     @property
     def what(self) -> str:
@@ -41,7 +42,7 @@ class Pending(Awaited, Protocol):
 
     @property
     def key(self) -> str:
-        """Names it, and for a message the side, among the operations of a run."""
+        """Unique name among the operations of a run; for a message it includes the side."""
         ...
 
     @property
@@ -51,27 +52,27 @@ class Pending(Awaited, Protocol):
 
     @property
     def strict(self) -> bool:
-        """True if what gloo accepts and NCCL refuses is an error."""
+        """True to reject calls that gloo accepts and NCCL refuses."""
         ...
 
     @property
     def full(self) -> bool:
-        """Whether all members are there."""
+        """True once all members have called."""
         ...
 
     @property
     def joins(self) -> Pending | None:
-        """For a message whose other half was there first, that half, until the data has moved."""
+        """The other half of a message, if it came first; None once the data has moved."""
         ...
 
     @property
     def members(self) -> Sequence[Call]:
-        """The members' calls in group-rank order; a send and its receive."""
+        """The members' calls in group-rank order; for a message, the send and its receive."""
         ...
 
     @property
     def due_faults(self) -> Mapping[int, Sequence[DueFault]]:
-        """Planned faults that act on its data, by the member's place."""
+        """Planned faults in the operation's data, by the member's group rank."""
         ...
 
     def conclude(self) -> None:
@@ -80,7 +81,7 @@ class Pending(Awaited, Protocol):
 
 
 class Turns(Protocol):
-    """Who hands control from rank to rank, as operations in flight need it: the baton."""
+    """Control over turns, as operations in flight need it. The baton implements it."""
 
     failure: WorldFailure | None
 
@@ -90,7 +91,7 @@ class Turns(Protocol):
         ...
 
     def advance(self) -> None:
-        """Count one more call into the world; to be called first in each."""
+        """Count one call into the world. Each call begins with this."""
         ...
 
     def check_alive(self) -> None:
@@ -100,11 +101,11 @@ class Turns(Protocol):
     def wait_for(
         self, rank: int, awaited: Awaited, site: str, *, timeout_seconds: float | None = None
     ) -> None:
-        """Block `rank` until `awaited` is done, letting others run meanwhile."""
+        """Block `rank` until `awaited` is done, and let others run meanwhile."""
         ...
 
     def poll(self, rank: int, awaited: Awaited, site: str) -> bool:
-        """Whether `awaited` is done; if not, let every rank that can run have its turn first."""
+        """Return True if `awaited` is done; if not, first give every ready rank a turn."""
         ...
 
     def finish(self, awaited: Awaited) -> None:
@@ -112,5 +113,5 @@ class Turns(Protocol):
         ...
 
     def fail(self, failure: WorldFailure) -> WorldFailure:
-        """End the world, whatever the program does with the exception; returns it to be raised."""
+        """End the world even if the program catches the exception. Return it for raising."""
         ...

@@ -100,7 +100,7 @@ def test_a_rank_that_asks_in_a_loop_lets_the_others_run(world_of, shared_store, 
         (lambda store: store.get("key"), "waits for key 'key' of a .*Store at "),
         (
             lambda store: [None for _ in iter(lambda: store.check(["key"]), True)],
-            "asks whether key 'key' of a .*Store is set at",
+            "polls key 'key' of a .*Store at",
         ),
     ],
     ids=["waits", "asks in a loop"],

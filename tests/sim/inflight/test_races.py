@@ -578,7 +578,7 @@ class TestTheWorld:
         assert race.buffer.file == __file__
         assert f"issued at {race.buffer.site}" in text
         assert "shape (8,), torch.float32" in text
-        assert "Try wait()" in text
+        assert "Call wait()" in text
 
     def test_the_next_program_finds_nothing_in_flight(self, world_of):
         x = torch.zeros(8)

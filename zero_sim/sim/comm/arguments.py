@@ -1,9 +1,9 @@
-"""Arguments of a process group's methods: the forms that torch's bindings take, and gloo's checks.
+"""Arguments of a process group's methods, in all forms of torch's bindings, with gloo's checks.
 
-torch's own calls hand over lists and an options object. A process group can be called directly as
-well, and then a tensor may stand for a list of one, and a reduce operation or a root for options.
-What gloo refuses of one rank's arguments by themselves is refused here, in that rank and in gloo's
-words, so that a program that expects the refusal finds it.
+torch.distributed passes lists and an options object. If a program calls a process group directly, a
+tensor may replace a list of one, and a reduce operation or a root may replace the options. If gloo
+refuses arguments without looking at other ranks, they are refused here in gloo's words. So a
+program that expects the refusal finds it.
 """
 
 from __future__ import annotations
@@ -20,42 +20,46 @@ from zero_sim.sim.failures import BadArgument
 
 
 def as_list(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    """The list that was meant: a tensor by itself is a list of one."""
+    """Return a list of tensors; a single tensor becomes a list of one."""
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
 def as_rows(lists: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
-    """The list of lists that was meant: a list of tensors is a list of one row."""
+    """Return a list of lists; a list of tensors becomes one row."""
+    # An empty list has no rows either way.
     if len(lists) and isinstance(lists[0], Tensor):
         return [lists]  # pyrefly: ignore [bad-return]
     return lists  # pyrefly: ignore [bad-return]
 
 
 def reduce_op_of(opts: Any) -> ReduceOp.RedOpType:
-    """The reduce operation of options, or of itself; SUM where there is none."""
+    """Return the reduce operation of options, or the operation itself; SUM by default."""
     op = ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+    # A PREMUL_SUM is an object with a factor, other operations are enum values.
     return getattr(op, "op", op)
 
 
 def factor_of(opts: Any) -> float | Tensor | None:
-    """What a PREMUL_SUM carries; torch raises where another operation is asked for it."""
+    """Return the factor of a PREMUL_SUM; None for other operations, whose `factor` raises."""
+    # torch's bindings give PREMUL_SUM as an object that carries its factor.
     if reduce_op_of(opts) != ReduceOp.PREMUL_SUM:
         return None
     return getattr(opts, "reduceOp", opts).factor
 
 
 def root_of(kind: str, opts: Any, size: int, *, tensor_count: int = 1) -> int:
-    """The root, a group rank, of options or of itself; 0 where there is none.
+    """Return the root's group rank from options, or the root itself; 0 by default.
 
     Args:
         kind: The method, for the message.
-        opts: The options, or the root itself.
-        size: Members of the group.
-        tensor_count: Tensors that each rank hands over.
+        opts: The options, or the root.
+        size: Number of members.
+        tensor_count: Number of tensors per rank.
 
     Raises:
-        BadArgument: No member of the group has that rank, or that many tensors.
+        BadArgument: Root rank or root tensor is out of range.
     """
+    # Both forms: `opts` is the root in direct calls, and an options object in torch's.
     root = 0 if opts is None else opts if isinstance(opts, int) else opts.rootRank
     if not 0 <= root < size:
         raise BadArgument(
@@ -68,61 +72,62 @@ def root_of(kind: str, opts: Any, size: int, *, tensor_count: int = 1) -> int:
         raise BadArgument(
             kind,
             f"invalid root tensor: {root_tensor_of(opts)}",
-            f"Expected the place of one of the {tensor_count} tensors that the rank hands over.",
+            f"Expected an index into the {tensor_count} tensors of the call.",
         )
     return root
 
 
 def root_tensor_of(opts: Any) -> int:
-    """Which of the root's tensors is meant, by options; 0 where they do not say."""
+    """Return the index of the root's tensor from options; 0 by default."""
     return int(getattr(opts, "rootTensor", 0))
 
 
 def splits_of(splits: Sequence[int] | Tensor) -> list[int]:
-    """Split sizes as integers; torch's bindings take a 1D tensor of them, too."""
+    """Return split sizes as integers. torch's bindings also take a 1D tensor."""
     return splits.tolist() if isinstance(splits, Tensor) else list(splits)
 
 
 def check_one(kind: str, tensors: Sequence[Tensor], *, side: str) -> None:
-    """Check that a rank hands over one tensor, where gloo takes no more, either.
+    """Check that a rank passes exactly one tensor, as gloo requires here.
 
     Args:
         kind: The method, for the message.
-        tensors: What was handed over.
-        side: `input` or `output` where there are both; else empty.
+        tensors: The tensors passed.
+        side: `input` or `output` if the method has both, otherwise empty.
 
     Raises:
         BadArgument: There are none, or several.
     """
     if len(tensors) == 1:
         return
+    # gloo's messages name the side only if the method has two.
     between = f"{side} " if side else ""
     raise BadArgument(
         kind,
         f"requires a single-element {between}tensor list",
-        f"Got {len(tensors)}. Try a call for each, or the coalesced form.",
+        f"Got {len(tensors)}. Issue one call for each, or use the coalesced form.",
     )
 
 
 def check_can_fold(kind: str, op: ReduceOp.RedOpType) -> None:
-    """Check that several tensors of a rank can be reduced before those of the others.
+    """Check that a rank's own tensors can be reduced before those of other ranks.
 
     Raises:
-        BadArgument: They cannot.
+        BadArgument: The operation does not allow it.
     """
     if not can_fold(op):
         raise BadArgument(
             kind,
             f"unsupported reduction operation {op.name} of several tensors a rank",
-            "Try a call for each, or the coalesced form.",
+            "Issue one call for each, or use the coalesced form.",
         )
 
 
 def check_some(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that a coalesced call has a tensor at all.
+    """Check that a coalesced call has at least one tensor.
 
     Raises:
-        BadArgument: There are none.
+        BadArgument: It has none.
     """
     if not tensors:
         raise BadArgument(
@@ -131,10 +136,10 @@ def check_some(kind: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_pairs(kind: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Check that a flat call, coalesced or not, has an output for every input, all of them dense.
+    """Check that a flat call has one dense output for each dense input, coalesced or not.
 
     Raises:
-        BadArgument: It has none, more of one than of the other, or a sparse one.
+        BadArgument: There are no inputs, the numbers differ, or a tensor is sparse.
     """
     check_some(kind, inputs)
     if len(outputs) != len(inputs):
@@ -149,17 +154,17 @@ def check_pairs(kind: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) 
 def check_gathered(
     kind: str, rows: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *, size: int, even: bool
 ) -> None:
-    """Check the lists of an all-gather: an output for each input of each member, once an input.
+    """Check the lists of an all-gather: per input, one output for each input of each member.
 
     Args:
         kind: The method, for the message.
-        rows: The outputs.
+        rows: The outputs, one list per input.
         inputs: The inputs.
-        size: Members of the group.
-        even: Whether all tensors must have one size, as with gloo.
+        size: Number of members.
+        even: True if all tensors must have one size, as with gloo.
 
     Raises:
-        BadArgument: Lists have other lengths, or tensors are sparse, of several dtypes or sizes.
+        BadArgument: A list has a wrong length, a tensor is sparse, or dtypes or sizes differ.
     """
     if not inputs:
         raise BadArgument(
@@ -172,6 +177,7 @@ def check_gathered(
             f"Got {len(inputs)} inputs and {len(rows)} lists of outputs.",
         )
     for index, row in enumerate(rows):
+        # Each input has its own row, with the outputs of all inputs of all members.
         if len(row) != size * len(inputs):
             raise BadArgument(
                 kind,
@@ -188,10 +194,11 @@ def check_gathered(
 def check_gathered_coalesced(
     kind: str, rows: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *, size: int
 ) -> None:
-    """Check the lists of a coalesced all-gather: a list for each member, like that of the inputs.
+    """Check the lists of a coalesced all-gather: one list per member, like the list of inputs.
 
     Raises:
-        BadArgument: A list has another length, or a tensor another size or dtype than its input.
+        BadArgument: A list has a wrong length, or an output differs from its input in size or
+            dtype.
     """
     check_some(kind, inputs)
     if len(rows) != size:
@@ -208,18 +215,19 @@ def check_gathered_coalesced(
                 "Expected one tensor for each input.",
             )
         for index, (output, given) in enumerate(zip(row, inputs, strict=True)):
+            # Unlike in the plain form, outputs correspond to inputs by index.
             if output.shape != given.shape:
                 raise BadArgument(
                     kind,
                     f"invalid size of output tensor at index {index} (expected "
                     f"{tuple(given.shape)}, got {tuple(output.shape)})",
-                    "Expected the size of the input at that place.",
+                    "Expected the size of the input with the same index.",
                 )
             _check_dtype(kind, output, given.dtype, index)
 
 
 def check_coalesced(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check the tensors of a coalesced reduction: some, of one layout and one dtype.
+    """Check that a coalesced reduction has tensors, all with one layout and dtype.
 
     Raises:
         BadArgument: There are none, or one differs from the first.
@@ -232,8 +240,9 @@ def check_coalesced(kind: str, tensors: Sequence[Tensor]) -> None:
                 kind,
                 f"invalid tensor layout at index {index} (expected {first.layout}, got "
                 f"{tensor.layout})",
-                "Expected tensors that are alike in one call.",
+                "Expected one layout for all tensors of a call.",
             )
+    # After the layouts, the order in which gloo checks.
     if any(tensor.dtype != first.dtype for tensor in tensors):
         dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
         raise BadArgument(
@@ -244,11 +253,14 @@ def check_coalesced(kind: str, tensors: Sequence[Tensor]) -> None:
 
 
 class NotContiguous(BadArgument, ValueError):
-    """A tensor is not contiguous where gloo wants it to be."""
+    """A tensor that is not contiguous, in a call for which gloo requires it.
+
+    A ValueError too, as gloo raises.
+    """
 
 
 def check_contiguous(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that tensors are contiguous, of a call in which gloo takes no others.
+    """Check that tensors are contiguous, for calls in which gloo accepts no others.
 
     Raises:
         NotContiguous: One is not.
@@ -264,20 +276,21 @@ def check_contiguous(kind: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_like(kind: str, entries: Sequence[Tensor], tensor: Tensor, *, even: bool) -> None:
-    """Check that the entries of a list are like the tensor that goes with it.
+    """Check the entries of a list against the tensor that belongs to it.
 
     Args:
         kind: The method, for the message.
         entries: The list.
-        tensor: The other tensor of the rank.
-        even: Whether all must have one size, as with gloo; else the contract compares sizes, with
-            those of the other ranks.
+        tensor: The rank's other tensor.
+        even: True if all must have one size, as with gloo. Otherwise the contract compares the
+            sizes with those of other ranks.
 
     Raises:
-        BadArgument: One has another dtype or size.
+        BadArgument: A dtype or size differs.
     """
     for index, entry in enumerate(entries):
         _check_dtype(kind, entry, tensor.dtype, index)
+        # NCCL accepts different sizes per rank.
         if even and entry.shape != tensor.shape:
             raise BadArgument(
                 kind,
@@ -297,7 +310,7 @@ def _check_dtype(kind: str, tensor: Tensor, expected: torch.dtype, index: int) -
 
 
 def check_no_rows(kind: str, rows: Sequence[Sequence[Tensor]], *, side: str) -> None:
-    """Check that a member which is not the root hands over no list.
+    """Check that a member other than the root passes no list.
 
     Raises:
         BadArgument: It does.
@@ -311,12 +324,13 @@ def check_no_rows(kind: str, rows: Sequence[Sequence[Tensor]], *, side: str) -> 
 
 
 def check_alike(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that tensors of one list have one layout, dtype and shape.
+    """Check that the tensors of one list have one layout, dtype and shape.
 
     Raises:
         BadArgument: One differs from the first.
     """
     first = tensors[0]
+    # As in gloo, entries are compared with the first one.
     for index, tensor in enumerate(tensors[1:], start=1):
         for aspect, expected, got in (
             ("layout", first.layout, tensor.layout),
@@ -327,23 +341,24 @@ def check_alike(kind: str, tensors: Sequence[Tensor]) -> None:
                 raise BadArgument(
                     kind,
                     f"invalid tensor {aspect} at index {index} (expected {expected}, got {got})",
-                    "Expected tensors that are alike in one list.",
+                    "Expected tensors of one layout, dtype and size in a list.",
                 )
 
 
 def check_dense(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that tensors have memory of their own in strides.
+    """Check that tensors are dense, with memory and strides.
 
     Raises:
-        BadArgument: One is sparse or has another layout without strides.
+        BadArgument: One is sparse, or has another layout without strides.
     """
     for tensor in tensors:
+        # The simulator lends and compares memory by address, which needs strides.
         if tensor.layout != torch.strided:
             raise BadArgument(
                 kind,
                 f"unsupported layout {tensor.layout}: the tensor is sparse",
-                f"Expected a dense tensor, got one of shape {tuple(tensor.shape)}. Of sparse ones "
-                "all_reduce alone is simulated. Try tensor.to_dense().",
+                f"Expected a dense tensor, got one of shape {tuple(tensor.shape)}. Only all_reduce "
+                "takes sparse tensors here. Pass tensor.to_dense().",
             )
 
 
@@ -351,28 +366,28 @@ def check_sparse_sum(kind: str, op: ReduceOp.RedOpType) -> None:
     """Check that a sparse all-reduce adds.
 
     Raises:
-        BadArgument: It does something else.
+        BadArgument: It uses another operation.
     """
     if op != ReduceOp.SUM:
         raise BadArgument(
             kind,
             "unsupported reduction operation (allreduce of sparse tensors only works with "
             "ReduceOp.SUM)",
-            f"Got {op.name}. Try tensor.to_dense().",
+            f"Got {op.name}. Pass tensor.to_dense().",
         )
 
 
 def check_rows(kind: str, rows: Sequence[Sequence[Tensor]], *, side: str, size: int) -> None:
-    """Check the lists of a call that hands one tensor for every member, in one row.
+    """Check that a call has one list with one tensor for each member.
 
     Args:
         kind: The method, for the message.
         rows: The lists.
         side: `input` or `output`.
-        size: Members of the group.
+        size: Number of members.
 
     Raises:
-        BadArgument: There is not one list, or it has not one tensor a member.
+        BadArgument: There is no list or several, or its length is wrong.
     """
     if len(rows) != 1:
         raise BadArgument(
@@ -380,6 +395,7 @@ def check_rows(kind: str, rows: Sequence[Sequence[Tensor]], *, side: str, size: 
             f"requires a single-element {side} list containing a list with {size} tensors",
             f"Got {len(rows)} lists.",
         )
+    # One tensor for each member, the own rank included.
     if len(rows[0]) != size:
         raise BadArgument(
             kind,

@@ -1,7 +1,7 @@
-"""Collectives: the effect of each on the data, once every member has come.
+"""Effects of the collectives on data, once all members have called.
 
-Pure functions over the members' calls in group-rank order. In-place forms, where an output is a
-view of an input, come out as they do on a device.
+Pure functions of the members' calls in group-rank order. In-place forms, with an output that is a
+view of an input, give the same results as on a device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zero_sim.sim.call import SPARSE, Call
 from zero_sim.sim.order import Fold, Order, Stretch
 
 _SMALL_BYTES = 1 << 16
-"""Up to this size a buffer is moved as a whole, in few operations; above it, chunk by chunk."""
+"""Buffers up to this size are moved whole, in few operations; larger ones chunk by chunk."""
 
 
 def _is_small(tensor: Tensor) -> bool:
@@ -41,15 +41,17 @@ FOLDS: dict[ReduceOp.RedOpType, Fold] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-"""How two contributions combine. What AVG and PREMUL_SUM do besides is the order model's to say."""
+"""Elementwise combination of two contributions. The order model scales for AVG and PREMUL_SUM."""
 
 
 def _reduced(
     calls: Sequence[Call], parts: Sequence[Tensor], order: Order, *, at: Stretch
 ) -> Tensor:
-    """Reduce one stretch of all ranks' contributions, 1D each, to new memory of their dtype."""
+    """Reduce one stretch of all ranks' contributions, each 1D, to new memory of their dtype."""
+    # All members' calls agree in these; the contract has checked it.
     op, dtype, rank_count = calls[0].reduce_op, parts[0].dtype, len(calls)
     assert op is not None
+    # Scaling before the sum: PREMUL_SUM by each rank's factor, AVG in orders of NCCL's ring.
     factors: Sequence[float | Tensor] = ()
     if op == ReduceOp.PREMUL_SUM:
         factors = _premul_factors(calls, order)
@@ -60,6 +62,7 @@ def _reduced(
             part * torch.as_tensor(factor, dtype=dtype, device=part.device)
             for part, factor in zip(parts, factors, strict=True)
         ]
+    # [elems] for each rank. With a wider accumulator, the sum is rounded once, below.
     accumulator = order.accumulator(dtype)
     total = order.reduce([part.to(accumulator) for part in parts], FOLDS[op], at=at)
     if op == ReduceOp.AVG and order.averaging == "postmultiply":
@@ -71,7 +74,8 @@ def _reduced(
 
 
 def _quotient(total: Tensor, count: int) -> Tensor:
-    """A true quotient, taken in fp32 for 16 bits; by a number CUDA multiplies with 1 / count."""
+    """Divide by `count` exactly, in fp32 for 16-bit data."""
+    # By a 0D tensor: CUDA turns division by a number into multiplication by 1 / count.
     wide = total.to(torch.float32) if total.element_size() == 2 else total
     return wide.div_(torch.full((), count, dtype=wide.dtype, device=wide.device)).to(total.dtype)
 
@@ -81,7 +85,7 @@ def _divides(op: ReduceOp.RedOpType, order: Order) -> bool:
 
 
 def _reciprocal(count: int, dtype: torch.dtype) -> Tensor:
-    """0D `1 / count`, rounded to fp32 on its way to a narrower dtype."""
+    """Return 1 / `count` as a 0D tensor, rounded to fp32 before a narrower dtype."""
     if dtype == torch.float64:
         return torch.tensor(1.0 / count, dtype=dtype)
     return torch.tensor(1.0 / count, dtype=torch.float32).to(dtype)
@@ -90,7 +94,7 @@ def _reciprocal(count: int, dtype: torch.dtype) -> Tensor:
 def _premul_factors(calls: Sequence[Call], order: Order) -> list[float | Tensor]:
     if not order.has_premul:
         raise UsageError(
-            f"expected a reduce operation that order {order.name!r} has, got PREMUL_SUM, which its "
+            f"expected a reduce operation of order {order.name!r}, got PREMUL_SUM, which its "
             "backend does not have. Try SUM of scaled tensors, or order 'nccl-ring'."
         )
     factors = [call.factor for call in calls if call.factor is not None]
@@ -100,7 +104,7 @@ def _premul_factors(calls: Sequence[Call], order: Order) -> list[float | Tensor]
 
 
 def _entries(calls: Sequence[Call]) -> Iterator[tuple[int, Stretch]]:
-    """The index and the place of every tensor of a call that may be coalesced."""
+    """Yield index and position of each tensor of a call that may be coalesced."""
     first = calls[0]
     sizes = [tensor.numel() for tensor in first.inputs]
     for i, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
@@ -117,7 +121,7 @@ def _write(output: Tensor, value: Tensor) -> None:
 
 
 def all_reduce(calls: Sequence[Call], order: Order) -> None:
-    """Every rank's tensors become the reduction of all ranks' tensors, entry by entry."""
+    """Replace every rank's tensors by the reduction over all ranks, entry by entry."""
     for i, at in _entries(calls):
         total = _reduced(calls, [call.inputs[i].reshape(-1) for call in calls], order, at=at)
         for call in calls:
@@ -125,10 +129,10 @@ def all_reduce(calls: Sequence[Call], order: Order) -> None:
 
 
 def all_reduce_sparse(calls: Sequence[Call], order: Order) -> None:
-    """Every rank's sparse tensor becomes the coalesced sum of all ranks', in rank order.
+    """Replace every rank's sparse tensor by the coalesced sum over all ranks, in rank order.
 
-    As gloo has it: indices and values are gathered and every rank adds them up alike, so that no
-    order of a reduction comes into it.
+    As in gloo, indices and values are gathered and each rank adds them alike. So orders of
+    reductions do not apply.
     """
     total = calls[0].inputs[0].clone()
     for call in calls[1:]:
@@ -139,7 +143,7 @@ def all_reduce_sparse(calls: Sequence[Call], order: Order) -> None:
 
 
 def reduce(calls: Sequence[Call], order: Order) -> None:
-    """As `all_reduce`, but only the root's tensor is written."""
+    """Reduce like `all_reduce`, but write the root's tensor only."""
     parts, root = [call.inputs[0].reshape(-1) for call in calls], calls[0].root
     elems = parts[0].numel()
     at = Stretch(kind="reduce", buffer_elems=elems, call_elems=elems, destination=root)
@@ -147,9 +151,10 @@ def reduce(calls: Sequence[Call], order: Order) -> None:
 
 
 def reduce_scatter(calls: Sequence[Call], order: Order) -> None:
-    """Flat forms: chunk `r` of every input is reduced into rank `r`'s output, entry by entry."""
+    """Flat forms: reduce chunk `r` of all inputs into rank `r`'s output, entry by entry."""
     first = calls[0]
     for i, at in _entries(calls):
+        # Without positions the order is the same for all chunks, so one reduction serves all ranks.
         if _is_small(first.inputs[i]) and not order.positional:
             total = _reduced(calls, [call.inputs[i].reshape(-1) for call in calls], order, at=at)
             rows = total.view(len(calls), first.outputs[i].numel())
@@ -160,6 +165,7 @@ def reduce_scatter(calls: Sequence[Call], order: Order) -> None:
 
 
 def _reduce_scatter_by_chunk(calls: Sequence[Call], i: int, order: Order, *, at: Stretch) -> None:
+    # Per rank: [ranks, elems of the output].
     world_size = len(calls)
     chunked = [call.inputs[i].reshape(world_size, call.outputs[i].numel()) for call in calls]
     in_place = all(_in_place(call.inputs[i], call.outputs[i], r) for r, call in enumerate(calls))
@@ -171,15 +177,17 @@ def _reduce_scatter_by_chunk(calls: Sequence[Call], i: int, order: Order, *, at:
         if in_place:
             _write(call.outputs[i], total)
         else:
+            # Another rank's chunk may still be read from this memory, so write after all
+            # reductions.
             late.append((call.outputs[i], total))
     for output, total in late:
         _write(output, total)
 
 
 def _in_place(whole: Tensor, part: Tensor, chunk: int) -> bool:
-    """Whether chunks can be written one by one: `part` is that chunk of `whole`, or elsewhere.
+    """Return True if chunks can be written one by one, which saves a copy of the whole buffer.
 
-    What NCCL allows too; it spares a copy of the whole buffer.
+    NCCL allows the same: `part` is that chunk of `whole`, or does not share its storage.
     """
     if whole.untyped_storage().data_ptr() != part.untyped_storage().data_ptr():
         return True
@@ -192,12 +200,13 @@ def _in_place(whole: Tensor, part: Tensor, chunk: int) -> bool:
 
 
 def reduce_scatter_list(calls: Sequence[Call], order: Order) -> None:
-    """List form: every rank's `inputs[r]` is reduced into rank `r`'s output; sizes may differ."""
+    """List form: reduce all ranks' `inputs[r]` into rank `r`'s output. Sizes may differ."""
     totals = [
         _reduced(
             calls,
             [call.inputs[r].reshape(-1) for call in calls],
             order,
+            # Each entry is a call of its own; see `order_backends`, [Note: gloo].
             at=replace(at, call_elems=at.buffer_elems, call_start=0, destination=r),
         )
         for r, at in _entries(calls)
@@ -207,8 +216,9 @@ def reduce_scatter_list(calls: Sequence[Call], order: Order) -> None:
 
 
 def all_gather(calls: Sequence[Call], order: Order) -> None:
-    """Flat forms: every output becomes the ranks' inputs one after another, entry by entry."""
+    """Flat forms: fill every output with the ranks' inputs in rank order, entry by entry."""
     for i in range(len(calls[0].inputs)):
+        # [elems] for each rank.
         values = [call.inputs[i].reshape(-1) for call in calls]
         outputs = [call.outputs[i] for call in calls]
         if _is_small(outputs[0]) or not all(output.is_contiguous() for output in outputs):
@@ -220,18 +230,21 @@ def all_gather(calls: Sequence[Call], order: Order) -> None:
 
 
 def _all_gather_by_chunk(values: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    # A rank's input may lie in an output, at another rank's place: copy before anything is written.
     if not all(_in_place(outputs[r], value, r) for r, value in enumerate(values)):
         values = [value.clone() for value in values]
     for output in outputs:
         for row, value in zip(output.view(len(values), -1), values, strict=True):
+            # The own part of an in-place all-gather.
             if row.data_ptr() != value.data_ptr():
                 row.copy_(value)
 
 
 def all_gather_list(calls: Sequence[Call], order: Order) -> None:
-    """List form: `outputs[i * world_size + r]` becomes rank `r`'s `inputs[i]`."""
+    """List form: copy rank `r`'s `inputs[i]` into `outputs[i * world_size + r]`."""
     world_size = len(calls)
     for i in range(len(calls[0].inputs)):
+        # Copies, because an output may share memory with an input.
         values = [call.inputs[i].clone() for call in calls]
         for call in calls:
             for r, value in enumerate(values):
@@ -239,30 +252,31 @@ def all_gather_list(calls: Sequence[Call], order: Order) -> None:
 
 
 def broadcast(calls: Sequence[Call], order: Order) -> None:
-    """Every rank's tensors become the root's."""
+    """Replace every rank's tensors by the root's."""
     root = calls[0].root
     for i, value in enumerate(calls[root].inputs):
         for r, call in enumerate(calls):
+            # The root's own memory stays untouched.
             if r != root:
                 _write(call.inputs[i], value)
 
 
 def scatter(calls: Sequence[Call], order: Order) -> None:
-    """Rank `r`'s output becomes the root's `inputs[r]`."""
+    """Copy the root's `inputs[r]` into rank `r`'s output."""
     values = [value.clone() for value in calls[calls[0].root].inputs]
     for call, value in zip(calls, values, strict=True):
         _write(call.outputs[0], value)
 
 
 def gather(calls: Sequence[Call], order: Order) -> None:
-    """The root's `outputs[r]` becomes rank `r`'s input."""
+    """Copy rank `r`'s input into the root's `outputs[r]`."""
     values = [call.inputs[0].clone() for call in calls]
     for output, value in zip(calls[calls[0].root].outputs, values, strict=True):
         _write(output, value)
 
 
 def all_to_all_list(calls: Sequence[Call], order: Order) -> None:
-    """Rank `r`'s `outputs[s]` becomes rank `s`'s `inputs[r]`."""
+    """Copy rank `s`'s `inputs[r]` into rank `r`'s `outputs[s]`."""
     values = [[value.clone() for value in call.inputs] for call in calls]
     for r, call in enumerate(calls):
         for s, output in enumerate(call.outputs):
@@ -270,7 +284,8 @@ def all_to_all_list(calls: Sequence[Call], order: Order) -> None:
 
 
 def all_to_all_flat(calls: Sequence[Call], order: Order) -> None:
-    """As the list form, with the lists cut from the first dimension of one tensor each."""
+    """Exchange like the list form, with lists cut from the first dim of one tensor each."""
+    # Splits count rows of dim 0.
     rows = [
         [part.clone() for part in call.inputs[0].split(list(call.input_splits))] for call in calls
     ]
@@ -280,11 +295,11 @@ def all_to_all_flat(calls: Sequence[Call], order: Order) -> None:
 
 
 def barrier(calls: Sequence[Call], order: Order) -> None:
-    """Nothing to move: coming together is all."""
+    """Move no data: a barrier only brings the ranks together."""
 
 
 def message(calls: Sequence[Call], order: Order) -> None:
-    """The tensor of a receive becomes that of its send."""
+    """Copy a send's tensor into its receive's."""
     send, receive = calls
     _write(receive.outputs[0], send.inputs[0])
 
@@ -305,4 +320,4 @@ PERFORM: dict[str, Callable[[Sequence[Call], Order], None]] = {
     "barrier": barrier,
     "send": message,
 }
-"""What moves the data, by the kind of the first member's call; for a message that is its send."""
+"""Functions that move the data, by the kind of the first member's call; a message's is `send`."""

@@ -1,8 +1,8 @@
-"""The backend that a simulated group shows for a kind of device: what torch asks of it by name.
+"""The backend object that a simulated group offers per kind of device.
 
-torch keeps one backend object a device in each group and asks it for its name, its options and what
-it can do. Simulated groups have none of C++, and a class of C++ cannot be inherited from on every
-supported version, so that this stands in its place and hands collectives on to the group.
+In each group, torch keeps one backend object per device and reads its name, options and features.
+Simulated groups have no C++ backend, and not every supported version of torch allows to inherit
+from the C++ class. So this class replaces it, and passes collectives on to the group.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 from torch.distributed import ProcessGroupGloo
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""What torch's gloo says where nobody set another; a simulated call ends without one."""
+"""Default of torch's gloo. A simulated call without a time-out never reaches it."""
 
 
 class Members(Protocol):
-    """What the face needs of the group behind it."""
+    """The attributes of a group that its backend object needs."""
 
     @property
     def group_name(self) -> str:
-        """The name under which c10d knows it."""
+        """Name of the group in c10d."""
         ...
 
     @property
     def world_ranks(self) -> tuple[int, ...]:
-        """World ranks of its members."""
+        """World ranks of the members."""
         ...
 
 
@@ -42,23 +42,25 @@ class BackendOptions:
 
     @property
     def group_name(self) -> str:
-        """The name under which c10d knows the group."""
+        """Name of the group in c10d."""
         return self._group.group_name
 
     @property
     def global_ranks_in_group(self) -> list[int]:
-        """World ranks of its members; made when asked, since every rank has options."""
+        """World ranks of the members. Built on request, because every rank has options."""
         return list(self._group.world_ranks)
 
 
 class SimBackend:
-    """The face of a group's backend; what it does not have itself is the group's.
+    """Backend object of a group. Attributes that it lacks are taken from the group.
 
     Args:
-        group: The simulated group to which collectives are handed.
-        name: The backend that was asked for, such as `gloo`; `sim` where none was.
-        timeout: What `options` says.
+        group: The simulated group that receives the collectives.
+        name: Name of the requested backend, such as `gloo`; `sim` if none was requested.
+        timeout: Time-out in `options`.
     """
+
+    # torch reads these before it uses an optional feature.
 
     supports_splitting = False
     supports_coalescing = False
@@ -69,6 +71,7 @@ class SimBackend:
     supports_window = False
 
     def __init__(self, group: Members, *, name: str, timeout: timedelta) -> None:
+        # First, because `__getattr__` falls back to it.
         self._group = group
         self._name = name
         self.options = BackendOptions(
@@ -78,13 +81,13 @@ class SimBackend:
         )
 
     def name(self) -> str:
-        """The backend that was asked for."""
+        """Return the name of the requested backend."""
         return self._name
 
     _get_backend_name = name
 
     def create_device(self, **asked: Any) -> Any:
-        """A device as gloo's options take it; simulated calls need none."""
+        """Return a device for gloo's options. Simulated calls do not use it."""
         return ProcessGroupGloo.create_device(**asked)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -93,12 +96,14 @@ class SimBackend:
     set_timeout = _set_default_timeout
 
     def __getattr__(self, name: str) -> Any:
+        # Copying and pickling look up these before `__init__` has run, and would recurse.
         if name.startswith("__") or name == "_group":
             raise AttributeError(name)
         return getattr(self._group, name)
 
 
 def present_devices() -> list[str]:
-    """The kinds of device that this machine has, the CPU first."""
+    """Return the kinds of device on this machine, the CPU first."""
+    # Only devices that work count, not those that torch was built for.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]

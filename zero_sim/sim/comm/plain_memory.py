@@ -1,14 +1,4 @@
-"""Tensors as plain memory: what a backend sees of what a program hands over.
-
-[Note: memory alone]
-A device's collective neither sees nor disturbs autograd: it writes memory, whoever looks at it. So
-it is given tensors on the same memory that are no views, need no gradient and count versions of
-their own. Those of inference mode are written in it.
-
-[Note: tensors of tensors]
-A class that wraps tensors runs each collective once for every tensor inside, since torch hands it
-the call instead of the backend.
-"""
+"""Tensors as plain memory, the way a backend sees a program's tensors."""
 
 from __future__ import annotations
 
@@ -26,28 +16,33 @@ from zero_sim.sim.roles import written_tensors
 _PLAIN = (Tensor, Parameter)
 
 
+# [Note: memory alone] On a device, a collective writes memory and neither sees nor disturbs
+# autograd. So it gets tensors on the same memory that are no views, require no gradient and have
+# version counters of their own. Inference tensors are written in inference mode.
 def memory_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors as plain memory; see [Note: memory alone]. A sparse one is more than memory."""
+    """Return the tensors as plain memory, sparse ones unchanged; see [Note: memory alone]."""
     return [tensor if tensor.is_sparse else tensor.data for tensor in tensors]
 
 
 def storages_of(tensors: Sequence[Tensor]) -> set[int]:
-    """What tells the storages apart that they lie in."""
+    """Return keys that identify the storages of the tensors."""
     return {tensor.untyped_storage()._cdata for tensor in tensors if not tensor.is_sparse}
 
 
 def is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether none of them wraps others."""
+    """Return True if no tensor wraps others."""
     return all(type(tensor) in _PLAIN or not has_own_dispatch(type(tensor)) for tensor in tensors)
 
 
+# [Note: tensors of tensors] Torch passes a call to a class that wraps tensors instead of to the
+# backend. Such a class runs the collective once for each tensor inside.
 def inner_calls(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-    """The inputs and outputs of each call that wrappers come to; see [Note: tensors of tensors].
+    """Yield inputs and outputs of each call on inner tensors; see [Note: tensors of tensors].
 
     Raises:
-        TypeError: The tensors do not wrap equally many.
+        TypeError: The tensors wrap different numbers of tensors.
     """
     unwrapped = [inner_tensors(tensor) for tensor in [*inputs, *outputs]]
     counts = [len(each) for each in unwrapped]
@@ -58,41 +53,43 @@ def inner_calls(
         )
         raise TypeError(
             "expected the tensors of one collective to wrap equally many tensors each, got "
-            f"{names}. Try to hand over the tensors inside."
+            f"{names}. Pass the tensors inside."
         )
     for index in range(counts[0]):
+        # The i-th inner tensors of all arguments belong to one call.
         inner = [each[index] for each in unwrapped]
         yield inner[: len(inputs)], inner[len(inputs) :]
 
 
 def inner_tensors(tensor: Any) -> list[Tensor]:
-    """The plain tensors inside of a wrapper, from the outside in; of a plain one itself.
+    """Return the plain tensors inside of a wrapper, outermost first; for a plain tensor, itself.
 
     Raises:
-        TypeError: Its class does not say what it wraps.
+        TypeError: The wrapper's class has no `__tensor_flatten__`.
     """
     if is_plain([tensor]):
         return [tensor]
     if hasattr(tensor, "trigger_wait"):
-        # The result of a functional collective, which is waited for when it is used.
+        # The result of a functional collective. Its first use waits for it.
         return inner_tensors(tensor.trigger_wait())
     if not hasattr(tensor, "__tensor_flatten__"):
         raise TypeError(
             f"expected tensors, or wrappers that name theirs by `__tensor_flatten__`, got "
-            f"{type(tensor).__name__}. Try to hand over the tensors inside."
+            f"{type(tensor).__name__}. Pass the tensors inside."
         )
     names, _ = tensor.__tensor_flatten__()
     return [plain for name in names for plain in inner_tensors(getattr(tensor, name))]
 
 
 def check_writable(call: Call, *, group_rank: int) -> None:
-    """Check that what a call writes has a place of its own for every element.
+    """Check that a call writes no memory twice through one tensor.
 
     Raises:
-        RuntimeError: Several elements lie at one place; in the words of torch, whose copy into such
-            a tensor would raise it in whichever rank's thread the data is moved.
+        RuntimeError: Several elements share one location. Has torch's message, because torch's copy
+            would raise it in the thread of whichever rank moves the data.
     """
     for tensor in written_tensors(call, group_rank=group_rank):
+        # torch returns 1 if an overlap is certain, and 2 if it cannot decide.
         if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
             raise RuntimeError(
                 "unsupported operation: more than one element of the written-to tensor refers to "
@@ -103,6 +100,7 @@ def check_writable(call: Call, *, group_rank: int) -> None:
 
 
 def count_holders(tensor: Tensor) -> int:
-    """How many tensors lie in the memory of this one, itself among them."""
+    """Return the number of tensors on this tensor's memory, itself included."""
     storage = tensor.untyped_storage()
+    # `storage` itself holds one reference.
     return torch._C._storage_Use_Count(storage._cdata) - 1  # pyrefly: ignore [missing-attribute]

@@ -1,10 +1,4 @@
-"""Planned faults in the data of one collective, on its way.
-
-[Note: the message, not the memory]
-A fault of what a rank sends acts on a copy: the collective reads the copy, and the rank's own
-memory keeps what the program wrote. What the collective writes to that rank is still written, but
-for the rank's own part of what it gathers: that never travels, so it stays what the program wrote.
-"""
+"""Planned faults in the data of a collective."""
 
 from __future__ import annotations
 
@@ -24,13 +18,14 @@ from zero_sim.sim.order import Order
 _INT_OF = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _WRITTEN_IN_PLACE = ("all_reduce", "reduce", "broadcast")
 _GATHERS = ("all_gather", "all_gather_list", "gather")
+# Reductions in which a contribution that counts twice changes nothing.
 _IDEMPOTENT = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR)
 
 
 def perform_with_faults(
     calls: Sequence[Call], order: Order, *, due_faults: Mapping[int, Sequence[DueFault]]
 ) -> None:
-    """Perform a collective at which faults are due.
+    """Perform a collective with due faults.
 
     Args:
         calls: The members' calls in group-rank order.
@@ -42,12 +37,16 @@ def perform_with_faults(
     faulty.deliver()
 
 
+# [Note: the message, not the memory] A fault on the sending side acts on a copy, which the
+# collective reads. The rank's own memory keeps the program's values. The collective's results for
+# that rank are still written. The exception is the rank's own part of a gather: it never travels,
+# so it keeps the program's values.
 class _FaultyCalls:
     """The calls of one collective as the network carries them.
 
     Args:
         calls: The members' calls in group-rank order.
-        due_faults: The faults that are due, by the member's group rank.
+        due_faults: The due faults, by the member's group rank.
     """
 
     def __init__(self, calls: Sequence[Call], due_faults: Mapping[int, Sequence[DueFault]]) -> None:
@@ -55,12 +54,12 @@ class _FaultyCalls:
         self._due = due_faults
         self._kept: dict[int, list[Tensor]] = {}
         self.calls = list(calls)
-        """What the collective is to be performed on."""
+        """Calls for the collective, with copies in place of faulty inputs."""
         for member, due in self._due_faults("send"):
             self._send(member, due)
 
     def deliver(self) -> None:
-        """After the collective was performed: give ranks what is theirs, and corrupt the rest."""
+        """After the collective: restore the ranks' own parts, and corrupt received data."""
         for member in self._kept:
             self._give_back(member)
         for member, due in self._due_faults("receive"):
@@ -69,6 +68,7 @@ class _FaultyCalls:
 
     def _due_faults(self, side: str) -> list[tuple[int, DueFault]]:
         return [
+            # In rank order, so that the log does not depend on the schedule.
             (member, due)
             for member in sorted(self._due)
             for due in self._due[member]
@@ -77,6 +77,7 @@ class _FaultyCalls:
 
     def _send(self, member: int, due: DueFault) -> None:
         call = self._given[member]
+        # Members that are not the root have tensors in a broadcast, but send nothing.
         if call.kind in ("broadcast", "scatter") and member != call.root:
             due.missed(f"a rank that is not the root sends nothing in a {call.kind}")
         elif not sum(tensor.numel() for tensor in call.inputs):
@@ -105,15 +106,17 @@ class _FaultyCalls:
         elif following == member:
             due.missed("there is no next rank in a group of one")
         else:
+            # The next rank's message is replaced, so this rank's data arrives twice.
             mine = self.calls[member].inputs
             for tensor, other in zip(mine, self._stand_in(following), strict=True):
                 other.copy_(tensor)
             due.fired("what the rank sends arrives in the next rank's place too")
 
     def _stand_in(self, member: int) -> Sequence[Tensor]:
-        """Copies that are read in the place of what a rank sends."""
+        """Return copies that are sent instead of the rank's tensors."""
         if member not in self._kept:
             call = self._given[member]
+            # One copy for restoring and one to send: the collective may write into the latter.
             self._kept[member] = [tensor.clone() for tensor in call.inputs]
             inputs = [tensor.clone() for tensor in call.inputs]
             self.calls[member] = replace(call, inputs=inputs)
@@ -121,8 +124,9 @@ class _FaultyCalls:
 
     def _give_back(self, member: int) -> None:
         call, kept, count = self._given[member], self._kept[member], len(self._given)
+        # See [Note: the message, not the memory]; `kept` has the program's values.
         if call.kind in _WRITTEN_IN_PLACE:
-            # Its inputs are its outputs, and the copies were written in their stead.
+            # Inputs are outputs here, and the collective wrote into the copies.
             if _received(call, member):
                 for tensor, written in zip(call.inputs, self.calls[member].inputs, strict=True):
                     tensor.copy_(written)
@@ -142,7 +146,7 @@ class _FaultyCalls:
 
 
 def _received(call: Call, member: int) -> Sequence[Tensor]:
-    """The tensors into which a member receives; none where it only sends."""
+    """Return the tensors that a member receives into; none if it only sends."""
     if call.kind == "broadcast":
         return () if member == call.root else call.inputs
     if call.kind == "reduce":
@@ -151,7 +155,7 @@ def _received(call: Call, member: int) -> Sequence[Tensor]:
 
 
 def _nothing(call: Call, tensor: Tensor) -> Tensor:
-    """What leaves a reduction as it is without this rank; zeros elsewhere."""
+    """Return the neutral element of the reduction; zeros for other collectives."""
     op = call.reduce_op
     if op == ReduceOp.PRODUCT:
         return torch.ones_like(tensor)
@@ -178,19 +182,21 @@ def _combine(op: ReduceOp.RedOpType, tensor: Tensor) -> None:
 
 
 def _flip(due: DueFault, call: Call, tensors: Sequence[Tensor], *, verb: str) -> None:
-    """Flip one bit of one element, stated or drawn."""
+    """Flip one bit of one element, as given or drawn."""
     fault, drawn = due.fault, due.random
     stops = list(itertools.accumulate(tensor.numel() for tensor in tensors))
     count = stops[-1] if stops else 0
     if count == 0:
         due.missed(f"the rank {verb} no element in this {call.kind}")
         return
+    # Drawn over all elements of the call, one tensor after another.
     element = drawn.randrange(count) if fault.element is None else fault.element
     if element >= count:
         due.missed(f"the rank {verb} only {count} elements, so there is none with index {element}")
         return
     which = next(i for i, stop in enumerate(stops) if element < stop)
     tensor, offset = tensors[which], element - (stops[which - 1] if which else 0)
+    # A bool has one meaningful bit: other values of its byte are not valid.
     bits = 1 if tensor.dtype == torch.bool else 8 * tensor.element_size()
     bit = drawn.randrange(bits) if fault.bit is None else fault.bit
     if bit >= bits or tensor.element_size() not in _INT_OF:
@@ -198,6 +204,7 @@ def _flip(due: DueFault, call: Call, tensors: Sequence[Tensor], *, verb: str) ->
         return
     value = tensor.detach().reshape(-1)[offset : offset + 1].clone()
     before = value.item()
+    # The sign bit as a signed integer: 1 << 63 does not fit into int64.
     mask = -(1 << bit) if bit == bits - 1 > 0 else 1 << bit
     value.view(_INT_OF[tensor.element_size()]).bitwise_xor_(mask)
     _write_part(tensor.detach(), offset, value)
@@ -208,5 +215,6 @@ def _write_part(tensor: Tensor, start: int, part: Tensor) -> None:
     """Write consecutive elements, counted in the tensor's logical order."""
     flat = tensor.reshape(-1)
     flat[start : start + part.numel()] = part.reshape(-1)
+    # `reshape` copies tensors that are not contiguous, so the copy is written back.
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))

@@ -1,10 +1,4 @@
-"""The face that torch.distributed sees: a process group that turns every method into a `Call`.
-
-[Note: two spellings]
-torch 2.13 calls `all_gather_single`, `reduce_scatter_single`, `all_to_all_single` and their
-`_coalesced` forms; older versions call `_allgather_base`, `_reduce_scatter_base`, `alltoall_base`,
-`allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced`. Both are defined.
-"""
+"""The process group that torch.distributed calls. Each method becomes a `Call`."""
 
 from __future__ import annotations
 
@@ -64,19 +58,21 @@ def _asynchronous(opts: Any) -> bool:
 
 
 _OF_TORCH = ("gloo", "nccl", "mpi", "ucc", "xccl", "threaded")
-"""Backends that have their own name in torch."""
+"""Backends with a name of their own in torch."""
 
 
 class SimProcessGroup(ProcessGroup):
     """One member's view of a group of simulated ranks."""
 
     def __init__(self, cluster: Cluster, group: Group, group_rank: int) -> None:
-        # torch's stub does not show the constructor meant for subclasses: (rank, size).
+        # torch's stub lacks the constructor for subclasses, (rank, size).
         super().__init__(group_rank, len(group.ranks))  # pyrefly: ignore
         self._cluster = cluster
         self._group = group
         self._group_rank = group_rank
+        # None outside of `_start_coalescing` and `_end_coalescing`.
         self._coalescing: list[Work] | None = None
+        # Set by `shutdown`; the object outlives the group in a program's hands.
         self._destroyed = False
         self._store: Store | None = None
         self.ask_for("sim")
@@ -87,43 +83,43 @@ class SimProcessGroup(ProcessGroup):
 
     @property
     def world_ranks(self) -> tuple[int, ...]:
-        """World ranks of the members, in the order of their group ranks."""
+        """World ranks of the members, in group-rank order."""
         return self._group.ranks
 
     @property
     def owner(self) -> int:
-        """World rank of the member whose view it is."""
+        """World rank of the member that owns this view."""
         return self._group.ranks[self._group_rank]
 
     def getBackendName(self) -> str:
-        """`sim`: of one that is `gloo` torch's C++ wants its ProcessGroupGloo object."""
+        """Return `sim`. For `gloo`, torch's C++ would expect its own ProcessGroupGloo object."""
         return "sim"
 
     def name(self) -> str:
-        """The backend that a program asked for; of those of other people torch says `custom`."""
+        """Return the requested backend's name; `custom` for third-party backends, as torch does."""
         name = self._backend.name()
         return name if name in _OF_TORCH else "custom"
 
     @property
     def group_name(self) -> str:
-        """The name under which c10d knows it."""
+        """Name of the group in c10d."""
         return self._group.name
 
     @property
     def group_desc(self) -> str:
-        """The name under which records show it."""
+        """Name of the group in records."""
         return self._group.label
 
     def getGroupName(self) -> str:
-        """As `group_name`, for C++ callers."""
+        """Return `group_name`, for callers in C++."""
         return self._group.name
 
     def ask_for(self, backend: str, *, timeout: timedelta | None = None) -> None:
-        """Note which backend a program asked for: what this one answers to.
+        """Note the requested backend, whose name and options this group then has.
 
         Args:
             backend: Its name, such as `gloo`.
-            timeout: How long its calls may take; None for what gloo has.
+            timeout: Time-out of its calls; None for gloo's default.
         """
         self._backend = SimBackend(self, name=backend, timeout=timeout or DEFAULT_TIMEOUT)
 
@@ -135,6 +131,7 @@ class SimProcessGroup(ProcessGroup):
         self._backend._set_default_timeout(timeout)
 
     def _get_backend(self, device: torch.device) -> SimBackend:
+        # torch's message and error type, for programs that expect them.
         kinds = [each.type for each in self._device_types]
         if torch.device(device).type not in kinds:
             raise RuntimeError(
@@ -149,50 +146,50 @@ class SimProcessGroup(ProcessGroup):
 
     @property
     def options(self) -> Any:
-        """The options of its backend."""
+        """Options of the backend."""
         return self._backend.options
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Note how long barriers may take."""
+        """Set the time-out of barriers."""
         self._backend.set_timeout(timeout)
 
     def get_group_store(self) -> Store | None:
-        """The store that its members share."""
+        """Return the store that the members share."""
         return self._store
 
     def set_group_store(self, store: Store) -> None:
-        """Note the store that its members share."""
+        """Set the store that the members share."""
         self._store = store
 
     def _get_sequence_number_for_group(self) -> int:
         return self._group.issued_by(self._group_rank)
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to agree on: members count their calls from the same start."""
+        """Do nothing: all members count their calls from 0."""
 
     def _wait_for_pending_works(self) -> None:
-        """Nothing to wait for here: each work is waited for by whoever has it."""
+        """Do nothing: each work is waited for by its owner."""
 
     def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: it divides a communicator of NCCL, which a simulated group is not.
+        """Refuse: it splits a communicator of NCCL, which a simulated group does not have.
 
         Raises:
             UsageError: Always.
         """
         raise UsageError(
             f"expected new_group, got split_group of group {self._group.label}, which only NCCL "
-            "has. Try dist.new_group(ranks) on every rank: its collectives are the same."
+            "has. Call dist.new_group(ranks) on every rank: its collectives are the same."
         )
 
     merge_remote_group = split_group
 
     def shutdown(self) -> None:
-        """Note where; whoever uses it from now on is told."""
+        """Mark this side as destroyed. Later uses raise."""
         self._destroyed = True
         self._cluster.note_destroyed(self._group, self._group_rank)
 
     def abort(self) -> None:
-        """Leave at once; in the simulated world there is nothing to abort."""
+        """Leave the group at once. There is no communication to abort."""
         self._cluster.note_aborted(self._group, self._group_rank)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -217,9 +214,10 @@ class SimProcessGroup(ProcessGroup):
         works: list[Work] = []
         used: set[int] = set()
         for each_inputs, each_outputs in inner_calls(inputs, outputs):
+            # Two calls in flight must not share memory; the race detector would report it.
             storages = storages_of([*each_inputs, *each_outputs])
             if used & storages:
-                # A wrapper made of one plain tensor has that inside twice.
+                # A wrapper that holds one plain tensor twice.
                 works[-1].wait()
             used |= storages
             works.append(self._issue_plain(kind, opts, each_inputs, each_outputs, **parts))
@@ -233,6 +231,7 @@ class SimProcessGroup(ProcessGroup):
         outputs: Sequence[Tensor],
         **parts: Any,
     ) -> Work:
+        # Errors show the program's call site, not that of torch's wrapper.
         file, line = call_site()
         call = Call(
             kind=kind,
@@ -243,13 +242,14 @@ class SimProcessGroup(ProcessGroup):
             line=line,
             **parts,
         )
+        # Strict groups refuse such tensors in the contract, with both ranks' sites.
         if not self._group.strict:
             check_writable(call, group_rank=self._group_rank)
         asynchronous = _asynchronous(opts)
         return self._cluster.issue(self._group, self._group_rank, call, asynchronous=asynchronous)
 
     def _join(self, works: Sequence[Work]) -> Work:
-        """One work for all."""
+        """Join several works into one."""
         if len(works) == 1:
             return works[0]
         return self._cluster.join_works(self._group.ranks[self._group_rank], works)
@@ -271,22 +271,23 @@ class SimProcessGroup(ProcessGroup):
         *,
         op: Any = None,
     ) -> Work:
-        """Reduce in place; the C++ reducer of DistributedDataParallel calls it too."""
+        """Reduce in place. The C++ reducer of DistributedDataParallel calls this too."""
         tensors, opts = as_list(tensors), opts if op is None else op
         check_some("allreduce", tensors)
         check_alike("allreduce", tensors)
         if len(tensors) == 1:
             return self._all_reduce("allreduce", tensors, opts)
+        # Several tensors: reduce them into the first, all-reduce that, and copy the result back.
         check_can_fold("allreduce", reduce_op_of(opts))
         tensor_lists.fold(tensors, reduce_op_of(opts))
         work = self._all_reduce("allreduce", tensors[:1], opts)
         return self._end(work, lambda: tensor_lists.spread(tensors[0], tensors), tensors)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """Several all-reduces as one call."""
+        """Run several all-reduces as one call."""
         check_coalesced("allreduce_coalesced", tensors)
         if not self._group.strict:
-            # gloo reduces copies, so that it does not matter if one tensor is there twice.
+            # gloo reduces copies, so a tensor may be in the list twice.
             first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
             tensors = [
                 tensor if first[id(tensor)] == index else tensor.detach().clone()
@@ -295,7 +296,7 @@ class SimProcessGroup(ProcessGroup):
         return self._all_reduce("allreduce_coalesced", tensors, opts)
 
     def _end(self, work: Work, bring: Callable[[], None], result: Sequence[Any]) -> Work:
-        """Wait for a work and bring its result to where it belongs besides."""
+        """Wait for a work, then copy its result to the rank's other tensors."""
         work.wait()
         bring()
         return self._cluster.join_works(self.owner, [work], result=result)
@@ -320,6 +321,7 @@ class SimProcessGroup(ProcessGroup):
         tensors = as_list(tensors)
         check_one("reduce", tensors, side="")
         check_dense("reduce", tensors)
+        # Direct calls pass (tensor, root, op), torch.distributed passes options.
         rooted = opts if root is None else root
         reducing = op if isinstance(rooted, int) else opts
         return self._issue(
@@ -338,13 +340,14 @@ class SimProcessGroup(ProcessGroup):
         *,
         root: int | None = None,
     ) -> Work:
-        """Copy the root's tensor to all."""
+        """Copy the root's tensor to all ranks."""
         tensors, rooted = as_list(tensors), opts if root is None else root
         chosen = root_of("broadcast", rooted, self.size(), tensor_count=len(tensors))
         check_alike("broadcast", tensors)
         check_dense("broadcast", tensors)
         if len(tensors) == 1:
             return self._issue("broadcast", opts, tensors, root=chosen)
+        # Several tensors: the root's chosen tensor goes first, then the result is copied.
         if chosen == self._group_rank:
             tensor_lists.spread(tensors[root_tensor_of(rooted)], tensors[:1])
         work = self._issue("broadcast", opts, tensors[:1], root=chosen)
@@ -359,7 +362,7 @@ class SimProcessGroup(ProcessGroup):
         *,
         op: Any = None,
     ) -> Work:
-        """List form: `inputs[0][r]` is reduced into rank `r`'s `outputs[0]`."""
+        """List form: reduce all ranks' `inputs[0][r]` into rank `r`'s `outputs[0]`."""
         outputs, rows = as_list(outputs), as_rows(inputs)
         check_one("reduce_scatter", outputs, side="output")
         check_rows("reduce_scatter", rows, side="input", size=self.size())
@@ -370,15 +373,20 @@ class SimProcessGroup(ProcessGroup):
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Flat form: chunk `r` of `input` is reduced into rank `r`'s `output`."""
+        """Flat form: reduce chunk `r` of all inputs into rank `r`'s `output`."""
+        # A single call is a coalesced call with one entry.
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
+    # [Note: two spellings] torch 2.13 calls `all_gather_single`, `reduce_scatter_single`,
+    # `all_to_all_single` and their `_coalesced` forms. Older versions call `_allgather_base`,
+    # `_reduce_scatter_base`, `alltoall_base`, `allgather_into_tensor_coalesced` and
+    # `reduce_scatter_tensor_coalesced`. Both are defined.
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        """Several flat reduce-scatters as one call."""
+        """Run several flat reduce-scatters as one call."""
         check_pairs("reduce_scatter", outputs, inputs)
         op = reduce_op_of(opts)
         return self._issue("reduce_scatter", opts, inputs, outputs=outputs, reduce_op=op)
@@ -392,15 +400,17 @@ class SimProcessGroup(ProcessGroup):
         opts: Any = None,
         timeout: Any = None,
     ) -> Work:
-        """List form: `outputs[0][r]` becomes rank `r`'s `inputs[0]`."""
+        """List form: copy rank `r`'s `inputs[0]` into `outputs[0][r]`."""
         inputs, rows = as_list(inputs), as_rows(outputs)
         check_gathered("allgather", rows, inputs, size=self.size(), even=self._is_gloo)
         if len(inputs) == 1:
             return self._issue("all_gather_list", opts, inputs, outputs=rows[0])
+        # Several inputs: gather in the layout of the coalesced form, then fill all rows.
         first = tensor_lists.by_input(rows[0], len(inputs))
         work = self._issue("all_gather_list", opts, inputs, outputs=first)
 
         def bring() -> None:
+            # Every row gets all results, so entries at one place of the rows are equal.
             for places in zip(*rows, strict=True):
                 tensor_lists.spread(places[0], places)
 
@@ -409,13 +419,14 @@ class SimProcessGroup(ProcessGroup):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        """Several list all-gathers as one call: `outputs[r][i]` becomes rank `r`'s `inputs[i]`."""
+        """Run several list all-gathers as one: copy rank `r`'s `inputs[i]` into `outputs[r][i]`."""
         check_gathered_coalesced("allgather_coalesced", outputs, inputs, size=self.size())
         by_input = [row[index] for index in range(len(inputs)) for row in outputs]
         return self._issue("all_gather_list", opts, inputs, outputs=by_input)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Flat form: `output` becomes the ranks' inputs one after another."""
+        """Flat form: fill `output` with the ranks' inputs in rank order."""
+        # A single call is a coalesced call with one entry.
         return self.all_gather_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
@@ -423,7 +434,7 @@ class SimProcessGroup(ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        """Several flat all-gathers as one call."""
+        """Run several flat all-gathers as one call."""
         check_pairs("all_gather", outputs, inputs)
         return self._issue("all_gather", opts, inputs, outputs=outputs)
 
@@ -438,7 +449,7 @@ class SimProcessGroup(ProcessGroup):
         *,
         root: int | None = None,
     ) -> Work:
-        """The root's `outputs[0][r]` becomes rank `r`'s `inputs[0]`."""
+        """Copy rank `r`'s `inputs[0]` into the root's `outputs[0][r]`."""
         inputs, rows = as_list(inputs), as_rows(outputs)
         chosen = root_of("gather", opts if root is None else root, self.size())
         check_one("gather", inputs, side="input")
@@ -456,7 +467,7 @@ class SimProcessGroup(ProcessGroup):
         *,
         root: int | None = None,
     ) -> Work:
-        """Rank `r`'s `outputs[0]` becomes the root's `inputs[0][r]`."""
+        """Copy the root's `inputs[0][r]` into rank `r`'s `outputs[0]`."""
         outputs, rows = as_list(outputs), as_rows(inputs)
         chosen = root_of("scatter", opts if root is None else root, self.size())
         check_one("scatter", outputs, side="output")
@@ -468,7 +479,7 @@ class SimProcessGroup(ProcessGroup):
     def _rows_of_root(
         self, method: str, rows: Sequence[Sequence[Tensor]], root: int, *, side: str
     ) -> Sequence[Tensor]:
-        """The list that the root of a gather or scatter hands over; the others have none."""
+        """Return the root's list of a gather or scatter; empty on other ranks."""
         if self._group_rank == root:
             check_rows(method, rows, side=side, size=self.size())
             return rows[0]
@@ -476,7 +487,7 @@ class SimProcessGroup(ProcessGroup):
         return []
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        """Rank `r`'s `outputs[s]` becomes rank `s`'s `inputs[r]`."""
+        """Copy rank `s`'s `inputs[r]` into rank `r`'s `outputs[s]`."""
         for side, tensors in (("output", outputs), ("input", inputs)):
             check_rows("alltoall", [tensors], side=side, size=self.size())
             check_dense("alltoall", tensors)
@@ -490,10 +501,10 @@ class SimProcessGroup(ProcessGroup):
         input_splits: list[int] | Tensor,
         opts: Any = None,
     ) -> Work:
-        """As `alltoall`, on row ranges of one tensor each; empty split lists mean even ones."""
+        """Exchange row ranges of one tensor each, like `alltoall`. Empty splits mean even ones."""
         check_dense("alltoall_base", [output, input])
         if not self._group.strict:
-            # As gloo; what else is not contiguous, it takes.
+            # As gloo, which accepts non-contiguous tensors in all other calls.
             check_contiguous("all_to_all", [output, input])
         return self._issue(
             "all_to_all",
@@ -508,11 +519,13 @@ class SimProcessGroup(ProcessGroup):
 
     def _even_rows(self, tensor: Tensor) -> list[int]:
         rows = tensor.shape[0] if tensor.dim() else 0
+        # Rows that do not divide evenly make one split, which the contract refuses by its count.
         share, left = divmod(rows, self.size())
         return [share] * self.size() if left == 0 else [rows]
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
-        """Come together, in the time that the call has, or else the group."""
+        """Wait for all members, within the time-out of the call, or else of the group."""
+        # Direct calls pass the time-out, torch passes it in the options.
         seconds = seconds_of(timeout) or seconds_of(getattr(opts, "timeout", None))
         return self._come_together(opts, seconds or seconds_of(self._backend.options._timeout))
 
@@ -520,13 +533,14 @@ class SimProcessGroup(ProcessGroup):
         return self._issue("barrier", opts, [], timeout_seconds=seconds)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Come together in a time that is rank 0's; who does not come is named.
+        """Wait for all members, within the time-out of rank 0. Its error names absent ranks.
 
         Raises:
-            BadArgument: There is no time at all.
-            TimedOut: The time is over.
+            BadArgument: The time-out is zero or negative.
+            TimedOut: Not all members came in time.
         """
         check_monitored(timeout, group_rank=self._group_rank)
+        # Only rank 0 has a time-out in gloo: it waits for the others, which wait for it.
         seconds = None if self._group_rank else seconds_of(timeout)
         try:
             self._come_together(None, seconds).wait()
@@ -539,7 +553,7 @@ class SimProcessGroup(ProcessGroup):
             ) from None
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
-        """Send to a member; done when the receive is there, as with NCCL."""
+        """Send to a member. Done when the receive is posted, as with NCCL."""
         return self._exchange("send", tensors, dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
@@ -547,13 +561,15 @@ class SimProcessGroup(ProcessGroup):
         return self._exchange("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
-        """Receive from whoever sent first."""
+        """Receive from the member that sends first."""
         return self._exchange("recv", tensors, None, tag)
 
     def _exchange(self, kind: str, tensors: list[Tensor], peer: int | None, tag: int) -> Work:
         self._check_open(kind)
+        # Messages have one tensor; torch's binding takes a list.
         (tensor,) = tensors
         works = []
+        # A wrapper sends one message for each tensor inside.
         for part in memory_of(inner_tensors(tensor)):
             place = (self._group, self._group_rank)
             if kind == "send":

@@ -1,4 +1,4 @@
-"""Rendezvous of ranks: groups, collectives that fill up call by call, and messages of two ranks."""
+"""Rendezvous of ranks: groups, their collectives, and messages between two ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_FAULTS: Mapping[int, Sequence[DueFault]] = MappingProxyType({})
 
 
 class Collective:
-    """One collective of one group: open until every member has called it, then performed."""
+    """One collective of one group. It is open until all members have called, then performed."""
 
     __slots__ = (
         "calls",
@@ -37,31 +37,33 @@ class Collective:
     )
 
     joins = None
-    """Its members all have the same one."""
+    """None, because all members share one collective."""
 
     def __init__(self, group: Group, sequence: int, *, kind: str) -> None:
         self.group = group
         self.kind = kind
         self.sequence = sequence
+        # By group rank; None for members that have not called.
         self.calls: list[Call | None] = [None] * len(group.ranks)
         self.signatures: list[Signature | None] = [None] * len(group.ranks)
         self.due_faults = _NO_FAULTS
-        """Planned faults that act on its data, by the group rank of the member."""
+        """Planned faults in the data, by the member's group rank."""
         self.missing_count = len(group.ranks)
         self.done = False
         self.given_up: TimedOut | None = None
-        """What a member got that does not wait for it any more: it never comes to an end."""
+        """Time-out of a member that stopped waiting. The collective then never completes."""
+        # True if two members passed different offsets; see `SwapWatch`.
         self.shifted = False
         self.waiters: list[int] = []
 
     @property
     def name(self) -> str:
-        """Its number and group, for messages."""
+        """Number and group, for messages."""
         return f"collective #{self.sequence} of group {self.group.label}"
 
     @property
     def doing(self) -> str:
-        """What a waiting rank waits for, for the deadlock table."""
+        """The wait in words, for the deadlock table."""
         return f"waits in {self.what}"
 
     @property
@@ -71,7 +73,7 @@ class Collective:
 
     @property
     def key(self) -> str:
-        """Names it among the operations of a run, whatever the schedule."""
+        """Unique name among the operations of a run, independent of the schedule."""
         return f"{self.group.name}|{self.sequence}"
 
     @property
@@ -81,22 +83,22 @@ class Collective:
 
     @property
     def strict(self) -> bool:
-        """As of its group."""
+        """Strictness of the group."""
         return self.group.strict
 
     @property
     def full(self) -> bool:
-        """Whether all members are there."""
+        """True once all members have called."""
         return not self.missing_count
 
     @property
     def members(self) -> Sequence[Call]:
-        """The members' calls in group-rank order, of those that are there."""
+        """Calls so far, in group-rank order."""
         return [call for call in self.calls if call is not None]
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """World ranks that have not called it."""
+        """World ranks that have not called."""
         pairs = zip(self.group.ranks, self.calls, strict=True)
         return tuple(rank for rank, call in pairs if call is None)
 
@@ -104,13 +106,18 @@ class Collective:
         """Add a member's call.
 
         Returns:
-            Whether all members are there now.
+            True if all members have called now.
+
+        Raises:
+            ContractViolation: The call is wrong by itself or conflicts with another member's.
         """
         group, ranks = self.group, self.group.ranks
         signature = check_call(call, group_rank=group_rank, ranks=ranks, strict=group.strict)
+        # Comparing with one earlier call is enough, because all earlier ones agree with each other.
         for other, first in enumerate(self.calls):
             earlier = self.signatures[other]
             if first is not None and earlier is not None:
+                # Equal signatures are the common case; see [Note: one comparison] in `fitting`.
                 if earlier.alike != signature.alike:
                     fitting.check_pair(
                         first,
@@ -127,6 +134,7 @@ class Collective:
         if self.missing_count:
             return False
         calls = self.members
+        # Sizes per rank can only be compared once all members have called.
         if call.kind in FREE_SIZES:
             fitting.check_all(calls, ranks=ranks, what=self.name, strict=group.strict)
         if self.shifted and group.strict:
@@ -134,17 +142,18 @@ class Collective:
         return True
 
     def add_faults(self, group_rank: int, due_faults: Sequence[DueFault]) -> None:
-        """Note planned faults that act on what a member sends or receives."""
+        """Note planned faults in the data that a member sends or receives."""
         self.due_faults = {**self.due_faults, group_rank: due_faults}
 
     def conclude(self) -> None:
-        """Note that the data has moved; keeping the tensors would keep the ranks' memory alive."""
+        """Note that the data has moved."""
         self.done = True
+        # Tensors kept here would keep the ranks' memory alive.
         self.calls, self.signatures = [], []
 
 
 class Message:
-    """One send or receive until its other half comes."""
+    """One send or receive, until its other half comes."""
 
     __slots__ = (
         "call",
@@ -159,9 +168,9 @@ class Message:
     )
 
     given_up = None
-    """Nobody gives up a message."""
+    """None, because messages have no time-out."""
     due_faults = _NO_FAULTS
-    """Faults are planned for collectives."""
+    """None planned: faults apply to collectives."""
     size = 2
 
     def __init__(
@@ -172,11 +181,12 @@ class Message:
         self.peer = peer
         self.call = call
         self.number = number
-        """How many sends and receives the rank had posted before."""
+        """Number of the rank's earlier sends and receives."""
         self.joins: Message | None = None
-        """Its other half, where that was there first."""
+        """The other half, if it came first."""
         self.done = False
         self.waiters: list[int] = []
+        # Group rank of the sender; for a receive from any rank, known once it is matched.
         self.source = -1 if peer is None else peer
 
     @property
@@ -186,7 +196,7 @@ class Message:
 
     @property
     def doing(self) -> str:
-        """What the rank waits for, for the deadlock table."""
+        """The wait in words, for the deadlock table."""
         whom = "any rank" if self.peer is None else f"rank {self.whom}"
         side = "to" if self.call.kind == "send" else "from"
         return f"waits in {self.call.kind} {side} {whom} in group {self.group.label}"
@@ -199,22 +209,22 @@ class Message:
 
     @property
     def key(self) -> str:
-        """Names it among the operations of a run, whatever the schedule."""
+        """Unique name among the operations of a run, independent of the schedule."""
         return f"{self.group.name}|{self.rank}|{self.number}"
 
     @property
     def strict(self) -> bool:
-        """As of its group."""
+        """Strictness of the group."""
         return self.group.strict
 
     @property
     def full(self) -> bool:
-        """Whether it came after its other half."""
+        """True if this half came after the other."""
         return self.joins is not None
 
     @property
     def members(self) -> Sequence[Call]:
-        """The send and its receive, where this one came after the other."""
+        """The send and its receive if this half came second; otherwise this half."""
         if self.joins is None:
             return [self.call]
         calls = [self.call, self.joins.call]
@@ -222,17 +232,17 @@ class Message:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """World rank of the peer."""
+        """World rank of the peer; empty for a receive from any rank."""
         return () if self.peer is None else (self.group.ranks[self.peer],)
 
     def conclude(self) -> None:
-        """Note that the data has moved; keeping the peer's half would keep its memory alive."""
+        """Note that the data has moved. Drop the other half, which would keep its memory alive."""
         self.done = True
         self.joins = None
 
 
 class Group:
-    """What the members of one process group share."""
+    """State that the members of one process group share."""
 
     def __init__(self, name: str, ranks: Sequence[int], *, label: str, strict: bool = True) -> None:
         self.name = name
@@ -241,21 +251,22 @@ class Group:
         self.reset(strict=strict)
 
     def reset(self, *, strict: bool) -> None:
-        """Forget what an earlier program left open and start counting anew."""
+        """Forget what an earlier program left open, and count from 0 again."""
         self.strict = strict
         self.swaps = SwapWatch()
         self._issued: list[int] = [0] * len(self.ranks)
         self._open: dict[int, Collective] = {}
+        # Halves without a partner, by (receiving group rank, tag), in the order in which they came.
         self._sends: dict[tuple[int, int], deque[Message]] = {}
         self._receives: dict[tuple[int, int], deque[Message]] = {}
         self._messages: list[int] = [0] * len(self.ranks)
 
     def issued_by(self, group_rank: int) -> int:
-        """How many collectives a member has issued; the number of its next one."""
+        """Return the number of a member's collectives so far: the number of its next one."""
         return self._issued[group_rank]
 
     def issue(self, group_rank: int, call: Call) -> tuple[Collective, int]:
-        """Take a member's next collective; its number on this group pairs it with the others'.
+        """Add a member's next collective. Its number pairs it with those of other members.
 
         Returns:
             The collective and its sequence number.
@@ -270,9 +281,10 @@ class Group:
         return collective, sequence
 
     def send(self, group_rank: int, peer: int, *, tag: int, call: Call) -> Message:
-        """Post a send; it joins its receive, if that is already there."""
+        """Post a send. It joins its receive if that is already posted."""
         message = self._message(group_rank, peer, call)
         waiting = self._receives.get((peer, tag), deque())
+        # In order of posting: messages with the same peer and tag do not overtake each other.
         for receive in waiting:
             if receive.peer in (None, group_rank):
                 waiting.remove(receive)
@@ -283,7 +295,7 @@ class Group:
         return message
 
     def receive(self, group_rank: int, peer: int | None, *, tag: int, call: Call) -> Message:
-        """Post a receive, from any member where `peer` is None; it joins its send, if there."""
+        """Post a receive, from any member if `peer` is None. It joins its send if posted."""
         message = self._message(group_rank, peer, call)
         waiting = self._sends.get((group_rank, tag), deque())
         for send in waiting:

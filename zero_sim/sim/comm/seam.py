@@ -1,4 +1,4 @@
-"""The seam below process groups: what they need of the world, simulated or of real processes."""
+"""Interface between process groups and the world, simulated or of real processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_sim.sim.failures import WorldFailure
 
 
 class Cluster(Protocol):
-    """What a process group needs of the world."""
+    """The services of a world that a process group needs."""
 
     def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> Work:
         """Issue one rank's side of a collective."""
@@ -33,7 +33,7 @@ class Cluster(Protocol):
     def join_works(
         self, rank: int, works: Sequence[Any], *, result: Sequence[Any] | None = None
     ) -> Work:
-        """One work that is done when all are, with a result of its own or with theirs."""
+        """Return a work that is done when all `works` are, with `result` or their results."""
         ...
 
     def note_destroyed(self, group: Group, group_rank: int) -> None:
@@ -45,9 +45,9 @@ class Cluster(Protocol):
         ...
 
     def device_kinds(self) -> Sequence[str]:
-        """The kinds of device whose memory it reaches."""
+        """Return the kinds of device whose memory the world reaches."""
         ...
 
     def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> WorldFailure:
-        """The error for a member that destroyed its side of a group and uses it."""
+        """Return the error for a member that uses a group after it destroyed its side."""
         ...

@@ -1,4 +1,4 @@
-"""The key-value store of a world: what c10d code uses to find its peers before a group exists."""
+"""Key-value store of a world, through which c10d's ranks meet before a group exists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_sim.sim.failures import TimedOut
 
 
 class KeyWait:
-    """A rank's wait for a key that nobody has set yet."""
+    """A rank's wait for a key that is not set yet."""
 
     __slots__ = ("done", "key", "missing", "waiters")
 
@@ -30,7 +30,7 @@ class KeyWait:
 
 
 class SimStore(Store):
-    """A store in memory whose waits hand the baton on instead of blocking the process.
+    """A store in memory. Its waits pass on the baton instead of blocking the process.
 
     Args:
         wait: Blocks the calling rank, `wait(awaited, site, timeout_seconds)`.
@@ -55,18 +55,21 @@ class SimStore(Store):
             self._wake(waited)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once it is set."""
+        """Return the value of a key, after it is set."""
+        # As in torch's stores, `get` waits for the key.
         self.wait([key])
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return its new value."""
+        # Counters are decimal text, as in torch's stores.
         value = int(self._values.get(key, b"0")) + amount
         self.set(key, str(value))
         return value
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a key if it holds `expected` (or is absent and nothing is expected)."""
+        """Set a key if its value is `expected`, or if it is unset and `expected` is empty."""
+        # torch's contract: an absent key counts as equal to an empty expectation.
         current = self._values.get(key)
         if current == expected.encode() or (current is None and not expected):
             self.set(key, desired)
@@ -77,7 +80,7 @@ class SimStore(Store):
         self.set(key, self._values.get(key, b"") + bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are set."""
+        """Return True if all keys are set."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -85,13 +88,15 @@ class SimStore(Store):
 
         Args:
             keys: The keys.
-            timeout: How long that may take, in simulated time.
+            timeout: Longest wait, in simulated time.
 
         Raises:
-            StoreTimedOut: It took longer.
+            StoreTimedOut: The wait was longer.
         """
+        # One after another; a key that is already set costs no turn.
         for key in keys:
             if key not in self._values:
+                # All ranks that wait for a key share one wait, so that its table row is folded.
                 waited = self._waits.setdefault(key, KeyWait(key))
                 file, line = call_site()
                 try:
@@ -100,15 +105,15 @@ class SimStore(Store):
                     raise store_timed_out(error, keys) from None
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; whether it was there."""
+        """Remove a key. Return True if it was set."""
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """How many keys are set."""
+        """Return the number of keys."""
         return len(self._values)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Accepted and not needed: a wait that cannot end is reported at once."""
+        """Ignored, because a wait that cannot end is reported at once."""
 
     def clear(self) -> None:
         """Forget everything, between two runs."""

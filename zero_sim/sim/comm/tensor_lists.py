@@ -1,7 +1,7 @@
-"""Several tensors a rank in one call: the form of a process that has several devices.
+"""Several tensors per rank in one call, as from a process with several devices.
 
-gloo takes it, whatever the devices are. Here it is the call with one tensor, before and after which
-the rank's tensors are brought together in its own turn; so it has come to its end when it returns.
+gloo accepts this on any devices. Here it is a call with one tensor: the rank combines its tensors
+before and after it, in its own turn. So the call is complete when it returns.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _FOLDS: dict[ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def can_fold(op: ReduceOp.RedOpType) -> bool:
-    """Whether tensors of one rank can be brought together by a reduction."""
+    """Return True if tensors of one rank can be combined by a reduction."""
     return op in _FOLDS
 
 
 def fold(tensors: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
-    """Reduce a rank's tensors into the first of them, one after another."""
+    """Reduce a rank's tensors into the first one, in list order."""
     total = tensors[0].detach()
     for tensor in tensors[1:]:
         total = _FOLDS[op](total, tensor.detach())
@@ -37,14 +37,14 @@ def fold(tensors: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
 
 
 def spread(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy a tensor into others, unseen by autograd."""
+    """Copy a tensor into others, invisibly to autograd."""
     for target in targets:
         if target is not source:
             _write(target, source.detach())
 
 
 def _write(target: Tensor, source: Tensor) -> None:
-    if target.is_sparse:  # Which has no memory but what is written to it last.
+    if target.is_sparse:  # No fixed memory to write through `data`: copy_ replaces its values.
         with torch.no_grad():
             target.copy_(source)
     else:
@@ -52,5 +52,5 @@ def _write(target: Tensor, source: Tensor) -> None:
 
 
 def by_input(row: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Outputs that lie by member and then by input, as they lie by input and then by member."""
+    """Reorder outputs from member-major to input-major."""
     return [tensor for index in range(count) for tensor in row[index::count]]

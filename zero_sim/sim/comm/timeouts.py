@@ -1,9 +1,9 @@
-"""Time-outs: how long barriers and stores wait in simulated time, and what gloo says after one.
+"""Time-outs of barriers and stores in simulated time, with gloo's messages.
 
-Simulated time stands still as long as any rank can run. Where none can, the time-out that is the
-first to be over is raised in its rank, which may catch it; a run in which none does ends with the
-deadlock. Collectives that move data have no time-out: what would be in their memory after one is
-not defined, so that such a hang is always told as the deadlock that it is.
+Simulated time stands still while any rank can run. If none can, the time-out that ends first is
+raised in its rank, which may catch it. If no time-out is pending, the run ends with the deadlock.
+Collectives that move data have no time-out, because the content of their memory after one is
+undefined. Such a hang is always reported as a deadlock.
 """
 
 from __future__ import annotations
@@ -17,52 +17,54 @@ from torch.distributed import DistNetworkError, DistStoreError
 from zero_sim.sim.failures import BadArgument, TimedOut
 
 SHORTEST_DEFAULT = timedelta(minutes=10)
-"""Of the time-outs that torch passes where a program sets none; that of NCCL."""
+"""Shortest default time-out of torch, that of NCCL. A shorter one was set by the program."""
 
 
 def seconds_of(timeout: Any) -> float | None:
-    """A time-out in seconds; None for none, and for one that no program set, but torch.
+    """Return a program's time-out in seconds; None for no time-out and for torch's defaults.
 
     Args:
-        timeout: A `timedelta`; what is none, as torch's options where nothing is set, counts as
-            none.
+        timeout: A `timedelta`. Any other type counts as no time-out, as in torch's unset options.
     """
+    # torch passes its defaults, 10 to 30 minutes, like a program's own time-outs.
     if not isinstance(timeout, timedelta) or not timedelta(0) < timeout < SHORTEST_DEFAULT:
         return None
     return timeout.total_seconds()
 
 
 def check_monitored(timeout: Any, *, group_rank: int) -> None:
-    """Check that the time-out of a monitored barrier leaves rank 0 any time.
+    """Check that the time-out of a monitored barrier is positive on rank 0.
 
     Raises:
-        BadArgument: It does not.
+        BadArgument: The time-out is zero or negative.
     """
     if group_rank == 0 and isinstance(timeout, timedelta) and timeout <= timedelta(0):
         raise BadArgument(
             "monitored_barrier",
             "Rank 0 timed out in monitoredBarrier after 0 ms",
-            "Expected a time-out of more than 0, in which the other ranks can come.",
+            "Expected a time-out of more than 0, so that the other ranks can arrive.",
         )
 
 
 def after_monitored(
     error: TimedOut, *, group_rank: int, ranks: Sequence[int], wait_all_ranks: bool
 ) -> TimedOut:
-    """What a member of a monitored barrier gets whose time was over, in gloo's words.
+    """Return a member's error after the time-out of a monitored barrier, in gloo's words.
 
     Args:
-        error: The time-out, of rank 0 of the group.
+        error: The time-out of the group's rank 0.
         group_rank: The member.
         ranks: World ranks of the group.
-        wait_all_ranks: Whether all ranks are named that did not come, and not the first.
+        wait_all_ranks: True to name all absent ranks, False to name the first.
     """
     if group_rank:
+        # Members that arrived only see that rank 0 left.
         message = (
             f"Rank {group_rank} successfully reached monitoredBarrier, but received errors while "
             "waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank."
         )
     else:
+        # gloo names group ranks.
         absent = [ranks.index(rank) for rank in error.missing]
         named = absent if wait_all_ranks else absent[:1]
         who = f"Rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}"
@@ -71,16 +73,16 @@ def after_monitored(
 
 
 def after_another(error: TimedOut) -> TimedOut:
-    """What the other members get of a collective that one of them has given up."""
+    """Return the error of other members after one member gave up a collective."""
     return error.saying(f"Connection closed by peer: {error}")
 
 
 class StoreTimedOut(TimedOut, DistStoreError):
-    """A rank's time-out was over in the wait for keys of a store."""
+    """A time-out of a rank's wait for keys of a store."""
 
 
 def store_timed_out(error: TimedOut, keys: Sequence[str]) -> StoreTimedOut:
-    """What a rank gets whose time was over in a wait for keys, in torch's words."""
+    """Return a rank's error after a wait for keys timed out, in torch's words."""
     message = f"wait timeout after {error.seconds * 1000:g}ms, keys: {', '.join(keys)}"
     return StoreTimedOut(
         error.doing, error.missing, error.deadlock, seconds=error.seconds, message=message
@@ -88,22 +90,23 @@ def store_timed_out(error: TimedOut, keys: Sequence[str]) -> StoreTimedOut:
 
 
 class ConnectTimedOut(TimedOut, DistNetworkError):
-    """A rank's time-out was over before anybody listened where it wants to connect."""
+    """A time-out of a rank's wait for a listener at an address."""
 
 
 def connect_timed_out(error: TimedOut, host: str, port: int) -> ConnectTimedOut:
-    """What a rank gets that finds nobody at an address, in torch's words."""
+    """Return the error of a rank that found no listener at an address, in torch's words."""
     message = (
         f"The client socket has timed out after {error.seconds * 1000:g}ms while trying to "
         f"connect to ({host}, {port})."
     )
+    # Also a DistNetworkError, which torch raises here.
     return ConnectTimedOut(
         error.doing, error.missing, error.deadlock, seconds=error.seconds, message=message
     )
 
 
 def clients_timed_out(error: TimedOut, joined: int, count: int) -> StoreTimedOut:
-    """What a rank gets to whose store not all have come that it waits for, in torch's words."""
+    """Return the error of a store's host if not all clients came, in torch's words."""
     message = (
         f"Timed out after {error.seconds:g} seconds waiting for clients. {joined}/{count} clients "
         "joined."

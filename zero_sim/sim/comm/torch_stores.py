@@ -1,13 +1,13 @@
-"""Stores of torch that a rank makes itself, TCPStore, FileStore and HashStore: their waits.
+"""Waits in torch's own stores (TCPStore, FileStore, HashStore), if a rank makes one.
 
-torch waits for a key in C++, where a simulated rank would keep every other one from setting it.
-While a world is open, a rank that waits in such a store lets the others run, and looks again after
-each of their writes to any store of torch. What waits is told in the deadlock table, and the
-store's own time-out is one in simulated time, as `zero_sim.sim.comm.timeouts` has it. A program
-that asks again and again, as by `check` in a loop, lets the others run, too.
+torch waits for a key in C++. There, a simulated rank would keep all others from setting the key. So
+while a world is open, a rank that waits in such a store lets others run. It checks again after each
+write of theirs to any store of torch. The deadlock table shows its wait, and the store's time-out
+counts simulated time, as in `zero_sim.sim.comm.timeouts`. A program that polls a store, for example
+by `check` in a loop, also lets others run.
 
-Threads that a rank started are none of its world: where no rank can run, but there is such a
-thread, it is waited for as long as the time-out says by the clock.
+Threads that a rank started do not belong to its world. If no rank can run but such a thread exists,
+the wait lasts for the time-out by the clock.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from zero_sim.sim.failures import TimedOut
 _WAITING_IN_C = (TCPStore, FileStore, HashStore)
 _WRITES = ("set", "append", "multi_set", "queue_push")
 _LOOK_SECONDS = 0.001
-"""How often a rank looks whether a thread that is no rank has ended its wait."""
+"""Interval at which a rank checks if another thread ended its wait."""
 
+# torch's own methods, to put back.
 _originals: dict[tuple[type, str], Callable[..., Any]] = {}
 _joined: dict[int, int] = {}
-"""How many have connected to the store at a port, of those that say how many there will be."""
+"""Number of clients connected to the store at a port, for stores that count their clients."""
 
 
 class StoreWait:
-    """A rank's wait for something that a write to a store may bring about."""
+    """A rank's wait for something that a write to a store may bring."""
 
     __slots__ = ("doing", "done", "missing", "ready", "waiters")
 
@@ -57,11 +58,11 @@ class StoreWait:
 
 
 class StoreWaits:
-    """All such waits of one world.
+    """All waits in torch's stores of one world.
 
     Args:
         wait: Blocks the calling rank, `wait(awaited, site, timeout_seconds)`.
-        poll: Lets every rank that can run have its turn, `poll(awaited, site)`.
+        poll: Gives every ready rank a turn, `poll(awaited, site)`.
         wake: Makes the ranks that wait for something ready again.
     """
 
@@ -81,20 +82,21 @@ class StoreWaits:
     def begin(self) -> None:
         """Forget everything, before a run."""
         self._waits.clear()
+        # Threads that exist before the run cannot end a wait of its program.
         self._not_of_program = set(threading.enumerate())
 
     def until(self, ready: Callable[[], bool], doing: str, timeout: timedelta) -> None:
         """Block the calling rank until `ready()`.
 
         Args:
-            ready: Whether there is nothing to wait for any more.
+            ready: Returns True once the wait is over.
             doing: The wait in words, for the deadlock table.
-            timeout: How long that may take, in simulated time.
+            timeout: Longest wait, in simulated time.
 
         Raises:
-            TimedOut: It took longer.
+            TimedOut: The wait was longer.
         """
-        # Who is woken may find that another rank was faster, at a queue for one.
+        # A loop, because another rank may run before the woken one, and empty the queue again.
         while not ready():
             waited = StoreWait(doing, ready)
             self._waits.append(waited)
@@ -108,20 +110,22 @@ class StoreWaits:
                     self._waits.remove(waited)
 
     def poll(self, doing: str) -> None:
-        """Let the others run, of a rank that asks for something which is not yet so."""
+        """Let others run, for a rank that polls for something that is not there yet."""
         self._poll(StoreWait(doing, lambda: False), _site())
 
     def look(self) -> None:
-        """Wake the ranks whose waits are over; to be called after each write."""
+        """Wake the ranks whose waits are over. Called after each write."""
+        # A copy, because the loop removes entries.
         for waited in [each for each in self._waits if each.ready()]:
             self._waits.remove(waited)
             waited.done = True
             self._wake(waited)
 
     def _await_helpers(self, ready: Callable[[], bool], timeout: timedelta) -> bool:
-        """Wait by the clock for threads that ranks have started; whether one has made it ready."""
+        """Wait by the clock for threads that ranks started. Return True if one made it ready."""
         end = time.monotonic() + timeout.total_seconds()
         while not ready():
+            # Threads started since the run began: any of them may set the key.
             helpers = set(threading.enumerate()) - self._not_of_program
             if not helpers or time.monotonic() > end:
                 return False
@@ -130,13 +134,13 @@ class StoreWaits:
 
 
 class Ranks(Protocol):
-    """Where the running thread's waits are found, if it is a rank."""
+    """Access to the running thread's waits, if it is a rank."""
 
     stores: StoreWaits | None
 
 
 def install(ranks: Ranks) -> None:
-    """Put these waits in the place of torch's, for threads that are ranks."""
+    """Replace torch's methods that wait, in threads that are ranks."""
     instead = dict.fromkeys(_WRITES, _write) | {
         "add": _add,
         "compare_set": _compare_set,
@@ -149,7 +153,7 @@ def install(ranks: Ranks) -> None:
         "barrier": _barrier,
     }
     for name, function in instead.items():
-        # Not on Store itself: C++ would take that for the method of a store written in Python.
+        # Not on Store itself: C++ would call such a method as one of a store written in Python.
         for owner in (*_WAITING_IN_C, PrefixStore):
             if hasattr(Store, name):  # Not every version of torch has all.
                 _replace(owner, name, functools.partial(_call, ranks, name, function))
@@ -157,7 +161,8 @@ def install(ranks: Ranks) -> None:
 
 
 def uninstall() -> None:
-    """Give torch its own functions back."""
+    """Restore torch's own methods."""
+    # `__init__` was the class's own attribute; the others hide those inherited from Store.
     TCPStore.__init__ = _originals.pop((TCPStore, "__init__"))
     for owner, name in _originals:
         delattr(owner, name)
@@ -182,8 +187,9 @@ def _call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call what stands in for a method, in a rank and for a store of torch's; else the method."""
+    """Call the replacement in a rank, for a store of torch; otherwise torch's method."""
     original = functools.partial(getattr(Store, name), store)
+    # A PrefixStore can wrap stores of any kind, a SimStore too, which waits by itself.
     if ranks.stores is None or not isinstance(_innermost(store), _WAITING_IN_C):
         return original(*args, **kwargs)
     return instead(ranks.stores, original, store, *args, **kwargs)
@@ -205,7 +211,7 @@ def _timeout(store: Store, asked: timedelta | None = None) -> timedelta:
 
 
 def _ask(name: str, store: Store, *args: Any) -> Any:
-    """What torch's own method answers, which must be one that does not wait."""
+    """Call torch's own method, which must not wait."""
     return getattr(Store, name)(store, *args)
 
 
@@ -226,9 +232,10 @@ def _add(
 ) -> int:
     value = original(key, amount)
     if amount:
+        # Adding 0 reads a counter, so it is a poll.
         waits.look()
     else:
-        waits.poll(f"asks for counter {key!r} of a {_kind(store)}")
+        waits.poll(f"polls counter {key!r} of a {_kind(store)}")
     return value
 
 
@@ -241,10 +248,11 @@ def _compare_set(
     desired_value: str,
 ) -> bytes:
     value = original(key, expected_value, desired_value)
+    # Unchanged means that the exchange failed, and the program may try again in a loop.
     if value == desired_value.encode():
         waits.look()
     else:
-        waits.poll(f"wants to exchange {expected_value!r} in key {key!r} of a {_kind(store)}")
+        waits.poll(f"tries to exchange {expected_value!r} in key {key!r} of a {_kind(store)}")
     return value
 
 
@@ -267,7 +275,7 @@ def _await_keys(waits: StoreWaits, store: Store, keys: Sequence[str], timeout: t
 
 
 def _shown(store: Store, keys: Sequence[str]) -> list[str]:
-    """Keys as torch's own message has them: a TCPStore has all below a slash."""
+    """Return keys as in torch's message: a TCPStore puts all keys below a slash."""
     return [f"/{key}" if _kind(store) == "TCPStore" else key for key in keys]
 
 
@@ -276,6 +284,7 @@ def _named(keys: Sequence[str]) -> str:
 
 
 def _get(waits: StoreWaits, original: Callable[..., Any], store: Store, key: str) -> bytes:
+    # After the wait the key is set, so torch's method does not block.
     _await_keys(waits, store, [key], _timeout(store))
     return original(key)
 
@@ -290,7 +299,7 @@ def _multi_get(
 def _queue_pop(
     waits: StoreWaits, original: Callable[..., Any], store: Store, key: str, block: bool = True
 ) -> bytes:
-    # A FileStore has no queues, and says so.
+    # A FileStore has no queues, and torch's method raises.
     if block and not isinstance(_innermost(store), FileStore):
         doing = f"waits for queue {key!r} of a {_kind(store)}"
         try:
@@ -303,7 +312,7 @@ def _queue_pop(
 def _queue_len(waits: StoreWaits, original: Callable[..., Any], store: Store, key: str) -> int:
     count = original(key)
     if not count:
-        waits.poll(f"asks for the length of queue {key!r}, which is empty,")
+        waits.poll(f"polls the empty queue {key!r}")
     return count
 
 
@@ -312,7 +321,7 @@ def _check(
 ) -> bool:
     there = original(keys)
     if not there:
-        waits.poll(f"asks whether {_named(keys)} of a {_kind(store)} is set")
+        waits.poll(f"polls {_named(keys)} of a {_kind(store)}")
     return there
 
 
@@ -324,8 +333,9 @@ def _barrier(
     world_size: int,
     timeout: timedelta | None = None,
 ) -> None:
-    # As torch counts: a TCPStore in the key itself, the others in keys beside it.
+    # torch's own keys: a TCPStore counts in the key itself, other stores in keys below it.
     counter = key if isinstance(_innermost(store), TCPStore) else f"{key}/num_members"
+    # In place of torch's own barrier, which would wait in C++.
     _ask("add", store, counter, 1)
     if counter != key and int(_ask("get", store, counter)) >= world_size:
         _ask("set", store, f"{key}/last_member", "1")
@@ -352,25 +362,27 @@ def _connect_arguments(
     master_listen_fd: int | None = None,
     use_libuv: bool = True,
 ) -> None:
-    """The arguments of a TCPStore."""
+    """Signature of TCPStore's constructor."""
 
 
 _CONNECT = inspect.signature(_connect_arguments)
 
 
 def _connect(ranks: Ranks, store: TCPStore, *args: Any, **kwargs: Any) -> None:
-    """Make a TCPStore; where it waits for others, let them run."""
+    """Make a TCPStore. If it waits for others, let them run."""
     original = functools.partial(_originals[TCPStore, "__init__"], store)
     try:
         given = _CONNECT.bind(*args, **kwargs)
-    except TypeError:  # Which torch can tell better.
+    except TypeError:  # torch's own error is better.
         original(*args, **kwargs)
         return
+    # Only the given arguments: torch fills in its own defaults.
     asked = dict(given.arguments)
     given.apply_defaults()
     host, port = given.arguments["host_name"], given.arguments["port"]
     timeout, is_master = given.arguments["timeout"], given.arguments["is_master"]
     waits, count = ranks.stores, given.arguments["world_size"]
+    # Port 0 lets the host choose a port, so there is no listener yet.
     if port and not _is_listening(port):
         if waits is not None and not is_master:
             _await_master(waits, host, port, timeout)
@@ -378,7 +390,7 @@ def _connect(ranks: Ranks, store: TCPStore, *args: Any, **kwargs: Any) -> None:
             _joined[port] = 0
     counts = given.arguments["wait_for_workers"] and count is not None and count > 0
     if counts and waits is not None:
-        # torch then counts this one, and waits for no other.
+        # With a count of 1, torch counts this client and waits for no other.
         asked["world_size"] = 1
     original(**asked)
     if counts:
@@ -391,7 +403,8 @@ def _connect(ranks: Ranks, store: TCPStore, *args: Any, **kwargs: Any) -> None:
 
 
 def _is_listening(port: int) -> bool:
-    """Whether anybody listens at a port of this machine; seen without a connection to it."""
+    """Return True if a port of this machine has a listener. Makes no connection."""
+    # A failing bind reveals a listener without a connection to it.
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,11 +1,7 @@
-"""Calls that do not fit each other: NCCL would refuse, hang on or silently misread them.
+"""Calls that conflict with each other: NCCL would refuse, hang on or silently misread them.
 
-Every check names both ranks' call sites; none of them looks at values. What only NCCL minds, while
-gloo accepts it, is checked where `strict` says so.
-
-[Note: one comparison]
-Each call has a signature, the tuple of all that must agree. Where two are equal, as they are in a
-right program, nothing else is looked at; only where they differ is it worth finding out in what.
+Every check names both ranks' call sites. No check reads values. Differences that gloo accepts and
+only NCCL minds are errors if `strict`.
 """
 
 from __future__ import annotations
@@ -30,11 +26,11 @@ def check_pair(first: Call, call: Call, *, ranks: tuple[int, int], what: str, st
     """Check that two ranks' calls are the same collective.
 
     Args:
-        first: The call of the rank that came first.
-        call: The call of the rank that came now.
+        first: The earlier call.
+        call: The later call.
         ranks: World ranks of the two, in that order.
         what: The collective's group and number, for the message.
-        strict: Whether shape and memory format count.
+        strict: True to compare shape and memory format.
 
     Raises:
         ContractViolation: They differ in operation, root, reduce operation, dtype, element count,
@@ -65,12 +61,17 @@ def _misfit(
 
 def _layouts(call: Call) -> str:
     if call.kind == SPARSE:
+        # A sparse tensor has no strides.
         return f"shape {tuple(call.inputs[0].shape)}"
     layouts = [(tuple(t.shape), t.stride()) for t in [*call.inputs, *call.outputs]]
     return "; ".join(f"shape {shape} strides {strides}" for shape, strides in layouts[:4])
 
 
+# [Note: one comparison] Each call has a signature, a tuple of all properties that must agree. In a
+# correct program, signatures are equal and nothing else is compared. Only unequal ones are searched
+# for a difference.
 def _mismatch(first: Call, call: Call, *, strict: bool) -> str | None:
+    # Most telling difference first: another operation usually differs in all that follows, too.
     if first.kind != call.kind:
         return "operation"
     if call.kind in ROOTED and first.root != call.root:
@@ -81,10 +82,12 @@ def _mismatch(first: Call, call: Call, *, strict: bool) -> str | None:
     if [t.dtype for t in mine[:1]] != [t.dtype for t in theirs[:1]]:
         return "dtype"
     if call.kind in FREE_SIZES:
+        # Sizes are compared by `check_all`, once all members have called.
         return None if len(mine) == len(theirs) else "entry-count"
     if [t.numel() for t in mine] != [t.numel() for t in theirs]:
         return "numel"
     if call.kind == SPARSE:
+        # Signatures of sparse calls hold only dtype and shape besides the kind.
         return "shape"
     if not strict:
         return None
@@ -93,16 +96,16 @@ def _mismatch(first: Call, call: Call, *, strict: bool) -> str | None:
 
 
 def check_all(calls: Sequence[Call], *, ranks: Sequence[int], what: str, strict: bool) -> None:
-    """Check, once all members came, that what each rank takes is what the others give it.
+    """Check, once all members have called, that the sizes of each pair of ranks agree.
 
     Args:
         calls: The members' calls, in group-rank order.
         ranks: World ranks of the group.
         what: The collective's group and number, for the message.
-        strict: Whether shape and memory format count.
+        strict: True to compare shape and memory format.
 
     Raises:
-        ContractViolation: Naming the first pair of ranks that disagree.
+        ContractViolation: Names the first pair of ranks that disagree.
     """
     kind = calls[0].kind
     if kind == "all_gather_list":
@@ -117,6 +120,7 @@ def _check_gathered(
     for i in range(len(calls[0].inputs)):
         for taker, call in enumerate(calls):
             for giver, other in enumerate(calls):
+                # Entry i of giver g is output i * size + g of every taker.
                 entry = i * len(calls) + giver
                 given, taken = other.inputs[i], call.outputs[entry]
                 aspect = _entry_misfit(given, taken, strict=strict)
@@ -135,6 +139,7 @@ def _check_gathered(
 
 
 def _entry_misfit(given: Tensor, taken: Tensor, *, strict: bool) -> str | None:
+    # The common case: this runs for each pair of ranks.
     if given.shape == taken.shape and given.is_contiguous() and taken.is_contiguous():
         return None
     if given.numel() != taken.numel():
@@ -145,6 +150,7 @@ def _entry_misfit(given: Tensor, taken: Tensor, *, strict: bool) -> str | None:
 def _check_exchanged(
     calls: Sequence[Call], *, ranks: Sequence[int], what: str, strict: bool
 ) -> None:
+    # [rank][peer], in elements.
     sent = [_row_elems(call, call.inputs, call.input_splits) for call in calls]
     expected = [_row_elems(call, call.outputs, call.output_splits) for call in calls]
     for source, giver in enumerate(calls):
@@ -171,6 +177,7 @@ def _row_elems(call: Call, tensors: Sequence[Tensor], splits: Sequence[int]) -> 
     if call.kind == "all_to_all_list":
         return [tensor.numel() for tensor in tensors]
     rows = tensors[0].shape[0] if tensors[0].dim() else 0
+    # Splits count rows, the first dim.
     row_elems = tensors[0].numel() // rows if rows else 0
     return [split * row_elems for split in splits]
 
@@ -178,14 +185,14 @@ def _row_elems(call: Call, tensors: Sequence[Tensor], splits: Sequence[int]) -> 
 def check_message(
     send: Call, receive: Call, *, ranks: tuple[int, int], label: str, strict: bool
 ) -> None:
-    """Check that a receive takes what its send gives.
+    """Check that a receive fits its send.
 
     Args:
         send: The sender's call.
-        receive: The receiver's.
+        receive: The receiver's call.
         ranks: World ranks of sender and receiver.
         label: The group, for the message.
-        strict: Whether shape and memory format count.
+        strict: True to compare shape and memory format.
 
     Raises:
         ContractViolation: They differ in dtype, element count, shape or memory format.

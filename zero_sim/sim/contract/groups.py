@@ -1,7 +1,7 @@
-"""The making and destroying of groups, rank by rank: in one order, and no use after.
+"""Groups as each rank makes and destroys them: in one order, and without use afterwards.
 
-A rank that destroys the world and joins it again starts a new generation: torch then counts the
-names of groups from the start, so the same name may mean other ranks.
+A rank that destroys the world and joins it again starts a new generation. torch then numbers groups
+from the start, so the same name may mean other ranks.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ class _Making:
 
 
 class GroupRegistry:
-    """What each rank made and destroyed during one run."""
+    """Groups that each rank made and destroyed during one run."""
 
     def __init__(self) -> None:
+        # By (name, generation): the first call, with which later ones are compared.
         self._made: dict[tuple[str, int], _Making] = {}
         self._generations: dict[int, int] = {}
+        # By rank: site of the destruction by group label, in order.
         self._destroyed: dict[int, dict[str, str]] = {}
 
     def generation(self, rank: int) -> int:
-        """How often the rank has destroyed the world."""
+        """Return how often the rank has destroyed the world."""
         return self._generations.get(rank, 0)
 
     def note_made(self, rank: int, name: str, ranks: Sequence[int], site: str) -> None:
-        """Note that a rank makes a group, whether it is a member or not.
+        """Note that a rank makes a group, as a member or not.
 
         Raises:
-            ContractViolation: Another rank made the group of this name of other ranks.
+            ContractViolation: Another rank made the group of this name with other ranks.
         """
         making = _Making(rank, tuple(ranks), site)
+        # The first rank decides; later ones are compared with it.
         first = self._made.setdefault((name, self.generation(rank)), making)
         if first.ranks != making.ranks:
             raise ContractViolation(
@@ -56,7 +59,8 @@ class GroupRegistry:
             )
 
     def note_destroyed(self, rank: int, label: str, site: str, *, world: bool) -> None:
-        """Note where a rank destroyed a group."""
+        """Note the site at which a rank destroyed a group."""
+        # Ordered by time, so that the last one can be found without its label.
         self._destroyed.setdefault(rank, {})[label] = site
         if world:
             self._generations[rank] = self.generation(rank) + 1
@@ -64,17 +68,18 @@ class GroupRegistry:
     def use_after_destroy(
         self, rank: int, what: str, site: str, *, label: str | None = None
     ) -> ContractViolation | None:
-        """The error for a rank that uses what it destroyed; None if it never destroyed a group.
+        """Return the error for use of a destroyed group; None if the rank never destroyed a group.
 
         Args:
             rank: World rank.
-            what: What it did, such as `all_reduce`.
-            site: Where.
-            label: The group; where None, the last one that it destroyed.
+            what: The use, such as `all_reduce`.
+            site: Call site of the use.
+            label: The group; None for the rank's last destroyed group.
         """
         destroyed = self._destroyed.get(rank)
         if not destroyed:
             return None
+        # torch's error for a missing group does not name it.
         label = next(reversed(destroyed)) if label is None else label
         return ContractViolation(
             f"use after destroy_process_group: rank {rank} uses group {label}, which it destroyed\n"
@@ -88,21 +93,21 @@ class GroupRegistry:
 
 
 def foreign_group(rank: int, owner: int, label: str, what: str) -> ContractViolation:
-    """The error for a rank that uses another rank's side of a group.
+    """Return the error for a rank that uses another rank's side of a group.
 
     Args:
-        rank: World rank that uses it.
-        owner: World rank whose it is.
-        label: The group, as messages name it.
+        rank: World rank of the user.
+        owner: World rank of the owner.
+        label: The group's label in messages.
         what: The use, with its site.
     """
     return ContractViolation(
         f"rank {rank} uses the group {label} of rank {owner}: {what}\n"
-        "Each rank has an object of its own for a group. Ranks are threads of one process and "
-        "share its modules: a group kept in a module global or a class attribute is that of the "
-        "rank which stored it last. Keep it in what the rank's program holds, in a "
-        "threading.local(), or ask for it where it is used: dist.group.WORLD, mesh.get_group(). "
-        "For a library's, let the target declare `rank_local`: `zero-sim doctor --target` says.",
+        "Each rank has its own object for a group. Ranks are threads of one process and share its "
+        "modules: a group in a module global or a class attribute belongs to the rank that stored "
+        "it last. Keep it in an object of the rank's program or a threading.local(), or get it at "
+        "each use: dist.group.WORLD, mesh.get_group(). For a library's global, let the target "
+        "declare it in `rank_local`: `zero-sim doctor --target` names it.",
         aspect="foreign-group",
         rank=rank,
         other_rank=owner,

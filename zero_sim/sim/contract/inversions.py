@@ -1,11 +1,4 @@
-"""Violations that show at the end of a run: orders that go round in a circle, and missing waits.
-
-[Note: inversions]
-NCCL runs a rank's collectives of all its groups on one device, so ranks that share two groups must
-issue them in one order, even asynchronously; otherwise each may fill the device with a collective
-that the other has not come to, which hangs only sometimes. Draw an edge from each collective to the
-next one of the same rank: there is one order for all just where the graph has no cycle.
-"""
+"""Violations that show at the end of a run: circular orders of collectives, and missing waits."""
 
 from __future__ import annotations
 
@@ -20,11 +13,11 @@ from zero_sim.sim.log import CollectiveRecord
 _MESSAGES = ("send", "recv")
 
 _Hop = tuple[CollectiveRecord, CollectiveRecord]
-"""Two calls of one rank, the earlier first."""
+"""Two calls of one rank, the earlier one first."""
 
 
 class Awaited(Protocol):
-    """What a rank waits for."""
+    """The object of a rank's wait."""
 
     @property
     def doing(self) -> str:
@@ -33,24 +26,30 @@ class Awaited(Protocol):
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """World ranks that have to act before it is done."""
+        """World ranks that must act before the wait can end."""
         ...
 
 
+# [Note: inversions] NCCL runs a rank's collectives of all groups on one device. So ranks that share
+# two groups must issue their collectives in one order, even asynchronous ones. Otherwise each rank
+# may fill its device with a collective that the other has not reached, a hang that happens only
+# sometimes. Draw an edge from each collective to the next one of the same rank: a common order
+# exists if and only if this graph has no cycle.
 def find_inversion(records: Sequence[CollectiveRecord]) -> tuple[_Hop, ...]:
-    """Find ranks that issued collectives of several groups in different orders; linear time.
+    """Find ranks that issued collectives of several groups in different orders, in linear time.
 
     Args:
         records: All calls of a run, in the order in which they happened.
 
     Returns:
-        Pairs of calls, each of one rank, that form a circle: the later call of a pair is the same
-        collective as the earlier one of the next. Through the first collective found to be on a
-        circle it is one with the fewest ranks. Empty where all ranks agree.
+        Pairs of calls that form a circle, each pair of one rank. The later call of a pair is the
+        same collective as the earlier call of the next pair. Among circles through the first
+        collective found on one, it has the fewest ranks. Empty if all ranks agree.
     """
     chains: dict[int, list[CollectiveRecord]] = defaultdict(list)
     groups = set()
     for record in records:
+        # Groups of one rank have no waits, and messages are matched by tag instead of order.
         if len(record.group_ranks) > 1 and record.kind not in _MESSAGES:
             chains[record.rank].append(record)
             groups.add(record.group)
@@ -65,10 +64,11 @@ def _node(record: CollectiveRecord) -> tuple[str, int]:
 
 
 def _on_a_circle(chains: Mapping[int, Sequence[CollectiveRecord]]) -> tuple[str, int] | None:
-    """Take away what nothing precedes, again and again; what is left leads back to a circle."""
+    """Remove nodes without predecessor until none is left; the rest leads back to a circle."""
     before: dict[tuple[str, int], int] = defaultdict(int)
     after: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
     for chain in chains.values():
+        # Start at 0 for the chain's first node, which may have no predecessor at all.
         before[_node(chain[0])] += 0
         for earlier, later in pairwise(chain):
             after[_node(earlier)].append(_node(later))
@@ -82,7 +82,7 @@ def _on_a_circle(chains: Mapping[int, Sequence[CollectiveRecord]]) -> tuple[str,
     left = [node for node, count in before.items() if count]
     if not left:
         return None
-    # Everything left has a predecessor that is left, so going backwards never ends: it circles.
+    # Each node left has a predecessor that is left, so walking backwards must reach a circle.
     previous = {later: node for node in left for later in after[node] if before[later]}
     node, seen = left[0], set()
     while node not in seen:
@@ -94,15 +94,17 @@ def _on_a_circle(chains: Mapping[int, Sequence[CollectiveRecord]]) -> tuple[str,
 def _shortest_circle(
     chains: Mapping[int, Sequence[CollectiveRecord]], start: tuple[str, int]
 ) -> tuple[_Hop, ...]:
-    """A circle through `start` that changes rank as seldom as can be, breadth first.
+    """Return a circle through `start` with the fewest changes of rank, by breadth-first search.
 
-    A step goes from a collective to any later one of one rank. Each place in a rank's program is
-    walked over once only: what lies behind it was reached with as few changes of rank before.
+    A step leads from a collective to any later one of the same rank. Each position in a rank's
+    program is visited once, because later positions were reached earlier with no more changes of
+    rank.
     """
     places: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
     for rank, chain in chains.items():
         for i, record in enumerate(chain):
             places[_node(record)].append((rank, i))
+    # Positions from here on in each rank's program are visited.
     walked = {rank: len(chain) for rank, chain in chains.items()}
     came: dict[tuple[str, int], _Hop] = {}
     queue = deque([start])
@@ -114,6 +116,7 @@ def _shortest_circle(
                     came[_node(later)] = chain[i], later
                     queue.append(_node(later))
             walked[rank] = min(walked[rank], i + 1)
+    # Back from `start` to `start`.
     hops = [came[start]]
     while _node(hops[-1][0]) != start:
         hops.append(came[_node(hops[-1][0])])
@@ -121,7 +124,7 @@ def _shortest_circle(
 
 
 def describe_inversion(hops: Sequence[_Hop]) -> tuple[str, ...]:
-    """An inversion as lines, a rank each; none where there is none."""
+    """Return an inversion as lines, one per rank; empty without one."""
     if not hops:
         return ()
     return (
@@ -135,7 +138,7 @@ def describe_inversion(hops: Sequence[_Hop]) -> tuple[str, ...]:
 
 
 def inversion_error(records: Sequence[CollectiveRecord]) -> ContractViolation | None:
-    """The error for a run whose ranks issued collectives in different orders; None if they agree.
+    """Return the error for collectives issued in different orders; None if all ranks agree.
 
     Args:
         records: All calls of the run.
@@ -153,11 +156,13 @@ def inversion_error(records: Sequence[CollectiveRecord]) -> ContractViolation | 
 
 
 def describe_circle(waiting: Mapping[int, tuple[Awaited, str]]) -> tuple[str, ...]:
-    """Ranks that wait for each other in a circle, as lines; empty where no such circle exists.
+    """Return lines about ranks that wait for each other in a circle; empty without one.
 
     Args:
-        waiting: What each waiting rank waits for, and where.
+        waiting: Wait and call site of each waiting rank.
     """
+    # Depth-first search with an explicit stack, because 1,024 ranks exceed Python's recursion
+    # limit.
     seen: set[int] = set()
     for first in waiting:
         path: list[int] = []
@@ -170,7 +175,7 @@ def describe_circle(waiting: Mapping[int, tuple[Awaited, str]]) -> tuple[str, ..
                 if path:
                     del depth[id(waiting[path.pop()][0])]
             elif rank in waiting:
-                # Ranks that wait for one thing lead to the same others; one of them is enough.
+                # Ranks with the same wait lead to the same others, so one of them is enough.
                 awaited = waiting[rank][0]
                 if id(awaited) in depth:
                     return _circle_lines([rank, *path[depth[id(awaited)] + 1 :]], waiting)
@@ -199,13 +204,13 @@ _SHOWN = 16
 
 
 def never_waited(records: Sequence[CollectiveRecord]) -> ContractViolation:
-    """The error for a run that ended although these calls were not waited for.
+    """Return the error for a run that ended without waits for these calls.
 
-    Outputs are not there for a rank before it has waited. On a device a program that never does
-    reads whatever happens to be there, and mostly that is right.
+    A rank's outputs are not available before its wait. On a device, a program that never waits
+    reads whatever is in memory, and usually that is right.
 
     Args:
-        records: At least one, in the order of their issue; every call site of theirs is named.
+        records: At least one, in the order of issue. The message names all call sites.
     """
     ranks = sorted({record.rank for record in records})
     mine = [record for record in records if record.rank == ranks[0]]
@@ -222,8 +227,8 @@ def never_waited(records: Sequence[CollectiveRecord]) -> ContractViolation:
         lines.append(f"so did other ranks: {others}")
     lines.extend(f"  at {site}" for site in sites[:_SHOWN])
     lines.append(
-        "Without it the results may not be there yet. Call wait() on the work or on its future, "
-        "or poll the work's is_completed() until it says yes."
+        "The results may not be there yet. Call wait() on the work or on its future, or poll the "
+        "work's is_completed() until it returns True."
     )
     return ContractViolation(
         "\n".join(lines),

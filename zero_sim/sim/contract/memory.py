@@ -1,15 +1,4 @@
-"""Memory of a call's tensors: two that share it, and two that would be misread for each other.
-
-[Note: in place]
-NCCL documents one in-place form of each collective: the smaller tensor lies in the larger one, at
-the rank's own place. Everything else that overlaps is read while it is written, or written twice.
-Only a tensor that is an output several times is accepted: all of it is undefined afterwards, and
-no more than that (`zero_sim.sim.in_flight_buffers`).
-
-[Note: no shapes]
-NCCL moves memory and knows no shapes. So two ranks that see the same bytes as (2, 3) and as (3, 2)
-put them to different elements, while one that sees them as (6,) only keeps them flat.
-"""
+"""Memory of a call's tensors: overlaps, and layouts that would be misread."""
 
 from __future__ import annotations
 
@@ -25,18 +14,18 @@ from zero_sim.sim.roles import repeated_outputs
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _IN_PLACE = ("all_reduce", "reduce", "broadcast")
 _OWN_OUTPUT = ("all_gather_list", "gather")
-"""Kinds whose input in place is a whole output, which nobody else's data is put into."""
+"""Kinds whose in-place input is a whole output that receives no other rank's data."""
 
 
 def shape_of(tensor: Tensor) -> tuple[object, ...]:
-    """Dtype and shape, and the strides where they are not those of a contiguous tensor."""
+    """Return dtype and shape, plus the strides of a tensor that is not contiguous."""
     if tensor.is_contiguous():
         return tensor.dtype, tensor.shape
     return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def is_contiguous(tensor: Tensor) -> bool:
-    """Whether NCCL takes it: contiguous in the plain or in a channels-last format."""
+    """Return True if NCCL accepts the layout: contiguous, plain or channels-last."""
     if tensor.is_contiguous():
         return True
     memory_format = _FORMATS.get(tensor.dim())
@@ -44,7 +33,8 @@ def is_contiguous(tensor: Tensor) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory without gap or overlap, in any order."""
+    """Return True if the elements fill their memory without gap or overlap, in any order."""
+    # From the innermost dim outwards, each stride must equal the elements inside of it.
     expected = 1
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent == 1:
@@ -55,16 +45,23 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+# [Note: no shapes] NCCL moves memory and knows no shapes. So if two ranks see the same bytes in
+# shapes (2, 3) and (3, 2), they map them to different elements. A rank that sees shape (6,) only
+# keeps them flat.
 def misread(a: Tensor, b: Tensor) -> Literal["shape", "memory-format"] | None:
-    """In what two tensors differ whose memory is taken for each other's, if it matters.
+    """Return the difference that matters if two tensors' memory is read as each other's.
 
     Args:
         a: One rank's tensor.
-        b: Another rank's, of as many elements.
+        b: Another rank's, with as many elements.
+
+    Returns:
+        `shape` or `memory-format`; None if both see the same elements in memory.
     """
     if a.numel() == 0:
         return None
     if a.shape != b.shape:
+        # See [Note: no shapes]. A flat view on one side, or dims of size 1, make no difference.
         squeezed = [[extent for extent in tensor.shape if extent != 1] for tensor in (a, b)]
         if min(map(len, squeezed)) >= 2 and squeezed[0] != squeezed[1]:
             return "shape"
@@ -73,7 +70,7 @@ def misread(a: Tensor, b: Tensor) -> Literal["shape", "memory-format"] | None:
 
 
 def _memory_order(tensor: Tensor) -> list[int]:
-    """Strides of the dimensions longer than 1; empty where they are the contiguous ones."""
+    """Return strides of dims longer than 1; empty if they are the contiguous ones."""
     if tensor.is_contiguous():
         return []
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -82,7 +79,7 @@ def _memory_order(tensor: Tensor) -> list[int]:
 
 @dataclass(slots=True, kw_only=True)
 class _Stretch:
-    """Bytes `[start, stop)` of memory that a call reads or writes."""
+    """Bytes `[start, stop)` that a call reads or writes."""
 
     name: str
     start: int
@@ -90,22 +87,28 @@ class _Stretch:
     written: bool
 
 
+# [Note: in place] NCCL documents one in-place form for each collective: the smaller tensor is the
+# rank's own part of the larger one. Memory with any other overlap is read while it is written, or
+# written twice. The exception is a tensor that is an output several times. It is accepted, but all
+# of its content is undefined afterwards (`zero_sim.sim.in_flight_buffers`).
 def find_aliasing(call: Call, *, group_rank: int, world_size: int) -> str | None:
-    """Say which two tensors of a call overlap where they must not.
+    """Find two tensors of a call that overlap where they must not.
 
     Args:
         call: The call; its tensors are dense.
-        group_rank: Group rank of the caller, which decides where in-place is.
+        group_rank: Group rank of the caller, which determines its in-place part.
         world_size: Size of the group.
 
     Returns:
-        The two tensors in words, with the consequence; None if all is well.
+        The two tensors in words, with the consequence; None if there is no such overlap.
     """
+    # The common case without building stretches.
     if len(call.inputs) == len(call.outputs) == 1 and _apart(call.inputs[0], call.outputs[0]):
         return None
     written = call.kind in _IN_PLACE
     inputs = [_stretch(f"input {i}", t, written=written) for i, t in enumerate(call.inputs)]
     outputs = [_stretch(f"output {i}", t, written=True) for i, t in enumerate(call.outputs)]
+    # In-place parts are emptied below, so that the sweep ignores them.
     in_place: set[str] = set()
     for whole, part, start in _allowed(call, inputs, outputs, group_rank, world_size):
         if part.start == start and part.stop <= whole.stop:
@@ -114,12 +117,13 @@ def find_aliasing(call: Call, *, group_rank: int, world_size: int) -> str | None
             in_place |= {whole.name, part.name}
     repeated = repeated_outputs(call) if len(call.outputs) > 1 else {}
     if repeated and call.kind not in _OWN_OUTPUT:
-        # An input that lies in one of them would be read while another one is written.
+        # An input inside of a repeated output would be read while another output is written.
         barred = {repeated.get(i, i) for i, each in enumerate(outputs) if each.name in in_place}
         repeated = {i: first for i, first in repeated.items() if first not in barred}
+    # All outputs with the same memory but the first are emptied.
     for index in repeated:
         outputs[index].stop = outputs[index].start
-    # What is empty overlaps nothing; that goes for the parts just found to be in place as well.
+    # Empty stretches overlap nothing, including the in-place parts found above.
     return _sweep([each for each in (*inputs, *outputs) if each.start < each.stop])
 
 
@@ -148,7 +152,7 @@ def _allowed(
     group_rank: int,
     world_size: int,
 ) -> list[tuple[_Stretch, _Stretch, int]]:
-    """The documented in-place pairs: the whole, the part, and where the part may start."""
+    """Return the documented in-place pairs: whole, part, and the part's allowed start."""
     if call.kind == "all_gather":
         pairs = zip(outputs, inputs, strict=True)
         return [(a, b, a.start + group_rank * (b.stop - b.start)) for a, b in pairs]
@@ -168,10 +172,12 @@ def _allowed(
 
 
 def _sweep(stretches: list[_Stretch]) -> str | None:
-    """Find two stretches that overlap, one of which at least is written; by one sorted pass."""
+    """Find two overlapping stretches, at least one of them written, in one sorted pass."""
+    # Sorted by start, only the stretch that reaches farthest so far can overlap the next one.
     farthest: _Stretch | None = None
     farthest_written: _Stretch | None = None
     for each in sorted(stretches, key=lambda each: each.start):
+        # Two reads may overlap, so a read is only compared with writes.
         other = farthest if each.written else farthest_written
         if other is not None and each.start < other.stop:
             shared = min(each.stop, other.stop) - each.start

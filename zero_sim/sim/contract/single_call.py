@@ -1,6 +1,6 @@
-"""Checks of one rank's call by itself: sizes, dtypes and memory that no other rank could fit.
+"""Checks of one rank's call by itself: sizes, dtypes and memory that no other rank could match.
 
-It also says by what the call is compared with the other ranks'; see [Note: one comparison] in
+Also builds the signature for comparison with other ranks; see [Note: one comparison] in
 `zero_sim.sim.contract.fitting`.
 """
 
@@ -18,27 +18,27 @@ from zero_sim.sim.failures import ContractViolation
 
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 FREE_SIZES = ("all_to_all", "all_to_all_list", "all_gather_list")
-"""Kinds whose sizes may differ from rank to rank; they are checked when all have come."""
+"""Kinds with sizes that may differ between ranks; checked once all members have called."""
 
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list")
 _FLAT = ("all_gather", "reduce_scatter")
 _SYMMETRIC = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
-"""Kinds with tensors that hold the same elements on all ranks, at the same place of a buffer."""
+"""Kinds with tensors that have the same elements on all ranks, at the same buffer offset."""
 _CUT = (*_FLAT, "all_to_all")
-"""Kinds that cut memory into pieces by rank, so that only the plain format keeps its meaning."""
+"""Kinds that cut memory into pieces by rank, so that only the plain format is meaningful."""
 
 
 class Signature(NamedTuple):
-    """By what a call is compared with the other ranks'."""
+    """Properties of a call for comparison with other ranks' calls."""
 
     alike: tuple[object, ...]
-    """All that must be equal on all ranks."""
+    """Properties that must be equal on all ranks."""
     offsets: tuple[int, ...] = ()
-    """Storage offsets of the tensors that hold the same elements on all ranks."""
+    """Storage offsets of the tensors that have the same elements on all ranks."""
 
 
 def describe(call: Call) -> str:
-    """The call as a person would write it, with its site."""
+    """Return the call in words, with its site."""
     tensor = next(iter([*call.inputs, *call.outputs]), None)
     parts = [] if tensor is None else [str(tensor.dtype).removeprefix("torch."), _elems(call)]
     if call.reduce_op is not None:
@@ -54,28 +54,29 @@ def _elems(call: Call) -> str:
 
 
 def check_call(call: Call, *, group_rank: int, ranks: Sequence[int], strict: bool) -> Signature:
-    """Check what one rank's call says by itself.
+    """Check one rank's call by itself.
 
     Args:
-        call: One rank's call, as it came in.
-        group_rank: Group rank that made it.
+        call: One rank's call.
+        group_rank: Group rank of the caller.
         ranks: World ranks of the group.
-        strict: Whether to check what NCCL refuses and gloo accepts, too.
+        strict: True to refuse calls that NCCL refuses and gloo accepts.
 
     Returns:
-        By what it is compared with the other ranks' calls.
+        Signature for comparison with the other ranks' calls.
 
     Raises:
-        ContractViolation: The sizes, dtypes, memory or reduce operation cannot be right on any
-            rank.
+        ContractViolation: Sizes, dtypes, memory or reduce operation cannot be right on any rank.
     """
     rank, world_size = ranks[group_rank], len(ranks)
     if call.kind in _REDUCING and call.reduce_op not in REDUCE_OPS:
         supported = ", ".join(op.name for op in REDUCE_OPS)
         _refuse(call, rank, "reduce-op", f"expected one of the reduce operations {supported}")
     if call.kind == SPARSE:
+        # Sparse tensors have neither fixed sizes nor memory to check.
         return Signature((call.kind, call.inputs[0].dtype, call.inputs[0].shape))
     tensors = [*call.inputs, *call.outputs] if call.outputs else call.inputs
+    # One tensor alone cannot disagree in dtype or size.
     if len(tensors) > 1:
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
@@ -91,6 +92,7 @@ def _signature(call: Call) -> Signature:
     offsets: tuple[int, ...] = ()
     if call.kind in _SYMMETRIC:
         symmetric = call.outputs if call.kind == "all_gather" else call.inputs
+        # Offsets are no part of `alike`: they may differ by right, and `SwapWatch` judges them.
         offsets = tuple([int(tensor.storage_offset()) for tensor in symmetric])
     if call.kind in FREE_SIZES:
         alike = [(tensor.dtype,) for tensor in call.inputs]
@@ -107,6 +109,7 @@ def _refuse(call: Call, rank: int, aspect: str, message: str) -> None:
 
 def _check_sizes(call: Call, *, group_rank: int, rank: int, world_size: int) -> None:
     inputs, outputs = call.inputs, call.outputs
+    # Sizes that do not depend on other ranks' calls.
     if call.kind == "reduce_scatter":
         _check_flat(call, inputs, outputs, rank=rank, world_size=world_size)
     elif call.kind == "all_gather":
@@ -120,10 +123,12 @@ def _check_sizes(call: Call, *, group_rank: int, rank: int, world_size: int) -> 
     elif call.kind == "all_gather_list":
         _check_count(call, outputs, rank=rank, expected=world_size * len(inputs))
         for i, tensor in enumerate(inputs):
+            # Own entry in the list; the others are compared once all members have called.
             own = i * world_size + group_rank
             _check_entries(call, [outputs[own]], tensor, start=own, rank=rank)
     elif call.kind == "all_to_all":
         _check_splits(call, rank=rank, world_size=world_size)
+    # Only the root of a gather has outputs, and only the root of a scatter has inputs.
     elif call.kind == "gather" and outputs:
         _check_count(call, outputs, rank=rank, expected=world_size)
         _check_entries(call, outputs, inputs[0], start=0, rank=rank)
@@ -155,15 +160,15 @@ def _check_count(call: Call, tensors: Sequence[Tensor], *, rank: int, expected: 
 def _check_entries(
     call: Call, entries: Sequence[Tensor], tensor: Tensor, *, start: int, rank: int
 ) -> None:
-    """Check entries of a list, numbered from `start`, against the tensor that each must fit."""
+    """Check list entries, numbered from `start`, against the tensor that each must match."""
     for i, entry in enumerate(entries, start):
         if entry.numel() != tensor.numel():
             _refuse(
                 call,
                 rank,
                 "entry-size",
-                f"expected entry {i} of rank {rank}'s list to hold {tensor.numel()} elements, as "
-                f"its other tensor does, got {entry.numel()}",
+                f"expected entry {i} of rank {rank}'s list to hold {tensor.numel()} elements, like "
+                f"its other tensor, got {entry.numel()}",
             )
 
 
@@ -172,6 +177,7 @@ def _check_splits(call: Call, *, rank: int, world_size: int) -> None:
         (call.inputs[0], call.input_splits),
         (call.outputs[0], call.output_splits),
     ):
+        # A 0D tensor has no rows.
         rows = tensor.shape[0] if tensor.dim() else 0
         if len(splits) != world_size or sum(splits) != rows:
             message = (
@@ -188,6 +194,7 @@ def _check_memory(
             continue
         if not is_contiguous(tensor):
             why = "which NCCL refuses"
+            # Channels-last memory keeps its meaning if it is moved whole, but not in pieces.
         elif call.kind in _CUT:
             why = "in channels-last order, of which NCCL gives each rank a stretch of memory"
         else:
@@ -212,8 +219,8 @@ def _check_memory(
 
 
 def compared(call: Call) -> Sequence[Tensor]:
-    """The tensors that must be alike on all ranks."""
-    # The root of a scatter or gather holds lists that the others do not have.
+    """Return the tensors that must agree on all ranks."""
+    # Only the root of a scatter or gather has lists.
     if call.kind == "scatter":
         return call.outputs
     return [*call.inputs, *call.outputs] if call.kind in _FLAT else call.inputs

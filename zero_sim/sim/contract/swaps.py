@@ -1,8 +1,8 @@
-"""Two buffers that two ranks pass in exchanged order, as far as their place in storage betrays it.
+"""Detection of two buffers that two ranks pass in exchanged order, by their storage offsets.
 
-Ranks that hold the same flat buffer pass the same place of it to a symmetric collective. One that
-passes another place may have a right to; but where it passes elsewhere just the place that the
-other one passed here, the two were exchanged, and the sums of both are wrong without any error.
+Ranks with the same flat buffer pass the same part of it to a symmetric collective. Passing another
+part can be right. But if two ranks passed each other's parts in two collectives, their buffers were
+exchanged, and the sums of both are wrong without any error.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from zero_sim.sim.callsite import site_of
 from zero_sim.sim.failures import ContractViolation
 
 _SIGHTINGS_MAX = 64
-"""Collectives remembered per group; a program in which ranks' places always differ forgets old ones
-instead of growing."""
+"""Number of remembered collectives per group. If ranks' offsets always differ, old ones are
+forgotten."""
 
 _Offset = tuple[int, int, int]
-"""Address and size of a storage in bytes, and the offset in it in elements; size 0 is no view."""
+"""Address and size of a storage in bytes, and offset in elements. Size 0: not a view."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Sighting:
-    """One entry of one collective in which the ranks' places differed."""
+    """One entry of a collective in which the ranks' offsets differed."""
 
+    # Kind, dtype and elements: only equal ones can be exchanged.
     like: tuple[object, ...]
     offsets: tuple[_Offset, ...]
     sites: tuple[tuple[str, int], ...]
@@ -36,7 +37,7 @@ class _Sighting:
 
 
 class SwapWatch:
-    """The collectives of one group in which the ranks passed different places."""
+    """Collectives of one group in which the ranks passed different offsets."""
 
     def __init__(self) -> None:
         self._sightings: deque[_Sighting] = deque(maxlen=_SIGHTINGS_MAX)
@@ -44,7 +45,7 @@ class SwapWatch:
     def check(
         self, calls: Sequence[Call], *, ranks: Sequence[int], sequence: int, what: str
     ) -> None:
-        """Compare a collective with the earlier ones; to be called where the places differ.
+        """Compare a collective with earlier ones. Called if the ranks' offsets differ.
 
         Args:
             calls: The members' calls, in group-rank order.
@@ -53,9 +54,10 @@ class SwapWatch:
             what: The collective's group and number, for the message.
 
         Raises:
-            ContractViolation: Two ranks exchanged two places between this collective and one
-                before.
+            ContractViolation: Two ranks exchanged two parts between this collective and an earlier
+                one.
         """
+        # Entry by entry: `tensors` has one tensor of each member.
         sites = tuple([(call.file, call.line) for call in calls])
         for tensors in zip(*map(_symmetric, calls), strict=True):
             seen = _Sighting(
@@ -67,11 +69,13 @@ class SwapWatch:
             self._compare(seen, ranks=ranks, what=what)
 
     def _compare(self, seen: _Sighting, *, ranks: Sequence[int], what: str) -> None:
+        # Other entries of the call differed, but not this one.
         if len({offset[2] for offset in seen.offsets}) == 1:
             return
         for earlier in self._sightings:
             if earlier.like != seen.like:
                 continue
+                # Constant offsets, for example of ranks with different layouts, are consistent.
             if earlier.offsets == seen.offsets:
                 return
             pair = _exchanged(earlier.offsets, seen.offsets)
@@ -81,21 +85,23 @@ class SwapWatch:
 
 
 def _symmetric(call: Call) -> Sequence[Tensor]:
+    # The tensors with the same elements on all ranks: an all-gather's inputs are shards.
     return call.outputs if call.kind == "all_gather" else call.inputs
 
 
 def _offset_of(tensor: Tensor) -> _Offset:
     storage = tensor.untyped_storage()
     size = storage.nbytes()
-    # A tensor that is its whole storage has no place in it that could be exchanged.
+    # A tensor that is its whole storage has no offset that could be exchanged.
     is_view = size > tensor.numel() * tensor.element_size()
     return storage.data_ptr(), size if is_view else 0, int(tensor.storage_offset())
 
 
 def _exchanged(before: Sequence[_Offset], now: Sequence[_Offset]) -> tuple[int, int] | None:
-    """Two members of which one went from offset x to y where the other went from y to x."""
+    """Return two members, one that moved from offset x to y and one from y to x; else None."""
     moves: dict[tuple[int, int, int], int] = {}
     for member, (old, new) in enumerate(zip(before, now, strict=True)):
+        # Skip members with another storage, no view, or no move.
         if old[:2] != new[:2] or not old[1] or old[2] == new[2]:
             continue
         other = moves.get((old[1], new[2], old[2]))

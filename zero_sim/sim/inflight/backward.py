@@ -1,17 +1,4 @@
-"""Backwards of a thread: who listens to their begin; torch's private names for it live here.
-
-[Note: modes in a backward]
-torch's engine notes the modes of the thread when a backward begins, and sets them anew for every
-node. A mode that a hook pushes is gone after the hook's node, so that who must see all of a
-backward in which something may be lent has to be there before it begins. All backwards that Python
-begins go through one object of torch's, which is replaced while somebody listens.
-
-[Note: what a backward leaves behind]
-Where a node raises, those that were ready stay in a queue of the thread, with all that they saved.
-The next backward of the thread drops them. Without one they live until the thread's C++ locals are
-destroyed, which is after Python has joined it: hooks of theirs then want the interpreter, and where
-that is being finalized, the process aborts.
-"""
+"""Hooks around the backwards of a thread. torch's private names for them are used only here."""
 
 from __future__ import annotations
 
@@ -25,10 +12,10 @@ from torch.autograd import Variable
 
 
 class Listener(Protocol):
-    """Who wants to know of the backwards of its thread."""
+    """Receiver of the backwards of its thread."""
 
     def in_backward(self) -> AbstractContextManager[object]:
-        """The context in which one is to run."""
+        """Return the context for one backward."""
         ...
 
 
@@ -36,8 +23,12 @@ class _Listening(threading.local):
     listener: Listener | None = None
 
 
+# [Note: modes in a backward] When a backward begins, torch's engine saves the thread's modes, and
+# restores them for every node. A mode that a hook pushes is gone after the hook's node. So a mode
+# that must see a whole backward, in which memory may be lent, must be pushed before it begins. All
+# backwards from Python go through one object of torch, which is replaced while a listener exists.
 class _Engine(_ImperativeEngine):
-    """torch's engine, which runs the backward of a thread that is listened to in a context."""
+    """torch's engine, which runs a listener's backwards in its context."""
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         listener = _listening.listener
@@ -50,12 +41,13 @@ class _Engine(_ImperativeEngine):
 _listening = _Listening()
 _engine = _Engine()
 _lock = threading.Lock()
+# Number of listeners in all threads; `_lock` guards it and the replacement.
 _count = 0
 _originals: list[Any] = []
 
 
 def listen(listener: Listener) -> None:
-    """Run every backward that the calling thread begins in a context of the listener's."""
+    """Run every later backward of the calling thread in a context of the listener."""
     global _count
     with _lock:
         _count += 1
@@ -66,7 +58,7 @@ def listen(listener: Listener) -> None:
 
 
 def stop_listening() -> None:
-    """Undo `listen`; the last one gives torch its own engine back."""
+    """Undo `listen`. The last call restores torch's own engine."""
     global _count
     _listening.listener = None
     with _lock:
@@ -75,11 +67,15 @@ def stop_listening() -> None:
             Variable._execution_engine = _originals.pop()
 
 
+# [Note: leftovers of a backward] If a node raises, ready nodes stay in a queue of the thread with
+# all their saved tensors. The thread's next backward drops them. Without one, they live until the
+# thread's C++ locals are destroyed, after Python has joined the thread. Their hooks then need the
+# interpreter, so if it is being finalized, the process aborts.
 def drop_unfinished() -> None:
-    """Let go of what a backward left in the thread; see [Note: what a backward leaves behind]."""
-    # A thread that made no node ran no backward; its first one takes ten times as long as others.
+    """Drop what a backward left in the thread; see [Note: leftovers of a backward]."""
+    # Skip threads without nodes, which ran no backward: a first backward takes ten times as long.
     if not torch.autograd._get_sequence_nr():
         return
     with torch.enable_grad():
-        # Of a clone nothing is saved, which hooks could hear of.
+        # A clone saves no tensors, so no saved-tensor hook sees it.
         torch.zeros((), device="cpu", dtype=torch.float32, requires_grad=True).clone().backward()

@@ -1,9 +1,4 @@
-"""Operations carried out late: under `lazy` as late as waits allow, under `hostile` as drawn.
-
-[Note: draws]
-What is drawn for a member's side depends on the seed, the group, the number of the operation in it
-and the member, not on the schedule; so a schedule may be varied while the timing stays, and back.
-"""
+"""Late operations: `lazy` delays them as long as waits allow, `hostile` by random amounts."""
 
 from __future__ import annotations
 
@@ -29,10 +24,10 @@ from zero_sim.sim.streams import finish_streams
 from zero_sim.sim.waits import Pending, Turns
 
 _ROUNDS_LATE_MAX = 4
-"""How late something drawn may be, in calls into the world by each member of its group."""
+"""Longest drawn delay, in calls into the world by each member of the group."""
 
 _REFUSALS_MAX = 2
-"""How often a work may say at most that it is not completed although it was performed."""
+"""Most polls of a performed work that may return False."""
 
 TIMINGS = ("eager", "lazy", "hostile")
 
@@ -46,15 +41,15 @@ def build_timing(
     buffers: Sequence[InFlightBuffers],
     races: bool,
 ) -> Timing:
-    """The timing of that name, for one run.
+    """Return the timing of that name, for one run.
 
     Args:
         name: One of `TIMINGS`.
         seed: Seed of the draws.
         order: Order model of the reductions.
-        turns: Hands over control.
-        buffers: What each rank has in flight, by world rank.
-        races: Whether somebody watches what is lent.
+        turns: Control over turns.
+        buffers: Each rank's buffers in flight, by world rank.
+        races: True if the run has race detectors, which need the lent memory.
     """
     eager = Eager(order=order, turns=turns, buffers=buffers, races=races)
     if name == "eager":
@@ -71,17 +66,17 @@ def build_timing(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatePlan:
-    """What is drawn for one member's side of one operation; as it stands, the lazy one."""
+    """Delays of one member's side of one operation. The defaults are those of `lazy`."""
 
     read_late: bool = True
-    """Whether its inputs are read when the operation is performed, not when it is issued."""
+    """True to read inputs when the operation is performed, False when it is issued."""
     write: Literal["perform", "later", "wait"] = "wait"
     write_after: int = 0
-    """Calls into the world between performing and a write that is `later`."""
+    """Number of calls into the world between performing and a write that is `later`."""
     let_others_run: bool = True
-    """Whether waiting for an operation that could be performed hands the baton on first."""
+    """True if a wait first passes on the baton although the operation could be performed."""
     refusals: int = 0
-    """How often `is_completed` says no although it could say yes."""
+    """Number of polls that return False although the operation was performed."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -93,7 +88,7 @@ class LateOp:
     record: int
     """Index of its record in the log."""
     key: str
-    """Names the side in the draws."""
+    """Unique name of the side, for draws."""
     snapshots: BufferSnapshots
     plan: LatePlan
     operation: Operation
@@ -104,26 +99,26 @@ class LateOp:
 
     @property
     def buffers(self) -> Sequence[InFlightBuffer]:
-        """What the rank has in flight; `RankOp.buffers`."""
+        """The rank's buffers in flight; `RankOp.buffers`."""
         return self.snapshots.buffers
 
     def start_wait(self) -> None:
-        """May perform the operation; `RankOp.start_wait`."""
+        """Perform the operation if the plan does not let others run first; `RankOp.start_wait`."""
         self.timing.start_wait(self)
 
     def poll(self) -> None:
-        """May perform an operation, so that it is not no for ever; `RankOp.poll`."""
+        """Count a poll, which may perform an operation to let polls end; `RankOp.poll`."""
         self.timing.poll(self)
 
     def admits(self) -> bool:
-        """Whether a rank that asks for a performed operation is told yes this time."""
+        """Return False for the drawn number of refusals, then True; `RankOp.admits`."""
         if self.refusals_left and not self.landed:
             self.refusals_left -= 1
             return False
         return True
 
     def land(self) -> None:
-        """Bring the outputs, if they are not there; `RankOp.land`."""
+        """Write the outputs if they are missing; `RankOp.land`."""
         self.timing.land(self)
 
 
@@ -133,25 +128,25 @@ class Operation:
 
     awaited: list[Pending] = field(default_factory=list)
     ops: dict[int, LateOp] = field(default_factory=dict)
-    """By the member's place: its group rank; 0 for a send and 1 for its receive."""
+    """Sides by member: the group rank; for messages 0 for a send and 1 for its receive."""
     polls_left: int = 0
 
     @property
     def has_waiter(self) -> bool:
-        """Whether a rank has handed the baton on until it is performed."""
+        """True if a rank passed on the baton until it is performed."""
         return any(awaited.waiters for awaited in self.awaited)
 
 
 class Late:
-    """Carries out the operations of one run later than eagerly; a `Timing`.
+    """Performs the operations of one run later than eagerly; a `Timing`.
 
     Args:
-        hostile: Whether how late is drawn; as late as can be where not.
+        hostile: True to draw delays, False for the longest.
         seed: Seed of the draws.
         order: Order model of the reductions.
-        turns: Hands over control; asks for more when no rank can run.
-        buffers: What each rank has in flight, by world rank.
-        eager: Carries out what cannot be late.
+        turns: Control over turns. Calls `force` when no rank can run.
+        buffers: Each rank's buffers in flight, by world rank.
+        eager: Performs operations that cannot be late.
     """
 
     def __init__(
@@ -172,22 +167,28 @@ class Late:
         self._log = turns.log
         self._buffers = buffers
         self._forcing = random.Random(f"{seed}|forcing")
+        # Operations that are not performed yet, by each member's wait.
         self._open: dict[Pending, Operation] = {}
         self._full: dict[Operation, None] = {}
-        """Operations that can be performed, the oldest first."""
+        """Operations ready to be performed, oldest first."""
         self._agenda = _Agenda()
+        # Polls since the last progress, by all ranks together.
         self._idle_polls = 0
 
     def issue(self, awaited: Pending, call: Call, *, rank: int, member: int, record: int) -> RankOp:
-        """Copy what a member reads and poison what it writes; `Timing.issue`."""
+        """Copy a member's inputs and poison its outputs; `Timing.issue`."""
         if call.kind == SPARSE:
+            # Sparse memory cannot be lent, and so not delayed.
             return self._eager.issue(awaited, call, rank=rank, member=member, record=record)
+        # A message's second half joins the operation of its first.
         operation = self._open.get(awaited.joins or awaited) or Operation()
         if awaited not in operation.awaited:
             operation.awaited.append(awaited)
             self._open[awaited] = operation
         key = f"{self._seed}|{awaited.key}|{member}"
+        # See [Note: draws].
         plan = _draw_plan(key, group_size=awaited.size) if self._hostile else LatePlan()
+        # An overlap with memory in flight ends the world here.
         with _EndingTheWorld(self._turns, rank):
             snapshots = BufferSnapshots(
                 call,
@@ -220,11 +221,11 @@ class Late:
         return op
 
     def advance(self) -> None:
-        """Do what is due; `Timing.advance`."""
+        """Do what is due at this tick; `Timing.advance`."""
         self._agenda.do(self._log.tick)
 
     def start_wait(self, op: LateOp) -> None:
-        """A rank begins to wait for an operation; may perform it.
+        """Note that a rank begins to wait. This may perform the operation.
 
         Raises:
             WorldFailure: Performing it failed.
@@ -234,19 +235,20 @@ class Late:
             self._perform(op.operation)
 
     def poll(self, op: LateOp) -> None:
-        """A rank asked and was told no; may perform an operation, so that it is not so for ever.
+        """Note that a poll returned False. This may perform an operation, so that polls end.
 
         Raises:
             WorldFailure: Performing it failed.
         """
         operation = op.operation
         if operation in self._full:
+            # Ready to be performed: after some refusals it is.
             operation.polls_left -= 1
             if operation.polls_left < 0:
                 self._perform(operation)
             return
-        # Ranks that ask in turns keep each other able to run, so that `force` would never be asked
-        # for what a third one waits for.
+        # Ranks that poll in turns keep each other ready. Then `force` is never called for an
+        # operation that a third rank waits for.
         self._idle_polls += 1
         if self._idle_polls > len(self._buffers):
             self._idle_polls = 0
@@ -254,44 +256,48 @@ class Late:
                 self._perform(waited_for)
 
     def force(self, *, running: bool) -> bool:
-        """Perform what a rank waits for, or, drawn, another operation; `Timing.force`."""
+        """Perform an awaited operation, or a drawn one if hostile; `Timing.force`."""
         eligible = [full for full in self._full if full.has_waiter or not running]
         if not eligible or self._turns.failure is not None:
             return False
-        # What nobody waits for yet may come first, too.
+        # Hostile: an operation that no rank waits for yet may come first, too. Own generator, so
+        # that these draws do not shift others.
         chosen = self._forcing.choice(list(self._full)) if self._hostile else eligible[0]
         try:
             self._perform(chosen)
         except WorldFailure:
-            return False  # The baton has it; the rank whose thread this is has no part in it.
+            return False  # The baton has the failure; it does not concern this thread's rank.
         return True
 
     def land(self, op: LateOp) -> None:
-        """A rank's wait returns: its outputs are there and its memory is its own again.
+        """End a rank's wait: its outputs are there and it owns its memory again.
 
         Raises:
-            InFlightRace: The memory is not as it must be.
+            InFlightRace: The memory does not have its expected content.
         """
         if op.landed:
             return
         self._idle_polls = 0
         if op.written:
             with _EndingTheWorld(self._turns, op.rank):
+                # Last chance to see a write of the program between issue and wait.
                 op.snapshots.check_inputs()
                 op.snapshots.check_outputs()
         else:
             self._write(op)
         op.landed = True
+        # The copies are as large as the tensors.
         op.snapshots.forget()
 
     def _fill(self, operation: Operation) -> None:
-        """All members are there: draw when it is performed."""
+        """Draw when a complete operation is performed."""
         self._full[operation] = None
         if not self._hostile:
             return
         draws = random.Random(f"{operation.ops[0].key}|operation")
         horizon = _horizon(len(operation.ops))
         operation.polls_left = draws.randint(0, _REFUSALS_MAX)
+        # `forced`: only at a wait, by polls, or when no rank can run.
         when = draws.choice(("at once", "later", "forced"))
         after = draws.randint(1, horizon)
         if when == "at once":
@@ -300,11 +306,13 @@ class Late:
             self._do_after(after, lambda: self._perform(operation))
 
     def _perform(self, operation: Operation) -> None:
-        """Combine all members' inputs, unless that is done or a member is missing."""
+        """Combine all members' inputs, unless done already or a member is missing."""
         if operation not in self._full:
             return
         del self._full[operation]
         self._idle_polls = 0
+        # In member order, which does not depend on the schedule. The last to issue takes the blame
+        # for errors without a rank.
         ops = [op for _, op in sorted(operation.ops.items())]
         with _EndingTheWorld(self._turns, list(operation.ops.values())[-1].rank):
             for op in ops:
@@ -326,10 +334,11 @@ class Late:
             self._turns.finish(awaited)
 
     def _write(self, op: LateOp) -> None:
-        """Bring a side's outputs into its rank's memory, unless they are there."""
+        """Write a side's outputs into its rank's memory, unless done already."""
         if op.written or op.landed:
             return
         with _EndingTheWorld(self._turns, op.rank):
+            # Before our write hides changes by the program.
             op.snapshots.check_inputs()
             op.snapshots.check_outputs()
             op.snapshots.write()
@@ -342,7 +351,7 @@ class Late:
 
 
 class _Agenda:
-    """Actions by the tick at which they are due; for a tick, in the order of `add`."""
+    """Actions by the tick at which they are due. Those of one tick keep the order of `add`."""
 
     def __init__(self) -> None:
         self._due: list[tuple[int, int, Callable[[], None]]] = []
@@ -353,24 +362,25 @@ class _Agenda:
         heapq.heappush(self._due, (tick, self._count, action))
 
     def do(self, tick: int) -> None:
-        """Do all that is due at a tick, also what is added meanwhile."""
+        """Do everything due at a tick, including actions added meanwhile."""
         while self._due and self._due[0][0] <= tick:
             heapq.heappop(self._due)[2]()
 
 
 class _EndingTheWorld:
-    """Work on memory for a rank, in whichever rank's thread; what fails ends the world.
+    """Work on a rank's memory, in any rank's thread. A failure ends the world.
 
     Args:
-        turns: Has the world fail.
-        rank: Whose memory is worked on.
+        turns: Ends the world.
+        rank: World rank that owns the memory.
     """
 
     __slots__ = ("_inference", "_rank", "_turns", "_unwatched")
 
     def __init__(self, turns: Turns, rank: int) -> None:
         self._turns, self._rank = turns, rank
-        # Also memory made in inference mode may be written in it, and none is recorded.
+        # Inference mode may also write memory that was made in it, and records nothing for
+        # autograd.
         self._unwatched, self._inference = unwatched(), torch.inference_mode()
 
     def __enter__(self) -> None:
@@ -390,10 +400,13 @@ class _EndingTheWorld:
 
 
 def _horizon(group_size: int) -> int:
-    """The most calls into the world that something drawn may be late by."""
+    """Return the longest drawn delay, in calls into the world."""
     return _ROUNDS_LATE_MAX * group_size
 
 
+# [Note: draws] Draws for a member's side depend on the seed, the group, the operation's number in
+# it and the member. They do not depend on the schedule. So a schedule can vary while the timing
+# stays, and vice versa.
 def _draw_plan(key: str, *, group_size: int) -> LatePlan:
     draws = random.Random(key)
     return LatePlan(

@@ -1,8 +1,8 @@
-"""Poison: the contents of memory while an operation that will write it is in flight.
+"""Poison: the content of memory while an operation that will write it is in flight.
 
-Floating-point elements are NaNs with a payload that nothing else makes, so that a value read too
-early is seen in the result and known in a debugger; bytes of integers are 0xA5; a bool is True,
-for no other byte but 0 and 1 may stand there.
+Floating-point elements become NaNs with a payload that nothing else produces. So a value that was
+read too early shows in the result, and is recognisable in a debugger. Integers get bytes of 0xA5. A
+bool becomes True, because its byte must be 0 or 1.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ _FLOATS = {
     torch.float32: 0x7FDEAD5A,
     torch.bfloat16: 0x7FDE,
     torch.float16: 0x7EAD,
+    # NaNs of 8 bits have few or no payload bits.
     torch.float8_e4m3fn: 0x7F,
     torch.float8_e5m2: 0x7E,
     torch.float8_e4m3fnuz: 0x80,
@@ -25,14 +26,14 @@ _FLOATS = {
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """A view of a tensor's elements as whole numbers of their size; complex ones as two each."""
+    """View a tensor's elements as integers of their size; a complex element as two."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_WORDS[tensor.element_size()])
 
 
 def poison_of(dtype: torch.dtype) -> int:
-    """The poison of one element as an unsigned number, of its real part for a complex dtype."""
+    """Return the poison of one element as an unsigned number; for complex, of its real part."""
     if dtype.is_complex:
         dtype = dtype.to_real()
     if dtype is torch.bool:
@@ -41,28 +42,29 @@ def poison_of(dtype: torch.dtype) -> int:
 
 
 def poison(tensor: Tensor) -> None:
-    """Overwrite every element."""
+    """Overwrite every element with poison."""
     bits = bits_of(tensor)
     bits.fill_(_as_word(poison_of(tensor.dtype), bits))
 
 
 def is_poison(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Elementwise, whether bits of a tensor of that dtype are still its poison."""
+    """Return elementwise True if bits of a tensor of `dtype` are its poison."""
     return bits == _as_word(poison_of(dtype), bits)
 
 
 def poisoned(tensor: Tensor) -> Tensor:
-    """Elementwise, whether a tensor holds poison, in fp32 also of bf16 that was made wider."""
+    """Return elementwise True for poison, including bf16 poison that was widened to fp32."""
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
     bits = bits_of(tensor.contiguous())
     held = is_poison(bits, tensor.dtype)
+    # A bf16 is the upper half of an fp32, so widening shifts its bits.
     if tensor.dtype is torch.float32:
         held |= bits == poison_of(torch.bfloat16) << 16
     return held
 
 
 def _as_word(pattern: int, bits: Tensor) -> int:
-    """The number that fills a tensor of words, all but single bytes signed, with a bit pattern."""
+    """Return a bit pattern as the number that fills a tensor of words; all but bytes are signed."""
     limit = 1 << 8 * bits.element_size()
     return pattern - limit if bits.dtype.is_signed and pattern >= limit // 2 else pattern

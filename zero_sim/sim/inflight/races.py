@@ -1,21 +1,9 @@
-"""The race detector: finds the operation that touches a collective's memory before the wait.
+"""The race detector: finds operations on a collective's memory before the wait.
 
-A detector sees every tensor operation of one rank: it is a `TorchDispatchMode`, which torch asks
-before each operation, also those of autograd, of hooks and of torch's C++ code. What gets at memory
+A detector sees every tensor operation of one rank. It is a `TorchDispatchMode`, which torch calls
+for each operation, including those of autograd, hooks and torch's C++ code. Access to memory
 without an operation stays unseen: `numpy()`, `tolist()`, `data_ptr()`, `torch.save`, pickling,
-`print`, which torch hides from modes, and threads of the program's own.
-
-[Note: an unwatched simulator]
-The simulator moves the data of all ranks in the thread of one, and the judge looks at what it
-likes. Neither is an access by the program. Inside `unwatched` the detector takes itself off the
-stack of modes; where it is not on top, it stays and looks away.
-
-[Note: only while it matters]
-An operation that passes a mode costs three times as much, and most pass while nothing is in flight.
-So the detector is on the stack of modes only while its rank has something in flight or undefined
-(`zero_sim.sim.in_flight_buffers`), and in every backward, in which a hook may lend something; see
-[Note: modes in a backward]. A backward that C++ code begins of its own, as no part of torch does,
-is seen only if something was in flight before.
+`print` (torch hides it from modes), and the program's own threads.
 """
 
 from __future__ import annotations
@@ -39,7 +27,7 @@ from zero_sim.sim.shared_memory import extent, shared_elems
 
 
 class _Running(threading.local):
-    """The detector of the running thread, if it is a rank that is watched."""
+    """The detector of the running thread, if it is a watched rank."""
 
     detector: RaceDetector | None = None
 
@@ -48,17 +36,20 @@ _running = _Running()
 _NOTHING = nullcontext()
 
 
+# [Note: an unwatched simulator] The simulator moves the data of all ranks in one rank's thread, and
+# the judge reads any memory. Neither is an access by the program. Inside of `unwatched`, the
+# detector leaves the stack of modes. If it is not on top, it stays and ignores operations.
 def unwatched() -> AbstractContextManager[object]:
-    """A context whose tensor operations only observe and are charged to nobody.
+    """Return a context for tensor operations that observe and do not count as the program's.
 
-    Without a race detector, and outside of a rank, it does nothing.
+    It does nothing without a race detector, and outside of a rank.
     """
     detector = _running.detector
     return _NOTHING if detector is None else _Aside(detector)
 
 
 class _Aside:
-    """The context that `unwatched` gives."""
+    """The context of `unwatched`."""
 
     def __init__(self, detector: RaceDetector) -> None:
         self._detector = detector
@@ -66,6 +57,7 @@ class _Aside:
 
     def __enter__(self) -> None:
         self._detector.paused += 1
+        # A mode below others cannot be popped; it checks `paused` instead.
         self._was_on_top = dispatch.top_mode() is self._detector
         if self._was_on_top:
             dispatch.pop_mode()
@@ -74,16 +66,18 @@ class _Aside:
         if self._was_on_top:
             dispatch.push_mode(self._detector)
         self._detector.paused -= 1
+        # Something may have landed or been lent inside.
         self._detector.come_or_go()
 
 
 class _Ranges:
-    """Disjoint ranges of addresses, asked whether they meet another one."""
+    """Disjoint ranges of addresses, for a fast test of overlap."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
         self._starts: list[int] = []
         self._stops: list[int] = []
         for start, stop in sorted(ranges):
+            # Merge ranges that overlap or touch.
             if self._stops and start <= self._stops[-1]:
                 self._stops[-1] = max(self._stops[-1], stop)
             else:
@@ -91,17 +85,18 @@ class _Ranges:
                 self._stops.append(stop)
 
     def meet(self, start: int, stop: int) -> bool:
-        """Whether any address from `start` to `stop`, half-open, is in one of them."""
+        """Return True if the half-open range `start` to `stop` overlaps one of them."""
+        # The ranges are disjoint, so the last one that begins before `stop` reaches farthest.
         before = bisect_left(self._starts, stop) - 1
         return before >= 0 and self._stops[before] > start
 
 
 class RaceDetector(TorchDispatchMode):
-    """Watches one rank while it is entered, by the thread that enters it.
+    """Watches one rank between enter and exit, in the thread that enters it.
 
     Args:
         rank: World rank, for the failure.
-        buffers: What the rank has in flight.
+        buffers: The rank's buffers in flight.
         fail: Ends the world with a failure and returns it.
     """
 
@@ -112,12 +107,14 @@ class RaceDetector(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.paused = 0
-        """How many `unwatched` contexts are open."""
+        """Number of open `unwatched` contexts."""
         self._rank = rank
         self._buffers = buffers
         self._fail = fail
+        # Nesting depths of running backwards and of operations in `__torch_dispatch__`.
         self._backwards = 0
         self._handled = 0
+        # `InFlightBuffers.changes` at the last `_chart`.
         self._charted = -1
         self._charted_spans: list[tuple[int, int, InFlightBuffer]] = []
         self._no_read = self._no_write = _Ranges([])
@@ -128,8 +125,8 @@ class RaceDetector(TorchDispatchMode):
         return False
 
     def __enter__(self) -> Self:
-        # Not as the base class does it, which also sets flags of the whole process: ranks come and
-        # go in any order, and would restore each other's.
+        # The base class also sets flags of the whole process. Ranks enter and leave in any order
+        # and would restore each other's flags.
         _running.detector = self
         self._buffers.watcher = self.come_or_go
         backward.listen(self)
@@ -142,12 +139,18 @@ class RaceDetector(TorchDispatchMode):
         _running.detector = None
         dispatch.remove_mode(self)
 
+    # [Note: only while it matters] An operation through a mode costs three times as much, and most
+    # run while nothing is in flight. So the detector is on the stack only while its rank has memory
+    # in flight or undefined (`zero_sim.sim.in_flight_buffers`), and during every backward, because
+    # a hook may lend memory; see [Note: modes in a backward]. A backward that C++ starts by itself,
+    # as no part of torch does, is only seen if something was in flight before.
     def come_or_go(self) -> None:
-        """Be on the stack of modes, or not; see [Note: only while it matters]."""
+        """Push or pop this mode as needed; see [Note: only while it matters]."""
         if self.paused or _running.detector is not self:
             return
         if self._backwards or len(self._buffers) or self._buffers.undefined:
-            # While it handles an operation, torch has it off the stack and will put it back.
+            # While the mode handles an operation, torch took it off the stack and will push it
+            # again.
             if not self._handled and not dispatch.is_on_stack(self):
                 dispatch.push_mode_lowest(self)
         elif dispatch.top_mode() is self:
@@ -155,7 +158,7 @@ class RaceDetector(TorchDispatchMode):
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Be on the stack of modes; `Listener.in_backward`."""
+        """Stay on the stack of modes during a backward; `Listener.in_backward`."""
         self._backwards += 1
         self.come_or_go()
         try:
@@ -171,13 +174,13 @@ class RaceDetector(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run one operation of the rank; called by torch."""
+        """Run one operation of the rank. Called by torch."""
         kwargs = kwargs or {}
         if types:
             if any(map(dispatch.is_fake, types)):
                 return func(*args, **kwargs)
             if any(map(dispatch.has_own_dispatch, types)):
-                # What such a class, DTensor for one, does with plain tensors is seen after this.
+                # The class, for example DTensor, runs plain operations next, which are seen then.
                 return NotImplemented
         if self._charted != self._buffers.changes:
             self._chart()
@@ -190,7 +193,7 @@ class RaceDetector(TorchDispatchMode):
             self._handled -= 1
 
     def _chart(self) -> None:
-        """Note the addresses of what is in flight now."""
+        """Record the addresses of all buffers in flight."""
         self._charted = self._buffers.changes
         self._charted_spans = [(*extent(buffer.tensor), buffer) for buffer in self._buffers]
         self._no_write = _Ranges((start, stop) for start, stop, _ in self._charted_spans)
@@ -200,6 +203,7 @@ class RaceDetector(TorchDispatchMode):
 
     def _run_watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         views: list[Tensor] = []
+        # Views are checked after the operation, when it is known if the result shares their memory.
         for index, name, effect in uses_of(func):
             value = args[index] if index < len(args) else kwargs.get(name)
             tensors = value if isinstance(value, (list, tuple)) else (value,)
@@ -209,7 +213,7 @@ class RaceDetector(TorchDispatchMode):
             barred = self._no_write if writes else self._no_read
             undefined = self._buffers.undefined
             for tensor in tensors:
-                # Optional ones can be missing, and numbers stand in for tensors.
+                # Optional tensors may be missing, and numbers may replace tensors.
                 if not isinstance(tensor, Tensor):
                     continue
                 if not barred.meet(*extent(tensor)) and not undefined:
@@ -221,6 +225,7 @@ class RaceDetector(TorchDispatchMode):
                 if effect != "write":
                     self._check_defined(func, tensor)
                 if writes:
+                    # A partial write, as by index_copy_, counts as defining the whole tensor.
                     undefined.define(tensor)
         result = func(*args, **kwargs)
         for tensor in views:
@@ -233,7 +238,7 @@ class RaceDetector(TorchDispatchMode):
         """Compare an argument with every buffer in flight, element by element.
 
         Raises:
-            DataRace: It shares memory with one that bars this use.
+            DataRace: It shares memory with a buffer that forbids this use.
         """
         start, stop = extent(tensor)
         for span_start, span_stop, buffer in self._charted_spans:
@@ -241,15 +246,16 @@ class RaceDetector(TorchDispatchMode):
                 continue
             if buffer.role == "input" and not writes:
                 continue
+            # Spans overlap, but strided tensors may still share no element.
             touched = shared_elems(buffer.tensor, tensor)
             if touched is not None:
                 raise self._fail(self._race(func, buffer, touched=touched, writes=writes))
 
     def _check_defined(self, func: Any, tensor: Tensor) -> None:
-        """Refuse to read undefined memory.
+        """Check that a tensor has no undefined content.
 
         Raises:
-            ContractViolation: A part of the tensor is undefined.
+            ContractViolation: A part of it is undefined.
         """
         origin = self._buffers.undefined.origin_of(tensor)
         if origin is not None:
@@ -257,8 +263,8 @@ class RaceDetector(TorchDispatchMode):
             raise self._fail(
                 ContractViolation(
                     f"rank {rank}: {dispatch.name_of(func)} at {site_of(*call_site())} reads the "
-                    f"{origin}, whose content is undefined: this tensor is there as several "
-                    "outputs, and any of them may be written last. Pass a tensor of its own for "
+                    f"{origin}, whose content is undefined: this tensor was passed as several "
+                    "outputs, and any of them may be written last. Pass a separate tensor for "
                     "each output that is read.",
                     aspect="undefined-output",
                     rank=rank,
@@ -269,6 +275,7 @@ class RaceDetector(TorchDispatchMode):
     def _race(
         self, func: Any, buffer: InFlightBuffer, *, touched: tuple[int, int], writes: bool
     ) -> DataRace:
+        # `touched` counts from the buffer's part; the report counts from the whole tensor.
         before = 0
         if buffer.whole is not None:
             skipped_bytes = buffer.tensor.data_ptr() - buffer.whole.data_ptr()
@@ -287,7 +294,7 @@ class RaceDetector(TorchDispatchMode):
 
 
 def _shares_storage(result: Any, tensor: Tensor) -> bool:
-    """Whether the result of an operation is a view of its argument, or several."""
+    """Return True if one of an operation's results is a view of its argument."""
     results = result if isinstance(result, (list, tuple)) else (result,)
     storage = tensor.untyped_storage().data_ptr()
     return any(

@@ -1,12 +1,7 @@
-"""The memory that one rank lends to one operation, from its issue until its rank has waited.
+"""Memory that one rank lends to one operation, from the issue until the rank has waited.
 
-At the issue the inputs are copied and what will be written is poisoned. From then on the operation
-works on copies of its own; the real memory is compared with what it must hold before every touch.
-
-[Note: what memory must hold]
-An input that shares no memory with an output holds its copy; an output holds poison and, once it
-is written, the result. An input that overlaps an output holds neither, so another copy of it is
-taken after each write of ours.
+At the issue, inputs are copied and outputs are poisoned. Then the operation works on the copies.
+Before each access, the real memory is compared with its expected content.
 """
 
 from __future__ import annotations
@@ -37,20 +32,21 @@ _WAIT_FIRST = "Wait for the operation before the program touches this memory, or
 def buffers_of(
     call: Call, *, what: str, group_rank: int, group_size: int, strict: bool
 ) -> list[InFlightBuffer]:
-    """What a rank lends to an operation, as buffers; memory both read and written is an output.
+    """Return a rank's lent memory as buffers. Memory that is read and written is an output.
 
     Args:
         call: The rank's side.
         what: The operation, as in `all_gather #3 of group world`.
-        group_rank: The rank's place in the group.
+        group_rank: The rank's position in the group.
         group_size: Number of members.
-        strict: Whether memory that is several outputs has undefined content.
+        strict: True if memory of several outputs has undefined content.
     """
     written = [tensor.detach() for tensor in written_tensors(call, group_rank=group_rank)]
     parts = written_parts(call, group_rank=group_rank, group_size=group_size)
     read = read_tensors(call, group_rank=group_rank)
     inputs = [] if _in_place(call, group_rank) else [tensor.detach() for tensor in read]
     undefined = undefined_outputs(call) if strict else set()
+    # (role, tensor, whole tensor, undefined)
     given: list[tuple[Role, Tensor, Tensor, bool]] = [
         *(("input", tensor, tensor, False) for tensor in inputs),
         *(
@@ -69,30 +65,34 @@ def buffers_of(
             undefined=is_undefined,
         )
         for role, tensor, whole, is_undefined in given
+        # Empty tensors have no memory to watch.
         if tensor.numel()
     ]
 
 
 def _in_place(call: Call, group_rank: int) -> bool:
-    """Whether what is read is, as tensors, what is written."""
+    """Return True if the read tensors are the written tensors."""
     return written_tensors(call, group_rank=group_rank) is call.inputs
 
 
+# [Note: expected content] An input that shares no memory with an output keeps the content of its
+# copy. An output holds poison until it is written, then the result. An input that overlaps an
+# output holds neither, so it is copied again after each of our writes.
 class BufferSnapshots:
-    """The lent memory of one rank's side of one operation.
+    """Lent memory of one rank's side of one operation.
 
     Args:
-        call: The side as torch.distributed handed it over.
+        call: The side, as passed by torch.distributed.
         rank: World rank, for messages.
         what: The operation, as in `all_gather #3 of group world`.
-        group_rank: The rank's place in the group.
+        group_rank: The rank's position in the group.
         group_size: Number of members.
-        others: The rank's buffers in flight already.
-        strict: Whether memory that is several outputs has undefined content.
+        others: The rank's buffers already in flight.
+        strict: True if memory of several outputs has undefined content.
 
     Raises:
-        InFlightRace: An earlier operation of the rank still writes memory that this one reads or
-            writes, or still reads what this one writes.
+        InFlightRace: An earlier operation of the rank still writes memory of this one, or still
+            reads memory that this one writes.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class BufferSnapshots:
         self.buffers = buffers_of(
             call, what=what, group_rank=group_rank, group_size=group_size, strict=strict
         )
+        # Copy the inputs before the outputs are poisoned, because they may overlap.
         _check_free(self.buffers, others, rank=rank)
         self.copied = _copied_call(call, group_rank=group_rank)
         parts = written_parts(call, group_rank=group_rank, group_size=group_size)
@@ -117,6 +118,7 @@ class BufferSnapshots:
         self._results = [part.of(results) for part in parts]
         self._outputs = [buffer for buffer in self.buffers if buffer.role == "output"]
         self._inputs = [buffer for buffer in self.buffers if buffer.role == "input"]
+        # A moved storage means that the program freed or resized it.
         self._addresses = {
             id(buffer): buffer.tensor.untyped_storage().data_ptr() for buffer in self.buffers
         }
@@ -124,6 +126,7 @@ class BufferSnapshots:
             any(shared_elems(buffer.tensor, output.tensor) for output in self._outputs)
             for buffer in self._inputs
         ]
+        # Images: expected content of each input, see [Note: expected content].
         copies = [copy for copy in self.copied.inputs if copy.numel()]
         self._images = copies[: len(self._inputs)]
         self._written = False
@@ -132,10 +135,10 @@ class BufferSnapshots:
         self._renew_images()
 
     def check_inputs(self) -> None:
-        """Compare the inputs' memory with what it must hold.
+        """Compare the inputs' memory with its expected content.
 
         Raises:
-            InFlightRace: It changed, or is gone.
+            InFlightRace: It changed, or it was freed.
         """
         for buffer, image in zip(self._inputs, self._images, strict=True):
             self._check_storage(buffer)
@@ -144,12 +147,13 @@ class BufferSnapshots:
             )
 
     def check_outputs(self) -> None:
-        """Compare the outputs' memory with poison or, once it is written, with the result.
+        """Compare the outputs' memory with poison or, after the write, with the result.
 
         Raises:
-            InFlightRace: The program wrote it, or it is gone.
+            InFlightRace: The program wrote it, or it was freed.
         """
         for buffer, result in zip(self._outputs, self._results, strict=True):
+            # First: freed memory must not be read.
             self._check_storage(buffer)
             _check_equal(
                 buffer,
@@ -159,14 +163,14 @@ class BufferSnapshots:
             )
 
     def write(self) -> None:
-        """Bring the result into the rank's memory, after `check_inputs` and `check_outputs`."""
+        """Write the result into the rank's memory, after `check_inputs` and `check_outputs`."""
         for buffer, result in zip(self._outputs, self._results, strict=True):
             bits_of(buffer.tensor).copy_(bits_of(result))
         self._written = True
         self._renew_images()
 
     def forget(self) -> None:
-        """Let go of all memory, after the landing."""
+        """Release all memory, after the landing."""
         self.copied = replace(self.copied, inputs=(), outputs=())
         self._results, self._outputs, self._inputs = [], [], []
         self._images, self._aliasing = [], []
@@ -191,12 +195,14 @@ class BufferSnapshots:
 
 
 def _copied_call(call: Call, *, group_rank: int) -> Call:
-    """The call on copies: what is read as it is now, what is only written as fresh memory."""
+    """Return the call on copies: inputs with their content, pure outputs as new memory."""
     if read_tensors(call, group_rank=group_rank) is call.inputs:
         inputs = [_copy(tensor) for tensor in call.inputs]
     else:
+        # A member that is not the root of a broadcast only receives.
         inputs = [_fresh(tensor) for tensor in call.inputs]
     outputs = [_fresh(tensor) for tensor in call.outputs]
+    # Outputs that repeat one tensor must stay one.
     for index, first in repeated_outputs(call).items():
         outputs[index] = outputs[first]
     return replace(call, inputs=inputs, outputs=outputs)
@@ -213,6 +219,7 @@ def _fresh(tensor: Tensor) -> Tensor:
 def _check_free(buffers: Sequence[InFlightBuffer], others: InFlightBuffers, *, rank: int) -> None:
     for other in others:
         for buffer in buffers:
+            # Two reads of the same memory are fine.
             if "output" not in (buffer.role, other.role):
                 continue
             if shared_elems(buffer.tensor, other.tensor) is not None:
@@ -226,10 +233,12 @@ def _check_free(buffers: Sequence[InFlightBuffer], others: InFlightBuffers, *, r
 
 
 def _check_equal(buffer: InFlightBuffer, image: Tensor | None, what: str, rank: int) -> None:
-    """Compare memory with the bits of an image, or with poison where there is none."""
+    """Compare memory with the bits of an image, or with poison if there is none."""
+    # On bits, so that NaNs and signed zeros compare exactly.
     bits = bits_of(buffer.tensor)
     if image is None:
         good = is_poison(bits, buffer.tensor.dtype)
+        # The common case without a search.
         if bool(good.all()):
             return
     elif torch.equal(bits, image):
@@ -243,6 +252,7 @@ def _check_equal(buffer: InFlightBuffer, image: Tensor | None, what: str, rank: 
         old_bits = poison_of(buffer.tensor.dtype)
     else:
         old_bits = _unsigned(image.reshape(-1)[index])
+    # A complex element has two words.
     per_element = bits.numel() // buffer.tensor.numel()
     raise _race(
         buffer,
@@ -285,11 +295,12 @@ def _unsigned(word: Tensor) -> int:
 
 
 def _shown(bits: int, dtype: torch.dtype, *, poisoned: bool = False) -> str:
-    """Bits in hexadecimal, with the number that they stand for."""
+    """Format bits in hexadecimal, with their value as a number."""
     dtype = dtype.to_real() if dtype.is_complex else dtype
     if poisoned:
         return f"0x{bits:0{2 * dtype.itemsize}x} (poison)"
     raw = torch.tensor(list(bits.to_bytes(dtype.itemsize, "little")), dtype=torch.uint8)
     value = raw.view(dtype)
+    # Python has no 8-bit floats, so these widen to fp32.
     number = value.float().item() if dtype.itemsize == 1 else value.item()
     return f"0x{bits:0{2 * dtype.itemsize}x} ({number})"

@@ -1,9 +1,9 @@
-"""Timing: when the operations of a run read and write; the eager one does it all at once.
+"""Timing: when operations read and write their memory. The eager timing does it all at once.
 
-Each operation goes through: issue by each member, all members there, inputs read, performed, and
-for each member: outputs written, landed (its own wait returned). `eager` does all at the last
-member's issue. How `lazy` and `hostile` put it off is in `zero_sim.sim.inflight.late`. A correct
-program has the same bits under all, since it may count on nothing between issue and wait.
+Stages of an operation: each member issues; all members are there; inputs are read; it is performed;
+and for each member, outputs are written, then its wait returns (landed). `eager` does all at the
+last member's issue. `zero_sim.sim.inflight.late` delays it for `lazy` and `hostile`. A correct
+program has the same bits under all timings, because it may rely on nothing between issue and wait.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _AS_IT_IS = nullcontext()
 
 
 class RankOp(Protocol):
-    """One operation as the rank that waits for it has it."""
+    """One operation from the side of a rank that waits for it."""
 
     @property
     def awaited(self) -> Pending:
-        """What is waited for."""
+        """The rank's wait."""
         ...
 
     @property
@@ -46,7 +46,7 @@ class RankOp(Protocol):
 
     @property
     def buffers(self) -> Sequence[InFlightBuffer]:
-        """What the rank has in flight for it."""
+        """The rank's buffers in flight for it."""
         ...
 
     @property
@@ -55,34 +55,34 @@ class RankOp(Protocol):
         ...
 
     def start_wait(self) -> None:
-        """The rank begins to wait for it."""
+        """Note that the rank begins to wait."""
         ...
 
     def poll(self) -> None:
-        """The rank asked whether it is done, and was told no."""
+        """Note that the rank polled and got False."""
         ...
 
     def admits(self) -> bool:
-        """Whether a rank that asks is told that it is done, once it is."""
+        """Return True if a poll of the performed operation may return True."""
         ...
 
     def land(self) -> None:
-        """The rank's wait returns: its outputs are there and its memory is its own again."""
+        """End the rank's wait: the outputs are there and the rank owns its memory again."""
         ...
 
 
 class Timing(Protocol):
-    """When the operations of one run read and write."""
+    """Policy for when the operations of one run read and write."""
 
     def issue(self, awaited: Pending, call: Call, *, rank: int, member: int, record: int) -> RankOp:
-        """Take a member's call.
+        """Add a member's call.
 
         Args:
-            awaited: What the member waits for, which knows the call already.
-            call: Its side.
-            rank: Its world rank.
-            member: Its group rank; 0 for a send, 1 for a receive.
-            record: Index of its record in the log.
+            awaited: The member's wait, which already contains the call.
+            call: The member's side.
+            rank: World rank of the member.
+            member: Group rank of the member; for messages 0 for a send, 1 for a receive.
+            record: Index of the call's record in the log.
 
         Raises:
             WorldFailure: The memory is lent already, or the operation was performed and failed.
@@ -90,28 +90,28 @@ class Timing(Protocol):
         ...
 
     def advance(self) -> None:
-        """One more call into the world was made: do what is due.
+        """Do what is due after one more call into the world.
 
         Raises:
-            WorldFailure: Something that was due failed.
+            WorldFailure: A due action failed.
         """
         ...
 
     def force(self, *, running: bool) -> bool:
-        """No rank can run: perform an operation.
+        """Perform an operation because no rank can run.
 
         Args:
-            running: Whether any rank has not ended. Once all have, what is left is performed too.
+            running: True if a rank has not ended. After all have ended, the rest is performed too.
 
         Returns:
-            Whether one was performed; if not, nothing here can make a rank able to run.
+            True if one was performed. Otherwise nothing here can make a rank ready.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagerOp:
-    """An operation under the eager timing: once all members are there nothing is left to do."""
+    """An operation with eager timing, which leaves nothing to do after the last issue."""
 
     awaited: Pending
     record: int
@@ -123,27 +123,27 @@ class EagerOp:
         return self.awaited.done
 
     def start_wait(self) -> None:
-        """Nothing to do; `RankOp.start_wait`."""
+        """Do nothing; `RankOp.start_wait`."""
 
     def poll(self) -> None:
-        """Nothing to do; `RankOp.poll`."""
+        """Do nothing; `RankOp.poll`."""
 
     def admits(self) -> bool:
-        """Always; `RankOp.admits`."""
+        """Return True; `RankOp.admits`."""
         return True
 
     def land(self) -> None:
-        """Nothing to do; `RankOp.land`."""
+        """Do nothing; `RankOp.land`."""
 
 
 class Eager:
-    """Carries out each operation when its last member issues it.
+    """Performs each operation when its last member issues it.
 
     Args:
         order: Order model of the reductions.
-        turns: Makes those ready that wait.
-        buffers: What each rank has in flight, by world rank.
-        races: Whether somebody watches what is lent.
+        turns: Wakes waiting ranks.
+        buffers: Each rank's buffers in flight, by world rank.
+        races: True if the run has race detectors, which need the lent memory.
     """
 
     def __init__(
@@ -157,6 +157,8 @@ class Eager:
     def issue(self, awaited: Pending, call: Call, *, rank: int, member: int, record: int) -> RankOp:
         """Perform the operation if all members are there; `Timing.issue`."""
         if awaited.full:
+            # Inference mode also writes tensors that were made in it, and records nothing for
+            # autograd.
             with aside(self._races), torch.inference_mode():
                 perform(
                     awaited.members,
@@ -164,11 +166,12 @@ class Eager:
                     due_faults=awaited.due_faults,
                     strict=awaited.strict,
                 )
+            # A message has two waits, one for each half.
             for each in (awaited, awaited.joins):
                 if each is not None:
                     each.conclude()
                     self._turns.finish(each)
-        # A sparse tensor's memory is made anew by what is written to it, so nothing can be lent.
+        # Writing a sparse tensor replaces its memory, so there is nothing to lend.
         if not self._races or call.kind == SPARSE:
             return EagerOp(awaited, record)
         buffers = buffers_of(
@@ -183,19 +186,20 @@ class Eager:
         return EagerOp(awaited, record, buffers)
 
     def advance(self) -> None:
-        """Nothing is ever due; `Timing.advance`."""
+        """Do nothing, because nothing is ever due; `Timing.advance`."""
 
     def force(self, *, running: bool) -> bool:
-        """Nothing is left undone that could be performed; `Timing.force`."""
+        """Return False, because nothing is left to perform; `Timing.force`."""
         return False
 
 
 def aside(races: bool) -> AbstractContextManager[object]:
-    """A context whose tensor operations no race detector charges to the program.
+    """Return a context for tensor operations that do not count as the program's.
 
     Args:
-        races: Whether there is one in this run.
+        races: True if the run has race detectors.
     """
+    # One shared nullcontext without detectors, because this runs at every operation.
     return unwatched() if races else _AS_IT_IS
 
 
@@ -211,14 +215,16 @@ def perform(
     Args:
         calls: The members' calls in group-rank order; a send and its receive.
         order: Order model of the reductions.
-        due_faults: Planned faults that act on the data, by the member's group rank.
-        strict: Whether memory that is several outputs has undefined content.
+        due_faults: Planned faults in the data, by the member's group rank.
+        strict: True if memory of several outputs has undefined content.
     """
     if due_faults:
         perform_with_faults(calls, order, due_faults=due_faults)
     else:
         PERFORM[calls[0].kind](calls, order)
+    # See `in_flight_buffers`, [Note: one scratch for several outputs].
     for call in calls if strict else ():
         for index in undefined_outputs(call) if len(call.outputs) > 1 else ():
             poison(call.outputs[index])
+    # The results must be complete before other ranks' streams use them.
     finish_streams(tensor for call in calls for tensor in (*call.inputs, *call.outputs))

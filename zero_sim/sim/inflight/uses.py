@@ -1,4 +1,4 @@
-"""Uses of memory by a tensor operation, argument by argument, as its schema tells."""
+"""Memory uses of a tensor operation, per argument, derived from its schema."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from zero_sim.sim import dispatch
 
 Effect = Literal["read", "write", "update", "view", "statistics"]
-"""`update`: read and written, as by `add_`. `view`: handed on where the result shares its memory,
-else read. `statistics`: written while training, else read."""
+"""`update`: read and written, as by `add_`. `view`: a read unless the result shares its memory.
+`statistics`: written while training, otherwise read."""
 
 
 class Use(NamedTuple):
-    """One argument that is a tensor or a list of tensors, and what is done to it."""
+    """One tensor argument, or list of tensors, with its effect."""
 
     index: int
-    """Its place among the arguments; it may come by name instead."""
+    """Position among the arguments. The call may pass it by name instead."""
     name: str
     effect: Effect
 
@@ -72,8 +72,7 @@ _METADATA_ONLY = frozenset(
         "zeros_like",
     )
 )
-"""Operations that look at sizes and dtypes, though their schemas read like those that look at data.
-"""
+"""Operations on sizes and dtypes only. Their schemas look like those of operations on data."""
 
 _TEMPLATES = {
     "aten::expand_as": "other",
@@ -82,10 +81,10 @@ _TEMPLATES = {
     "aten::type_as": "other",
     "aten::view_as": "other",
 }
-"""Arguments of which only sizes and dtypes are looked at."""
+"""Arguments of which only sizes and dtypes are used."""
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
-"""A collective lends its arguments; that is not an access by the program."""
+"""Collectives lend their arguments, which is no access by the program."""
 
 _OVERWRITING = frozenset(
     f"aten::{name}_"
@@ -114,32 +113,34 @@ _OVERWRITING = frozenset(
         "zero",
     )
 )
-"""Operations in place that write without reading, all or a part; all others read first."""
+"""Operations in place that write all or a part without reading it. All others read first."""
 
 _UNDECLARED: dict[str, dict[str, Effect]] = {
     "aten::native_batch_norm": {"running_mean": "statistics", "running_var": "statistics"},
     "aten::batch_norm_update_stats": {"running_mean": "write", "running_var": "write"},
     "fsdp::all_gather_copy_in": {"all_gather_output": "write"},
 }
-"""What is written although the schema does not say so."""
+"""Arguments that are written although the schema does not declare it."""
 
 
 @functools.cache
 def uses_of(operation: Any) -> tuple[Use, ...]:
-    """What an operation does to its tensor arguments; empty where it touches no data.
+    """Return an operation's uses of its tensor arguments; empty if it touches no data.
 
     Args:
-        operation: As `__torch_dispatch__` gets it. Of higher-order operators nothing is known.
+        operation: The operation passed to `__torch_dispatch__`. Higher-order operators have no
+            uses.
     """
     schema = dispatch.schema_of(operation)
     if schema is None:
         return ()
     name = schema.name
-    # In-place views, such as transpose_, write sizes and strides.
+    # In-place views such as transpose_ write sizes and strides only.
     if name in _METADATA_ONLY or torch.Tag.inplace_view in operation.tags:
         return ()
     if name.partition("::")[0] in _COLLECTIVE_NAMESPACES:
         return ()
+    # Schemas without alias info for memory that they write.
     undeclared = _UNDECLARED.get(name, {})
     return tuple(
         Use(index, argument.name, undeclared.get(argument.name) or _effect(name, argument))
@@ -149,17 +150,20 @@ def uses_of(operation: Any) -> tuple[Use, ...]:
 
 
 def _effect(name: str, argument: Any) -> Effect:
+    # In a schema, alias info marks arguments that the result shares or the operation writes.
     if argument.alias_info is None:
         return "read"
+    # The result may be a view of this argument; the detector checks it afterwards.
     if not argument.alias_info.is_write:
         return "view"
-    # The result of an `out=` form is not in place: no underscore ends its name.
+    # Names of `out=` forms do not end in an underscore: they never read the output.
     return "update" if name.endswith("_") and name not in _OVERWRITING else "write"
 
 
 def is_training(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """The value of the argument that decides over `statistics`."""
+    """Return the argument `training`, which decides if `statistics` are written."""
     for index, argument in enumerate(dispatch.schema_of(operation).arguments):
         if argument.name == "training":
+            # Optional arguments can be missing or passed by name.
             return bool(args[index] if index < len(args) else kwargs.get("training"))
     return False

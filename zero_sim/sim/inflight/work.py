@@ -1,4 +1,4 @@
-"""The handle that torch.distributed gives for an operation in flight."""
+"""Work: torch.distributed's handle of an operation in flight."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from zero_sim.sim.waits import Pending, Turns
 
 
 class SimWork(Work):
-    """One rank's side of an operation; waiting hands the baton on until the operation is done.
+    """One rank's side of an operation. A wait passes on the baton until the operation is done.
 
     Args:
         baton: The baton of the run.
         rank: World rank.
-        ops: The operations, more than one where they were coalesced.
-        tensors: What they write.
-        buffers: What the rank has in flight.
+        ops: The operations, several if coalesced.
+        tensors: The tensors that they write.
+        buffers: The rank's buffers in flight.
     """
 
     _unwaited: Sequence[int] = ()
-    """Indices of the records that must be waited for, or seen done, before the program returns."""
+    """Indices of records that must be waited for, or seen done, before the program returns."""
     timeout_seconds: float | None = None
-    """How long a wait for it may take, in simulated time."""
+    """Longest wait, in simulated time. None for no limit."""
     is_of_torch = False
-    """Whether torch's own code has it, and not a program."""
+    """True if torch's own code holds the work, not a program."""
 
     def __init__(
         self,
@@ -58,17 +58,18 @@ class SimWork(Work):
         self._buffers = buffers
         self._landed = False
         self._futures: list[SimFuture] = []
-        """Those that are not done."""
+        """Futures that are not done."""
         self.are_futures_done = False
-        """True once their callbacks have run."""
+        """True once the futures' callbacks have run."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block this rank until the operation is done; a hang is named without any timeout.
+        """Block this rank until the operation is done. Hangs are reported without a time-out.
 
         Raises:
-            TimedOut: It is a barrier, and this rank or another one has given it up.
+            TimedOut: For barriers, if this rank or another one gave up.
         """
         baton = self._baton
+        # A wait counts as a call into the world, even if it returns at once.
         baton.advance()
         if not self._landed:
             for op in self._ops:
@@ -77,6 +78,7 @@ class SimWork(Work):
             op.start_wait()
             if not op.awaited.done and op.awaited.given_up is None:
                 self._wait_for(op.awaited)
+                # Another member timed out: the collective will never complete.
             if op.awaited.given_up is not None:
                 self._mark_waited()
                 raise after_another(op.awaited.given_up)
@@ -91,6 +93,7 @@ class SimWork(Work):
             self._baton.wait_for(self._rank, awaited, site_of(file, line), timeout_seconds=seconds)
         except TimedOut as error:
             awaited.given_up = error
+            # Wakes the other members, which raise `after_another`.
             self._baton.finish(awaited)
             self._mark_waited()
             raise
@@ -100,6 +103,8 @@ class SimWork(Work):
             return
         self._landed = True
         baton = self._baton
+        # Land each operation, then its buffers, so that the memory is checked while still in
+        # flight.
         for op in self._ops:
             op.land()
             for buffer in op.buffers:
@@ -111,14 +116,14 @@ class SimWork(Work):
         self._complete_futures()
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Wait, as `wait` does."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the operation is done; lets the other ranks run before it says no.
+        """Return True if the operation is done; otherwise first let other ranks run.
 
-        A yes counts as a wait. NCCL says yes only after the device has finished, so that all that
-        the program does afterwards comes after the operation, without another wait.
+        True counts as a wait. NCCL returns True only after the device has finished, so later work
+        of the program runs after the operation without another wait.
         """
         if self._landed:
             return True
@@ -136,24 +141,26 @@ class SimWork(Work):
             file, line = call_site()
             if baton.poll(self._rank, op.awaited, site_of(file, line)):
                 continue
+            # With late timings, a program that polls in a loop may be the only one to perform it.
             op.poll()
             if not op.awaited.done:
                 return False
         return all(op.admits() for op in self._ops)
 
     def require_wait(self) -> None:
-        """Be the work that must be waited for, or seen done, before the rank's program returns."""
+        """Require a wait, or a poll that returned True, before the rank's program returns."""
         self._unwaited = [op.record for op in self._ops]
         self._baton.log.unwaited.update(self._unwaited)
 
     def __del__(self) -> None:
-        # torch itself drops works whose results nobody can read, and no program can change that.
+        # torch drops some works whose results cannot be read. Programs cannot change that.
         if self._unwaited and self.is_of_torch and not self._is_result_held():
             self._mark_waited()
 
     def _is_result_held(self) -> bool:
-        """Whether the program still has memory, other than none, that the operation writes."""
+        """Return True if the program still holds memory, not empty, that the operation writes."""
         buffers = [buffer for op in self._ops for buffer in op.buffers]
+        # Tensors of this work and its buffers also refer to the storage, so only more count.
         own = {id(tensor): tensor for tensor in self._tensors}
         own |= {id(buffer.tensor): buffer.tensor for buffer in buffers}
         own |= {id(buffer.whole): buffer.whole for buffer in buffers if buffer.whole is not None}
@@ -169,17 +176,18 @@ class SimWork(Work):
             self._unwaited = ()
 
     def is_success(self) -> bool:
-        """Whether the operation is done: one that fails ends the world instead."""
+        """Return `is_completed()`, because a failed operation ends the world instead."""
         return self.is_completed()
 
     def get_future(self) -> torch.futures.Future:
-        """The future of the tensors; a wait for it is a wait for the work.
+        """Return the future of the tensors. A wait for it waits for the work.
 
-        The C++ reducer of DistributedDataParallel gets one that is done, because it blocks on it.
+        For the C++ reducer of DistributedDataParallel it is done, because the reducer blocks on it.
         """
         future = SimFuture([self])
+        # Completed with the work, or at once below.
         self._futures.append(future)
-        # If the running Python function does not name this method, C++ calls it.
+        # If the calling Python function does not name this method, the caller is C++.
         caller = sys._getframe(1).f_code
         if "get_future" not in (*caller.co_names, *caller.co_consts):
             self.wait()
@@ -192,18 +200,19 @@ class SimWork(Work):
             self._complete_futures()
 
     def complete_written(self) -> None:
-        """Complete the futures if the outputs are there; `FutureSource.complete_written`."""
+        """Complete the futures if the outputs are written; `FutureSource.complete_written`."""
         if self.are_futures_done or all(op.written for op in self._ops):
             self._complete_futures()
 
     def note_callback(self) -> None:
-        """Let waits for plain futures find this work; `FutureSource.note_callback`."""
+        """Register this work for waits on plain futures; `FutureSource.note_callback`."""
         if not self._landed:
             self._buffers.works_with_callbacks[self] = None
 
     def _complete_futures(self) -> None:
         self.are_futures_done = True
         futures, self._futures = self._futures, []
+        # All results before any callback: a callback may read another future of this work.
         for future in futures:
             future.set_result(self._tensors)
         for future in futures:
@@ -211,7 +220,7 @@ class SimWork(Work):
 
     @contextmanager
     def memory_for_callback(self) -> Iterator[None]:
-        """Bring the outputs and take the memory out of flight; `FutureSource`."""
+        """Write the outputs and take the memory out of flight; `FutureSource`."""
         for op in self._ops:
             op.land()
         in_flight = [buffer for op in self._ops for buffer in op.buffers]
@@ -220,16 +229,18 @@ class SimWork(Work):
         try:
             yield
         finally:
+            # The rank has not waited yet, so after the callback its memory is in flight again.
             if not self._landed:
                 for buffer in in_flight:
                     self._buffers.add(buffer)
 
     def result(self) -> list[Tensor]:
-        """The tensors that the operation writes."""
+        """Return the tensors that the operation writes."""
         return self._tensors
 
     def source_rank(self) -> int:
-        """Group rank that a receive came from."""
+        """Return the group rank of a receive's sender."""
+        # -1 for collectives.
         return getattr(self._ops[0].awaited, "source", -1)
 
     _source_rank = source_rank
@@ -243,14 +254,14 @@ def join_works(
     buffers: InFlightBuffers,
     result: Sequence[Any] | None = None,
 ) -> SimWork:
-    """One work for several of a rank, each of which may still be waited for by itself.
+    """Join several works of a rank into one. Each can still be waited for separately.
 
     Args:
-        works: The works to join, at least one, all of this rank.
+        works: The works, at least one, all of this rank.
         baton: The baton of the run.
         rank: World rank.
-        buffers: What the rank has in flight.
-        result: What it writes, where that is not what they do.
+        buffers: The rank's buffers in flight.
+        result: Result of the joined work; by default all tensors of the works.
     """
     ops = [op for work in works for op in work._ops]
     tensors = [tensor for work in works for tensor in work._tensors]

@@ -1,10 +1,4 @@
-"""One baton: exactly one rank runs at a time, and it changes hands only where a rank blocks.
-
-[Note: hand-over]
-Every rank thread sleeps on a lock of its own, its gate. Handing over is: pick the next rank, open
-its gate, sleep on one's own. Between the two calls both threads are awake for a moment, but the one
-that hands over touches nothing shared any more. So no other lock is needed anywhere in `sim`.
-"""
+"""The baton: exactly one rank runs at a time, and control moves only where a rank blocks."""
 
 from __future__ import annotations
 
@@ -31,65 +25,66 @@ from zero_sim.sim.waits import Awaited
 from zero_sim.sim.world.rank_threads import check_not_forked
 
 CALLER = -1
-"""Owner number of the thread that called `World.run`, in the randomness it lends to the ranks."""
+"""Owner number of `World.run`'s thread, in the state that it lends to the ranks."""
 
 _STRETCH_SECONDS = 1.0
 
 FRUITLESS_POLLS_MAX = 1000
-"""After so many polls of one unfinished work while nobody else can run, polling is a deadlock."""
+"""Polls of one unfinished work, with no other rank ready, after which polling is a deadlock."""
 
 
 class RankLocal(Protocol):
-    """What else of a process each rank has for itself, and moves with the baton."""
+    """State of a process that each rank has for itself. It moves with the baton."""
 
     def begin(self, caller: int) -> None:
-        """Forget all ranks, and take out what is in place as `caller`'s."""
+        """Forget all ranks, and save the current state as `caller`'s."""
         ...
 
     def take_out(self, owner: int) -> None:
-        """Save what is in place as `owner`'s."""
+        """Save the current state as `owner`'s."""
         ...
 
     def put_in_place(self, owner: int, *, previous: int) -> None:
-        """Make what `owner` has the process's; `previous`'s was taken out just before."""
+        """Restore `owner`'s state, just after `previous`'s was taken out."""
         ...
 
 
 class _Timeouts:
-    """Time-outs of waiting ranks, in simulated time: it passes only when a time-out is over."""
+    """Time-outs of waiting ranks. Simulated time advances only when a time-out ends."""
 
     __slots__ = ("_now_seconds", "over", "pending")
 
     def __init__(self) -> None:
         self._now_seconds = 0.0
         self.pending: dict[int, tuple[float, float]] = {}
-        """By rank: time at which it is over, and its length, both in seconds."""
+        """End time and length by rank, both in seconds."""
         self.over: dict[int, TimedOut] = {}
-        """By rank: the error to raise there."""
+        """Error to raise, by rank."""
 
     def begin(self, rank: int, seconds: float) -> None:
         self.pending[rank] = (self._now_seconds + seconds, seconds)
 
     def end(self, rank: int) -> TimedOut | None:
-        """Forget the rank's time-out; its error if it is over."""
+        """Forget the rank's time-out. Return its error if it has ended."""
         self.pending.pop(rank, None)
         return self.over.pop(rank, None)
 
     def pass_first(self) -> tuple[int, float]:
-        """Let time pass until the first time-out is over; its rank and length in seconds."""
+        """Advance time to the end of the first time-out. Return its rank and length in seconds."""
+        # Ties go to the lowest rank, so that the run is deterministic.
         rank = min(self.pending, key=lambda each: (self.pending[each][0], each))
         self._now_seconds, seconds = self.pending.pop(rank)
         return rank, seconds
 
 
 class InterruptibleEvent(threading.Event):
-    """An event whose waits have stretches, so an interrupt is handled within `_STRETCH_SECONDS`.
+    """An event that waits in short pieces, so that interrupts are handled in `_STRETCH_SECONDS`.
 
-    Python handles a signal just before a wait only when the wait ends.
+    If a signal arrives just before a wait, Python handles it only after the wait.
     """
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the event is set; False if it is not after `timeout` seconds."""
+        """Wait until the event is set. Return False if it is not after `timeout` seconds."""
         left = threading.TIMEOUT_MAX if timeout is None else timeout
         while left > _STRETCH_SECONDS:
             if super().wait(_STRETCH_SECONDS):
@@ -99,7 +94,7 @@ class InterruptibleEvent(threading.Event):
 
 
 class Baton:
-    """The hand-over of control between rank threads during one run."""
+    """Hand-over of control between rank threads during one run."""
 
     def __init__(
         self,
@@ -116,40 +111,43 @@ class Baton:
         self.failure: WorldFailure | None = None
         self.holder = CALLER
         self._rank_local = rank_local
-        """State of the process that each rank has for itself; put in place in this order."""
+        """Process state that each rank has for itself, restored in this order."""
         self._waiting: dict[int, tuple[Awaited, str]] = {}
         self._timeouts = _Timeouts()
+        # Ranks that have not ended.
         self._running = set(range(len(gates)))
         self._fruitless_polls = 0
 
     def start(self, timing: Timing) -> None:
-        """Make every rank ready and hand over to the first; called by `World.run`'s thread.
+        """Make every rank ready and hand over to the first. Called by `World.run`'s thread.
 
         Args:
-            timing: Has something due now and then; asked for more when no rank can run.
+            timing: Does due work at each call, and performs operations when no rank can run.
         """
         self._timing = timing
         for each in self._rank_local:
             each.begin(CALLER)
+        # All ranks begin ready, in rank order.
         for rank in range(len(self.gates)):
             self.schedule.add(rank)
         self._hand_over()
 
     def restore_caller(self) -> None:
-        """Give the calling thread what it had back, after the last rank ended."""
+        """Restore the calling thread's process state, after the last rank ended."""
         self._put_in_place(CALLER)
 
     def enter(self, rank: int) -> None:
-        """First thing in a rank thread that was woken: become the holder."""
+        """Become the holder. Each rank thread begins with this after it was woken."""
         self._put_in_place(rank)
         self.holder = rank
+        # A world that ended meanwhile unwinds the rank here.
         self.check_alive()
 
     def advance(self) -> None:
-        """Count one more call into the world; to be called first in each.
+        """Count one call into the world. Each call begins with this.
 
         Raises:
-            WorldFailure: An operation was due, and failed.
+            WorldFailure: A due operation failed.
         """
         check_not_forked()
         self.check_alive()
@@ -159,21 +157,22 @@ class Baton:
     def wait_for(
         self, rank: int, awaited: Awaited, site: str, *, timeout_seconds: float | None = None
     ) -> None:
-        """Block `rank` until `awaited` is done, letting others run meanwhile.
+        """Block `rank` until `awaited` is done, and let others run meanwhile.
 
         Args:
             rank: World rank.
-            awaited: What it waits for.
-            site: Where.
-            timeout_seconds: How long it may wait in simulated time, which stands still as long as
-                any rank can run; None for no time-out.
+            awaited: The wait.
+            site: Call site, for the deadlock table.
+            timeout_seconds: Longest wait in simulated time, which stands still while any rank can
+                run. None for no time-out.
 
         Raises:
-            TimedOut: No rank could run, and of all time-outs this one was the first to be over.
+            TimedOut: No rank could run, and this time-out was the first to end.
         """
         self.check_alive()
         if awaited.done:
             return
+        # Before the hand-over, because the next rank may finish it.
         awaited.waiters.append(rank)
         self._waiting[rank] = (awaited, site)
         if timeout_seconds is not None:
@@ -184,17 +183,20 @@ class Baton:
             raise error
 
     def poll(self, rank: int, awaited: Awaited, site: str) -> bool:
-        """Whether `awaited` is done; if not, let every rank that can run have its turn first."""
+        """Return True if `awaited` is done; if not, first give every ready rank a turn."""
         if awaited.done or self.failure is not None:
             return awaited.done
         turns = self.turns
+        # Still ready, but after the others, so that polling cannot starve them.
         self.schedule.defer(rank)
         self._waiting[rank] = (awaited, site)
         self._yield(rank)
         self._waiting.pop(rank, None)
+        # Fruitless if the very next turn was this rank's again, so no other rank was ready.
         self._fruitless_polls = self._fruitless_polls + 1 if self.turns == turns + 1 else 0
         if self._fruitless_polls > FRUITLESS_POLLS_MAX:
             self._waiting[rank] = (awaited, site)
+            # An endless poll would otherwise look like a stalled rank, without a table.
             self.failure = self._deadlock()
             raise RankEnded
         return awaited.done
@@ -206,11 +208,11 @@ class Baton:
 
     @property
     def is_held(self) -> bool:
-        """Whether the rank whose turn it is runs, and was not only woken."""
+        """True if the rank whose turn it is already runs, False if it was only woken."""
         return self.log.turns[-1:] == [self.holder]
 
     def fail(self, failure: WorldFailure) -> WorldFailure:
-        """End the world, whatever the program does with the exception; returns it to be raised."""
+        """End the world even if the program catches the exception. Return it for raising."""
         if self.failure is None:
             self.failure = failure
         return failure
@@ -228,18 +230,18 @@ class Baton:
         awaited.waiters = []
 
     def end_rank(self, rank: int, error: BaseException | None) -> None:
-        """Last thing in a rank thread: note how it ended and hand over for good."""
+        """Note how a rank ended, and hand over for good. Each rank thread ends with this."""
         self._running.discard(rank)
         if error is not None and self.failure is None:
             self.failure = _as_failure(rank, error)
         try:
             self._take_out(rank)
-        except Exception as raised:  # noqa: BLE001  Nobody else would get the baton.
+        except Exception as raised:  # noqa: BLE001  The baton must move on in any case.
             self.failure = self.failure or _as_failure(rank, raised)
         self._hand_over()
 
     def _take_out(self, owner: int) -> None:
-        """Save all that a process has once and each rank for itself, as the owner's."""
+        """Save all process state that each rank has for itself, as the owner's."""
         for each in self._rank_local:
             each.take_out(owner)
 
@@ -249,12 +251,17 @@ class Baton:
 
     def _yield(self, rank: int) -> None:
         self._take_out(rank)
+        # If the same rank was picked, its gate stays shut and nothing waits.
         if not self._hand_over(rank):
             self.gates[rank].acquire()
         self.enter(rank)
 
+    # [Note: hand-over] Each rank thread sleeps on a lock of its own, its gate. A hand-over picks
+    # the next rank, opens its gate, and sleeps on its own. Between the last two steps both threads
+    # are awake for a moment, but the previous one no longer touches shared state. So `sim` needs no
+    # other lock anywhere.
     def _hand_over(self, rank: int = CALLER) -> bool:
-        """Open the next rank's gate; True where that is `rank` itself, whose gate stays shut."""
+        """Open the next rank's gate. Return True if it is `rank` itself, whose gate stays shut."""
         chosen = self._next_rank()
         if chosen is None:
             self.all_ended.set()
@@ -267,9 +274,11 @@ class Baton:
 
     def _next_rank(self) -> int | None:
         chosen = None
+        # Look for a rank to run, then for a time-out, then report the deadlock.
         if self.failure is None:
             try:
                 chosen = self.schedule.pick()
+                # Only the timing can make a rank ready now, by performing an operation.
                 while chosen is None and self._timing.force(running=bool(self._running)):
                     chosen = self.schedule.pick()
             except ScheduleDiverged as failure:
@@ -280,12 +289,13 @@ class Baton:
             if self._timeouts.pending:
                 return self._time_out_first()
             self.failure = self._deadlock()
-        # The world has ended: wake the others one by one, so that each unwinds.
+        # The world has ended: wake the rest one by one, so that each unwinds.
         return min(self._running, default=None)
 
     def _time_out_first(self) -> int | None:
-        """Let the time-out be over that is the first; whose turn it is then."""
+        """End the first time-out, and return the rank whose turn it is then."""
         rank, seconds = self._timeouts.pass_first()
+        # Described while this rank still counts as waiting.
         deadlock = self._deadlock()
         awaited, _ = self._waiting.pop(rank)
         awaited.waiters.remove(rank)
@@ -296,7 +306,7 @@ class Baton:
         return self._next_rank()
 
     def _deadlock(self) -> Deadlock:
-        # Many ranks wait for one thing; it is asked once.
+        # Many ranks share one wait, which is described once.
         waits = {id(awaited): awaited for awaited, _ in self._waiting.values()}
         described = {key: (awaited.doing, awaited.missing) for key, awaited in waits.items()}
         statuses = []
@@ -307,11 +317,12 @@ class Baton:
                 doing, missing = described[id(awaited)]
             calls = self.log.latest(rank)
             if calls and calls[-1].site == site:
-                calls = calls[:-1]  # It is what the rank waits in, and told as that.
+                calls = calls[:-1]  # The call in which the rank waits is already in `doing`.
             recent = tuple([record.text for record in calls])
             statuses.append(
                 RankStatus(rank=rank, doing=doing, site=site, missing=missing, recent=recent)
             )
+        # A circle of waits explains more than an order of collectives.
         cycle = describe_circle(self._waiting)
         if not cycle:
             cycle = describe_inversion(find_inversion(self.log.collectives))
@@ -321,6 +332,7 @@ class Baton:
 def _as_failure(rank: int, error: BaseException) -> WorldFailure:
     if isinstance(error, WorldFailure):
         return error
+    # An uncaught time-out is the deadlock that it came from.
     if isinstance(error, TimedOut):
         return error.deadlock
     hide_simulator(error)

@@ -1,12 +1,11 @@
-"""c10d's process-wide state, made a rank's own; torch's private names for it live here.
+"""c10d's process-wide state, one per rank. torch's private names for it stay in here.
 
 [Note: rank-local c10d]
-torch keeps one "world" (default group, group names, tags) per process. While any simulated world is
-open, that object is replaced by one that looks up the running thread: a rank thread and the threads
-that it starts see the rank's own, every other thread sees the original. Two functions are wrapped
-the same way: inside a rank, `init_process_group` joins the simulated world whatever backend it
-names, and groups asked for with `backend="gloo"` or `"nccl"` are simulated ones. Checked against
-torch 2.13.
+torch keeps one "world" (default group, group names, tags) per process. While a simulated world is
+open, an object that looks up the running thread replaces it. A rank's thread, and the threads that
+it starts, see the rank's world. Every other thread sees the original. Two functions are wrapped in
+the same way. Inside a rank, `init_process_group` joins the simulated world for any backend, and
+groups with `backend="gloo"` or `"nccl"` are simulated. Checked against torch 2.13.
 """
 
 from __future__ import annotations
@@ -39,12 +38,13 @@ from zero_sim.sim.world.rank_threads import (
 
 
 def _create_group(options: Any, backend_options: Any) -> SimProcessGroup:
-    """The creator registered with torch for the backend `sim`."""
+    """Create a group for the backend `sim`. Registered with torch."""
     if rank_state.make_group is None:
         raise RuntimeError(
             "backend 'sim' exists only inside a rank of zero_sim.World; "
             "expected to be called from a program that World.run runs"
         )
+    # Empty for the default group.
     ranks = list(options.global_ranks_in_group)
     return rank_state.make_group(options.group_id, ranks, options.group_rank)
 
@@ -70,6 +70,7 @@ def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
             _leave_groups()
             return original(*args, **kwargs)
         _check_device(asked.get("device_id"))
+        # Ignores address and ranks of the arguments, because the world exists already.
         rank_state.join()
         group = c10d._get_default_group()
         if isinstance(group, SimProcessGroup):
@@ -81,10 +82,11 @@ def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 FAKE = "fake"
-"""torch's backend that moves nothing; a program that asks for it gets it, as anywhere."""
+"""torch's backend that moves no data. A program that requests it gets it, as anywhere."""
 
 
 def _leave_groups() -> None:
+    # In C++ and in Python: the fake backend starts without groups.
     c_bindings._unregister_all_process_groups()
     rank_state.c10d_world = RankC10dWorld()
 
@@ -92,6 +94,7 @@ def _leave_groups() -> None:
 def _check_place(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
     for name, have in (("rank", group.rank()), ("world_size", group.size())):
         wanted = asked.get(name, -1)
+        # -1 is torch's default, to be read from the environment.
         if wanted not in (-1, None, have):
             raise ValueError(
                 f"init_process_group was given {name}={wanted} by a rank whose {name} is {have} "
@@ -100,7 +103,7 @@ def _check_place(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
 
 
 def _check_device(device: Any) -> None:
-    """Refuse a device that torch refuses, in its words."""
+    """Refuse a device that torch refuses, in torch's words."""
     if isinstance(device, torch.device) and (device.index is None or device.type == "cpu"):
         raise ValueError(
             "init_process_group device_id parameter must be an accelerator with an index; got "
@@ -109,11 +112,11 @@ def _check_device(device: Any) -> None:
 
 
 def _answer_to(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
-    """Let a group answer to the backend that a program asked for, if it asked for one.
+    """Give a group the name and time-out of the backend that a program requested, if any.
 
     Args:
-        group: The group that was just made.
-        asked: What the program passed, by name.
+        group: The new group.
+        asked: The program's arguments, by name.
 
     Raises:
         ValueError: torch knows no such backend.
@@ -123,7 +126,9 @@ def _answer_to(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
     if not name:
         return
     backend = dist.Backend(str(name))
+    # A backend per device kind looks like `cpu:gloo,cuda:nccl`.
     parts = [part.split(":")[-1] for part in backend.split(",")]
+    # The same check as torch's, because its own sees only `sim`.
     if unknown := [part for part in parts if part not in dist.Backend.backend_list]:
         raise ValueError(
             f"Invalid backend: {unknown[0]!r}; expected one of "
@@ -134,7 +139,8 @@ def _answer_to(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
 
 
 def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
-    # No binding of the signature, which takes as long as all else here: it has plain names alone.
+    # Binding the signature would take as long as everything else here; all parameters have plain
+    # names.
     names = tuple(inspect.signature(original).parameters)
 
     @functools.wraps(original)
@@ -146,9 +152,11 @@ def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         ranks = list(asked["global_ranks_in_group"])
         if ranks and rank_state.announce is not None:
-            # Here, not in the group's creator, which torch does not call on a rank outside of it.
+            # Not in the group's creator, because torch does not call that on ranks outside of the
+            # group.
             rank_state.announce(asked["group_name"], ranks)
         passed = asked | {"backend": dist.Backend("sim")}
+        # Options and device of the requested backend mean nothing to `sim`.
         for name in ("backend_options", "device_id"):
             passed.pop(name, None)
         group, store = original(**passed)
@@ -161,7 +169,7 @@ def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _isolate_threads(isolated: bool) -> None:
-    """Give every thread its own C++ registry of groups, which functional collectives look up."""
+    """Give each thread its own C++ registry of groups, which functional collectives look up."""
     c_bindings._set_thread_isolation_mode(isolated)  # pyrefly: ignore [missing-attribute]
 
 
@@ -171,7 +179,7 @@ _originals: dict[str, Any] = {}
 
 
 def install() -> None:
-    """Make c10d rank-local; counted, so that several worlds may be open."""
+    """Make c10d rank-local. Counted, because several worlds may be open."""
     global _open_count
     with _lock:
         _open_count += 1
@@ -186,7 +194,7 @@ def install() -> None:
         c10d._world = ThreadWorld(c10d._world)  # pyrefly: ignore [bad-assignment]
         c10d._new_process_group_helper = _wrap_helper(_originals["helper"])
         wrapped = _wrap_init(_originals["init"])
-        # A mesh makes the default group where there is none.
+        # A mesh makes the default group if there is none.
         c10d.init_process_group = dist.init_process_group = wrapped
         device_mesh.init_process_group = wrapped  # pyrefly: ignore [missing-attribute]
         meshes.install()
@@ -195,7 +203,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give torch its own state back when the last world closes."""
+    """Restore torch's own state when the last world closes."""
     global _open_count
     with _lock:
         _open_count -= 1
@@ -220,7 +228,8 @@ def enter_rank_thread(
     announce: Callable[[str, list[int]], None],
     stores: StoreWaits,
 ) -> None:
-    """Make the calling thread a rank: its own c10d state, and autograd's work done in place."""
+    """Make the calling thread a rank, with its own c10d state and with autograd in this thread."""
+    # Autograd's own threads would be no ranks, and hooks in them could not issue collectives.
     torch.autograd.set_multithreading_enabled(False)
     rank_state.rank = rank
     rank_state.leave = leave
@@ -233,26 +242,27 @@ def enter_rank_thread(
 
 
 def leave_rank_thread() -> None:
-    """Forget what outlasted the programs of the calling rank."""
+    """Drop state of the calling rank that outlasted its programs."""
     meshes.end_group()
 
 
 def use_one_compute_thread() -> None:
-    """Make the calling thread compute alone; to be called in a rank, before every program.
+    """Limit the calling thread to one compute thread. Called in a rank, before every program.
 
-    The count must be set inside the thread: MKL does not take it over from another one. And it must
-    be read back: torch applies the process-wide count, which any thread may have set meanwhile, to
-    a thread that computes for the first time, and reading it counts as that.
+    The count must be set inside of the thread, because MKL does not adopt it from another one. It
+    must also be read: torch applies the process-wide count, which another thread may have changed,
+    to a thread on its first computation, and a read counts as one.
     """
     torch.set_num_threads(1)
     torch.get_num_threads()
 
 
 def init_default_group(*, rank: int, world_size: int, store: dist.Store) -> None:
-    """Make the default group of the calling rank, with the functions by which torch makes it.
+    """Make the default group of the calling rank, with torch's own functions.
 
-    Its `init_process_group` does two things more: a table of all ranks on each of them, where ours
-    share one; and a link in the chain of the process's excepthooks, which would have one a rank.
+    torch's `init_process_group` does two more things. It builds a table of all ranks on each rank,
+    which ours share. And it adds a link to the chain of the process's excepthooks, one for each
+    rank here.
     """
     backend = dist.Backend("sim")
     group, _ = c10d._new_process_group_helper(
@@ -267,6 +277,7 @@ def init_default_group(*, rank: int, world_size: int, store: dist.Store) -> None
     )
     assert not isinstance(group, int), "torch has a number for groups that a rank is not in"
     c10d._update_default_pg(group)
+    # torch's table from world rank to group rank.
     c10d._world.pg_group_ranks[group] = _ranks_themselves(world_size)
 
 
@@ -282,11 +293,11 @@ _NO_SUCH_GROUP = (
     "Invalid process group specified",
     "Process group cannot be None",
 )
-"""Parts of what torch says where a group does not exist."""
+"""Parts of torch's messages about groups that do not exist."""
 
 
 def is_about_a_missing_group(error: BaseException) -> bool:
-    """Whether torch raised it because a group does not exist (any more)."""
+    """Return True if torch raised the error because a group does not exist, or no longer."""
     text = str(error)
     return isinstance(error, (ValueError, AssertionError)) and any(
         words in text for words in _NO_SUCH_GROUP
@@ -297,19 +308,22 @@ def reset_rank(*, keep: bool) -> None:
     """Forget the groups of the calling rank, after a program ended.
 
     Args:
-        keep: Whether the default group may stay, warm for the next program.
+        keep: True if the default group may stay, warm for the next program.
     """
     world = rank_state.c10d_world
     assert world is not None
+    # Thread-local settings of torch, which the next program must not inherit.
     torch.set_grad_enabled(True)
     torch.set_default_device(None)
     meshes.end_program()
     meshes.begin_program()
     group = world.default_pg
+    # Only the default group: other groups belong to the program.
     warm = keep and isinstance(group, SimProcessGroup) and len(world.pg_map) == 1
     if warm and not world.pg_coalesce_state:
         _answer_to(group, {"backend": "sim"})
-        world.group_count = 1  # The default group took name 0; a new program's groups start at 1.
+        # The default group took name 0, so a new program's groups start at 1.
+        world.group_count = 1
         return
     meshes.end_group()
     c_bindings._unregister_all_process_groups()

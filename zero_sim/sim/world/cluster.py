@@ -1,4 +1,4 @@
-"""The simulated cluster as its process groups see it: every call into the world comes in here."""
+"""Entry of all calls into the simulated world: the cluster from its process groups' side."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from zero_sim.sim.world.run import Run
 
 
 class SimCluster:
-    """What process groups need of the world; `Cluster`.
+    """Implements `Cluster` for simulated process groups.
 
     Args:
-        run: The run that goes on; the world puts another one in its place for the next program.
+        run: The current run. The world replaces it for the next program.
     """
 
     def __init__(self, run: Run) -> None:
@@ -45,14 +45,14 @@ class SimCluster:
         )
 
     def note_aborted(self, group: Group, group_rank: int) -> None:
-        """Nothing: a simulated call needs nobody to end it; `Cluster.note_aborted`."""
+        """Do nothing, because no call needs an abort to end; `Cluster.note_aborted`."""
 
     def device_kinds(self) -> Sequence[str]:
-        """All that this machine has; `Cluster.device_kinds`."""
+        """Return all kinds of device on this machine; `Cluster.device_kinds`."""
         return present_devices()
 
     def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> WorldFailure:
-        """The error for using a destroyed group; `Cluster.used_after_destroy`."""
+        """Return the error for use of a destroyed group; `Cluster.used_after_destroy`."""
         rank = group.ranks[group_rank]
         failure = self.run.group_registry.use_after_destroy(rank, kind, here(), label=group.label)
         assert failure is not None
@@ -62,7 +62,9 @@ class SimCluster:
         """Issue one rank's side of a collective; `Cluster.issue`."""
         rank = group.ranks[group_rank]
         self._check_own(rank, group, call.kind)
+        # Other ranks' threads will read this memory; see `zero_sim.sim.streams`.
         finish_streams((*call.inputs, *call.outputs))
+        # Due writes of late operations come before the new call reads its inputs.
         self.run.baton.advance()
         due_faults = (
             self._due_faults(rank, group, group_rank, call) if self.run.injector.faults else ()
@@ -72,12 +74,13 @@ class SimCluster:
                 collective, sequence = group.issue(group_rank, call)
         except WorldFailure as failure:
             error = self.run.fail(failure)
-            # A log that lacks the call which ended the run would not show why it ended.
+            # Log the call that ended the run too, or the log would not show why it ended.
             sequence = group.issued_by(group_rank) - 1
             self._record(rank, group, call, sequence, asynchronous, _detail(call))
             self.run.log.refused = len(self.run.log.collectives) - 1
             raise error from None
         if due_faults:
+            # Only faults in data reach this point; crashes and stalls have happened.
             collective.add_faults(group_rank, due_faults)
         if group.strict:
             self._spoil_overwritten(call, group_rank=group_rank, group_size=len(group.ranks))
@@ -90,7 +93,7 @@ class SimCluster:
         return work
 
     def _spoil_overwritten(self, call: Call, *, group_rank: int, group_size: int) -> None:
-        """Poison inputs that NCCL may overwrite before it has sent them."""
+        """Poison inputs that NCCL may overwrite before it sends them."""
         if call.kind != "all_gather_list":
             return
         spoiled = overwritten_inputs(call, group_rank=group_rank, group_size=group_size)
@@ -103,20 +106,22 @@ class SimCluster:
         """Check that a rank uses its own side of a group.
 
         Raises:
-            ContractViolation: It is another rank's.
-            UsageError: The thread that calls is no rank.
+            ContractViolation: The side belongs to another rank.
+            UsageError: The calling thread is no rank.
         """
         try:
             caller = running_rank()
         except UsageError as error:
+            # The program may swallow an error in its own thread, so the run remembers it.
             if (by := starter()) is not None and by.run is self.run:
                 self.run.refuse(by.rank, error)
             raise
+        # A group object kept in a global may reach another rank's thread.
         if caller != rank:
             raise self.run.fail(foreign_group(caller, rank, group.label, f"{kind} at {here()}"))
 
     def _work(self, awaited: Pending, call: Call, *, rank: int, member: int) -> SimWork:
-        """Leave the call that was noted last to the timing."""
+        """Pass the last logged call to the timing."""
         record = len(self.run.log.collectives) - 1
         op = self.run.timing.issue(awaited, call, rank=rank, member=member, record=record)
         tensors = call.outputs or call.inputs
@@ -125,7 +130,7 @@ class SimCluster:
     def _due_faults(
         self, rank: int, group: Group, group_rank: int, call: Call
     ) -> Sequence[DueFault]:
-        """Let the faults happen that are due at a call; those that act on its data."""
+        """Carry out the faults due at a call, and return those in its data."""
         what = f"{call.kind} #{group.issued_by(group_rank)} of group {group.label}"
         due_faults = self.run.injector.due(rank, call, what=what)
         for due in due_faults:
@@ -134,10 +139,12 @@ class SimCluster:
                 raise InjectedCrash(f"crashed by plan {due.when}")
             if due.fault.kind == "stall":
                 due.fired("the rank never came to it")
+                # Never finished, so the run ends in a deadlock that names the plan.
                 stalled = StalledByPlan(due.when)
                 self.run.baton.wait_for(rank, stalled, site_of(call.file, call.line))
         if call.kind == SPARSE:
             for due in due_faults:
+                # Sparse data is a list of indices and values, without elements to flip or drop.
                 due.missed("the tensors of this call are sparse, whose data no fault changes")
             return ()
         return due_faults
@@ -161,7 +168,7 @@ class SimCluster:
     def join_works(
         self, rank: int, works: Sequence[SimWork], *, result: Sequence[Any] | None = None
     ) -> SimWork:
-        """One work for several; `Cluster.join_works`."""
+        """Join several works into one; `Cluster.join_works`."""
         buffers = self.run.buffers[rank]
         return join_works(works, baton=self.run.baton, rank=rank, buffers=buffers, result=result)
 
@@ -178,6 +185,7 @@ class SimCluster:
         self._check_own(rank, group, call.kind)
         finish_streams((*call.inputs, *call.outputs))
         self.run.baton.advance()
+        # World ranks, as in all messages to the user.
         whom = "any" if peer is None else str(group.ranks[peer])
         try:
             with aside(self.run.races):
@@ -188,6 +196,7 @@ class SimCluster:
             self.run.log.refused = len(self.run.log.collectives) - 1
             raise error from None
         self._record(rank, group, call, tag, True, f"peer {whom}")
+        # Always, because dist.send and dist.recv wait for the work themselves.
         work = self._work(message, call, rank=rank, member=0 if call.kind == "send" else 1)
         work.require_wait()
         return work
@@ -195,9 +204,9 @@ class SimCluster:
     def _record(
         self, rank: int, group: Group, call: Call, sequence: int, asynchronous: bool, detail: str
     ) -> None:
-        """Note a call in the log."""
+        """Add a call to the log."""
         tensors = call.inputs or call.outputs
-        # Without outputs of their own, these write into their inputs.
+        # In-place kinds have no outputs and write into their inputs.
         written = call.inputs if call.kind in IN_PLACE else call.outputs
         record = CollectiveRecord(
             rank,

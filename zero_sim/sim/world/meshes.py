@@ -1,18 +1,4 @@
-"""Device meshes that know which rank made them; torch's private names for that stand here.
-
-[Note: meshes of one rank]
-Two meshes of the same ranks are equal for torch, whichever rank made them, since a process has one
-rank. DTensor keeps what it works out for a mesh (how to redistribute, which shard is whose) in
-caches of the process, keyed by the mesh. Ranks of one process must not find each other's answers
-there, nor those of a program that ran before, whose meshes hold groups that are gone. So a mesh is
-given a key of its rank and program, in the place where torch keeps the thread for its own tests
-with a rank a thread; and when a program ends, what the caches hold for its meshes is forgotten.
-
-A mesh of one dimension over the default group of a world that stays is the exception: that group
-is there in the next program, too, and answers for such a mesh are those that it needs. Its key is
-of the group, and what is kept for it stays, since working it out anew is two thirds of what a short
-run of FSDP2 takes.
-"""
+"""Device meshes with a key of the rank that made them. torch's private names stay in here."""
 
 from __future__ import annotations
 
@@ -30,23 +16,33 @@ from torch.distributed.device_mesh import DeviceMesh
 _keys = itertools.count()
 
 
+# [Note: meshes of one rank] A process normally has one rank, so for torch two meshes of the same
+# ranks are equal. DTensor keeps results for a mesh (how to redistribute, which shard is whose) in
+# caches of the process, keyed by the mesh. Ranks of one process must not share these results. Nor
+# must later programs, because the groups of an earlier program's meshes are gone. So each mesh gets
+# a key of its rank and program. It replaces the thread id, which torch stores for its own tests
+# with one thread per rank. When a program ends, cache entries of its meshes are dropped.
+#
+# The exception is a mesh of one dim over the default group of a world that stays open. The next
+# program has the same group and needs the same results. The mesh's key belongs to the group, and
+# its entries stay, because recomputing them takes two thirds of a short FSDP2 run.
 class _Program(threading.local):
-    """The program of the running thread, if it is a rank."""
+    """The running thread's program, if it is a rank."""
 
     key: int | None = None
     has_meshes: bool = False
-    """Whether a mesh has that key."""
+    """True if a mesh has this key."""
     group_key: int | None = None
-    """Of the default group that the thread has, for as long as it has it."""
+    """Key for the thread's default group, as long as the group exists."""
     has_lasting: bool = False
-    """Whether a mesh has that one."""
+    """True if a mesh has the group's key."""
 
 
 _program = _Program()
 
 
 def begin_program() -> None:
-    """Tell meshes that the calling rank makes from now on from all others."""
+    """Give later meshes of the calling rank a new key."""
     _program.key = next(_keys)
     _program.has_meshes = False
     if _program.group_key is None:
@@ -54,7 +50,7 @@ def begin_program() -> None:
 
 
 def end_group() -> None:
-    """Forget what torch keeps for the default group of the calling rank, which is no more."""
+    """Drop torch's cache entries for the calling rank's default group, which was destroyed."""
     _program.group_key = next(_keys)
     if _program.has_lasting:
         _program.has_lasting = False
@@ -62,7 +58,8 @@ def end_group() -> None:
 
 
 def end_program() -> None:
-    """Forget what torch keeps for the meshes that the calling rank's program alone can use."""
+    """Drop torch's cache entries for meshes of the calling rank's program."""
+    # Clearing affects all ranks, so it is skipped if nothing can be stale.
     if _program.has_meshes:
         _program.has_meshes = False
         _clear_caches()
@@ -72,10 +69,12 @@ def _clear_caches() -> None:
     for module_name, path in CACHES:
         cache: Any = sys.modules.get(module_name)
         for name in path.split("."):
+            # Modules that the program has not imported have no cache, and functions have
+            # `cache_clear`.
             cache = getattr(cache, name, None)
         if cache is not None:
             (getattr(cache, "cache_clear", None) or cache.clear)()
-    # torch's C++ code keeps one for each thread, this one clears that of the caller.
+    # C++ has one cache per thread; this clears the caller's.
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
@@ -93,11 +92,11 @@ CACHES = (
         "DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached",
     ),
 )
-"""Unbounded caches whose keys hold a mesh; others of torch's keep only a few entries."""
+"""Unbounded caches with meshes in their keys. torch's other caches keep only a few entries."""
 
 
 def _marked(original: Callable[..., None]) -> Callable[..., None]:
-    """A method that sets a mesh up, and marks it as the running rank's."""
+    """Wrap a method that sets up a mesh, to mark it with the running rank's key."""
 
     @functools.wraps(original)
     def set_up(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -105,6 +104,7 @@ def _marked(original: Callable[..., None]) -> Callable[..., None]:
         if _program.key is not None:
             lasts = _is_over_default_group(self)
             self._thread_id = _program.group_key if lasts else _program.key
+            # The hash includes the key, and torch may have computed it already.
             self._hash = None
             _program.has_meshes |= not lasts
             _program.has_lasting |= lasts
@@ -113,7 +113,7 @@ def _marked(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_over_default_group(mesh: Any) -> bool:
-    """Whether a mesh has one dimension, is part of no other and has the rank's default group."""
+    """Return True for a mesh of one dim, part of no other, over the rank's default group."""
     names = getattr(mesh, "_dim_group_names", None)
     default = c10d._world.default_pg
     return (
@@ -129,14 +129,14 @@ _originals: dict[str, Any] = {}
 
 
 def install() -> None:
-    """Mark meshes from now on; for the first world that opens."""
+    """Mark meshes from now on. Called for the first world that opens."""
     for name in ("__init__", "__setstate__"):
         _originals[name] = getattr(DeviceMesh, name)
         setattr(DeviceMesh, name, _marked(_originals[name]))
 
 
 def uninstall() -> None:
-    """Give torch its own methods back, when the last world closes."""
+    """Restore torch's own methods when the last world closes."""
     for name, original in _originals.items():
         setattr(DeviceMesh, name, original)
     _originals.clear()

@@ -1,4 +1,4 @@
-"""Ends of the process, and of one that a rank forked; what a thread without a group is told."""
+"""Ends of the process and of forked processes, and errors of threads without a group."""
 
 from __future__ import annotations
 
@@ -21,37 +21,39 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 
 def end_forked(error: BaseException | None) -> NoReturn:
-    """End a process that a rank forked, where the rank's program came to its end in it."""
+    """End a process that a rank forked, once the rank's program has ended in it."""
     if error is not None:
         traceback.print_exception(error)
+    # os._exit flushes nothing.
     sys.stdout.flush()
     sys.stderr.flush()
     _exit = _originals.get("_exit", os._exit)
     _exit(0 if error is None else 1)
-    raise AssertionError("a process ended and went on")
+    raise AssertionError("a process continued after its end")
 
 
 def _exit(status: int) -> NoReturn:
-    """Stands where os._exit stood: a rank that calls it ends the world, and not the process."""
+    """Replace os._exit: a rank that calls it ends its world instead of the process."""
     if rank_state.leave is not None:
         rank_state.leave(status)
     _originals["_exit"](status)
-    raise AssertionError("a process ended and went on")
+    raise AssertionError("a process continued after its end")
 
 
 def _get_default_group() -> Any:
-    """Stands where torch's function of that name stood: a thread without group is told why."""
+    """Replace torch's function of that name, to explain why a thread has no group."""
     try:
         return _originals["_get_default_group"]()
     except ValueError as error:
         check_not_forked()
+        # A rank or the main thread gets torch's own error.
         if rank_state.rank is not None or threading.current_thread() is threading.main_thread():
             raise
         raise ValueError(f"{error} {no_rank()}") from error
 
 
 def install() -> None:
-    """Put these in place; counted, so that several worlds may be open."""
+    """Install these replacements. Counted, because several worlds may be open."""
     global _open_count
     with _lock:
         _open_count += 1
@@ -66,7 +68,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give Python and torch their own functions back when the last world closes."""
+    """Restore Python's and torch's own functions when the last world closes."""
     global _open_count
     with _lock:
         _open_count -= 1

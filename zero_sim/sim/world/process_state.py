@@ -1,12 +1,11 @@
-"""State that a process has once and each rank needs for itself: globals of torch, flags, hooks.
+"""Process-wide state that each rank needs for itself: globals of torch, flags, hooks.
 
-Under the baton the values of the rank that gets it are put in place, and those of whoever had it
-are taken out, as with random numbers. A rank begins every program with what the caller of
-`World.run` has, and nothing of what it sets outlives the program. State that torch keeps by device
-mesh is told apart in `zero_sim.sim.world.meshes` instead.
+With the baton, the values of its new rank replace those of the previous one, as for random numbers.
+A rank begins each program with the values of `World.run`'s caller. Nothing that it sets outlives
+the program. `zero_sim.sim.world.meshes` separates the state that torch keeps by device mesh.
 
-A module that a rank imports in the middle of a program was found there by no other rank yet; they
-get what stands in the table below.
+If a rank imports a module during a program, other ranks have not found its names before. They get
+the initial values of the table below.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ def _yes() -> bool:
 
 
 class Name(NamedTuple):
-    """One name of a module, or of an object that the module names, as `Class.attribute`."""
+    """A name in a module, or in an object that the module names, as `Class.attribute`."""
 
     module: str
     path: str
     initial: Callable[[], Any] | None = None
-    """What a rank gets when another one imports the module; None for a copy of what is found."""
+    """Makes other ranks' value if one rank imports the module; None to copy the value found."""
     copied: bool = True
-    """Whether a rank gets a copy of the caller's value, and not that itself."""
+    """True if a rank gets a copy of the caller's value, False for the value itself."""
 
 
 _MODULES = "torch.nn.modules.module"
@@ -84,7 +83,7 @@ REPLACEABLE = (
     Name(f"{_FSDP}._fsdp_param_group", "FSDPParamGroup.post_backward", copied=False),
     Name(f"{_FSDP}._fsdp_param_group", "RegisterPostBackwardFunction.backward", copied=False),
 )
-"""What a program puts functions of its own in the place of, to count calls or to change them."""
+"""Functions that programs replace by their own, to count calls or to change them."""
 
 NAMES = (
     # Hooks on every module and every optimizer of the process.
@@ -100,7 +99,7 @@ NAMES = (
     Name(_MODULES, "_global_parameter_registration_hooks"),
     Name("torch.optim.optimizer", "_global_optimizer_pre_hooks"),
     Name("torch.optim.optimizer", "_global_optimizer_post_hooks"),
-    # Contexts that note in a global that they are entered; ranks leave them in any order.
+    # Flags of contexts that are entered; ranks leave these contexts in any order.
     Name(_MODES, "_is_in_torch_dispatch_mode"),
     Name(_MODES, "_is_in_non_infra_torch_dispatch_mode"),
     Name(_MODES, "_is_in_any_mode_without_ignore_compile_internals"),
@@ -118,7 +117,7 @@ NAMES = (
     Name("torch.distributed.fsdp._fully_shard._fully_shard", "_enable_fsdp_module_new_init", _yes),
     Name("torch.distributed._shard.api", "_CURRENT_PROCESS_GROUP", _nothing),
     Name("torch.distributed.checkpoint._version", "_derived_version", _nothing),
-    # What a rank sets for itself.
+    # Settings that a rank makes for itself.
     Name("torch.distributed.tensor._random", "_rng_tracker", _nothing),
     Name("torch.distributed.tensor._redistribute", "_FORCE_MIN_COST_REDISTRIBUTION_PLAN", _nothing),
     Name(
@@ -130,7 +129,7 @@ NAMES = (
     Name(_SHARDS, "_sharded_tensor_current_id", int),
     Name(_SHARDS, "_sharded_tensor_map", dict),
     Name("torch.distributed.checkpoint._async_process_executor", "_CHECKPOINT_PROCESS", _nothing),
-    # Context parallelism puts functions of the rank's mesh in the place of torch's.
+    # Context parallelism replaces torch's functions by those of the rank's mesh.
     Name("torch.nn.functional", "scaled_dot_product_attention"),
     Name(_ATTENTION, "_replaced_functions", dict),
     Name(_ATTENTION, "_cp_options"),
@@ -141,18 +140,18 @@ NAMES = (
     Name(_RULES, "_cp_strategy_contexts", dict),
     Name(_RULES, "_original_strategies", dict),
     *REPLACEABLE,
-    # Python's own, of which a rank may put another one in place while it waits for others.
+    # Python's own, which a rank may replace while it waits for others.
     Name("warnings", "filters"),
     Name("warnings", "showwarning", copied=False),
     Name("warnings", "_showwarnmsg_impl", copied=False),
     Name("sys", "stdout", copied=False),
     Name("sys", "stderr", copied=False),
 )
-"""Globals that differ by rank. Where a version of torch lacks one, it is passed over."""
+"""Globals that differ by rank. Names that a version of torch lacks are skipped."""
 
 
 class Switch(NamedTuple):
-    """A setting of the process that torch keeps in C++."""
+    """A process-wide setting that torch keeps in C++."""
 
     name: str
     get: Callable[[], Any]
@@ -197,68 +196,69 @@ SWITCHES = (
     _plain("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
     _plain("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
 )
-"""Settings that contexts set and restore; ranks leave such contexts in any order."""
+"""Settings that contexts set and restore. Ranks leave such contexts in any order."""
 
 
 _GETTERS = [switch.get for switch in SWITCHES]
 
 _AS_AT_BEGINNING: Any = object()
-"""Stands for the value of a name that its owner has not changed."""
+"""Marks a name that its owner has not changed."""
 
 
 class _Values(NamedTuple):
-    """What one owner has."""
+    """Values of one owner."""
 
     of_names: list[Any]
-    """Empty for who changed none; what was found after it was taken out is missing."""
+    """Empty if the owner changed none. Names found after it was taken out are missing."""
     of_switches: list[Any]
 
 
 class _Beginning(NamedTuple):
-    """Values of the beginning as they are compared at every turn, in few operations."""
+    """Initial values, arranged for a fast comparison at every turn."""
 
     namespaces: list[Any]
     readers: list[Callable[[Any], Any]]
     """For each namespace, a function that reads all its names at once."""
     unchanged: list[Any]
-    """Values that the readers return if nothing else was put in place."""
+    """Results of the readers if no name was replaced."""
     mutables: list[Any]
-    """Values among them that can change."""
+    """Initial values that can change in place."""
     images: list[Any]
-    """Copies of `mutables` as they were."""
+    """Copies of `mutables` in their initial state."""
 
 
 class ProcessState:
-    """Moves the process's state between one owner at a time and its saved place.
+    """Moves the process's state between its current owner and saved places.
 
-    Hardly any program changes any of it, so who has changed nothing shares the values of the
-    beginning, and who has keeps what it changed; the others are then given another copy.
+    Few programs change any of it. So owners that changed nothing share the initial values. If an
+    owner changes an initial value in place, it keeps the object, and the others get a new copy.
     """
 
     def __init__(self) -> None:
         self._saved: dict[int, _Values] = {}
+        # Names of modules that are not imported yet.
         self._absent: list[Name] = []
         self._module_count = 0
         self._modules: dict[str, Any] = {}
         """Modules that have any of the names."""
         self._names: list[tuple[Any, str]] = []
-        """The names found, each as its module, object or class, and its key there."""
+        """Names found, each as its module, object or class, and its key there."""
         self._beginnings: list[Any] = []
-        """Of each, the value in the place of whoever has not changed it."""
+        """Initial value of each name, for all owners that have not changed it."""
         self._images: dict[int, Any] = {}
-        """What that held at the beginning, where it is something that can change; by index."""
+        """Copies of the initial values that can change in place, by index."""
         self._beginning = _Beginning([], [], [], [], [])
         self._switches: list[Any] = []
         self._last: tuple[list[Any], list[Any]] = ([], [])
-        """What the readers gave where names were changed, and what came of that."""
+        """Results of the readers at the last change, and the values derived from them."""
         self._begun_with: list[Any] | None = None
-        """What lay in the places of the names at the start; None where more were found since."""
+        """Values of the names at the start; None if more names were found since."""
 
     def begin(self, caller: int) -> None:
-        """Take out what is in place as `caller`'s, and let every rank begin with a copy of it."""
+        """Save the current state as `caller`'s. Each rank begins with a copy of it."""
         self._saved.clear()
         self._switches = _read_switches()
-        # The very objects, which a rank's copies are not, although they are equal.
+        # Compared by identity below: a rank's copies are equal, but not the same objects.
         values = self._in_place()
         if not self._is_as_begun(values):
             self._images.clear()
@@ -270,18 +270,19 @@ class ProcessState:
         self._saved[caller] = _Values(values, self._switches)
 
     def take_out(self, owner: int) -> None:
-        """Save what is in place as `owner`'s."""
+        """Save the current state as `owner`'s."""
+        # A new module may have brought names.
         if len(sys.modules) != self._module_count:
             self._look_for_names(at_start=False)
         self._saved[owner] = _Values(self._changed(), _read_switches())
 
     def put_in_place(self, owner: int, *, previous: int) -> None:
-        """Make what `owner` has the process's; `previous`'s was taken out just before."""
+        """Restore `owner`'s state, just after `previous`'s was taken out."""
         before = self._saved[previous]
         values = self._saved.get(owner)
         if values is None:
             values = self._saved[owner] = _Values([], self._switches)
-        # Ranks that all watch for races have changed the same names to the same values.
+        # For example, ranks that all watch for races have set the same names to the same values.
         if not _are_same(values.of_names, before.of_names):
             self._put_names(values.of_names)
         if values.of_switches != before.of_switches:
@@ -292,7 +293,7 @@ class ProcessState:
         return [vars(place).get(key) for place, key in self._names]
 
     def _is_as_begun(self, values: list[Any]) -> bool:
-        """Whether the caller has what it had last time, and no rank changed its copy in place."""
+        """Return True if the caller's values are those of its last run, unchanged in place."""
         return (
             self._begun_with is not None
             and len(sys.modules) == self._module_count
@@ -303,10 +304,11 @@ class ProcessState:
         )
 
     def _changed(self) -> list[Any]:
-        """What lies in the places of the names; empty if all is as at the beginning."""
+        """Return the current values of all names; empty if all are initial."""
         beginning = self._beginning
         read = list(map(operator.call, beginning.readers, beginning.namespaces))
         are_as_at_beginning = beginning.mutables == beginning.images
+        # Fast path, taken at almost every turn.
         if are_as_at_beginning and read == beginning.unchanged:
             return []
         found, before = list(chain.from_iterable(read)), self._last
@@ -320,7 +322,8 @@ class ProcessState:
             if index not in self._images or value == self._images[index]:
                 values[index] = _AS_AT_BEGINNING
             else:
-                # It was changed in place and is the owner's from now on.
+                # Changed in place: the object is the owner's from now on, and the others get a
+                # copy.
                 self._beginnings[index] = copy.copy(self._images[index])
                 has_other_beginnings = True
         if has_other_beginnings:
@@ -334,14 +337,15 @@ class ProcessState:
             value = values[index] if index < len(values) else _AS_AT_BEGINNING
             setattr(place, key, self._beginnings[index] if value is _AS_AT_BEGINNING else value)
         if warnings.filters is not filters:
-            # Otherwise Python goes on with what it found by the filters of the other.
+            # Otherwise Python would use its cache for the other rank's filters.
             _forget_warnings_given()
 
     def _look_for_names(self, *, at_start: bool) -> None:
-        """Find the names whose modules have been imported since.
+        """Find names of modules that were imported since the last call.
 
         Args:
-            at_start: Whether what is in place is the caller's, not that of a rank that imported.
+            at_start: True if the current values are the caller's, False if those of an importing
+                rank.
         """
         self._module_count = len(sys.modules)
         self._begun_with = None
@@ -354,13 +358,13 @@ class ProcessState:
             if place is None or key not in vars(place):
                 absent.append(name)
                 continue
-            # Not by getattr, which takes a method out of what makes it static.
+            # Not by getattr, which would unwrap static methods.
             value = vars(place)[key]
             if not at_start and name.initial is not None:
                 value = name.initial()
             elif name.copied:
                 value = copy.copy(value)
-            # A copy of what cannot change is the same thing.
+            # Copying an immutable value returns the same object.
             if name.copied and copy.copy(value) is not value:
                 self._images[len(self._names)] = copy.copy(value)
             self._names.append((place, key))
@@ -370,7 +374,7 @@ class ProcessState:
         self._note_unchanged()
 
     def _note_unchanged(self) -> None:
-        """Prepare what is compared at every turn, in as few operations as may be."""
+        """Prepare the comparison at every turn, with as few operations as possible."""
         values: dict[int, dict[str, Any]] = {}
         places = {id(place): place for place, _ in self._names}
         for (place, key), value in zip(self._names, self._beginnings, strict=True):
@@ -386,12 +390,13 @@ class ProcessState:
 
 
 def _reader_of(keys: Sequence[str]) -> Callable[[Any], Any]:
-    """Reads so many names of a namespace as a tuple; of one name it would be no tuple."""
+    """Return a function that reads names of a namespace as a tuple."""
+    # One name alone would not give a tuple, so the first is read twice.
     return operator.itemgetter(*keys, keys[0])
 
 
 def _are_same(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether they are the very same objects."""
+    """Return True if both have the very same objects."""
     return len(values) == len(others) and all(map(operator.is_, values, others))
 
 

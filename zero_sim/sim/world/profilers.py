@@ -1,7 +1,7 @@
 """torch's profiler, which one rank at a time may use.
 
-It is one of a process: sessions of two threads at once end the process by a fault of memory, also
-without any simulation.
+A process has one profiler. Sessions of two threads at once crash the process with a memory fault,
+also without a simulation.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _ENDING = "_disable_profiler"
 
 _originals: dict[str, Callable[..., Any]] = {}
 _user: list[int] = []
-"""The rank that has a session, if one has."""
+"""The rank that has a session; empty if none has."""
 
 
 def install(rank_of_thread: Callable[[], int | None]) -> None:
-    """Let ranks have the profiler one at a time.
+    """Let ranks use the profiler one at a time.
 
     Args:
-        rank_of_thread: Which rank the calling thread is, if any.
+        rank_of_thread: Returns the calling thread's rank, or None.
     """
     for name in (*_BEGINNING, _ENDING):
         _originals[name] = getattr(profiler, name)
@@ -34,12 +34,13 @@ def install(rank_of_thread: Callable[[], int | None]) -> None:
     def begin(name: str, *args: Any, **kwargs: Any) -> Any:
         rank = rank_of_thread()
         if rank is not None:
+            # Nested sessions of one rank are torch's own matter.
             if _user and _user[0] != rank:
                 raise UsageError(
                     f"expected one rank at a time to use torch's profiler, which a process has "
-                    f"only once, got rank {rank} while rank {_user[0]} has it. Try to profile on "
-                    "one rank: `if dist.get_rank() == 0`, or with `contextlib.nullcontext()` in "
-                    "place of the profiler on the others."
+                    f"only once, got rank {rank} while rank {_user[0]} has it. Profile on one "
+                    "rank: `if dist.get_rank() == 0`. Or use `contextlib.nullcontext()` instead of "
+                    "the profiler on the other ranks."
                 )
             _user[:] = [rank]
         return _originals[name](*args, **kwargs)
@@ -54,7 +55,7 @@ def install(rank_of_thread: Callable[[], int | None]) -> None:
 
 
 def uninstall() -> None:
-    """Give torch its own functions back."""
+    """Restore torch's own functions."""
     for name, original in _originals.items():
         setattr(profiler, name, original)
     _originals.clear()
@@ -62,7 +63,8 @@ def uninstall() -> None:
 
 
 def end_program(rank: int) -> None:
-    """End what a rank left open when its program ended."""
+    """End a session that a rank left open when its program ended."""
     if _user == [rank]:
         _user.clear()
+        # Another rank's session must not begin while this one is open.
         _originals[_ENDING]()

@@ -1,19 +1,7 @@
-"""Each rank's own random numbers: torch's, its device's, Python's and numpy's default generators.
+"""Random numbers per rank: default generators of torch, its device, Python and numpy.
 
-A process has one of each. Under the baton the state of the rank that gets it is put in place, and
-the state of whoever had it is taken out.
-
-[Note: raw words]
-Python's and numpy's generators are Mersenne Twisters of 624 words and a position, 2,500 bytes in
-memory. Their own accessors box every word (10 to 70 us), far more than handing the baton on costs.
-So the words are compared and copied as they lie in memory; numpy's accessor is used only where its
-words changed, to learn whether a second normal deviate is kept for later. Where an interpreter
-keeps Python's words elsewhere, which is found out once at import, the accessors are used
-throughout.
-
-[Note: seeding in place]
-To make a generator of numpy or Python, and to read its words, takes thirty times as long as to seed
-the one that is there. So an owner that has drawn nothing yet has a seed and no state.
+A process has one of each. With the baton, the saved state of its new rank replaces the state of the
+previous one.
 """
 
 from __future__ import annotations
@@ -31,15 +19,16 @@ from zero_sim.host.device import has_accelerator, random_state, seeded_state, se
 
 _STATE_BYTES = 625 * 4
 _python_generator: Any = random._inst  # pyrefly: ignore [missing-attribute]
+# The C struct of random.Random begins with the words, after the object's header.
 _python_address = id(_python_generator) + object.__basicsize__
 _numpy_generator: Any = np.random.mtrand._rand
 _NOTHING_KEPT: dict[str, Any] = {"has_gauss": 0}
-"""Of what numpy's accessor tells, all that is read where the words are known."""
+"""The only field read from numpy's accessor if the words are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """The random state of one rank while it does not hold the baton."""
+    """Random state of one rank while it does not hold the baton."""
 
     torch_state: torch.Tensor | None  # 1D, bytes
     """None while the owner holds the baton."""
@@ -48,31 +37,31 @@ class _Saved:
     numpy_words: bytes
     numpy_state: dict[str, Any]
     device_state: torch.Tensor | None
-    """Of the device that the process has started, if any."""
+    """State of the device's generator; None without a device."""
 
 
 class Randomness:
-    """Moves the process's random state between one owner at a time and its saved place."""
+    """Moves the process's random state between its current owner and saved places."""
 
     def __init__(self) -> None:
         self._saved: dict[int, _Saved] = {}
         self._seeds: dict[int, int] = {}
-        """Of owners that have not been put in place since they were given one."""
+        """Seeds of owners that have not been put in place since."""
         self._has_device = has_accelerator()
 
     def seed(self, owner: int, seed: int) -> None:
-        """Give an owner the state that the three libraries have after being seeded with `seed`."""
+        """Set an owner's state to that of the three libraries after seeding with `seed`."""
         self._seeds[owner] = seed
 
     def begin(self, caller: int) -> None:
-        """Take out what is in place as `caller`'s; ranks begin with their seeds."""
+        """Save the current state as `caller`'s. Ranks begin with their seeds."""
         self.take_out(caller)
 
     def take_out(self, owner: int) -> None:
         """Save the process's state as `owner`'s."""
         saved = self._saved.get(owner)
         words = _numpy_words()
-        # The words tell all except whether a second normal deviate is kept for later.
+        # The words determine everything except a kept second normal deviate.
         if saved is None or saved.numpy_words != words or _needs_accessor(saved):
             numpy_state = np.random.get_state(legacy=False)
         else:
@@ -87,7 +76,7 @@ class Randomness:
         )
 
     def put_in_place(self, owner: int, *, previous: int) -> None:
-        """Make `owner`'s saved state the process's; `previous`'s was taken out just before."""
+        """Restore `owner`'s saved state, just after `previous`'s was taken out."""
         seed = self._seeds.pop(owner, None)
         if seed is not None:
             self._saved[owner] = self._seed_in_place(seed)
@@ -99,21 +88,31 @@ class Randomness:
             set_random_state(saved.device_state)
         _set_python_words(saved.python_words)
         _python_generator.gauss_next = saved.python_gauss
+        # A kept deviate on either side is outside of the words.
         if _needs_accessor(saved) or _needs_accessor(before):
             np.random.set_state(saved.numpy_state)
         else:
             ctypes.memmove(_numpy_address(), saved.numpy_words, _STATE_BYTES)
 
+    # [Note: seeding in place] Making a generator of numpy or Python and reading its words takes
+    # thirty times as long as seeding the existing one. So an owner that has not drawn yet has a
+    # seed and no saved state.
     def _seed_in_place(self, seed: int) -> _Saved:
-        """Seed the process's generators; what is known of them then."""
+        """Seed the process's generators. Return the parts of the state known without reading it."""
         torch.default_generator.manual_seed(seed)
         if self._has_device:
             set_random_state(seeded_state(seed))
         _python_generator.seed(seed)
+        # numpy's seeds have 32 bits.
         _numpy_generator.seed(seed % 2**32)
         return _Saved(None, b"", None, _numpy_words(), _NOTHING_KEPT, None)
 
 
+# [Note: raw words] Python's and numpy's generators are Mersenne Twisters of 624 words and a
+# position, 2,500 bytes in memory. Their accessors box every word (10 to 70 us), far more than
+# passing the baton costs. So the words are compared and copied as raw memory. numpy's accessor is
+# only used if its words changed, to find out if a second normal deviate is kept. If an interpreter
+# stores Python's words elsewhere, which is tested once at import, the accessors are always used.
 def _needs_accessor(saved: _Saved) -> bool:
     return not saved.numpy_words or bool(saved.numpy_state["has_gauss"])
 
@@ -123,15 +122,15 @@ def _numpy_address() -> int:
 
 
 def _numpy_words() -> bytes:
-    """The words, then the position, of numpy's global generator; empty if it is no Twister."""
-    # Looked at every time: np.random.set_bit_generator may have put another kind in place.
+    """Return words and position of numpy's global generator; empty if it is no Twister."""
+    # Checked every time, because np.random.set_bit_generator may have replaced it.
     if type(_numpy_generator._bit_generator) is not np.random.MT19937:
         return b""
     return ctypes.string_at(_numpy_address(), _STATE_BYTES)
 
 
 def _words_of(generator: random.Random) -> bytes:
-    """The position, then the words, of a Python generator, through its accessor."""
+    """Return position and words of a Python generator, through its accessor."""
     *words, position = generator.getstate()[1]
     return struct.pack("<625I", position, *words)
 
@@ -153,7 +152,7 @@ def _write_slowly(words: bytes) -> None:
     _python_generator.setstate((3, (*rest, position), None))
 
 
-# See [Note: raw words].
+# See [Note: raw words]. The first test keeps the read inside of the object.
 _laid_out_as_known = (
     type(_python_generator).__basicsize__ >= object.__basicsize__ + _STATE_BYTES
     and _read_words() == _read_slowly()

@@ -1,10 +1,4 @@
-"""The running thread and process: which rank it is, its c10d world, or which rank began it.
-
-[Note: a forked process]
-A child process that a rank forks has of all threads only that rank's, so that nobody would ever
-answer it. It is no rank: its calls into the world are refused, and when the rank's program comes to
-its end there, so does the process.
-"""
+"""The running thread's rank, c10d world and starter, and forked processes."""
 
 from __future__ import annotations
 
@@ -24,7 +18,7 @@ if TYPE_CHECKING:
 _STARTER = "_zero_sim_started_by"
 
 _forked_by: int | None = None
-"""In a process that a rank forked, that rank."""
+"""The rank that forked this process; None if no rank did."""
 
 
 class RankC10dWorld:
@@ -44,7 +38,7 @@ class RankC10dWorld:
 
     @property
     def pg_config_info(self) -> list[dict[str, Any]]:
-        """As torch's `_World.pg_config_info`."""
+        """Same as torch's `_World.pg_config_info`."""
         return [
             {
                 "pg_name": name,
@@ -59,57 +53,60 @@ class RankC10dWorld:
 
 
 class RankState(threading.local):
-    """Which rank the running thread is, if it is one."""
+    """The running thread's rank, if it is one."""
 
+    # Class attributes are the defaults of threads without rank.
     rank: int | None = None
     leave: Callable[[int], None] | None = None
-    """Ends the world because the rank would end the process with a status."""
+    """Ends the world, for a rank that calls os._exit with a status."""
     c10d_world: RankC10dWorld | None = None
     join: Callable[[], None] | None = None
     make_group: Callable[[str, list[int], int], SimProcessGroup] | None = None
     announce: Callable[[str, list[int]], None] | None = None
     stores: StoreWaits | None = None
     run: object = None
-    """The run whose program it has."""
+    """The run of the rank's program."""
 
     def forget(self) -> None:
-        """Be no rank any more."""
+        """Clear everything: the thread is no rank any more."""
         self.stores = self.run = None
         self.rank = self.leave = self.c10d_world = None
         self.join = self.make_group = self.announce = None
 
 
 rank_state = RankState()
-"""The running thread's rank; empty in a thread that is no rank."""
+"""The running thread's rank. Its fields are None in other threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """The rank that started a thread, itself or through another one."""
+    """The rank that started a thread, directly or through other threads."""
 
     rank: int
     c10d_world: RankC10dWorld
     run: object
-    """The run that the rank was in."""
+    """The run in which the rank started it."""
 
 
 def starter() -> Starter | None:
-    """Who started the running thread, if a rank did; None in a rank's own thread."""
+    """Return the rank that started the running thread; None in a rank's own thread."""
+    # Rank threads are started by the world and have no starter.
     if rank_state.rank is not None:
         return None
     return getattr(threading.current_thread(), _STARTER, None)
 
 
 def start_thread(original: Callable[[threading.Thread], None]) -> Callable[..., None]:
-    """What stands in the place of Thread.start: a thread that a rank starts knows whose it is.
+    """Wrap Thread.start, so that a thread knows the rank that started it.
 
     Args:
-        original: Python's own.
+        original: Python's own function.
     """
 
     @functools.wraps(original)
     def start(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
         rank, world = rank_state.rank, rank_state.c10d_world
+        # A thread that a helper starts belongs to the helper's rank.
         by = starter() if rank is None or world is None else Starter(rank, world, rank_state.run)
         if by is not None:
             setattr(thread, _STARTER, by)
@@ -119,9 +116,10 @@ def start_thread(original: Callable[[threading.Thread], None]) -> Callable[..., 
 
 
 class ThreadWorld:
-    """Stands where torch's `_World` stood and forwards to the running thread's."""
+    """Replaces torch's `_World` and forwards to that of the running thread."""
 
     def __init__(self, original: Any) -> None:
+        # Past our own __setattr__, which forwards.
         object.__setattr__(self, "_original", original)
 
     def __getattr__(self, name: str) -> Any:
@@ -134,25 +132,26 @@ class ThreadWorld:
         if rank_state.c10d_world is not None:
             return rank_state.c10d_world
         by = starter()
-        # A process's threads see its groups; what they do with these is refused where they do it.
+        # As in a process, a thread sees its rank's groups. Calls on them are refused elsewhere.
         return self._original if by is None else by.c10d_world
 
 
 def no_rank() -> str:
-    """What is said to a thread that is no rank and wants to be one."""
+    """Return the message for a thread that is no rank but makes a rank's call."""
     return (
         f"This thread, {threading.current_thread().name!r}, is no rank: while a zero_sim.World "
-        "runs, a rank is a thread, and one that it starts (threading.Thread, asyncio.to_thread, an "
-        "executor) can see its groups and not call them. Call torch.distributed in the rank's own "
-        "thread, and hand results over; save checkpoints with dcp.save, not dcp.async_save."
+        "runs, a rank is a thread. A thread that a rank starts (threading.Thread, "
+        "asyncio.to_thread, an executor) can see the rank's groups, but not call them. Call "
+        "torch.distributed in the rank's own thread and pass on results. Save checkpoints with "
+        "dcp.save, not dcp.async_save."
     )
 
 
 def running_rank() -> int:
-    """The rank whose thread calls.
+    """Return the rank of the calling thread.
 
     Raises:
-        UsageError: It is none.
+        UsageError: The thread is no rank.
     """
     if rank_state.rank is None:
         check_not_forked()
@@ -161,27 +160,32 @@ def running_rank() -> int:
 
 
 def is_forked() -> bool:
-    """Whether this process is one that a rank forked."""
+    """Return True in a process that a rank forked."""
     return _forked_by is not None
 
 
 def check_not_forked() -> None:
-    """Check that this process has its ranks.
+    """Check that this process was not forked by a rank.
 
     Raises:
-        UsageError: It is one that a rank forked.
+        UsageError: It was, so its ranks are missing.
     """
+    # Checked at each call: a fork can happen at any time.
     if _forked_by is not None:
         raise UsageError(
             f"expected a rank, got a process that rank {_forked_by} forked (process "
             f"{os.getpid()}), which has none of the other ranks. Call torch.distributed in the "
-            "rank itself; a process that needs groups of its own can be started by "
+            "rank itself. If a process needs groups of its own, start it with "
             "multiprocessing's method 'spawn'."
         )
 
 
+# [Note: a forked process] A process that a rank forks contains only that rank's thread, so no other
+# rank would ever answer it. It is no rank: its calls into the world are refused. When the rank's
+# program ends in it, the process ends.
 def _after_fork_in_child() -> None:
     global _forked_by
+    # A fork of a thread that is no rank needs nothing.
     if rank_state.rank is not None:
         _forked_by = rank_state.rank
         rank_state.forget()

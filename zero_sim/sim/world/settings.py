@@ -1,4 +1,4 @@
-"""Settings of a world and the program it runs, checked before anything is built from them."""
+"""Settings and program of a world, checked before anything is built from them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from zero_sim.sim.schedule import Recipe, check_schedule
 
 WORLD_SIZE_MAX = 4096
 _SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1 - WORLD_SIZE_MAX
-"""Range of torch's seeds, less one for each rank."""
+"""Range of torch's seeds, minus one for each rank."""
 
 _KINDS: Mapping[str, Kind] = {**WORLD_SETTINGS, "initialized": "True or False"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldSettings:
-    """Settings of a world's next run; see `zero_sim.sim.World` for their meaning.
+    """Settings of a world's next run. `zero_sim.sim.World` documents them.
 
     Example:
         >>> WorldSettings().changed(4, seed=1, order="ring").order
@@ -49,16 +49,17 @@ class WorldSettings:
     initialized: bool = True
 
     def changed(self, world_size: int, /, **changes: Any) -> WorldSettings:
-        """Copy with some settings replaced.
+        """Return a copy with some settings replaced.
 
         Args:
             world_size: Number of ranks.
             changes: Values by the names of the fields.
 
         Raises:
-            UsageError: A value has the wrong type, or is out of range.
+            UsageError: A value has the wrong type or is out of range.
         """
         check_settings(world_size, changes)
+        # After the check, so that a wrong type is an error instead of a conversion.
         plain = {
             name: _PLAIN[name](value) if name in _PLAIN else value
             for name, value in changes.items()
@@ -76,14 +77,14 @@ _PLAIN: Mapping[str, Callable[[Any], Any]] = {
 
 
 def check_settings(world_size: Any, settings: Mapping[str, Any]) -> None:
-    """Check settings of a world, without one.
+    """Check settings without a world.
 
     Args:
         world_size: Number of ranks.
-        settings: Settings by the names of `World`, some or all.
+        settings: All or some settings, by `World`'s names.
 
     Raises:
-        UsageError: One of them has the wrong type, or a value that cannot be.
+        UsageError: A setting is unknown, has the wrong type or is out of range.
     """
     check_kind("world_size", world_size, "an integer")
     if not 1 <= world_size <= WORLD_SIZE_MAX:
@@ -92,6 +93,7 @@ def check_settings(world_size: Any, settings: Mapping[str, Any]) -> None:
         if name not in _KINDS:
             raise UsageError(f"expected a setting of a world ({', '.join(_KINDS)}), got {name!r}")
         check_kind(name, value, _KINDS[name])
+        # Values after kinds: the comparisons need the right type.
         _check_value(name, value, world_size=operator.index(world_size))
 
 
@@ -103,6 +105,7 @@ def _check_value(name: str, value: Any, *, world_size: int) -> None:
             raise UsageError(f"expected timing to be one of {list(TIMINGS)}, got {value!r}")
         case "schedule":
             check_schedule(value)
+            # The seed of rank r is `seed + r`, which must still be valid.
         case "seed" if not _SEED_MIN <= value <= _SEED_MAX:
             raise UsageError(f"expected seed between {_SEED_MIN} and {_SEED_MAX}, got {value}")
         case "depth" if value < 1:
@@ -117,13 +120,14 @@ def _check_value(name: str, value: Any, *, world_size: int) -> None:
 
 
 def check_program(program: Callable[[int], Any]) -> None:
-    """Check that calling a program runs it.
+    """Check that a call of the program runs it.
 
     Raises:
-        UsageError: It is not callable, or a call of it runs nothing of its body.
+        UsageError: It is not callable, or its call would not run its body.
     """
     if not callable(program):
         raise UsageError(f"expected a function of the rank, got {program!r}")
+    # Calling an async def or generator function only makes an object.
     kind = unrun_function(program)
     if kind is not None:
         raise _not_run(kind, "")
@@ -135,6 +139,7 @@ def check_results(results: Sequence[Any]) -> None:
     Raises:
         UsageError: A rank returned a coroutine or a generator, whose body never ran.
     """
+    # A lambda that calls an async def function passes `check_program`, so results are checked too.
     kinds = [unrun_result(result) for result in results]
     for rank, kind in enumerate(kinds):
         if kind is not None:

@@ -1,12 +1,7 @@
-"""Futures of torch where C++ waits for them; torch's private names for these places live here.
+"""torch's futures at the places where C++ waits for them. torch's private names stay in here.
 
-In a rank, each place first waits for the works that the future depends on, as a rank waits: other
-ranks run meanwhile.
-
-[Note: plain futures]
-A program can make a future of its own and complete it in a callback of a work's future. A wait for
-it is a wait for that work. Nobody knows which work that is. So it counts for all whose callbacks
-have run, and as long as the future is not done, the other works with callbacks are waited for, too.
+In a rank, each place first waits for the future's works, as a rank waits: other ranks run
+meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ _is_done = torch._C.Future.done
 
 
 def _finish(future: Any) -> Any:
-    """Return a future, after everything that it depends on was waited for."""
+    """Wait for everything that a future depends on, and return the future."""
     if isinstance(future, SimFuture):
         future.wait()
     elif isinstance(future, torch._C.Future):
@@ -38,16 +33,22 @@ def _finish(future: Any) -> Any:
 def _works_with_callbacks() -> Mapping[SimWork, None]:
     run, rank = rank_state.run, rank_state.rank
     if not isinstance(run, Run) or rank is None:
+        # Outside of a rank, nothing is in flight.
         return {}
     return run.buffers[rank].works_with_callbacks
 
 
+# [Note: plain futures] A program can make its own future and complete it in a callback of a work's
+# future. Then a wait for the plain future is a wait for that work, but the work is unknown. So it
+# counts as a wait for all works whose callbacks have run. While the future is not done, other works
+# with callbacks are waited for too.
 def _wait_for_callbacks(future: torch._C.Future) -> None:
     """Wait for the works that a future may depend on; see [Note: plain futures]."""
     works = _works_with_callbacks()
     if not isinstance(future, SimFuture) or future.has_plain:
         for work in [each for each in works if each.are_futures_done]:
             work.wait()
+    # In order of their first callback, so that the run is deterministic.
     while works and not _is_done(future):
         next(iter(works)).wait()
 
@@ -71,6 +72,7 @@ def _wrap_done(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _wrap_jit_wait(original: Callable[..., Any]) -> Callable[..., Any]:
+    # TorchScript's wait blocks in C++.
     return lambda future: original(_finish(future))
 
 
@@ -84,7 +86,8 @@ def _wrap_collect(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_run(original: Callable[..., Any]) -> Callable[..., Any]:
-    # The work that the reducer issues sees by this function's frame that C++ takes its future.
+    # Through this frame, the reducer's work recognises that C++ takes its future
+    # (`SimWork.get_future`).
     return lambda *args: original(*args)
 
 
@@ -100,6 +103,7 @@ def _wrap_install(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    # (owner, name, wrapper of the original)
     (torch._C.Future, "wait", _wrap_wait),
     (torch._C.Future, "done", _wrap_done),
     (torch._C, "wait", _wrap_jit_wait),
@@ -113,14 +117,15 @@ _originals: list[Any] = []
 
 
 def install() -> None:
-    """Wait as ranks do from now on; for the first world that opens."""
+    """Install the waits. Called for the first world that opens."""
     for owner, name, wrap in _PLACES:
+        # From `vars`, to restore the very object that the class had.
         _originals.append(vars(owner)[name])
         setattr(owner, name, wrap(getattr(owner, name)))
 
 
 def uninstall() -> None:
-    """Give torch its own functions back, when the last world closes."""
+    """Restore torch's own functions when the last world closes."""
     for (owner, name, _), original in zip(_PLACES, _originals, strict=True):
         setattr(owner, name, original)
     _originals.clear()

@@ -41,34 +41,34 @@ _STACK_BYTES = 16 << 20
 
 
 class World:
-    """N rank threads under one baton, reusable from program to program.
+    """N rank threads under one baton, reusable for many programs.
 
     Args:
         world_size: Number of ranks, 1 to 4096.
         order: Order model of every reduction: `linear`, `linear-fp32`, `tree`, `ring`, `gloo`,
             `nccl-ring`, `nccl-sym` or `random-tree`; see `zero_sim.sim.order`.
-        schedule: Which ready rank runs next: `round-robin`, `random`, `pct` (drawn priorities that
-            rarely change), a `Replay` of recorded turns, or `Choices`.
-        timing: When an operation reads its inputs and writes its outputs. `eager`: at once when
-            the last member issues it. `lazy`: as late as the ranks' waits allow. `hostile`: each
-            drawn anew, anywhere between issue and wait. Under the last two, memory in flight is
-            poisoned or watched, and a program that touches it too early is caught or computes NaN.
-        seed: Seed of drawn schedules, of the hostile timing, of random trees and of the ranks'
-            random numbers; rank `r` starts every program as after `manual_seed(seed + r)`.
-        depth: How many events must come in one order for a fault that `pct` looks for, at least 1.
-        races: Whether every tensor operation of a rank is checked against the memory that the rank
-            has lent to operations and not waited for, and against outputs with undefined content.
-        stall_seconds: How long one rank may run without reaching torch.distributed while others
-            wait, before that is an error.
-        strict: Whether what gloo would accept and NCCL not is an error, too: tensors that are not
-            contiguous, that overlap, or that have another shape or memory format than another
-            rank's; buffers that two ranks exchanged; asynchronous calls never waited for; and
-            collectives of several groups in different order.
-        faults: What goes wrong by plan in every run; see `Fault`.
-        initialized: Whether the default group exists when a program begins. If not, programs see
-            what a process sees that torchrun started: `is_initialized()` is False until
-            `init_process_group`, which joins this world whatever it is told.
-        rank_local: What else of the process each rank has for itself.
+        schedule: Policy for the next rank to run: `round-robin`, `random`, `pct` (drawn priorities
+            that rarely change), a `Replay` of recorded turns, or `Choices`.
+        timing: When an operation reads its inputs and writes its outputs. `eager`: at once when the
+            last member issues it. `lazy`: as late as the ranks' waits allow. `hostile`: drawn for
+            each operation, anywhere between issue and wait. `lazy` and `hostile` poison or watch
+            memory in flight. A program that touches it too early is caught or computes NaN.
+        seed: Seed of drawn schedules, hostile timing, random trees and the ranks' random numbers.
+            Rank `r` starts every program as after `manual_seed(seed + r)`.
+        depth: For `pct`: number of events whose order a bug needs, at least 1.
+        races: True to check every tensor operation of a rank against the memory that it lent to
+            operations and has not waited for, and against outputs with undefined content.
+        stall_seconds: Longest time that a rank may run without a call of torch.distributed while
+            others wait. Longer is an error.
+        strict: True to also refuse calls that gloo accepts and NCCL does not: tensors that are not
+            contiguous, overlap, or differ in shape or memory format between ranks; buffers that two
+            ranks exchanged; asynchronous calls never waited for; and collectives of several groups
+            in different orders.
+        faults: Planned faults of every run; see `Fault`.
+        initialized: True if the default group exists when a program begins. If False, programs
+            start as in a process of torchrun: `is_initialized()` is False until
+            `init_process_group`, which joins this world for any arguments.
+        rank_local: Further process state that each rank has for itself.
 
     Raises:
         UsageError: An argument is out of range.
@@ -116,7 +116,7 @@ class World:
         self.world_size = operator.index(world_size)
         self._rank_local = rank_local
         self.in_flight = [InFlightBuffers() for _ in range(world_size)]
-        """What each rank has lent and not waited for, by rank; after a run, what never landed."""
+        """Each rank's buffers in flight, by rank; after a run, those that never landed."""
         self._groups: dict[str, Group] = {}
         self._randomness = Randomness()
         self._process_state = ProcessState()
@@ -132,6 +132,7 @@ class World:
         self._closed = False
         self._run = self._new_run(EventLog())
         self._cluster = SimCluster(self._run)
+        # Before the threads start, because each rank's thread sets up its c10d state.
         c10d.install()
         process_ends.install()
         self._threads: list[threading.Thread] = []
@@ -140,8 +141,8 @@ class World:
         except RuntimeError as error:
             self.close()
             raise EnvironmentProblem(
-                f"expected to start {world_size} threads, one a rank, but after "
-                f"{len(self._threads)} of them: {error}. Try fewer ranks, or raise the limit on "
+                f"expected to start {world_size} threads, one per rank, but after "
+                f"{len(self._threads)} of them: {error}. Use fewer ranks, or raise the limit on "
                 "threads."
             ) from error
 
@@ -149,11 +150,11 @@ class World:
         """Change settings from the next run on.
 
         Args:
-            rank_local: As of the world; None keeps what it is.
-            settings: Other arguments of the world. Those that are omitted or None stay as they are.
+            rank_local: The world's argument; None to keep it.
+            settings: Other arguments of the world. Omitted ones, and None, keep their values.
 
         Raises:
-            UsageError: An argument has the wrong type, or is out of range.
+            UsageError: An argument has the wrong type or is out of range.
         """
         given = {name: value for name, value in settings.items() if value is not None}
         self.settings = self.settings.changed(self.world_size, **given)
@@ -161,10 +162,10 @@ class World:
             self._rank_local = rank_local
 
     def keep_apart(self, rank_local: RankLocal | None) -> None:
-        """Change what else of the process each rank has for itself from the next run on.
+        """Set which further process state each rank has for itself, from the next run on.
 
         Args:
-            rank_local: Moves it; None for nothing.
+            rank_local: Moves the state; None for no further state.
         """
         self._rank_local = rank_local
 
@@ -177,39 +178,38 @@ class World:
     def run(self, program: Callable[[int], Any], *, log: EventLog | None = None) -> list[Any]:
         """Run `program(rank)` on every rank to its end.
 
+        A planned crash raises RankFailed, a planned stall Deadlock. `log.faults` has the outcome of
+        every fault.
+
         Args:
-            program: Uses torch.distributed as it would anywhere; the default group exists already.
-            log: Gets the events of the run, for a reader that holds it already; an empty one. By
-                default a new one.
+            program: Uses torch.distributed as anywhere. The default group exists already.
+            log: Receives the events of the run; must be empty. By default a new one.
 
         Returns:
-            What each rank returned, in rank order.
+            The ranks' return values, in rank order.
 
         Raises:
-            RankFailed: A rank raised; names it and carries its traceback.
-            Deadlock: No rank could run; says who waits for what, and who never came.
-            ContractViolation: Two ranks' calls did not fit each other, or one rank's could not be
-                right by itself; its `aspect` says in what.
+            RankFailed: A rank raised; has its traceback.
+            Deadlock: No rank could run; lists all waits and the ranks that never came.
+            ContractViolation: Two ranks' calls conflict, or one is wrong by itself; see its
+                `aspect`.
             DataRace: With `races`, a rank touched memory in flight; names line and elements.
-            RankStalled: A rank ran on without ever calling torch.distributed.
-            InFlightRace: A rank touched memory that it had lent to an operation in flight; not
-                under the eager timing.
-            ScheduleDiverged: The run is not the one that was recorded.
-            UsageError: The world is closed, a rank called this, or the program is an `async def`
-                or generator function, or returned what one returns, so that its body never ran.
-
-        A crash by plan comes out as RankFailed, a stall by plan as Deadlock; `log.faults` tells
-        what came of every fault.
+            RankStalled: A rank kept running without a call of torch.distributed.
+            InFlightRace: With `lazy` or `hostile` timing, a rank touched memory in flight.
+            ScheduleDiverged: The run differs from the recorded one.
+            UsageError: The world is closed, or a rank called this. Or the program is, or returned
+                the result of, an `async def` or generator function, so its body never ran.
         """
         if self._closed:
-            raise UsageError("expected an open world, got one that is closed; make a new World")
+            raise UsageError("expected an open world, got a closed one. Make a new World.")
         if c10d.rank_state.c10d_world is not None:
             raise UsageError("expected World.run to be called outside of a rank, got a rank's call")
         check_program(program)
         self._run = self._cluster.run = self._new_run(EventLog() if log is None else log)
+        # Each program finds the world as new.
         self._store.clear()
         self._torch_stores.begin()
-        # Names of groups depend on the program, so only the default group outlives it.
+        # Names of other groups depend on the program, so only the default group outlives it.
         self._groups = {
             name: group for name, group in self._groups.items() if name == DEFAULT_GROUP
         }
@@ -224,11 +224,12 @@ class World:
             self._await_end()
         finally:
             if not self._baton.all_ended.is_set() and not self._closed:
-                # Interrupted again while it was: nobody waits for the rank any more.
+                # A second interrupt: no caller waits for the rank any more.
                 self._lose()
             self._run.injector.close()
         self._baton.restore_caller()
         results, self._program, self._results = self._results, None, []
+        # Before the failures: a body that never ran explains them.
         check_results(results)
         self._run.check_threads()
         if self.settings.strict:
@@ -238,13 +239,13 @@ class World:
         return results
 
     def close(self) -> None:
-        """End the rank threads and give torch its own process-wide state back."""
+        """End the rank threads and restore torch's process-wide state."""
         if self._closed:
             return
         self._closed = True
-        # One after another: thousands that wake up at once are in each other's way.
+        # One by one: thousands of threads that wake at once hinder each other.
         for rank, gate in enumerate(self._gates):
-            # Open where a thread that was to wait there could not be started.
+            # The gate is open if its thread could not be started.
             if gate.locked():
                 gate.release()
             if rank < len(self._threads):
@@ -259,14 +260,14 @@ class World:
         watched: bool = True,
         on_error: Callable[[BaseException], None] | None = None,
     ) -> AbstractContextManager[None]:
-        """Do not count against `stall_seconds` what the calling rank does inside this block.
+        """Return a block whose time does not count against `stall_seconds`.
 
-        For a harness that runs code of its own in a rank's turn. The log marks calls inside as the
-        harness's, those of blocks within it too.
+        For a harness that runs its own code in a rank's turn. The log marks calls inside as the
+        harness's, also in nested blocks.
 
         Args:
-            pause: False counts again what is done inside, within a block that does not.
-            watched: False if `races` charges no access inside to the program.
+            pause: False to count the time again, inside of a block that does not.
+            watched: False if `races` ignores accesses inside.
             on_error: Called with an exception that leaves the block; may raise another one.
         """
         run = self._run
@@ -280,12 +281,12 @@ class World:
 
     @property
     def closed(self) -> bool:
-        """Whether it can no longer run anything."""
+        """True if the world cannot run any more programs."""
         return self._closed
 
     @property
     def log(self) -> EventLog:
-        """The events of the latest run."""
+        """Events of the latest run."""
         return self._run.log
 
     @property
@@ -301,6 +302,7 @@ class World:
             world_size=self.world_size,
             depth=settings.depth,
         )
+        # The user's state moves first, so that ours is in place last.
         own = [self._randomness, self._process_state]
         baton = Baton(
             self._gates,
@@ -326,9 +328,10 @@ class World:
         )
 
     def _start_threads(self) -> None:
-        # 1,024 ranks fit because a thread's stack is only reserved, not used, until it is needed.
+        # 1,024 ranks fit, because a thread's stack is only reserved until it is used.
         previous = threading.stack_size(_STACK_BYTES)
         try:
+            # A locked gate, before the thread that waits at it.
             for rank, gate in enumerate(self._gates):
                 gate.acquire()
                 thread = threading.Thread(
@@ -349,6 +352,7 @@ class World:
             stores=self._torch_stores,
         )
         while True:
+            # `close` opens the gates a last time.
             self._gates[rank].acquire()
             if self._closed:
                 drop_unfinished()
@@ -375,14 +379,16 @@ class World:
                 raise
             finally:
                 if not is_forked():
+                    # The group stays warm only if the program did not destroy it.
                     profilers.end_program(rank)
                     keep = (
                         self.settings.initialized and self._run.group_registry.generation(rank) == 0
                     )
                     c10d.reset_rank(keep=keep)
-        except BaseException as raised:  # noqa: BLE001  Whatever a rank raises is the run's result.
+        except BaseException as raised:  # noqa: BLE001  Any exception is a result of the run.
             error = self._translated(rank, raised)
         finally:
+            # In a forked child, the program's return must not continue the parent's run.
             if is_forked():
                 process_ends.end_forked(error)
             baton.end_rank(rank, error)
@@ -393,16 +399,17 @@ class World:
         return RaceDetector(rank, buffers=self.in_flight[rank], fail=self._run.fail)
 
     def _leave(self, rank: int, status: int) -> None:
-        """End the world in place of the process, since a rank called os._exit."""
+        """End the world instead of the process, for a rank that called os._exit."""
         error = UsageError(
             f"expected rank {rank} to return or raise, got os._exit({status}) at {here()}, which "
-            "ends the process and with it every rank and who runs them. Try sys.exit, or raise."
+            "would end the process with all ranks and their caller. Call sys.exit, or raise."
         )
         raise self._run.fail(RankFailed(rank, error, shown_stack()))
 
     def _join_as_asked(self, rank: int) -> None:
-        """What `init_process_group` does in a rank."""
+        """Join the world, as `init_process_group` does in a rank."""
         world = c10d.rank_state.c10d_world
+        # An initialized world accepts the program's own call of init_process_group.
         if not self.settings.initialized and world is not None and world.default_pg is not None:
             raise ValueError("trying to initialize the default process group twice!")
         self._join(rank)
@@ -416,10 +423,11 @@ class World:
         default = name == DEFAULT_GROUP and not ranks
         rank = group_rank if default else ranks[group_rank]
         generation = self._run.group_registry.generation(rank)
+        # A new generation may use the same name for other ranks.
         key = f"{name}@{generation}" if generation else name
         group = self._groups.get(key)
         if group is None:
-            # By the first rank alone: of thousands each would list all others.
+            # Only for the first rank: listing all ranks on each of thousands is slow.
             members = tuple(range(self.world_size)) if default else tuple(ranks)
             label = "world" if default else f"{name} (ranks {', '.join(map(str, members))})"
             if generation:
@@ -436,11 +444,12 @@ class World:
             raise self._run.fail(failure) from None
 
     def _translated(self, rank: int, error: BaseException) -> BaseException:
-        """What a rank raised; torch's word for a group that is gone becomes one that says where."""
+        """Return a rank's error. If it is about a missing group, name the place that lost it."""
         if not c10d.is_about_a_missing_group(error):
             return error
         file, line = raising_site(error)
         foreign = _foreign_group_in(error, rank)
+        # A group of another rank is unknown to this rank's c10d world.
         if foreign is not None:
             raised = foreign_group(rank, foreign.owner, foreign.group_desc, f"at {file}:{line}")
             raised.__cause__ = error
@@ -462,12 +471,12 @@ class World:
         baton.poll(baton.holder, waited, site)
 
     def _await_end(self) -> None:
-        """Wait until every rank has ended; a rank that never lets go is interrupted and named."""
+        """Wait until all ranks have ended. Interrupt a rank that never passes on the baton."""
         baton, time, progress = self._baton, self._run.program_time, (-1, -1)
         stall_seconds = self.settings.stall_seconds
         try:
             while not baton.all_ended.wait(stall_seconds):
-                # A thread that was woken and has not come to run does nothing that takes time.
+                # A woken thread that does not run yet is not stalled.
                 latest = (baton.turns, time.changes)
                 is_stalled = latest == progress and baton.is_held
                 if is_stalled and baton.holder not in time.paused:
@@ -477,7 +486,8 @@ class World:
             try:
                 self._interrupt(WorldFailure("interrupted from outside"))
             except WorldFailure:
-                # The rank could not be ended and the world is lost; that is not what was asked.
+                # The rank could not be ended and the world is lost, but the caller's interrupt
+                # matters more.
                 raise interrupt from None
             raise
 
@@ -485,38 +495,40 @@ class World:
         baton = self._baton
         baton.fail(failure)
         for _ in range(int(_UNWIND_SECONDS)):
-            # One that was only woken sees by itself that the world has ended.
+            # A thread that was only woken sees the end of the world itself.
             if baton.is_held:
                 thread = self._threads[baton.holder]
+                # Raises RankEnded in the rank's thread, as soon as it executes Python code.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(thread.ident or 0), ctypes.py_object(RankEnded)
                 )
             if baton.all_ended.wait(1.0):
                 return
-        # The rank sits in native code that never returns: its thread is lost, and so is the world.
+        # The rank never returns from native code, so its thread and the world are lost.
         self._lose()
         raise failure
 
     def _lose(self) -> None:
-        """Give the world up, with a rank in it that still runs and hands over to the others."""
+        """Give up the world, because a rank in it still runs and would hand over to others."""
         self._closed = True
         process_ends.uninstall()
         c10d.uninstall()
 
 
 def _for_the_caller(failure: WorldFailure) -> WorldFailure:
-    """A failure as the caller of `World.run` is to see it: its message and the program's frames."""
+    """Return a failure as `World.run` raises it, with frames of the program only."""
     if not isinstance(failure, RankFailed):
-        # The message has all that matters of the error that led to it.
+        # The message has everything important of the error behind it.
         failure.__context__, failure.__cause__ = failure.__cause__ or failure.__context__, None
         failure.__suppress_context__ = True
     return failure.with_traceback(program_traceback(failure))
 
 
 def _foreign_group_in(error: BaseException, rank: int) -> SimProcessGroup | None:
-    """The group of another rank that torch was given where it raised an error, if it was one."""
+    """Return the other rank's group on which torch raised an error, or None."""
     traceback = error.__traceback__
     while traceback is not None:
+        # torch's functions name their argument `group`.
         group = traceback.tb_frame.f_locals.get("group")
         if isinstance(group, SimProcessGroup) and group.owner != rank:
             return group
