@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 from collections import deque
 from collections.abc import Callable, Sequence
 from os.path import basename
@@ -13,6 +14,9 @@ from zero_sim.sim.callsite import site_of
 
 MomentKind = Literal["issue", "read", "perform", "write", "wait", "land"]
 
+ROWS_SHOWN = 200
+"""Calls in the table that a notebook shows."""
+_COLUMNS = ("rank", "call", "group", "dtype", "elements", "detail", "site")
 LATEST_CALLS = 3
 """Number of a rank's last calls that an error shows."""
 
@@ -133,6 +137,28 @@ class EventLog:
         """Receives each call as it is made, in the thread of its rank."""
         # Kept by rank, so that an error does not search all calls of a long run.
         self._latest: dict[int, deque[CollectiveRecord]] = {}
+
+    def __repr__(self) -> str:
+        ranks = len({record.rank for record in self.collectives})
+        return f"EventLog({len(self.collectives):,} calls of {ranks} ranks, {self.tick:,} ticks)"
+
+    def _repr_html_(self) -> str:
+        """Return the calls as a table, which notebooks show."""
+        rows = self.collectives[:ROWS_SHOWN]
+        cells = [
+            (record.rank, record.kind, record.group, record.dtype, f"{record.elems:,}",
+             record.detail, record.site)
+            for record in rows
+        ]  # fmt: skip
+        # Group names and paths come from the program.
+        body = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in row)}</tr>"
+            for row in cells
+        )
+        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+        more = len(self.collectives) - len(rows)
+        rest = f"<p>and {more:,} more</p>" if more else ""
+        return f"<table><tr>{head}</tr>{body}</table>{rest}"
 
     def add(self, record: CollectiveRecord, *, of_harness: bool = False) -> None:
         """Add a call. `of_harness` marks calls inside of `World.pause_clock`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import html
 import operator
 import sys
 import threading
@@ -278,6 +279,16 @@ class World:
             watched=watched,
             on_error=on_error,
         )
+
+    def __repr__(self) -> str:
+        ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
+        calls = f"{len(self.log.collectives):,} calls in the latest run"
+        state = ", closed" if self._closed else ""
+        return f"World({ranks}, order={self.settings.order}, {calls}{state})"
+
+    def _repr_html_(self) -> str:
+        """Return a heading and the table of the latest run, which notebooks show."""
+        return f"<p>{html.escape(repr(self))}</p>{self.log._repr_html_()}"
 
     @property
     def closed(self) -> bool:
