@@ -57,6 +57,12 @@ def fuzz(tmp_path, *options):
     return CliRunner().invoke(main, ["fuzz", "--corpus", str(tmp_path), *options])
 
 
+def test_the_campaign_is_written_as_a_page(tmp_path, pool):
+    page = tmp_path / "page.html"
+    assert fuzz(tmp_path / "corpus", "--cases", "50", "--html", str(page)).exit_code == 0
+    assert "50 generated cases" in page.read_text()
+
+
 def test_nothing_found_is_0(tmp_path, pool):
     assert_ended(fuzz(tmp_path, "--cases", "60"), 0, "60 cases", "0 distinct findings")
 

@@ -6,21 +6,30 @@ import contextlib
 import re
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
-from zero_sim.cli.fuzz_text import DEFAULT_SECONDS, json_totals, show_totals
+from zero_sim.cli.fuzz_text import (
+    DEFAULT_SECONDS,
+    drawable_features,
+    json_totals,
+    show_totals,
+)
 from zero_sim.cli.options import own_options, parse_own_options
 from zero_sim.cli.parts import (
     EXIT_INTERRUPTED,
     EXIT_NOTHING_SELECTED,
+    FILE,
+    JSON,
     a_number,
     device_option,
     echo_report,
-    json_option,
+    option,
+    takes,
 )
 from zero_sim.errors import UsageError
 from zero_sim.host.packages import packages_needed
@@ -28,12 +37,13 @@ from zero_sim.host.terminal import takes_codes
 from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
+    from zero_sim.fuzz.campaign import Plan
     from zero_sim.fuzz.totals import CampaignTotals
 
 EXIT_FOUND = 1
 EXIT_LOST = 3
 DEFAULT_CORPUS = Path(".zero-sim", "corpus")
-_WITH_JOIN = ("join", "corpus", "coverage", "as_json")
+_WITH_JOIN = ("join", "corpus", "coverage", "as_json", "html")
 """Parameters that have an effect with `--join`."""
 
 
@@ -49,6 +59,25 @@ class _Shard(click.ParamType):
         if match is None:
             self.fail(f"expected two numbers such as 1/4, got {value!r}", param, ctx)
         return int(match[1]), int(match[2])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shown:
+    """Forms in which a campaign is shown."""
+
+    coverage: bool = option(
+        "--coverage",
+        is_flag=True,
+        help="Also show the features of cases, alone and in pairs: those that never occurred, "
+        "those that found a mutant, and what further cases would add.",
+    )
+    as_json: bool = option("--json", **JSON)
+    html: Path | None = option(
+        "--html",
+        type=FILE,
+        metavar="FILE",
+        help="Write the campaign as an HTML page, with a heat map of pairs of features.",
+    )
 
 
 @click.command()
@@ -113,13 +142,7 @@ class _Shard(click.ParamType):
     help="Run nothing: make one corpus, in DIR of --corpus, of the files of a campaign's shards or "
     "of those in a folder, and show what they found; several times for several.",
 )
-@click.option(
-    "--coverage",
-    is_flag=True,
-    help="Also show which features cases had, alone and in pairs, which never, which of them ever "
-    "found a mutant, and what further cases would bring.",
-)
-@json_option
+@takes(_Shown, "shown")
 @click.pass_context
 def fuzz(
     ctx: click.Context,
@@ -136,8 +159,7 @@ def fuzz(
     shard: tuple[int, int],
     corpus: Path | None,
     join: tuple[Path, ...],
-    coverage: bool,
-    as_json: bool,
+    shown: _Shown,
 ) -> None:
     """Generate cases, judge them, and shrink those that fail.
 
@@ -156,7 +178,7 @@ def fuzz(
       zero-sim fuzz --corpus nightly --seed 7 --coverage
     """
     if join:
-        ctx.exit(_join(ctx, join, into=corpus, coverage=coverage, as_json=as_json))
+        ctx.exit(_join(ctx, join, into=corpus, shown=shown))
     with packages_needed():
         from zero_sim.fuzz.campaign import Plan, open_pool, run_campaign
         from zero_sim.fuzz.records import Head, batch_cases
@@ -183,21 +205,48 @@ def fuzz(
     )
     progress = _Progress(started := time.monotonic())
     # What a model prints must not end up in the middle of the JSON.
-    out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    out = contextlib.redirect_stdout(sys.stderr) if shown.as_json else contextlib.nullcontext()
     with out, open_pool(jobs=jobs, scheduler=scheduler) as pool:
         totals = run_campaign(
             plan, pool=pool, render=render_case, tell=progress.tell, tell_converted=_tell_converted
         )
     progress.clear()
-    elapsed, status = time.monotonic() - started, exit_status_of(totals)
     if totals.unkept is not None:
         click.echo(f"Error: {totals.unkept}", err=True)
-    if as_json:
-        shown = json_totals(totals, plan=plan, elapsed=elapsed, coverage=coverage)
-        echo_report({**shown, "exit_status": status})
-    else:
-        show_totals(totals, plan=plan, elapsed=elapsed, coverage=coverage)
+    status = exit_status_of(totals)
+    _show(totals, plan=plan, elapsed=time.monotonic() - started, shown=shown, status=status)
     ctx.exit(status)
+
+
+def _show(
+    totals: CampaignTotals,
+    *,
+    plan: Plan,
+    elapsed: float,
+    shown: _Shown,
+    status: int,
+    **more: object,
+) -> None:
+    """Print a campaign, and write its page if the command line has `--html`.
+
+    Args:
+        totals: Results so far.
+        plan: What was to run.
+        elapsed: Seconds.
+        shown: Forms of output.
+        status: Exit status, for JSON.
+        more: Further fields, for JSON.
+    """
+    if shown.as_json:
+        fields = json_totals(totals, plan=plan, elapsed=elapsed, coverage=shown.coverage)
+        echo_report({**fields, **more, "exit_status": status})
+    else:
+        show_totals(totals, plan=plan, elapsed=elapsed, coverage=shown.coverage)
+    if shown.html is not None:
+        from zero_sim.report.campaign_page import write_campaign_page
+
+        names = drawable_features(plan)
+        write_campaign_page(shown.html, totals, plan=plan, elapsed=elapsed, names=names)
 
 
 def _join(
@@ -205,8 +254,7 @@ def _join(
     places: tuple[Path, ...],
     *,
     into: Path | None,
-    coverage: bool,
-    as_json: bool,
+    shown: _Shown,
 ) -> int:
     """Join the corpora of shards, and show what is in them; the exit status."""
     for param in ctx.command.params:
@@ -230,14 +278,10 @@ def _join(
     plan = Plan(head=joined.kept.head, corpus=into)
     seconds = totals.counts.seconds
     status = EXIT_LOST if missing and not totals.found else exit_status_of(totals)
-    if as_json:
-        shown = json_totals(totals, plan=plan, elapsed=seconds, coverage=coverage)
-        shards = {"shards": joined.shard_count, "shards_missing": list(missing)}
-        echo_report({**shown, **shards, "exit_status": status})
-    else:
-        show_totals(totals, plan=plan, elapsed=seconds, coverage=coverage)
-        if missing:
-            click.echo(f"Not there of {joined.shard_count:,} shards: {in_runs(missing)}.")
+    shards = {"shards": joined.shard_count, "shards_missing": list(missing)}
+    _show(totals, plan=plan, elapsed=seconds, shown=shown, status=status, **shards)
+    if missing and not shown.as_json:
+        click.echo(f"Not there of {joined.shard_count:,} shards: {in_runs(missing)}.")
     return status
 
 

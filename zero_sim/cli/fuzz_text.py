@@ -94,13 +94,13 @@ def json_totals(
 
     told: dict[str, object] = totals.as_dict()
     if coverage:
-        names, finders = _drawable(plan), _finders()
+        names, finders = drawable_features(plan), _finders()
         told["coverage"] = coverage_data(totals.coverage, names=names, finders=finders)
     where = {"device": plan.head.device, "corpus": str(plan.corpus), "seconds": elapsed}
     return {**told, **where, "shards": plan.head.shard[1], "shards_missing": []}
 
 
-def _drawable(plan: Plan) -> tuple[str, ...]:
+def drawable_features(plan: Plan) -> tuple[str, ...]:
     """Features that cases for the target of a campaign can have."""
     from zero_sim.fuzz.features import features_for
     from zero_sim.targets import capabilities_of, import_target
@@ -201,7 +201,7 @@ def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage:
     if coverage:
         from zero_sim.report.coverage import render_coverage
 
-        names, finders = _drawable(plan), _finders()
+        names, finders = drawable_features(plan), _finders()
         click.echo(render_coverage(totals.coverage, names=names, finders=finders) + "\n")
     _show_silent(totals)
     from zero_sim.report.text import count_verdicts
