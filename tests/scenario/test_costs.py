@@ -20,6 +20,7 @@ FULL = dataclasses.replace(
     MLP,
     data=DataSpec(nan=NanSpec(step=0, rank=0)),
     reload=ReloadSpec(step=1),
+    pair=PairSpec(),
     optimizer=OptimizerSpec(loss_scale=LossScaleSpec()),
     run=RunSpec(own_micro_batches=(1,)),
 )

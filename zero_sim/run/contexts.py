@@ -92,6 +92,7 @@ def build_contexts(
             first_step=segment.start,
             sees_all=len(observed) == replayed.world.size,
             explainer=view.explainer,
+            recorder=getattr(target, "layout_recorder", None),
         )
         judge = Judge(
             group,
