@@ -13,7 +13,7 @@ from zero_sim.scenario.costs import WORK_MAX, WORLD_ELEMS_MAX, check_costs
 from zero_sim.scenario.fields import values_at
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.rules import BOUNDS, LISTS, check_scenario
-from zero_sim.scenario.spec import LossScaleSpec, OptimizerSpec, ReloadSpec
+from zero_sim.scenario.spec import LossScaleSpec, OptimizerSpec, PairSpec, ReloadSpec
 
 MLP = Scenario(schema=1, model=ModelSpec(name="mlp"))
 FULL = dataclasses.replace(

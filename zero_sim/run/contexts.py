@@ -50,8 +50,7 @@ def build_contexts(
 
     Args:
         segment: The steps to judge, and where.
-        references: By number of the group; those of the world before go on, and all are left here
-            for the next one, as they are when the checkpoint that it loads is begun.
+        references: By group; from the world before, and left for the next as when its save begins.
         target: The system under test.
         device: Where the references compute.
         added_in: The order in which the backend adds; None for the one that the case names.

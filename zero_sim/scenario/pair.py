@@ -80,7 +80,7 @@ def placed_in_pair(problem: Problem, scenario: Scenario) -> Problem:
 
     Args:
         problem: With the path that it has in a case without a pair.
-        scenario: The case.
+        scenario: The case in its first layout.
     """
     names = {path: f"pair.{name}" for name, path in paired(scenario).items()}
     return replace(problem, path=names.get(problem.path, "pair"))

@@ -47,19 +47,9 @@ PartitionName = Literal["padded", "uneven", "rows", "one-owner"]
 CheckpointForm = Literal["sharded", "consolidated"]
 FaultName = Literal["crash", "stall", "corrupt", "drop", "duplicate", "slow"]
 CollectiveName = Literal[
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_list",
-    "all_gather",
-    "all_gather_list",
-    "broadcast",
-    "scatter",
-    "gather",
-    "all_to_all",
-    "all_to_all_list",
-    "barrier",
-]
+    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list", "all_gather",
+    "all_gather_list", "broadcast", "scatter", "gather", "all_to_all", "all_to_all_list", "barrier",
+]  # fmt: skip
 OrderName = Literal[
     "linear", "linear-fp32", "tree", "ring", "gloo", "nccl-ring", "nccl-sym", "random-tree"
 ]

@@ -62,7 +62,7 @@ def size_of(scenario: Scenario) -> Size:
     others = (each.world_size or 0 for each in (scenario.reload, scenario.pair) if each is not None)
     elems = [math.prod(shape) for _, shape in params_of(scenario.model)]
     return Size(
-        ranks=max(scenario.world.size, *others),
+        ranks=max((scenario.world.size, *others)),
         params=len(elems),
         elements=sum(elems),
         steps=scenario.run.steps,
