@@ -13,13 +13,14 @@ from zero_sim.scenario.costs import WORK_MAX, WORLD_ELEMS_MAX, check_costs
 from zero_sim.scenario.fields import values_at
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.rules import BOUNDS, LISTS, check_scenario
-from zero_sim.scenario.spec import LossScaleSpec, OptimizerSpec, ReloadSpec
+from zero_sim.scenario.spec import LossScaleSpec, OptimizerSpec, PairSpec, ReloadSpec
 
 MLP = Scenario(schema=1, model=ModelSpec(name="mlp"))
 FULL = dataclasses.replace(
     MLP,
     data=DataSpec(nan=NanSpec(step=0, rank=0)),
     reload=ReloadSpec(step=1),
+    pair=PairSpec(),
     optimizer=OptimizerSpec(loss_scale=LossScaleSpec()),
     run=RunSpec(own_micro_batches=(1,)),
 )

@@ -52,9 +52,17 @@ _FLOW: tuple[tuple[Phase, tuple[Check, ...]], ...] = (
             Check.EQUALITY_LOSS_SCALE,
         ),
     ),
-    (Phase.OPTIMIZER, (Check.EQUALITY_STATE, Check.EQUALITY_MASTER)),
+    (Phase.OPTIMIZER, (Check.EQUALITY_LAYOUT, Check.EQUALITY_STATE, Check.EQUALITY_MASTER)),
     (Phase.WRITE_BACK, (Check.EQUALITY_SCALE, Check.INVARIANT_CAST)),
-    (Phase.GATHER, (Check.EQUALITY_PARAMS, Check.INVARIANT_REPLICAS, Check.INVARIANT_PADDING)),
+    (
+        Phase.GATHER,
+        (
+            Check.EQUALITY_LAYOUT,
+            Check.EQUALITY_PARAMS,
+            Check.INVARIANT_REPLICAS,
+            Check.INVARIANT_PADDING,
+        ),
+    ),
 )
 """The phases of a step, and within each what is checked, in the order of computation."""
 
@@ -64,7 +72,7 @@ _CHECKS: dict[tuple[str, str], int] = {
 }
 _UNKNOWN_CHECK = len(_CHECKS)
 _DETAIL_LINES = 12
-_KEYED = (Check.EQUALITY_STATE, Check.EQUALITY_LOAD)
+_KEYED = (Check.EQUALITY_STATE, Check.EQUALITY_LAYOUT, Check.EQUALITY_LOAD)
 """Checks of several things of one param; which of them, the message says."""
 
 

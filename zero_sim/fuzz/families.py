@@ -79,6 +79,7 @@ def has_family(scenario: Scenario) -> bool:
     """Whether the reference of a case can judge others: one of one world, in a plain order."""
     return (
         scenario.reload is None
+        and scenario.pair is None
         and scenario.world.order_known
         and scenario.world.order in POSITION_FREE
         and not scenario.expect.one_device

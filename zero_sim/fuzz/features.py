@@ -25,8 +25,8 @@ LAYOUT = "layout: "
 """What names of features of layouts begin with."""
 _OPTIONS = "system.options."
 _OWN_MODELS = "model.name=own:"
-_ASSERTED = ("faults", "expect", "system.target")
-"""What says nothing of what a case has, but what is to come of it, and whom it is for."""
+_ASSERTED = ("faults", "expect", "pair", "system.target")
+"""Fields that are no features: what has to come of a case, and which target it is for."""
 _NAMES_KEPT, _PAIRS_KEPT = 1 << 10, 1 << 15
 _CAPABLE = {
     "model.name": "models",

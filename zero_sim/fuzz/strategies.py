@@ -35,6 +35,7 @@ from zero_sim.fuzz.models import (
 )
 from zero_sim.fuzz.optimizers import drawn_optimizer
 from zero_sim.fuzz.ordered import within_order
+from zero_sim.fuzz.pairs import needs_pair, pairable, with_second_layout
 from zero_sim.fuzz.plans import param_specs
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.fuzz.systems import (
@@ -153,6 +154,9 @@ def drawn_cases(
     if target is not None and target.name != OWN:
         # Its ranks would have to sum what split layers give.
         models_from = [name for name in models_from if name != "tp-block"]
+    has_pairs = target is not None and needs_pair(target)
+    if has_pairs:
+        able, reload = pairable(able), False
     drawn = partial(
         _drawn_case,
         able=able,
@@ -172,7 +176,11 @@ def drawn_cases(
             # A step of 1e-3 is rounded away in most weights of bf16.
             rate = choices.among([0.1, 1.0])
             case = replace(case, optimizer=replace(case.optimizer, lr=rate))
-        return with_drawn_options(choices, case, target=target)
+        case = with_drawn_options(choices, case, target=target)
+        if not has_pairs:
+            return case
+        sizes = [spec.numel for spec in param_specs(case.model)]
+        return with_second_layout(choices, case, able=able, sizes=sizes)
 
     fitting = Drawable(aimed)
     return fitting if with_refused else fitting.filter(lambda case: not refusals(target, case))

@@ -341,6 +341,8 @@ class ExactComparison:
             differs = self._comparer.differs(value, params[name])
             if differs:
                 at = findings.param(step, rank, name)
+                if PARTS in self._group.unobserved:
+                    at = self._group.of_layouts(at)
                 known = partial(_known_params, self._steps[step], name=name)
                 yield self._group.differing(at, value, params[name], known=known)
             if not self._steps[step].skipped:

@@ -223,6 +223,8 @@ class Judge:
         """
         # Views of live state, looked at once more when the params are there.
         self._parts[rank] = list(engine.parts())
+        if self.group.recorder is not None:
+            self.group.recorder.note_parts(step, self._parts[rank])
         engine.stray_gradients(padding_only=True)
         if self.group.shows_grads_of_params:
             engine.gradients()
@@ -253,6 +255,8 @@ class Judge:
         with self.book.aside(rank), engine.asked_once():
             # On every rank, whatever was found: see `_query_after_step`.
             params = engine.params()
+            if self.group.recorder is not None and PARTS in self.group.unobserved:
+                self.group.recorder.note_params(step, params)
             engine.stray_padding()
             if not self.bad.is_before(step):
                 shown = self._shown(rank, step, engine, params=params)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Numerics, OwnedPart
 from zero_sim.targets.adapt import DIVISION, GRADIENTS, PARTS
+
+if TYPE_CHECKING:
+    from zero_sim.targets.recorded import Record
 
 Guesses = Callable[[], Iterable[Known]]
 """Gives what may have come in place of what was expected."""
@@ -91,6 +95,8 @@ class JudgedGroup:
     """Whether all of its ranks are shown to its judge."""
     explainer: str = ""
     """`module:name` of the class that explains what differs; empty for no explanations."""
+    recorder: Record | None = None
+    """Takes the state after each step, to compare layouts; None if nothing is recorded."""
     comparer: Comparer = field(default_factory=Comparer)
     unobserved: set[str] = field(default_factory=set)
     """What the engine could tell and does not, so that nothing is known of it; grows."""
@@ -110,6 +116,15 @@ class JudgedGroup:
         spec = self.scenario.optimizer
         changed = spec.clip_norm or spec.clip_value or spec.loss_scale
         return self.numerics.grads_in_params and (self.numerics.is_told_wide or not changed)
+
+    @property
+    def compares_layouts(self) -> bool:
+        """True if masters and state are expected to be as another layout had them."""
+        return self.scenario.pair is not None and self.recorder is None
+
+    def of_layouts(self, at: Finding) -> Finding:
+        """Return a finding on masters or state, under `equality.layout` if layouts are compared."""
+        return replace(at, check=Check.EQUALITY_LAYOUT) if self.compares_layouts else at
 
     def note_unreported(self, *, divisor: float) -> None:
         """Note that the gradient or its division is unobserved if no optimizer state shows them.
@@ -209,16 +224,17 @@ class JudgedGroup:
             known: Gives what may have come instead, of a key, or of the master for an empty one.
         """
         place = part.place
-        compared = [(Check.EQUALITY_MASTER, "", master, part.master)]
-        compared += [
+        compared = [
             (Check.EQUALITY_STATE, key, state[key], beside(part.state[key], state[key]))
             for key in sorted(state.keys() & part.state.keys())
         ]
+        compared.append((Check.EQUALITY_MASTER, "", master, part.master))
         for check, key, value, got in compared:
             if self.comparer.differs(value, got):
-                at = findings.owned(check, key, step, rank, place)
+                at = self.of_layouts(findings.owned(check, key, step, rank, place))
                 yield self.differing(at, value, got, known=partial(known, key))
         for key in sorted(state.keys() ^ part.state.keys()):
-            at = findings.owned(Check.EQUALITY_STATE, key, step, rank, place)
-            side = "the reference" if key in part.state else "the system"
+            at = self.of_layouts(findings.owned(Check.EQUALITY_STATE, key, step, rank, place))
+            side = "the other layout" if self.compares_layouts else "the reference"
+            side = side if key in part.state else "the system"
             yield findings.missing(at, f"optimizer state {key!r} is missing in {side}")

@@ -13,6 +13,7 @@ from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.rules_tried import UPDATED, rules_together, with_rules
 from zero_sim.reference import settings_in_words
 from zero_sim.scenario.checks import Check
+from zero_sim.scenario.pair import layouts_in_words
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import FaultRecord
 from zero_sim.targets.adapt import DIVISION, GRADIENTS, PARTS
@@ -106,6 +107,9 @@ def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
 
 def _with_settings(found: Sequence[Finding], scenario: Scenario) -> tuple[Finding, ...]:
     """Findings, the first one of an update with what the reference stepped with."""
+    if any(each.check == Check.EQUALITY_LAYOUT for each in found):
+        # The settings are those of both layouts.
+        return tuple(_with_layouts(each, scenario) for each in found)
     first = next((finding for finding in found if finding.check in UPDATED), None)
     if first is None or first.step is None:
         return tuple(found)
@@ -113,6 +117,14 @@ def _with_settings(found: Sequence[Finding], scenario: Scenario) -> tuple[Findin
     settings = settings_in_words(spec, step=first.step, param=first.param)
     detail = "\n".join(filter(None, [f"reference: {settings}", first.detail]))
     return tuple(replace(each, detail=detail) if each is first else each for each in found)
+
+
+def _with_layouts(finding: Finding, scenario: Scenario) -> Finding:
+    """Return a finding, with both layouts if it is on these."""
+    if finding.check != Check.EQUALITY_LAYOUT:
+        return finding
+    detail = "\n".join(filter(None, [layouts_in_words(scenario), finding.detail]))
+    return replace(finding, detail=detail)
 
 
 def _notes(observations: Observations, *, agreed: bool) -> Iterator[str]:

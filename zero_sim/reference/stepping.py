@@ -115,9 +115,9 @@ def build_optimizer(
         {"params": tensors, **_group_options(group, takes=options)}
         for group, tensors in members.items()
     ]
-    if spec.name not in _CLASSES:
+    if own is not None or spec.name not in _CLASSES:
         full = [{"lr": spec.lr, **options, **group} for group in groups]
-        if spec.name in _MOVES:
+        if own is None and spec.name in _MOVES:
             return TextbookOptimizer(_MOVES[spec.name], full)
         if own is None:
             raise UsageError(

@@ -50,8 +50,7 @@ def build_contexts(
 
     Args:
         segment: The steps to judge, and where.
-        references: By number of the group; those of the world before go on, and all are left here
-            for the next one, as they are when the checkpoint that it loads is begun.
+        references: By group; from the world before, and left for the next as when its save begins.
         target: The system under test.
         device: Where the references compute.
         added_in: The order in which the backend adds; None for the one that the case names.
@@ -92,6 +91,7 @@ def build_contexts(
             first_step=segment.start,
             sees_all=len(observed) == replayed.world.size,
             explainer=view.explainer,
+            recorder=getattr(target, "layout_recorder", None),
         )
         judge = Judge(
             group,

@@ -35,6 +35,7 @@ from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import RankFailed
 from zero_sim.targets import Target, import_target
+from zero_sim.targets.recorded import Record, Replayed
 
 TELLER = 0
 """The rank that takes steps for all."""
@@ -137,6 +138,7 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
             or null for its own; `added_in`, the order that is in either case; `target`,
             `module:name` of the system under test, or empty for the one that the scenario names;
             `grads_told`, a point that the target does not declare itself, or empty;
+            `layout`, the `Record` of a second layout, as JSON, or null;
             `explainer`, `module:name` of a class that explains what differs, or empty; `device`,
             where the ranks compute, `cpu` or `cuda`; `probe`, whether the case relies on
             the order that the backend adds in by itself.
@@ -160,8 +162,9 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
 
     def find() -> Target:
         target = import_target(payload["target"] or scenario.system.target)
-        point = payload["grads_told"]
-        return ToldAt(target, point) if point else target
+        point, layout = payload["grads_told"], payload.get("layout")
+        target = ToldAt(target, point) if point else target
+        return target if layout is None else Replayed(target, Record.from_list(layout))
 
     try:
         # Where another rank gave up, it says why.

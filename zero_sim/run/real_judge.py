@@ -13,8 +13,10 @@ from zero_sim.backends import torchrun as launched
 from zero_sim.backends.real import RealRank
 from zero_sim.backends.team import Ending, Teams
 from zero_sim.backends.transports import find_transport
+from zero_sim.backends.worlds import WorldPool
 from zero_sim.findings.records import CaseResult, Finding
-from zero_sim.run.grads_told import Point, judge_as_told
+from zero_sim.run.grads_told import Point, ToldAt, judge_as_told
+from zero_sim.run.layout_pair import record_layout
 from zero_sim.run.probing import OrderDrift
 from zero_sim.run.program import folder_for
 from zero_sim.run.real import judge_rank, processes_of
@@ -22,11 +24,13 @@ from zero_sim.run.reports import CaseRun, Failure, Report
 from zero_sim.run.runner import judge_case
 from zero_sim.run.setup import OWN_ORDERS, Setup, judge_drifted
 from zero_sim.run.sgd_twin import with_twin
+from zero_sim.run.simulated import Simulated
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import import_target
+from zero_sim.targets import import_target, refusals
 from zero_sim.targets.numerics import GradsTold
+from zero_sim.targets.recorded import Record
 
 _LATE = "torch._dynamo"
 """What torch's optimizers import when the first one is made, which takes seconds."""
@@ -117,7 +121,10 @@ class RealJudge:
     def _judge(self, scenario: Scenario, point: GradsTold | None = None) -> CaseResult:
         self.setup.check(scenario)
         started = time.perf_counter()
-        backend = _Backend(run_on_ranks=partial(self._run, point=point or ""))
+        record, wrong = self._second_layout(scenario, point)
+        if wrong is not None:
+            return wrong
+        backend = _Backend(run_on_ranks=partial(self._run, point=point or "", record=record))
         try:
             result = judge_case(scenario, backend)
         except OrderDrift as drift:
@@ -126,7 +133,26 @@ class RealJudge:
             )
         return replace(result, seconds=time.perf_counter() - started)
 
-    def _run(self, scenario: Scenario, *, point: str) -> CaseRun:
+    def _second_layout(
+        self, scenario: Scenario, point: GradsTold | None
+    ) -> tuple[Record | None, CaseResult | None]:
+        """Run a case in its second layout, if it has one, on simulated ranks: bits are the same."""
+        if scenario.pair is None:
+            return None, None
+        target = import_target(self._target or scenario.system.target)
+        if refusals(target, scenario):
+            return None, None
+        with WorldPool() as worlds:
+            backend = Simulated(worlds=worlds)
+            return record_layout(
+                scenario,
+                ToldAt(target, point) if point else target,
+                judge=lambda case, each: judge_case(
+                    case, replace(backend, target=each), with_digest=False
+                ),
+            )
+
+    def _run(self, scenario: Scenario, *, point: str, record: Record | None) -> CaseRun:
         stall_seconds = scenario.run.stall_seconds
         with folder_for(scenario) as folder:
             payload = {
@@ -136,7 +162,8 @@ class RealJudge:
                 "added_in": self.setup.order_of(scenario) or OWN_ORDERS[self.setup.backend],
                 "target": self._target,
                 "grads_told": point,
-                "explainer": self._explainer,
+                "explainer": "" if record else self._explainer,
+                "layout": None if record is None else record.as_list(),
                 "device": self.setup.device,
                 "probe": self.setup.relies_on_own(scenario),
             }

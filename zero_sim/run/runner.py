@@ -15,7 +15,7 @@ from zero_sim.run.reports import CaseRun, result_of
 from zero_sim.run.simulated import Simulated
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Target
+from zero_sim.targets import Target, find_target, refusals
 from zero_sim.targets.numerics import GradsTold
 
 _POINTS: WeakKeyDictionary[WorldPool, list[tuple[Target, Point]]] = WeakKeyDictionary()
@@ -96,16 +96,41 @@ def judge_simulated(
     """
     target = backend.target
     if target is None:  # Registered targets declare it.
-        return judge_case(scenario, backend, keep_logs=keep_logs, with_digest=with_digest)
+        return _judge_layouts(scenario, backend, keep_logs=keep_logs, with_digest=with_digest)
 
     def judge(case: Scenario, point: GradsTold | None) -> CaseResult:
         told = replace(backend, target=target if point is None else ToldAt(target, point))
         if case is not scenario:
             return judge_case(case, replace(told, turns=(), trajectories=None), with_digest=False)
-        return judge_case(scenario, told, keep_logs=keep_logs, with_digest=with_digest)
+        return _judge_layouts(scenario, told, keep_logs=keep_logs, with_digest=with_digest)
 
     known = _point_of(target, backend.worlds)
     return judge_as_told(scenario, judge=judge, find=lambda: target, known=known)
+
+
+def _judge_layouts(
+    scenario: Scenario, backend: Simulated, *, keep_logs: bool, with_digest: bool
+) -> CaseResult:
+    """Judge a case, against its second layout if it has one; arguments as for `judge_case`."""
+    if scenario.pair is not None:
+        # Here, because hardly any case needs it.
+        from zero_sim.run.layout_pair import record_layout
+        from zero_sim.targets.recorded import Replayed
+
+        # Explanations take steps again by rules that the record does not have.
+        backend = replace(backend, trajectories=None, explainer="")
+        target = backend.target or find_target(scenario.system.target)
+        if not refusals(target, scenario):
+
+            def judge(other: Scenario, recording: Target) -> CaseResult:
+                simulated = replace(backend, target=recording, turns=())
+                return judge_case(other, simulated, with_digest=False)
+
+            record, wrong = record_layout(scenario, target, judge=judge)
+            if wrong is not None:
+                return wrong
+            backend = replace(backend, target=Replayed(target, record))
+    return judge_case(scenario, backend, keep_logs=keep_logs, with_digest=with_digest)
 
 
 def _point_of(target: Target, pool: WorldPool) -> Point:

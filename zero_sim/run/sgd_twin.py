@@ -87,6 +87,7 @@ def twin_of(scenario: Scenario) -> Scenario:
             optimizer=OptimizerSpec(name="sgd", lr=_LR, loss_scale=scenario.optimizer.loss_scale),
             run=replace(scenario.run, steps=1),
             reload=None,
+            pair=None,
             expect=expect,
         )
     )

@@ -160,7 +160,9 @@ class Trial:
     def _note_trust(self, context: GroupContext, *, target: Target) -> None:
         """Note an update rule that the reference takes from the target."""
         scenario = context.dp_cp_group.scenario
-        if scenario.optimizer.name != "own":
+        if scenario.pair is not None:
+            self.outcome.notes.append("params and state are compared with those of another layout")
+        if scenario.pair is not None or scenario.optimizer.name != "own":
             return
         # Here, because hardly any case needs it.
         from zero_sim.judge.nearest import trust_in_words

@@ -17,6 +17,7 @@ class Check(StrEnum):
     EQUALITY_LOSS_SCALE = "equality.loss-scale"
     EQUALITY_MASTER = "equality.master"
     EQUALITY_STATE = "equality.state"
+    EQUALITY_LAYOUT = "equality.layout"
     EQUALITY_PARAMS = "equality.params"
     EQUALITY_SCALE = "equality.scale"
     INVARIANT_OWNERSHIP = "invariant.ownership"

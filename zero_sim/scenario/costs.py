@@ -64,8 +64,8 @@ def _work(scenario: Scenario) -> int:
 
 
 def _ranks(scenario: Scenario) -> int:
-    after = scenario.reload.world_size if scenario.reload is not None else None
-    return max(scenario.world.size, after or 0)
+    others = (each.world_size or 0 for each in (scenario.reload, scenario.pair) if each is not None)
+    return max((scenario.world.size, *others))
 
 
 def _rows(scenario: Scenario) -> int:
@@ -74,8 +74,9 @@ def _rows(scenario: Scenario) -> int:
 
 def _bucket_sizes(scenario: Scenario) -> Iterator[int | None]:
     yield scenario.system.bucket_elems
-    if scenario.reload is not None and scenario.reload.bucket_elems is not None:
-        yield scenario.reload.bucket_elems
+    for other in (scenario.reload, scenario.pair):
+        if other is not None and other.bucket_elems is not None:
+            yield other.bucket_elems
 
 
 def _padding(scenario: Scenario, *, bucket_elems: int | None) -> int:

@@ -22,6 +22,7 @@ from zero_sim.scenario.derived import world_size_at
 from zero_sim.scenario.fields import check_index, describe_value, values_at
 from zero_sim.scenario.fitting import has_no_use
 from zero_sim.scenario.names import check_groups, check_spans, check_spans_begin
+from zero_sim.scenario.pair import PAIR_READS, check_pair
 from zero_sim.scenario.reload import check_after_reload, check_async_steps
 from zero_sim.scenario.spec import FaultSpec, Scenario
 from zero_sim.scenario.suggest import closest
@@ -96,6 +97,9 @@ BOUNDS = (
     Bound(path="reload.redundancy", least=1, most=WORLD_SIZE_MAX),
     Bound(path="reload.bucket_elems", least=1, most=PARAM_ELEMS_MAX),
     Bound(path="reload.reduce_buffer_elems", least=1, most=PARAM_ELEMS_MAX),
+    Bound(path="pair.world_size", least=1, most=WORLD_SIZE_MAX),
+    Bound(path="pair.redundancy", least=1, most=WORLD_SIZE_MAX),
+    Bound(path="pair.bucket_elems", least=1, most=PARAM_ELEMS_MAX),
     Bound(path="optimizer.lr", least=0, most=FP32_MAX, open_least=True),
     Bound(path="optimizer.betas", least=0, most=1, open_most=True),
     Bound(path="optimizer.eps", least=0, most=FP32_MAX),
@@ -348,6 +352,10 @@ def _finding(scenario: Scenario) -> Iterator[Problem]:
         )
 
 
+def _pair(scenario: Scenario) -> Iterator[Problem]:
+    return iter(()) if scenario.pair is None else check_pair(scenario)
+
+
 def _applies(row: Applies, scenario: Scenario) -> Iterator[Problem]:
     return row.check(scenario) if has_no_use(row, scenario) else iter(())
 
@@ -386,6 +394,7 @@ RULES = (
     Rule(reads=("model.freeze", "model.skip", "run.steps"), check=check_spans_begin),
     Rule(reads=_BEFORE_AND_AFTER, check=check_after_reload),
     Rule(reads=("reload.async_steps", "reload.step", "run.steps"), check=check_async_steps),
+    Rule(reads=PAIR_READS, check=_pair),
     *(Rule(reads=row.reads, check=partial(_applies, row)) for row in APPLIES),
     *(Rule(reads=each.reads, check=each.check) for each in CONDITIONS),
 )

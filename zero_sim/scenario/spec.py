@@ -47,19 +47,9 @@ PartitionName = Literal["padded", "uneven", "rows", "one-owner"]
 CheckpointForm = Literal["sharded", "consolidated"]
 FaultName = Literal["crash", "stall", "corrupt", "drop", "duplicate", "slow"]
 CollectiveName = Literal[
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_list",
-    "all_gather",
-    "all_gather_list",
-    "broadcast",
-    "scatter",
-    "gather",
-    "all_to_all",
-    "all_to_all_list",
-    "barrier",
-]
+    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list", "all_gather",
+    "all_gather_list", "broadcast", "scatter", "gather", "all_to_all", "all_to_all_list", "barrier",
+]  # fmt: skip
 OrderName = Literal[
     "linear", "linear-fp32", "tree", "ring", "gloo", "nccl-ring", "nccl-sym", "random-tree"
 ]
@@ -551,6 +541,30 @@ class ReloadSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PairSpec:
+    """Compare with a second layout, which the target declares to give the same state.
+
+    The second layout runs first. After every step, the case's params and optimizer state must have
+    its bits. What is left out is as in the case.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
+
+    world_size: int | None = None
+    """Number of ranks in the second layout."""
+    stage: Literal[0, 1, 2, 3] | None = None
+    """ZeRO stage in the second layout."""
+    redundancy: int | None = None
+    """Copies of what is sharded, in the second layout."""
+    bucket_elems: int | None = None
+    """Bucket size in the second layout."""
+    partition: PartitionName | None = None
+    """Partition in the second layout."""
+    param_order: Literal["registration", "reverse"] | None = None
+    """Param order in the second layout."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
     """One case, complete: enough to build it, run it and judge it."""
 
@@ -578,6 +592,8 @@ class Scenario:
     """How long to train, and from which seed."""
     reload: ReloadSpec | None = None
     """Save and reload in the middle; absent for none."""
+    pair: PairSpec | None = None
+    """A second layout to compare with; absent for none."""
     faults: tuple[FaultSpec, ...] = ()
     """What goes wrong by plan."""
     expect: ExpectSpec = field(default_factory=ExpectSpec)

@@ -178,9 +178,10 @@ def _plain(scenario: Scenario, section: str) -> Scenario:
 
 def _blocks(scenario: Scenario) -> Iterator[str]:
     """Paths of optional tables and lists that the case has."""
-    paths = ("reload", "data.nan", "optimizer.loss_scale", "optimizer.groups", "model.freeze",
-             "model.tied", "model.unused", "model.skip", "model.one_rank", "topology.shared",
-             "topology.tied", "system.options", "faults", "run.own_micro_batches")  # fmt: skip
+    paths = ("reload", "pair", "data.nan", "optimizer.loss_scale", "optimizer.groups",
+             "model.freeze", "model.tied", "model.unused", "model.skip", "model.one_rank",
+             "topology.shared", "topology.tied", "system.options", "faults",
+             "run.own_micro_batches")  # fmt: skip
     return (path for path in paths if attrgetter(path)(scenario))
 
 
@@ -204,7 +205,7 @@ def _defaults(scenario: Scenario) -> Iterator[tuple[str, object]]:
 
 def _values(scenario: Scenario) -> Iterator[tuple[str, object, object, tuple[object, ...]]]:
     """Path, value, default and choices, if any, of each field that is not as by default."""
-    tables = [*_SECTIONS, "run", "model", "reload", "data.nan", "optimizer.loss_scale"]
+    tables = [*_SECTIONS, "run", "model", "reload", "pair", "data.nan", "optimizer.loss_scale"]
     for table in tables:
         record = attrgetter(table)(scenario)
         for column in dataclasses.fields(record) if record is not None else ():

@@ -30,7 +30,7 @@ class Size:
     """How large a case is; the first number in which two differ decides which is the smaller."""
 
     ranks: int
-    """Of the larger world, where a reload makes two."""
+    """Of the largest world, if a reload or a second layout makes two."""
     params: int
     elements: int
     """Of all params together, on all ranks."""
@@ -59,10 +59,10 @@ def size_of(scenario: Scenario) -> Size:
     Args:
         scenario: A valid case.
     """
-    after = scenario.reload.world_size if scenario.reload is not None else None
+    others = (each.world_size or 0 for each in (scenario.reload, scenario.pair) if each is not None)
     elems = [math.prod(shape) for _, shape in params_of(scenario.model)]
     return Size(
-        ranks=max(scenario.world.size, after or 0),
+        ranks=max((scenario.world.size, *others)),
         params=len(elems),
         elements=sum(elems),
         steps=scenario.run.steps,

@@ -20,6 +20,7 @@ from zero_sim.reference import AVERAGES, POSITION_FREE
 from zero_sim.scenario.fields import field_paths, show, values_at
 from zero_sim.scenario.fitting import after_reload
 from zero_sim.scenario.kinds import is_own_model
+from zero_sim.scenario.pair import PAIRED, other_layout, paired, placed_in_pair
 from zero_sim.scenario.reload import placed_in_reload
 from zero_sim.scenario.spec import (
     AnyModelName,
@@ -109,6 +110,11 @@ class Capabilities:
     `model.one_rank`, `model.freeze`, `model.distinct_start`, `reload`: in any form, and on in a
     world and a layout that these capabilities allow, too; and `reload.async_steps`. All others must
     be as by default, or as the numerics say."""
+    independent_of: tuple[str, ...] = ()
+    """Layout fields that change no bit in params and state, if they change no reduced gradient:
+    `world.size`, `system.stage`, `system.redundancy`, `system.bucket_elems`,
+    `system.partition`, `system.param_order`. Such targets can be judged in pairs of layouts, and
+    need no update rule for the reference: then a drawn case has a second layout (`pair`)."""
     only: tuple[tuple[str, tuple[object, ...]], ...] = ()
     """By path of a field the values that it can have, where not all: `("reload.form",
     ("sharded",))`, `("reload.weights_only", (False,))`, `("system.redundancy", (1, 2))`."""
@@ -123,6 +129,7 @@ class Capabilities:
             own = known_models() if name == "models" else ()
             check_words(f"Capabilities.{name}", getattr(self, name), (*choices, *own))
         check_words("Capabilities.follows", self.follows, followed())
+        check_words("Capabilities.independent_of", self.independent_of, tuple(PAIRED.values()))
         for entry in self.only:
             if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[1], tuple):
                 raise UsageError(
@@ -195,6 +202,14 @@ class Capabilities:
             for at, value in values_at(scenario, path):
                 if value not in values:
                     yield from _one_of(at, value, values)
+        for name, path in () if scenario.pair is None else paired(scenario).items():
+            if path not in self.independent_of:
+                yield Problem(
+                    path=f"pair.{name}",
+                    message=f"expected a target whose state is independent of {path}.",
+                    suggestion="Leave it out; or, if it is, let its capabilities declare "
+                    f"independent_of=({path!r},).",
+                )
         yield from self._unfollowed(scenario, numerics)
         yield from numerics.problems(scenario)
 
@@ -258,7 +273,7 @@ def capabilities_of(target: Target) -> Capabilities:
     Raises:
         ProtocolError: It declares something else.
     """
-    has_rule = any(getattr(target, name, None) is not None for name in OWN_RULES)
+    has_rule = has_own_rule(target)
     declared: object = getattr(target, "capabilities", _PLAIN)
     own = own_models_of(target)
     if declared is None:
@@ -270,13 +285,18 @@ def capabilities_of(target: Target) -> Capabilities:
         )
     if has_rule and declared.optimizers == _PLAIN.optimizers:
         declared = replace(declared, optimizers=("own",))
-    if not has_rule and "own" in declared.optimizers:
+    if not has_rule and "own" in declared.optimizers and not declared.independent_of:
         raise ProtocolError(
             f"expected {' or '.join(OWN_RULES)} of target {target.name!r}, whose capabilities "
-            "declare optimizer 'own', got neither."
+            "declare optimizer 'own', got neither. Add it, or declare independent_of."
         )
     new = tuple(name for name in own if name not in declared.models)
     return replace(declared, models=(*declared.models, *new)) if new else declared
+
+
+def has_own_rule(target: Target) -> bool:
+    """Return True if a target has an update rule for the reference."""
+    return any(getattr(target, name, None) is not None for name in OWN_RULES)
 
 
 def reduce_ops_of(target: Target, scenario: Scenario) -> tuple[str, ...]:
@@ -352,6 +372,10 @@ def refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     itself that it then is.
     """
     found = _refusals_of_one(target, scenario)
+    if scenario.pair is not None:
+        other = _refusals_of_one(target, other_layout(scenario))
+        placed = (placed_in_pair(problem, scenario) for problem in other)
+        return (*found, *(each for each in placed if not found))
     if scenario.reload is None:
         return found
     after = replace(after_reload(scenario), reload=None)
@@ -377,8 +401,13 @@ def _refusals_of_one(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     if options:
         # Rules, and what a target refuses by itself, may be functions of them.
         return options
-    declared = capabilities_of(target).problems(scenario, numerics=numerics_of(target, scenario))
+    declared = tuple(
+        capabilities_of(target).problems(scenario, numerics=numerics_of(target, scenario))
+    )
     drawn = drawn_problems(scenario) if draws_weights(target) else ()
+    is_known = scenario.optimizer.name != "own" or has_own_rule(target)
+    if scenario.pair is None and not is_known and not declared:
+        declared = (_NO_RULE,)
     return (*declared, *drawn, *_own_refusals(target, scenario))
 
 
@@ -431,6 +460,12 @@ def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
     yield "reload.async_steps", scenario.reload.async_steps if scenario.reload else 0, 0
 
 
+_NO_RULE = Problem(
+    path="pair",
+    message=f"the reference has no update rule of this target, {' or '.join(OWN_RULES)}, so that "
+    "only two layouts can be compared, got one.",
+    suggestion="Try [pair] with stage or world_size.",
+)
 _PLAIN = Capabilities()
 EVERYTHING = Capabilities(
     models=get_args(ModelName),
@@ -439,6 +474,7 @@ EVERYTHING = Capabilities(
     optimizers=tuple(name for name in get_args(OptimizerName) if name != "own"),
     orders=get_args(OrderName),
     follows=followed(),
+    independent_of=tuple(PAIRED.values()),
 )
 """All that a scenario can say of a target without an update rule of its own."""
 _EVERYTHING_AND_OWN = replace(EVERYTHING, optimizers=get_args(OptimizerName))

@@ -257,6 +257,13 @@ class Numerics:
                 f"of whose place nothing is known, got {show(scenario.world.order)}.",
                 suggestion="Try linear, which is the same everywhere.",
             )
+        is_clipped = scenario.optimizer.clip_norm is not None
+        if scenario.pair is not None and is_clipped and self.norm != "of-elements":
+            yield Problem(
+                path="optimizer.clip_norm",
+                message=f"a norm {self.norm!r} is rounded in another way in another layout.",
+                suggestion="Leave this or `pair` out.",
+            )
         if self.scale_loss is not None and scenario.expect.one_device:
             yield Problem(
                 path="expect.one_device",

@@ -40,6 +40,8 @@ def rules_of(target: Target, scenario: Scenario, *, added_in: str | None = None)
     own = None
     if scenario.optimizer.name == "own":
         own = own_rule_of(target, scenario, elementwise=numerics.elementwise)
+    if (rule := getattr(target, "layout_rule", None)) is not None:
+        own = rule(scenario) or own
     return replace(rules, own=own)
 
 

@@ -56,7 +56,7 @@ class BitHashWorkload:
 
         Args:
             scenario: Uses `model.shapes`, `model.dtype`, `data`, `world.size`,
-                `run.micro_batches` and `run.seed`.
+                `pair.world_size`, `run.micro_batches` and `run.seed`.
         """
         self._scenario = scenario
         generator, dtype = weight_generator(scenario), working_dtype(scenario.model.dtype)
@@ -67,7 +67,11 @@ class BitHashWorkload:
 
     def build(self) -> nn.Module:
         """Return a fresh `HashedParams`, whose share of the budget is the same for all ranks."""
-        shares = self._scenario.world.size * self._scenario.run.micro_batches
+        pair, ranks = self._scenario.pair, self._scenario.world.size
+        if pair is not None:
+            # Both layouts need the same factors.
+            ranks = max(ranks, pair.world_size or ranks)
+        shares = ranks * self._scenario.run.micro_batches
         units_max = max(1, budget_units(self._scenario) // shares)
         return HashedParams(self._bits, units_max=units_max)
 

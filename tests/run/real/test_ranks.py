@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.run.real.conftest import case
 from zero_sim.findings.records import taken_notes
 from zero_sim.run import setup as setups
 from zero_sim.run.setup import Setup
@@ -14,6 +15,7 @@ from zero_sim.scenario.spec import (
     ModelSpec,
     NanSpec,
     OptimizerSpec,
+    PairSpec,
     ReloadSpec,
     RunSpec,
     SystemSpec,
@@ -303,3 +305,17 @@ def test_what_differs_is_explained_on_the_processes(on_gloo):
     assert first.check == "equality.grad"
     assert "with divide = 'premul'" in first.detail
     assert "these are the bits of divide = " in first.detail
+
+
+def test_a_second_layout_is_compared_with(judge_on_gloo, monkeypatch):
+    monkeypatch.setattr(judge_on_gloo, "_target", "tests.targets.momentum8:Faulty")
+    scenario = case(
+        model=ModelSpec(name="bit-hash", shapes=((6, 2),)),
+        world=WorldSpec(size=2),
+        optimizer=OptimizerSpec(name="own", lr=0.1),
+        run=RunSpec(steps=1),
+        pair=PairSpec(stage=0),
+    )
+    found = judge_on_gloo(scenario).findings[0]
+    assert (found.check, found.step) == ("equality.layout", 0)
+    assert found.message == "optimizer state 'momentum' differs"

@@ -1,0 +1,50 @@
+"""Cases with a second layout, which must have the same state, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from zero_sim.findings.records import CaseResult, Finding
+from zero_sim.scenario.checks import Check
+from zero_sim.scenario.pair import other_layout
+from zero_sim.scenario.spec import ExpectSpec, Scenario
+from zero_sim.targets import Target
+from zero_sim.targets.declared import has_own_rule
+from zero_sim.targets.recorded import Record, Recording
+
+_UPDATED = (Check.EQUALITY_STATE, Check.EQUALITY_MASTER, Check.EQUALITY_PARAMS)
+
+
+def record_layout(
+    scenario: Scenario, target: Target, *, judge: Callable[[Scenario, Target], CaseResult]
+) -> tuple[Record, CaseResult | None]:
+    """Run a case in its second layout.
+
+    Args:
+        scenario: A case with a pair.
+        target: The system under test.
+        judge: Judges a case on simulated ranks.
+
+    Returns:
+        Params and state after each step, and the result if the second layout is wrong by
+        itself or could not be run.
+    """
+    record = Record()
+    expect = ExpectSpec(nonzero_min=scenario.expect.nonzero_min)
+    other = replace(other_layout(scenario), expect=expect)
+    result = judge(other, Recording(target, record))
+    if result.verdict == "error":
+        return record, result
+    found = result.findings if result.verdict == "fail" else ()
+    if scenario.optimizer.name == "own" and not has_own_rule(target):
+        # Its updates are unknown here.
+        found = tuple(each for each in found if each.check not in _UPDATED)
+    if not found:
+        return record, None
+    return record, replace(result, findings=tuple(map(_of_second, found)))
+
+
+def _of_second(finding: Finding) -> Finding:
+    line = "found in the second layout of the pair"
+    return replace(finding, detail=f"{line}\n{finding.detail}".rstrip())

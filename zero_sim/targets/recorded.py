@@ -1,0 +1,190 @@
+"""State in one layout, recorded step by step, as expected state in another layout.
+
+[Note: the rule of a replayed case]
+The reference takes masters and state after each step from the record. There is no update rule.
+All else is computed as in any case: losses, reduced gradients, norms, casts.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_sim.reference import OwnRule
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets.declared import capabilities_of, has_own_rule
+from zero_sim.targets.protocol import OwnedPart, Target
+
+Span = tuple[int, int]
+"""Half-open, in elements of a param."""
+Pieces = dict[Span, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """Params and state after each step of a run."""
+
+    steps: dict[int, dict[str, dict[str, Pieces]]] = field(default_factory=dict)
+    """By step, param and state key; the master has an empty key."""
+
+    def __deepcopy__(self, memo: object) -> Record:
+        """Return itself: nothing changes it after its run."""
+        return self
+
+    def note_parts(self, step: int, parts: Iterable[OwnedPart]) -> None:
+        """Note what a rank owns after a step; replicas are compared within their own run."""
+        for part in parts:
+            place = part.place
+            self._note(step, place.param, (place.start, place.stop), part.master, part.state)
+
+    def note_params(self, step: int, params: Mapping[str, Tensor]) -> None:
+        """Note working params after a step, for an engine that reports no parts."""
+        for name, param in params.items():
+            self._note(step, name, (0, param.numel()), param, {})
+
+    def _note(
+        self, step: int, name: str, span: Span, master: Tensor, state: Mapping[str, Tensor]
+    ) -> None:
+        keys = self.steps.setdefault(step, {}).setdefault(name, {})
+        for key, value in {"": master, **state}.items():
+            pieces = keys.setdefault(key, {})
+            if span not in pieces:
+                pieces[span] = value.detach().clone()
+
+    def put(self, step: int, name: str, param: Tensor) -> dict[str, Tensor]:
+        """Write the recorded values into a param and return its state by key.
+
+        Args:
+            step: Optimizer step, from 0.
+            name: Name in the model.
+            param: The whole param, which changes.
+        """
+        keys = self.steps.get(step, {}).get(name, {})
+        found = {key: _joined(pieces, like=param) for key, pieces in keys.items()}
+        if "" in found:
+            param.copy_(found.pop(""))
+        return found
+
+    def as_list(self) -> list[Any]:
+        """Return everything, ready for JSON."""
+        return [
+            (step, name, key, *span, _to_json(value))
+            for step, params in self.steps.items()
+            for name, keys in params.items()
+            for key, pieces in keys.items()
+            for span, value in pieces.items()
+        ]
+
+    @classmethod
+    def from_list(cls, data: Iterable[Any]) -> Record:
+        """Return the record that `as_list` was called on."""
+        record = cls()
+        for step, name, key, start, stop, value in data:
+            keys = record.steps.setdefault(step, {}).setdefault(name, {})
+            keys.setdefault(key, {})[start, stop] = _from_json(value)
+        return record
+
+
+def _joined(pieces: Pieces, *, like: Tensor) -> Tensor:
+    """Return state joined from pieces, or as one rank has it if it is not cut like the param."""
+    first = next(iter(pieces.values()))
+    is_cut = all(
+        value.dim() and value.numel() == stop - start for (start, stop), value in pieces.items()
+    )
+    if not is_cut:
+        return first.clone()
+    # Elements that no rank owns are reported by the check of ownership.
+    whole = first.new_zeros(like.numel())
+    for (start, stop), value in pieces.items():
+        whole[start:stop] = value.reshape(-1)
+    return whole.view(like.shape)
+
+
+def _to_json(value: Tensor) -> tuple[str, list[int], str]:
+    held = value.detach().cpu().contiguous()
+    raw = held.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return str(held.dtype).removeprefix("torch."), list(held.shape), base64.b64encode(raw).decode()
+
+
+def _from_json(value: tuple[str, list[int], str]) -> Tensor:
+    name, shape, text = value
+    raw, dtype = bytearray(base64.b64decode(text)), getattr(torch, name)
+    return (
+        torch.frombuffer(raw, dtype=dtype).reshape(shape)
+        if raw
+        else torch.zeros(shape, dtype=dtype)
+    )
+
+
+class _RecordedOptimizer:
+    """Takes steps from a record, in the form of torch's optimizers."""
+
+    def __init__(self, record: Record, named: Mapping[str, Tensor]) -> None:
+        self._record, self._named = record, dict(named)
+        # In the group, because the reference copies state and groups alone.
+        self.param_groups: list[dict[str, Any]] = [
+            {"params": list(named.values()), "lr": 0.0, "step": 0}
+        ]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+
+    def step(self) -> None:
+        (group,) = self.param_groups
+        for name, param in self._named.items():
+            self.state[param] = self._record.put(group["step"], name, param)
+        group["step"] += 1
+
+
+class _Wrapped:
+    """A target with something added.
+
+    Args:
+        target: The system under test.
+        record: Written or read.
+    """
+
+    def __init__(self, target: Target, record: Record) -> None:
+        self._target, self._record = target, record
+        self.name = target.name
+        # Before anything is added, since a rule of its own changes the default.
+        self.capabilities = capabilities_of(target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def build(self, module: Any, **named: Any) -> Any:
+        """Build the engine of the target."""
+        return self._target.build(module, **named)
+
+    def _rule(self, scenario: Scenario, record: Record) -> OwnRule:
+        return OwnRule(
+            name=f"recorded state of target {self.name!r}",
+            scenario=scenario,
+            build=lambda named, scenario: _RecordedOptimizer(record, named),
+        )
+
+
+class Recording(_Wrapped):
+    """A target whose params and state are recorded by the judge."""
+
+    @property
+    def layout_recorder(self) -> Record:
+        """Takes the state after each step."""
+        return self._record
+
+    def layout_rule(self, scenario: Scenario) -> OwnRule | None:
+        """Return a rule that leaves all as it is, if the reference has none."""
+        has_rule = scenario.optimizer.name != "own" or has_own_rule(self._target)
+        return None if has_rule else self._rule(scenario, Record())
+
+
+class Replayed(_Wrapped):
+    """A target whose params and state are expected to be as recorded."""
+
+    def layout_rule(self, scenario: Scenario) -> OwnRule | None:
+        """Return the rule that takes each step from the record."""
+        return self._rule(scenario, self._record)
