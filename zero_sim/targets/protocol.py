@@ -201,12 +201,12 @@ class FullEngine(Engine, Protocol):
     def backward_terms(self, loss: Tensor, second: Tensor, *, last_micro: bool, rows: int) -> None:
         """Run backward for a micro-batch of a model with a second loss, in place of `backward`.
 
-        An engine without it gets the sum of both. One backward of one sum has the reference's bits,
-        in which a param's gradient from both is added at once.
+        An engine without it gets the sum of both. Call backward once, on a sum of both: two calls
+        add gradients in another order than the reference.
 
         Args:
             loss: The main loss, 0-D.
-            second: The second one, 0-D; as `Numerics.scale_second` declares, its factor may be
+            second: The second loss, 0-D; as `Numerics.scale_second` declares, its factor may be
                 another than that of `loss`.
             last_micro: As for `backward`.
             rows: As for `backward`.

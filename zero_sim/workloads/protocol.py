@@ -89,7 +89,7 @@ class TermsWorkload(Workload, Protocol):
     """A workload whose loss may have a second term, which a system may scale by itself."""
 
     def terms(self, module: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the loss, or the main loss and a second one, each 0-D; one forward for both.
+        """Return the loss, or the main loss and a second loss, each 0-D; a single forward for both.
 
         `loss` is their sum.
         """
@@ -108,7 +108,7 @@ def has_experts(workload: Workload) -> TypeGuard[ExpertWorkload]:
 
 
 def loss_terms(workload: Workload, module: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-    """Return the terms of the loss, main one first, from one forward.
+    """Return the terms of the loss, main loss first, from a single forward.
 
     Args:
         workload: The workload.
