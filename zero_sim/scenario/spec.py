@@ -128,7 +128,8 @@ class ModelSpec:
     tensor-parallel ranks, which compute with small whole numbers, too. `positional`:
     `weight * x + position`, whose terms share one gradient tensor; `gpt`: a small language model of
     torch's layers, with a tied head and a block used twice; `multi-token`: a language model with
-    a second loss, which a system may scale by itself. `own:NAME`: a model that the target brings."""
+    a second loss, which a system may scale by itself. `own:NAME`: a model that the target
+    brings."""
     dtype: DtypeName = "fp32"
     """Dtype of the working params, and of the gradients of those in fp8; the optimizer always keeps
     fp32 masters."""
