@@ -33,7 +33,7 @@ USED_BY: dict[str, tuple[str, ...]] = {
         "positional",
         "gpt",
         "multi-token",
-    ),
+    ),  # fmt: skip
     "model.blocks": ("mlp", "fp8", "tp-block", "gpt"),
     "model.experts": ("moe",),
     "model.fp8_format": ("fp8",),

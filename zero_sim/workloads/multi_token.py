@@ -1,9 +1,9 @@
 """`multi-token`: a language model with a second loss, of the token after the next one.
 
 Both terms are means over the rank's own tokens, so context parallelism splits them alike: each rank
-has the tokens of its part of a sequence. A mean over all ranks gives both terms the weights of a single
-device. A system that scales the main loss by the number of context-parallel ranks has to scale the
-second loss alike: in Megatron-LM issues 3943 and 3959 it does not.
+has the tokens of its part of a sequence. A mean over all ranks gives both terms the weights of a
+single device. A system that scales the main loss by the number of context-parallel ranks has to
+scale the second loss alike: in Megatron-LM issues 3943 and 3959 it does not.
 
 Multi-token prediction as in "DeepSeek-V3 Technical Report", section 2.2: a further layer on top of
 the trunk, the same head, and a loss with a weight.
