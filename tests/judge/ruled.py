@@ -12,6 +12,7 @@ FOLLOWS = (
     "optimizer.weight_decay",
     "run.micro_batches",
     "system.redundancy",
+    "topology.cp",
 )
 
 
@@ -53,7 +54,7 @@ class Engine:
 
     def __init__(self, module, scenario, group, does):
         self.module, self.spec, self.does = module, scenario.optimizer, does
-        self.group, self.size = group, group.size()
+        self.group, self.size, self.cp = group, group.size(), scenario.topology.cp
         named = module.named_parameters()
         self.named = {name: param for name, param in named if param.requires_grad}
         self.masters = {
@@ -87,6 +88,11 @@ class Engine:
             total = torch.tensor(sum(rows))
             dist.all_reduce(total, group=self.group)
             self.step_rows = int(total)
+
+    def backward_terms(self, loss, second, *, last_micro, rows):
+        factor = self.does.get("second", lambda engine: 1)(self)
+        scaled = loss + second * factor
+        self.backward(scaled, last_micro=last_micro, rows=rows)
 
     def backward(self, loss, *, last_micro, rows):
         if "scale" in self.does:
@@ -230,7 +236,7 @@ class Target:
         self.does, self.numerics = does or {}, declared or Numerics()
         able.setdefault("stages", (0,))
         able.setdefault("dtypes", ("fp32", "bf16"))
-        able.setdefault("models", ("mlp", "params", "unusual"))
+        able.setdefault("models", ("mlp", "params", "unusual", "multi-token"))
         self.capabilities = Capabilities(follows=FOLLOWS, **able)
 
     def build(self, module, *, scenario, group):

@@ -18,6 +18,7 @@ from zero_sim.scenario.spec import (
     RunSpec,
     Scenario,
     SystemSpec,
+    TopologySpec,
     WorldSpec,
 )
 from zero_sim.targets import Numerics, find_target
@@ -37,6 +38,12 @@ UNUSED = replace(CASE, model=ModelSpec(name="unusual"), optimizer=OptimizerSpec(
 UNEVEN = replace(NARROW, data=DataSpec(rows=2, uneven_rows=True, loss="sum"))
 OVERFLOW = replace(CASE, data=DataSpec(nan=NanSpec(step=0, rank=1)))
 BLOCKS = replace(CASE, world=WorldSpec(size=4), system=SystemSpec(stage=1, redundancy=2))
+SECOND = replace(
+    CASE,
+    model=ModelSpec(name="multi-token", hidden=2),
+    topology=TopologySpec(cp=3),
+    run=RunSpec(steps=2),
+)
 NARROW_BLOCKS = replace(BLOCKS, model=NARROW.model)
 
 
@@ -65,6 +72,14 @@ def own_clip(norm, bound):
     return 1.0 / (1.0 + norm / bound)
 
 
+def a_quarter(at):
+    return 1 / 4
+
+
+def half_of_cp(at):
+    return at.cp / 2
+
+
 def by_own_rows(at):
     """1 / rows, which no name stands for."""
     return 1 / at.rows
@@ -88,6 +103,30 @@ RULES = {
         UNEVEN,
         {"scale": lambda engine, rows: 1 / rows},
         Numerics(scale_loss=by_own_rows),
+        {},
+    ),
+    "losses over context-parallel ranks": (
+        SECOND,
+        {"scale": lambda engine, rows: 1 / 3},
+        Numerics(scale_loss="1/cp"),
+        {},
+    ),
+    "a second loss over context-parallel ranks": (
+        SECOND,
+        {"second": lambda engine: 1 / engine.cp},
+        Numerics(scale_second="1/cp"),
+        {},
+    ),
+    "a second loss times context-parallel ranks": (
+        replace(SECOND, run=RunSpec(steps=2, micro_batches=2)),
+        {"second": lambda engine: engine.cp},
+        Numerics(scale_second="cp"),
+        {},
+    ),
+    "each loss by a function": (
+        SECOND,
+        {"scale": lambda engine, rows: 1 / 4, "second": lambda engine: 6.0},
+        Numerics(scale_loss=a_quarter, scale_second=half_of_cp),
         {},
     ),
     "pre": (NARROW, {"divide": "pre"}, Numerics(divide="pre"), {}),
@@ -220,7 +259,8 @@ RULES = {
 
 NOT_KNOWN = {
     "a free factor", "before and after", "before and after, as products", "a norm of nobody's",
-    "a clip of its own", "losses by a function", "over copies in fp32, every micro-batch",
+    "a clip of its own", "losses by a function", "each loss by a function",
+    "over copies in fp32, every micro-batch",
 }  # fmt: skip
 """What no rule of a known name is: the finding says nothing of rules."""
 SAID = {

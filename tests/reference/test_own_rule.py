@@ -15,6 +15,8 @@ from zero_sim.reference.stepping import Stepper
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, ParamGroupSpec, Scenario
 from zero_sim.sim import World
 from zero_sim.targets import param_groups
+from zero_sim.targets import param_groups
+from zero_sim.targets import param_groups
 from zero_sim.targets.own_rule import no_process_group
 
 SPEC = OptimizerSpec(name="own", lr=0.1)
@@ -114,7 +116,7 @@ class TestCopies:
         step(stepper)
         assert stepper.state() == {"w": {"count": torch.tensor(1.0)}, "b": {}}
 
-    def test_leave_out_groups_of_which_nothing_is_cut(self):
+    def test_pick_no_group_of_which_nothing_is_picked(self):
         spec = OptimizerSpec(name="own", lr=0.1, groups=(ParamGroupSpec(match="b", lr=0.5),))
 
         def grouped(named, scenario):
@@ -127,6 +129,18 @@ class TestCopies:
         picked = stepper.picked("w", torch.arange(2), counters=("step",))
         assert picked.settings()["w"] == stepper.settings()["w"]
         assert picked.settings().keys() == {"w"}
+
+    def test_leave_out_groups_of_which_nothing_is_cut(self):
+        spec = OptimizerSpec(name="own", lr=0.1, groups=(ParamGroupSpec(match="b", lr=0.5),))
+
+        def grouped(named, scenario):
+            return OwnAdamW(param_groups(spec, named), **settings_of(spec))
+
+        rules = Rules(own=own(build=grouped, elementwise=True))
+        params = {"w": torch.ones(9), "b": torch.ones(())}
+        stepper = Stepper(spec, params=params, rules=rules)
+        step(stepper)
+        assert not stepper.cut_dependence
 
 
 class TestRefusals:

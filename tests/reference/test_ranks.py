@@ -25,7 +25,7 @@ LINEAR = Adding(order="linear")
 
 
 def case(**changed):
-    model = ModelSpec(name="mlp", hidden=3, **changed.pop("model", {}))
+    model = ModelSpec(**{"name": "mlp", "hidden": 3} | changed.pop("model", {}))
     changed.setdefault("world", WorldSpec(size=3))
     return Scenario(schema=1, model=model, **changed)
 
@@ -73,6 +73,17 @@ def test_losses_are_scaled_by_the_rows_of_all_ranks(scale):
     for name, grad in half[0].rounds[0].items():
         assert torch.equal(grad, whole[0].rounds[0][name] * 0.5)
     assert torch.equal(half[0].losses[0], whole[0].losses[0])
+
+
+def test_a_factor_of_the_second_loss_is_none_of_the_main_one():
+    """With a factor of 0 the layer of the second loss alone has no gradient."""
+    scenario = case(model={"name": "multi-token"})
+    with isolated():
+        rules = Rules(scale_second=lambda at: 0.0)
+        replay = ranks_of(scenario, rules).replay(0, scale=4.0).replays[0]
+    assert replay.has_second_loss
+    assert not replay.rounds[0]["further.weight"].any()
+    assert replay.rounds[0]["trunk.weight"].any()
 
 
 def test_what_is_frozen_sums_to_zeros():

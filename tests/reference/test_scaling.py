@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from zero_sim.errors import UsageError
-from zero_sim.reference.scaling import LossRows, LossScale, loss_factor
+from zero_sim.reference.scaling import LossFactors, LossRows, LossScale, loss_factor
 from zero_sim.scenario.spec import LossScaleSpec
 
 
@@ -34,12 +35,18 @@ def test_never_below_one():
     assert scales([False] * 4, initial=4.0, interval=2) == [4, 2, 1, 1]
 
 
-AT = LossRows(rows=2, rank_rows=5, step_rows=12, micro_batches=2, world_size=3)
+AT = LossRows(rows=2, rank_rows=5, step_rows=12, micro_batches=2, world_size=3, cp=3)
 
 
 @pytest.mark.parametrize(
     ("rule", "factor"),
-    [("micro-batches", 1 / 2), ("tokens", 3 / 12), (lambda at: at.rows / at.rank_rows, 2 / 5)],
+    [
+        ("micro-batches", 1 / 2),
+        ("tokens", 3 / 12),
+        ("cp", 3),
+        ("1/cp", 1 / 3),
+        (lambda at: at.rows / at.rank_rows, 2 / 5),
+    ],
 )
 def test_a_loss_is_multiplied_by_what_the_rule_counts(rule, factor):
     """Of the step that it belongs to."""
@@ -51,3 +58,24 @@ def test_a_factor_is_a_finite_number(bad):
     """Anything else names the function."""
     with pytest.raises(UsageError, match=r"Numerics\.scale_loss to return a finite number"):
         loss_factor(lambda at: bad, AT)
+
+
+def test_a_bad_factor_of_a_second_loss_names_its_own_field():
+    with pytest.raises(UsageError, match=r"Numerics\.scale_second to return a finite number"):
+        loss_factor(lambda at: None, AT, declared="scale_second")
+
+
+TERMS = (torch.tensor(3.0), torch.tensor(5.0))
+
+
+@pytest.mark.parametrize(
+    ("terms", "factors", "scaled"),
+    [
+        (TERMS, LossFactors(main=2.0), 16.0),
+        (TERMS, LossFactors(main=2.0, second=4.0), 26.0),
+        (TERMS[:1], LossFactors(main=2.0, second=4.0), 6.0),
+    ],
+)
+def test_terms_of_a_loss_have_a_factor_each(terms, factors, scaled):
+    """The second one that of the main loss, if it has none of its own."""
+    assert float(factors.scaled(terms)) == scaled

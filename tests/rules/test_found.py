@@ -371,3 +371,13 @@ def test_an_optimizer_is_asked_for_with_the_settings_that_are_followed(quickest)
     why = "with optimizer.weight_decay, which it follows otherwise: equality.params"
     assert found.left_out["optimizer.name = 'adam'"].startswith(why)
     assert found.contradicted[0].startswith(f"it declares optimizers with 'adam'; {why}")
+
+
+@pytest.mark.parametrize(("factor", "word"), [(1, None), (1 / 2, "1/cp")])
+def test_the_factor_of_a_second_loss_is_found(factor, word):
+    with WorldPool() as pool:
+        search = found_rules._Search(target=Target({"second": lambda engine: factor}), pool=pool)
+        search.base = changed(BASE, system={"stage": 0})
+        search._settle_second_loss()
+    assert search.search.numerics == {"scale_second": word}
+    assert not search.found.left_out

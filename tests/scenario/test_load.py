@@ -82,7 +82,8 @@ TYPICAL_MESSAGES = [
     "Write schema = 1, or upgrade zero_sim if the file is for a newer one.",
     "model.name: expected one of 'mlp', 'params', 'transformer-260', 'digits', "
     "'unusual', 'moe', 'fp8', 'bit-hash', "
-    "'ternary', 'tp-block', 'positional', 'gpt', got 'mpl' (string). Did you mean \"mlp\"?",
+    "'ternary', 'tp-block', 'positional', 'gpt', 'multi-token', got 'mpl' (string). "
+    'Did you mean "mlp"?',
     "model.hidden: expected an integer, got '32' (string). Write 32, without quotes.",
     "model.blocks: expected an integer, got 3.0 (float). Write 3.",
     "model.dtype: expected one of 'fp32', 'bf16', 'fp16', got 16 (integer). "

@@ -44,8 +44,8 @@ class Target:
 
 def judge(pool, target, **parts):
     scenario = Scenario(
-        schema=1, name="case", model=ModelSpec(name="mlp", hidden=3),
-        world=WorldSpec(size=3), **({"optimizer": OptimizerSpec(lr=0.1)} | parts),
+        schema=1, name="case", world=WorldSpec(size=3),
+        **({"model": ModelSpec(name="mlp", hidden=3), "optimizer": OptimizerSpec(lr=0.1)} | parts),
     )  # fmt: skip
     return run_case(scenario, pool=pool, target=target)
 
@@ -300,3 +300,27 @@ def test_a_start_of_a_step_that_takes_no_rows_is_named(pool):
     result = judge(pool, Target(Takes))
     assert result.verdict == "error"
     assert "start_step(*, rows)" in result.error
+
+
+class Split(Least):
+    """Takes the terms of a loss apart."""
+
+    factor = 1.0
+
+    def backward_terms(self, loss, second, *, last_micro, rows):
+        self.backward(loss + second * self.factor, last_micro=last_micro, rows=rows)
+
+
+class Dropping(Split):
+    """Loses the second one."""
+
+    factor = 0.0
+
+
+@pytest.mark.parametrize(
+    ("engine", "verdict"), [(Least, "pass"), (Split, "pass"), (Dropping, "fail")]
+)
+def test_an_engine_may_take_a_second_loss_apart(pool, engine, verdict):
+    """One without `backward_terms` gets the sum."""
+    result = judge(pool, Target(engine), model=ModelSpec(name="multi-token", hidden=2))
+    assert result.verdict == verdict

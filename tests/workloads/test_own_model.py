@@ -9,7 +9,7 @@ from torch import nn
 from tests.own_models import TINY
 from zero_sim.errors import UsageError
 from zero_sim.scenario.spec import DataSpec, NanSpec
-from zero_sim.workloads import build_workload, make_known, params_of
+from zero_sim.workloads import build_workload, loss_terms, make_known, params_of
 
 ROW = replace(
     TINY,
@@ -55,6 +55,18 @@ def test_loss_takes_the_tensors_of_the_batch(make_own):
     assert torch.equal(workload.loss(module, batch), TINY.loss(module, batch.inputs, *batch.extra))
 
 
+def two_losses(module, x):
+    return module(x).square().mean(), module(x).abs().mean()
+
+
+def test_loss_may_have_a_second_term(make_own):
+    workload = make_own(loss=two_losses)
+    module, batch = workload.build(), workload.batch(step=0, rank=0, micro=0)
+    main, second = loss_terms(workload, module, batch)
+    assert (main, second) == two_losses(module, batch.inputs)
+    assert torch.equal(workload.loss(module, batch), main + second)
+
+
 def test_params_of_a_name_are_those_of_the_model_that_it_stands_for_now(make_own, make_scenario):
     make_own()
     assert params_of(make_scenario("own:m").model) == (("weight", (1, 2)), ("bias", (1,)))
@@ -78,6 +90,11 @@ def test_a_name_that_no_target_brought_is_an_error(make_scenario):
         ({"batch": lambda generator, rows: [1]}, "a tuple of tensors"),
         ({"batch": lambda generator, rows: (1,)}, "return tensors, got 1"),
         ({"loss": lambda module, x: module(x)}, "0-D tensor that requires grad"),
+        ({"loss": lambda module, x: (module(x).mean(), 1.0)}, "requires grad, or two, got 1.0"),
+        (
+            {"loss": lambda module, x: (module(x).mean(),) * 3},
+            "requires grad, or two, got \\(tensor",
+        ),
         ({"loss": lambda module, x: module(x, x)}, "`loss` of model 'own:m'.*TypeError"),
         ({"build": lambda: nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))}, "0.running_mean"),
     ],

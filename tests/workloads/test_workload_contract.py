@@ -11,7 +11,7 @@ from zero_sim.scenario.spec import DataSpec, ModelName, RunSpec
 from zero_sim.workloads import build_workload, registry
 from zero_sim.workloads.draws import working_dtype
 
-PLAIN = ["mlp", "params", "transformer-260", "digits", "positional", "gpt"]
+PLAIN = ["mlp", "params", "transformer-260", "digits", "positional", "gpt", "multi-token"]
 NAMES = [*PLAIN, "unusual", "moe", "fp8", "bit-hash", "ternary"]
 SHAPES = ((3, 2), (), (0, 4), (5,))
 

@@ -29,7 +29,7 @@ BARE: tuple[ModelName, ...] = ("params", "bit-hash")
 _USUAL: tuple[ModelName, ...] = ("params", "params", "params", "mlp", "mlp", "mlp")
 _OTHERS: tuple[ModelName, ...] = (
     "bit-hash", "bit-hash", "ternary", "unusual", "unusual", "moe", "moe", "fp8", "transformer-260",
-    "tp-block", "positional", "positional", "gpt",
+    "tp-block", "positional", "positional", "gpt", "multi-token", "multi-token",
 )  # fmt: skip
 MODELS = _USUAL + _OTHERS
 """What is drawn from, those to draw more often more often; it shrinks to the first."""
@@ -90,7 +90,7 @@ def drawn_model(
             )
             model = ModelSpec(name=name, dtype=dtype, shapes=shapes, freeze=freeze)
             return _with_readers(choices, model, ranks=ranks, swarm=swarm)
-        case "ternary" | "positional":
+        case "ternary" | "positional" | "multi-token":
             return ModelSpec(name=name, dtype=dtype, hidden=choices.integer(1, 9))
         case "tp-block":
             heads, blocks = choices.integer(1, 2), choices.integer(1, 2)

@@ -137,6 +137,7 @@ _ABOUT = (
     Theme(frozenset({"copies", "sync every"}), models=("moe",), ranks=(2, 2, 4)),
     Theme(frozenset(_OTHER_EXPERTS), models=("moe",), ranks=(1, 2, 2), stages=(3,)),
     Theme(frozenset({"reload", "copies", "state over all"}), models=("fp8",)),
+    Theme(frozenset({"cp", "accumulation"}), models=("multi-token",), ranks=(2, 2, 3, 4)),
 )
 THEMES = (ANYTHING,) * (2 * len(_ABOUT)) + _ABOUT
 """A third of all cases have one."""

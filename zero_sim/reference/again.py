@@ -56,7 +56,7 @@ class Again:
     """Computes the update from the sums."""
     _known: dict[object, StepAgain] = field(default_factory=dict)
     _scaled: dict[object, Sequence[RankReplay]] = field(default_factory=dict)
-    """Replays by `Rules.scale_loss`, except that of `rules`."""
+    """Replays by `Rules.scale_loss` and `scale_second`, except those of `rules`."""
 
     def by(
         self, rules: Rules | None = None, terms: Terms | None = None, *, rank: int = 0
@@ -97,12 +97,14 @@ class Again:
         Args:
             rules: The rules.
         """
-        scale_loss = rules.scale_loss
-        if scale_loss == self.rules.scale_loss:
+        factors = rules.scale_loss, rules.scale_second
+        if factors == (self.rules.scale_loss, self.rules.scale_second):
             return self.replays
-        if scale_loss not in self._scaled:
-            self._scaled[scale_loss] = self.replay(replace(self.rules, scale_loss=scale_loss))
-        return self._scaled[scale_loss]
+        if factors not in self._scaled:
+            main, second = factors
+            scaled = replace(self.rules, scale_loss=main, scale_second=second)
+            self._scaled[factors] = self.replay(scaled)
+        return self._scaled[factors]
 
     @cached_property
     def unused(self) -> Sequence[str]:

@@ -91,8 +91,8 @@ class BoundedReference:
     Args:
         scenario: The case, without experts, params in fp8 or a reload.
         workload: Its workload. Forward must not change the module: one module plays all ranks.
-        rules: Of these `scale_loss`, `nonfinite`, and how a gradient is clipped by its norm; not a
-            form that takes the root.
+        rules: Of these `scale_loss`, `scale_second`, `nonfinite`, and how a gradient is clipped by
+            its norm; not a form that takes the root.
 
     Raises:
         ModelError: The module has no param to train, or not one that is to be frozen.
@@ -103,7 +103,8 @@ class BoundedReference:
     ) -> None:
         self._scenario = scenario
         self._rules = rules or Rules()
-        scaled = Rules(scale_loss=self._rules.scale_loss)
+        own = self._rules
+        scaled = Rules(scale_loss=own.scale_loss, scale_second=own.scale_second)
         self._ranks = Ranks(scenario, workload=workload, rules=scaled)
         self._starts = {
             name: weight.to(torch.float32, copy=True)

@@ -17,7 +17,7 @@ from zero_sim.reference.placement import Addresses, MemoryLayout, move_params
 from zero_sim.reference.quantization import WorkingParams, decode, encode, find_scales
 from zero_sim.reference.replay import NonFinite, RankReplay, Replayer
 from zero_sim.reference.rules import GradDtype, Rules, Sync, dtype_named
-from zero_sim.reference.scaling import LossRows, loss_factor
+from zero_sim.reference.scaling import LossFactors, LossRows, loss_factor
 from zero_sim.scenario.derived import own_micro_batches
 from zero_sim.scenario.names import check_names
 from zero_sim.scenario.spec import Scenario
@@ -211,6 +211,20 @@ class Contributions:
         return total
 
 
+def _loss_factors(rules: Rules, at: LossRows, *, dynamic: float) -> LossFactors:
+    """Return the factors of a micro-batch's loss.
+
+    A power of two times a number is exact, so one product is as good as two.
+    """
+    main, second = rules.scale_loss, rules.scale_second
+    return LossFactors(
+        main=dynamic * (1.0 if main is None else loss_factor(main, at)),
+        second=None
+        if second is None
+        else dynamic * loss_factor(second, at, declared="scale_second"),
+    )
+
+
 class _Rounds(TypedDict):
     grad_dtype: torch.dtype | None
     every: bool
@@ -349,35 +363,35 @@ class Ranks:
         ]
         return self.contributions(self.active(step, replays, rules), replays, rules)
 
-    def _scales(self, step: int, *, scale: float | None) -> list[Sequence[float | None]]:
+    def _scales(self, step: int, *, scale: float | None) -> list[Sequence[LossFactors | None]]:
         """Return the factors of the losses of a step, by rank and micro-batch.
 
         Args:
             step: Optimizer step, from 0.
             scale: The dynamic scale; None without one.
         """
-        run, rule, size = self._scenario.run, self.rules.scale_loss, len(self._replayer_of_rank)
+        run, rules, size = self._scenario.run, self.rules, len(self._replayer_of_rank)
         counts = [own_micro_batches(run, step=step, rank=rank) for rank in range(size)]
-        if rule is None:
-            return [(scale,) * count for count in counts]
+        if rules.scale_loss is None and rules.scale_second is None:
+            alike = None if scale is None else LossFactors(main=scale)
+            return [(alike,) * count for count in counts]
         rows = [
             [self._workload.batch(step=step, rank=rank, micro=micro).rows for micro in range(count)]
             for rank, count in enumerate(counts)
         ]
-        dynamic = 1.0 if scale is None else scale
         return [
             [
-                # A power of two times a number is exact, so one product is as good as two.
-                dynamic
-                * loss_factor(
-                    rule,
+                _loss_factors(
+                    rules,
                     LossRows(
                         rows=each,
                         rank_rows=sum(of_rank),
                         step_rows=sum(map(sum, rows)),
                         micro_batches=run.micro_batches,
                         world_size=size,
+                        cp=self._scenario.topology.cp,
                     ),
+                    dynamic=1.0 if scale is None else scale,
                 )
                 for each in of_rank
             ]

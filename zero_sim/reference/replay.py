@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from zero_sim.host.device import random_state, seed_device, set_random_state
+from zero_sim.reference.scaling import LossFactors
 from zero_sim.scenario.spec import Scenario
-from zero_sim.workloads import Batch, Workload, seed_of
+from zero_sim.workloads import Batch, Workload, loss_terms, seed_of, total_loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,9 @@ class MicroReplay:
     """Forward and backward of one micro-batch of one rank."""
 
     loss: Tensor  # 0D
-    """Not scaled."""
+    """Sum of its terms, not scaled."""
+    term_count: int
+    """Terms of the loss: 2 if the model has a second one."""
     grads: dict[str, Tensor]  # each ND, the param's shape and grad_dtype
     """Of the scaled loss, by param; without those that the loss does not reach."""
     rows: int
@@ -36,6 +39,8 @@ class RankReplay:
     """All micro-batches of one rank in one step."""
 
     losses: tuple[Tensor, ...]  # each 0D
+    has_second_loss: bool
+    """True if losses have a second term."""
     rounds: tuple[dict[str, Tensor], ...]  # each ND, the param's shape, grad dtype
     """What the rank brings to each reduction of the step, by param: one with the accumulated local
     gradients, or one a micro-batch where `system.sync` is `every`."""
@@ -100,7 +105,7 @@ class Replayer:
         step: int,
         rank: int,
         grad_dtype: torch.dtype | None,
-        scales: Sequence[float | None],
+        scales: Sequence[LossFactors | None],
         keep_micro: bool = False,
         every: bool | None = None,
     ) -> RankReplay:
@@ -114,7 +119,7 @@ class Replayer:
             rank: Rank whose data is used.
             grad_dtype: Dtype of the accumulated gradients, which each addition is rounded to; None
                 for what each param's own gradient has.
-            scales: Factor of the loss of each micro-batch before its backward; None for 1.
+            scales: Factors of the loss of each micro-batch before its backward; None for 1.
             keep_micro: Whether to return the gradients of each micro-batch, too.
             every: Whether each micro-batch is a round by itself; None for what the scenario says.
         """
@@ -131,6 +136,7 @@ class Replayer:
         rounds = self.accumulate(replay_all(), self.params, grad_dtype=grad_dtype, every=every)
         return RankReplay(
             losses=tuple(replay.loss for replay in replays),
+            has_second_loss=any(replay.term_count > 1 for replay in replays),
             rounds=tuple(rounds),
             micro_grads=tuple(replay.grads for replay in replays) if keep_micro else (),
             reached=frozenset().union(*(replay.grads for replay in replays)),
@@ -171,7 +177,7 @@ class Replayer:
         return rounds
 
     def replay_micro(
-        self, *, step: int, rank: int, micro: int, scale: float | None = None
+        self, *, step: int, rank: int, micro: int, scale: LossFactors | None = None
     ) -> MicroReplay:
         """Run one micro-batch forward and backward, from the seed that the system's rank uses."""
         batch = self.workload.batch(step=step, rank=rank, micro=micro)
@@ -181,8 +187,9 @@ class Replayer:
         torch.default_generator.manual_seed(seed)
         seed_device(batch.inputs.device, seed)
         with torch.enable_grad():
-            loss = self.workload.loss(self.module, batch)
-            scaled = loss if scale is None else loss * scale
+            terms = loss_terms(self.workload, self.module, batch)
+            loss = total_loss(terms)
+            scaled = loss if scale is None else scale.scaled(terms)
         wanted = {name: param for name, param in self.params.items() if param.requires_grad}
         grads: dict[str, Tensor] = {}
         if wanted and scaled.requires_grad:
@@ -190,7 +197,9 @@ class Replayer:
             grads = {
                 name: grad for name, grad in zip(wanted, found, strict=True) if grad is not None
             }
-        return MicroReplay(loss=loss.detach(), grads=grads, rows=rows, digest=digest)
+        return MicroReplay(
+            loss=loss.detach(), term_count=len(terms), grads=grads, rows=rows, digest=digest
+        )
 
     def freeze(self, names: Collection[str]) -> None:
         """Let the named params take no part in backward until the next call, all others do."""
@@ -198,7 +207,7 @@ class Replayer:
             param.requires_grad_(name not in names)
 
     def find_nonfinite(
-        self, *, step: int, rank: int, scales: Sequence[float | None]
+        self, *, step: int, rank: int, scales: Sequence[LossFactors | None]
     ) -> NonFinite | None:
         """Replay a rank's step until a micro-batch yields a NaN or an infinity; None if none does.
 

@@ -51,6 +51,8 @@ class Rules:
 
     scale_loss: ScaleLoss | ScaleLossFunction | None = None
     """Factor of each loss before its backward; None for 1."""
+    scale_second: ScaleLoss | ScaleLossFunction | None = None
+    """That of a second loss, in the place of `scale_loss`; None for the same."""
     divide: DivideRule | None = None
     divide_by: float | None = None
     """A number in place of what the scenario counts."""

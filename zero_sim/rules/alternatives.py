@@ -39,9 +39,7 @@ Change = Mapping[str, Any]
 """Fields of a target's declaration, by name, and what they would be."""
 
 _COUNTS: tuple[DivideBy, ...] = ("ranks", "micro-batches", "tokens")
-_SCALES: tuple[Change, ...] = tuple(
-    {"scale_loss": factor} for factor in (None, *get_args(ScaleLoss))
-)
+_FACTORS: tuple[ScaleLoss | None, ...] = (None, *get_args(ScaleLoss))
 _ROUNDS: tuple[Change, ...] = (
     {"sync": "last"},
     {"sync": "every"},
@@ -90,8 +88,9 @@ class SumRules:
             "sync": rules.sync or system.sync,
             "grad_dtype": system.grad_dtype,
         }
-        of_sums = ("scale_loss", "predivide_by", "accumulate_dtype", "reduce_dtype", "copies_dtype")
-        for name in of_sums:
+        of_losses = ("scale_loss", "scale_second")
+        of_sums = ("predivide_by", "accumulate_dtype", "reduce_dtype", "copies_dtype")
+        for name in (*of_losses, *of_sums):
             if getattr(rules, name) is not None:
                 named[name] = getattr(rules, name)
         if rules.divide_each != "step":
@@ -108,7 +107,13 @@ class SumRules:
         That one is tried late, since it takes another backward, and divisors give the same bits
         if they are powers of two.
         """
-        scales = [change for change in _SCALES if self._differs(change)]
+        again = self.again
+        cp, has_second = again.scenario.topology.cp, again.replays[0].has_second_loss
+        # With one context-parallel rank, these are factors of 1.
+        factors = [each for each in _FACTORS if cp > 1 or each not in ("cp", "1/cp")]
+        names = ("scale_second", "scale_loss") if has_second else ("scale_loss",)
+        scales = [{name: factor} for name in names for factor in factors]
+        scales = [change for change in scales if self._differs(change)]
         divisions = [change for thing in self._things[:2] for change in thing]
         scaled = product(scales, ({}, *divisions))
         two = (product(first, second) for first, second in combinations(self._things, 2))

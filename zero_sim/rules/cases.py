@@ -94,6 +94,17 @@ def clip_cases(base: Scenario) -> Iterator[Scenario]:
     yield changed(FOLLOWED["optimizer.clip_norm"](base), "clipped in three steps")
 
 
+def second_loss_case(base: Scenario) -> Scenario:
+    """A case with a second loss and context-parallel ranks, where no two named factors are equal.
+
+    Args:
+        base: Any case.
+    """
+    model = ModelSpec(name="multi-token", dtype=base.model.dtype, hidden=base.model.hidden)
+    case = changed(base, "a second loss", model=model, run={"steps": 2, "micro_batches": 3})
+    return changed(case, world={"size": 4}, topology=TopologySpec(cp=2))
+
+
 def telling_cases(like: Scenario, *, optimizer: OptimizerSpec) -> Iterator[Scenario]:
     """Cases of several ranks, micro-batches and unequal rows, which tell rules apart.
 

@@ -139,7 +139,8 @@ class Explainer:
     def _factor(self, by: StepAgain) -> str:
         """Return the factor of the gradient by a rule, and its cause; empty if it has none."""
         again = self._again
-        if by.rules.scale_loss != again.rules.scale_loss:
+        now, tried = again.rules, by.rules
+        if (tried.scale_loss, tried.scale_second) != (now.scale_loss, now.scale_second):
             return ""
         divisor, expected = _divisor(by), _divisor(again.by())
         causes = FactorCauses.of(

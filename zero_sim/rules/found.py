@@ -14,7 +14,7 @@ from typing import Any, get_args
 from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import UsageError
 from zero_sim.findings.records import CaseResult
-from zero_sim.reference import CLIP_FORMS, DIVIDE_RULES, NORMS
+from zero_sim.reference import CLIP_FORMS, DIVIDE_RULES, NORMS, ScaleLoss
 from zero_sim.rules.cases import (
     DIVISOR,
     FOLLOWED,
@@ -25,6 +25,7 @@ from zero_sim.rules.cases import (
     of_optimizer,
     overflow_case,
     rule_cases,
+    second_loss_case,
     settings_followed,
     unused_cases,
 )
@@ -106,6 +107,7 @@ class _Search:
         dtypes = [dtype for dtype in get_args(DtypeName) if self._settle_dtype(dtype)]
         self._settle_clip()
         self._settle_overflow()
+        self._settle_second_loss()
         # Of rules that pass alike the declared one: in a case that follows they may differ.
         self._name_alternatives()
         able = self._able(dtypes)
@@ -246,6 +248,20 @@ class _Search:
                     f"{case.name!r} differs; declare numerics(scenario)"
                 )
             return
+
+    def _settle_second_loss(self) -> None:
+        """Find the factor of a second loss, if the target has context-parallel ranks."""
+        declared = capabilities_of(self.target)
+        case = second_loss_case(self.base)
+        if "topology.cp" not in declared.follows or case.model.name not in declared.models:
+            return
+        for factor in (None, *get_args(ScaleLoss)):
+            said = {**self.search.numerics, "scale_second": factor}
+            if self._has_passed(self.search.judge(case, said), case.name):
+                self.found.left_out.pop(case.name, None)
+                self.search.numerics = said
+                self.search.passed.append(case)
+                return
 
     def _settle_clip(self) -> None:
         why = self.search.settle(*clip_cases(self.base)) or self._confirm_norm_rule()

@@ -31,7 +31,15 @@ from zero_sim.targets import CompletedEngine, Saving, Target, capabilities_of, c
 from zero_sim.targets.bare_model import model_of, names_like
 from zero_sim.targets.costs import Costs, costs_of
 from zero_sim.targets.drawn_weights import draws_weights
-from zero_sim.workloads import Batch, Workload, build_module, make_distinct, seed_of
+from zero_sim.workloads import (
+    Batch,
+    Workload,
+    build_module,
+    loss_terms,
+    make_distinct,
+    seed_of,
+    total_loss,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -488,8 +496,8 @@ def _micro_batch(training: _Training, batch: Batch, step: int, *, last_micro: bo
     engine = training.engine
     engine.start_micro_batch(last=last_micro)
     # A workload does no more with a module than call it.
-    loss = training.context.workload.loss(engine.forward, batch)  # pyrefly: ignore
+    terms = loss_terms(training.context.workload, engine.forward, batch)  # pyrefly: ignore
     for watch in training.observers.after_forward:
         watch(step)
-    engine.backward(loss, last_micro=last_micro, rows=batch.rows)
-    return loss.detach()
+    engine.backward(*terms, last_micro=last_micro, rows=batch.rows)
+    return total_loss([term.detach() for term in terms])

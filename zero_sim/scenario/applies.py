@@ -23,7 +23,10 @@ _ALL: tuple[OptimizerName, ...] = get_args(OptimizerName)
 _ELEMENTWISE = tuple(name for name in _ALL if name not in WHOLE_PARAM_OPTIMIZERS)
 WITH_FOREACH = tuple(name for name in _ELEMENTWISE if name not in ("nadam", "radam", "asgd"))
 USED_BY: dict[str, tuple[str, ...]] = {
-    "model.hidden": ("mlp", "fp8", "digits", "moe", "ternary", "tp-block", "positional", "gpt"),
+    "model.hidden": (
+        *("mlp", "fp8", "digits", "moe", "ternary", "tp-block", "positional"),
+        *("gpt", "multi-token"),
+    ),
     "model.blocks": ("mlp", "fp8", "tp-block", "gpt"),
     "model.experts": ("moe",),
     "model.fp8_format": ("fp8",),

@@ -122,6 +122,8 @@ def _model_size(model: ModelSpec) -> tuple[int, int]:
             return 6 * h, 2
         case "gpt":
             return 12 * h + model.blocks * (5 * h * h + 9 * h), 4 + 10 * model.blocks
+        case "multi-token":
+            return 2 * h * h + 12 * h + 5, 7
         case "params" | "bit-hash":
             shapes = model.shapes or ()
             return sum(map(math.prod, shapes)), len(shapes)

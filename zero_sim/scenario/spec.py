@@ -22,6 +22,7 @@ ModelName = Literal[
     "tp-block",
     "positional",
     "gpt",
+    "multi-token",
 ]
 OwnModelName = NewType("OwnModelName", str)
 """`own:NAME`, for the model that a target has under NAME in its `models`."""
@@ -116,15 +117,16 @@ class ModelSpec:
     that computes with small whole numbers. `tp-block`: blocks of attention and two layers, cut over
     tensor-parallel ranks, which compute with small whole numbers, too. `positional`:
     `weight * x + position`, whose terms share one gradient tensor; `gpt`: a small language model of
-    torch's layers, with a tied head and a block used twice. `own:NAME`: a model that the target
+    torch's layers, with a tied head and a block used twice; `multi-token`: a language model with
+    a second loss, which a system may scale by itself. `own:NAME`: a model that the target
     brings."""
     dtype: DtypeName = "fp32"
     """Dtype of the working params, and of the gradients of those in fp8; the optimizer always keeps
     fp32 masters."""
     hidden: int = 8
-    """`mlp`, `fp8`, `digits`, `moe`, `ternary`, `tp-block`, `positional`, `gpt`: width of a block;
-    the inner layer of an `mlp` block is four times as wide, that of `ternary` and `tp-block`
-    twice."""
+    """`mlp`, `fp8`, `digits`, `moe`, `ternary`, `tp-block`, `positional`, `gpt`, `multi-token`:
+    width of a block; the inner layer of an `mlp` block is four times as wide, that of `ternary` and
+    `tp-block` twice."""
     blocks: int = 2
     """`mlp`, `fp8`, `tp-block` and `gpt`: number of residual blocks."""
     experts: int = 4

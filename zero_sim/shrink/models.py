@@ -25,6 +25,7 @@ _PLAINER: dict[AnyModelName, tuple[AnyModelName, ...]] = {
     "ternary": ("mlp",),
     "positional": ("mlp",),
     "gpt": ("mlp",),
+    "multi-token": ("mlp",),
     "tp-block": ("mlp",),
 }
 _KEPT_MAX = 6

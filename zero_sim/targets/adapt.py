@@ -28,6 +28,7 @@ from zero_sim.targets.protocol import (
     Settings,
     StepResult,
 )
+from zero_sim.workloads import total_loss
 from zero_sim.workloads.fp8 import SCALE_SUFFIX
 
 _REQUIRED = ("module", "zero_grad", "backward", "step", "params")
@@ -186,9 +187,19 @@ class CompletedEngine:
         """Run the engine's module, which returns one tensor."""
         return self._check.output(self.module(*args, **named))
 
-    def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
-        """Run backward for one micro-batch."""
-        self._engine.backward(loss, last_micro=last_micro, rows=rows)
+    def backward(self, *terms: Tensor, last_micro: bool, rows: int) -> None:
+        """Run backward for one micro-batch, from the sum of terms that the engine does not split.
+
+        Args:
+            terms: The loss, or main loss and second loss.
+            last_micro: True if the step has no micro-batch after this one.
+            rows: Rows that the loss was taken over.
+        """
+        split = getattr(self._engine, "backward_terms", None) if len(terms) > 1 else None
+        if split is not None:
+            split(*terms, last_micro=last_micro, rows=rows)
+        else:
+            self._engine.backward(total_loss(terms), last_micro=last_micro, rows=rows)
 
     def step(self, *, lr_factor: float) -> StepResult:
         """Update the params; an empty record if the engine returns none."""

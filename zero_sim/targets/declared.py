@@ -49,6 +49,7 @@ PLAIN_MODELS: tuple[ModelName, ...] = (
     "bit-hash",
     "positional",
     "gpt",
+    "multi-token",
 )
 """Models of which every rank has all params and every micro-batch uses each of them."""
 

@@ -62,9 +62,14 @@ class Numerics:
     scale_loss: ScaleLoss | ScaleLossFunction | None = None
     """Factor of each micro-batch's loss before its backward; None for 1. `micro-batches`: 1 /
     `run.micro_batches`, as in torchtitan and accelerate. `tokens`: ranks / rows of all ranks in the
-    step, as in verl and prime-rl, whose engines sum the rows that `start_step` gives them. Or a
-    pure function from `LossRows` to the factor. The reference multiplies the same loss by the
-    number. `divide` and `divide_by` stay what is done to the sum over ranks."""
+    step, as in verl and prime-rl, whose engines sum the rows that `start_step` gives them. `cp`:
+    context-parallel ranks (`topology.cp`); `1/cp`: its reciprocal. Or a pure function from
+    `LossRows` to the factor. The reference multiplies the same loss by the number. `divide` and
+    `divide_by` stay what is done to the sum over ranks."""
+    scale_second: ScaleLoss | ScaleLossFunction | None = None
+    """Factor of a second loss, such as multi-token prediction's or a balance of experts, of a
+    system that scales it by itself in `backward_terms`: a word or function as for `scale_loss`, in
+    the place of that. None for the factor of the main loss."""
     divide: DivideRule | Literal["avg"] | None = None
     """How the sum over the ranks becomes a mean. Before the sum, in the gradient's dtype: `pre`,
     divided; `premul`, multiplied by the reciprocal that was rounded to that dtype; `premul-fp32`,
@@ -162,7 +167,7 @@ class Numerics:
         """
         for name, choices in _WORDS.items():
             value = getattr(self, name)
-            if name in ("clip", "scale_loss") and callable(value):
+            if name in ("clip", "scale_loss", "scale_second") and callable(value):
                 continue
             if name == "divide_by" and _is_number(value):
                 continue
@@ -228,6 +233,7 @@ class Numerics:
         """What the reference is told besides `replayed`; arguments as there."""
         return Rules(
             scale_loss=self.scale_loss,
+            scale_second=self.scale_second,
             divide=self._divide(scenario, added_in),
             divide_by=None if isinstance(self.divide_by, str) else self.divide_by,
             predivide_by=self.predivide_by,
@@ -264,7 +270,8 @@ class Numerics:
                 message=f"a norm {self.norm!r} is rounded in another way in another layout.",
                 suggestion="Leave this or `pair` out.",
             )
-        if self.scale_loss is not None and scenario.expect.one_device:
+        scales = self.scale_loss is not None or self.scale_second is not None
+        if scales and scenario.expect.one_device:
             yield Problem(
                 path="expect.one_device",
                 message="this target multiplies losses by a rounded factor, which one device does "
@@ -374,6 +381,7 @@ _EXACT_ONLY = (
 
 _WORDS: dict[str, tuple[object, ...]] = {
     "scale_loss": (None, *get_args(ScaleLoss)),
+    "scale_second": (None, *get_args(ScaleLoss)),
     "divide": (None, *DIVIDE_RULES, "avg"),
     "divide_by": (None, "ranks", "micro-batches", "tokens"),
     "divide_each": get_args(DivideEach),

@@ -198,6 +198,21 @@ class FullEngine(Engine, Protocol):
         """
         ...
 
+    def backward_terms(self, loss: Tensor, second: Tensor, *, last_micro: bool, rows: int) -> None:
+        """Run backward for a micro-batch of a model with a second loss, in place of `backward`.
+
+        An engine without it gets the sum of both. Call backward once, on a sum of both: two calls
+        add gradients in another order than the reference.
+
+        Args:
+            loss: The main loss, 0-D.
+            second: The second loss, 0-D; as `Numerics.scale_second` declares, its factor may be
+                another than that of `loss`.
+            last_micro: As for `backward`.
+            rows: As for `backward`.
+        """
+        ...
+
     def join_micro_batch(self, *, last: bool) -> None:
         """Take part in a micro-batch for which this rank has no data, with gradients of zero.
 

@@ -6,7 +6,14 @@ from zero_sim.workloads.draws import seed_of
 from zero_sim.workloads.exact import EXACT_MODELS
 from zero_sim.workloads.own_model import OwnModel, known_models, make_known
 from zero_sim.workloads.placed import on_device
-from zero_sim.workloads.protocol import Batch, ExpertWorkload, Workload, build_module
+from zero_sim.workloads.protocol import (
+    Batch,
+    ExpertWorkload,
+    Workload,
+    build_module,
+    loss_terms,
+    total_loss,
+)
 from zero_sim.workloads.registry import build_workload, params_of
 from zero_sim.workloads.starts import make_distinct
 
@@ -19,9 +26,11 @@ __all__ = [
     "build_module",
     "build_workload",
     "known_models",
+    "loss_terms",
     "make_distinct",
     "make_known",
     "on_device",
     "params_of",
     "seed_of",
+    "total_loss",
 ]

@@ -24,7 +24,7 @@ from zero_sim.workloads.draws import (
     rows_of,
     working_dtype,
 )
-from zero_sim.workloads.protocol import Batch
+from zero_sim.workloads.protocol import Batch, total_loss
 
 _CHECKED_MAX = 64
 
@@ -48,9 +48,10 @@ class OwnModel:
     will do. The module is trained as it is, in fp32, or cast to `model.dtype`."""
     batch: Callable[[torch.Generator, int], tuple[Tensor, ...] | Tensor]
     """Draws a micro-batch from a generator; the number is the rows that it has."""
-    loss: Callable[..., Tensor]
-    """Takes the module and the tensors of a micro-batch, and returns a 0-D loss, a mean over rows.
-    It may only call the module, because a system may wrap it."""
+    loss: Callable[..., Tensor | tuple[Tensor, Tensor]]
+    """Takes the module and the tensors of a micro-batch, and returns a 0-D loss, a mean over rows;
+    or two, the second one a term that a system may scale by itself (`Numerics.scale_second`). It
+    may only call the module, because a system may wrap it."""
 
 
 _KNOWN: dict[OwnModelName, OwnModel] = {}
@@ -134,10 +135,18 @@ class OwnWorkload:
         plant_nan(poisoned, scenario=scenario, step=step, rank=rank, micro=micro)
         return Batch(inputs=tensors[0], targets=factor, extra=tensors[1:], row_count=rows)
 
+    def terms(self, module: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the model's loss, or its two terms, in fp32."""
+        terms = [
+            each.float() for each in _terms(self._own.loss(module, batch.inputs, *batch.extra))
+        ]
+        if batch.targets is not None:
+            terms[0] = terms[0] * batch.targets.squeeze()
+        return tuple(terms)
+
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the model's loss, in fp32."""
-        loss = self._own.loss(module, batch.inputs, *batch.extra).float()
-        return loss if batch.targets is None else loss * batch.targets.squeeze()
+        """Return the model's loss, in fp32: the sum of its terms."""
+        return total_loss(self.terms(module, batch))
 
     def accuracy(self, module: nn.Module) -> float | None:
         """Return None: a model of this kind has no held-out data."""
@@ -187,6 +196,10 @@ def _draw(
     return tuple(cast)
 
 
+def _terms(loss: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    return loss if isinstance(loss, tuple) else (loss,)
+
+
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """Params and buffers, tied ones under each name."""
     return dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
@@ -214,6 +227,10 @@ def _difference(first: nn.Module, other: nn.Module) -> str:
     return ""
 
 
+def _is_loss(each: object) -> bool:
+    return isinstance(each, Tensor) and each.shape == () and each.requires_grad
+
+
 @lru_cache(maxsize=_CHECKED_MAX)
 def _check_functions(own: OwnModel, said: str, dtype: torch.dtype) -> None:
     """Check that `batch` and `loss` are pure, on two rows.
@@ -230,18 +247,20 @@ def _check_functions(own: OwnModel, said: str, dtype: torch.dtype) -> None:
         )
     buffers = {name: each.clone() for name, each in module.named_buffers()}
     state = torch.default_generator.get_state()
-    losses: list[Tensor] = []
+    losses: list[tuple[Tensor, ...]] = []
     try:
         for _ in range(2):
             torch.default_generator.manual_seed(0)
             with _theirs(f"`loss` of {said} to compute a loss"):
-                losses.append(own.loss(module, *one))
+                losses.append(_terms(own.loss(module, *one)))
     finally:
         torch.default_generator.set_state(state)
-    loss = losses[0]
-    if not isinstance(loss, Tensor) or loss.shape != () or not loss.requires_grad:
+    terms = losses[0]
+    wrong = [each for each in terms if not _is_loss(each)]
+    if wrong or len(terms) not in (1, 2):
         raise UsageError(
-            f"expected `loss` of {said} to return a 0-D tensor that requires grad, got {loss!r}."
+            f"expected `loss` of {said} to return a 0-D tensor that requires grad, or two, got "
+            f"{wrong[0] if wrong else terms!r}."
         )
     changed = [name for name, each in module.named_buffers() if not each.equal(buffers[name])]
     if changed:
@@ -250,8 +269,9 @@ def _check_functions(own: OwnModel, said: str, dtype: torch.dtype) -> None:
             f"replays all ranks on one module, got other values of {changed[0]!r}. Try a layer "
             "without running statistics."
         )
-    if not torch.equal(*losses):
+    one_loss, other = map(total_loss, losses)
+    if not torch.equal(one_loss, other):
         raise UsageError(
-            f"expected `loss` of {said} to be a function of its arguments, got {losses[0]:.9g} and "
-            f"{losses[1]:.9g} from the same ones. Try random numbers of torch's global generator."
+            f"expected `loss` of {said} to be a function of its arguments, got {one_loss:.9g} and "
+            f"{other:.9g} from the same ones. Try random numbers of torch's global generator."
         )

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from zero_sim.host.device import check_device
-from zero_sim.workloads.protocol import Batch, Workload, has_experts, is_split
+from zero_sim.workloads.protocol import (
+    Batch,
+    Workload,
+    has_experts,
+    is_split,
+    loss_terms,
+    total_loss,
+)
 
 
 def on_device(workload: Workload, device: str) -> Workload:
@@ -48,7 +55,10 @@ class _Placed:
         return replace(batch, inputs=inputs, targets=targets, extra=extra)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        return self._inner.loss(module, batch)
+        return total_loss(self.terms(module, batch))
+
+    def terms(self, module: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
+        return loss_terms(self._inner, module, batch)
 
     def accuracy(self, module: nn.Module) -> float | None:
         # Held-out data stays where it is, and so does the module: each goes to the other and back.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard
+from typing import Protocol, TypeGuard, cast
 
 from torch import Tensor, nn
 
@@ -84,6 +85,17 @@ class SplitWorkload(Workload, Protocol):
         ...
 
 
+class TermsWorkload(Workload, Protocol):
+    """A workload whose loss may have a second term, which a system may scale by itself."""
+
+    def terms(self, module: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the loss, or the main loss and a second loss, each 0-D; a single forward for both.
+
+        `loss` is their sum.
+        """
+        ...
+
+
 # By what tells them apart: by isinstance Python looks for all names of a protocol, at each module.
 def is_split(workload: Workload) -> TypeGuard[SplitWorkload]:
     """Whether tensor-parallel ranks hold a part each of what it builds."""
@@ -93,6 +105,25 @@ def is_split(workload: Workload) -> TypeGuard[SplitWorkload]:
 def has_experts(workload: Workload) -> TypeGuard[ExpertWorkload]:
     """Whether each rank holds a share of the experts of what it builds."""
     return hasattr(workload, "build_share")
+
+
+def loss_terms(workload: Workload, module: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
+    """Return the terms of the loss, main loss first, from a single forward.
+
+    Args:
+        workload: The workload.
+        module: Its module, or a wrapper around it.
+        batch: A micro-batch.
+    """
+    if hasattr(workload, "terms"):
+        return cast(TermsWorkload, workload).terms(module, batch)
+    return (workload.loss(module, batch),)
+
+
+def total_loss(terms: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the terms of a loss, each 0-D."""
+    main, *others = terms
+    return main + others[0] if others else main
 
 
 def build_module(

@@ -27,6 +27,7 @@ _WORKLOADS: Mapping[AnyModelName, tuple[str, str]] = {
     "ternary": ("zero_sim.workloads.ternary", "TernaryWorkload"),
     "positional": ("zero_sim.workloads.positional", "PositionalWorkload"),
     "gpt": ("zero_sim.workloads.gpt", "GptWorkload"),
+    "multi-token": ("zero_sim.workloads.multi_token", "MultiTokenWorkload"),
     "tp-block": ("zero_sim.workloads.tp_block", "TpBlockWorkload"),
 }
 """Module and class by the name of a model."""

@@ -1,0 +1,99 @@
+"""`multi-token`: a language model with a second loss, of the token after the next one.
+
+Both terms are means over the rank's own tokens, so context parallelism splits them alike: each rank
+has the tokens of its part of a sequence. A mean over all ranks gives both terms the weights of a
+single device. A system that scales the main loss by the number of context-parallel ranks has to
+scale the second loss alike: in Megatron-LM issues 3943 and 3959 it does not.
+
+Multi-token prediction as in "DeepSeek-V3 Technical Report", section 2.2: a further layer on top of
+the trunk, the same head, and a loss with a weight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.workloads.draws import (
+    batch_generator,
+    plant_nan,
+    rows_of,
+    weight_generator,
+    working_dtype,
+)
+from zero_sim.workloads.linear import LinearBits, build_linear, draw_linear
+from zero_sim.workloads.protocol import Batch, total_loss
+
+VOCABULARY, POSITIONS = 5, 3
+SECOND_WEIGHT = 0.5
+"""Factor of the second loss; a power of two, so that it rounds nothing."""
+
+
+class MultiToken(nn.Module):
+    """An embedding, a layer, and a head that reads the layer and a further layer behind it."""
+
+    def __init__(self, tokens: Tensor, layers: tuple[LinearBits, LinearBits, LinearBits]) -> None:
+        super().__init__()
+        # With given weights, no init is drawn from the global generator.
+        self.tokens = nn.Embedding(VOCABULARY, tokens.shape[1], _weight=tokens)
+        self.trunk, self.further, self.head = map(build_linear, layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map `tokens` (rows, positions) to logits (2, rows, positions, vocabulary)."""
+        x = torch.tanh(self.trunk(self.tokens(tokens)))
+        return self.head(torch.stack((x, torch.tanh(self.further(x)))))
+
+
+class MultiTokenWorkload:
+    """The language model that guesses two random tokens from each random token."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Draw the initial weights, once.
+
+        Args:
+            scenario: Uses `model.hidden`, `model.dtype`, `data` and `run.seed`.
+        """
+        self._scenario = scenario
+        dtype = working_dtype(scenario.model.dtype)
+        hidden, generator = scenario.model.hidden, weight_generator(scenario)
+        self._tokens = torch.randn((VOCABULARY, hidden), generator=generator).to(dtype)
+
+        def draw(outputs: int) -> LinearBits:
+            return draw_linear(generator, inputs=hidden, outputs=outputs, dtype=dtype)
+
+        self._layers = (draw(hidden), draw(hidden), draw(VOCABULARY))
+
+    def build(self) -> nn.Module:
+        """Return a fresh `MultiToken`."""
+        return MultiToken(self._tokens.clone(), self._layers)
+
+    def batch(self, *, step: int, rank: int, micro: int) -> Batch:
+        """Return tokens to read, (rows, positions), and to guess, and weights of these, fp32.
+
+        Tokens to guess and their weights are (2, rows, positions): the next token, and the one
+        after it.
+        """
+        generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
+        shape = (rows_of(self._scenario, rank=rank), POSITIONS)
+        drawn = torch.randint(VOCABULARY, (3, *shape), generator=generator)
+        weights = torch.rand((2, *shape), generator=generator)
+        plant_nan(weights, scenario=self._scenario, step=step, rank=rank, micro=micro)
+        return Batch(inputs=drawn[0].clone(), targets=drawn[1:].clone(), extra=(weights,))
+
+    def terms(self, module: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the means of the weighted cross-entropies of both tokens, in fp32."""
+        assert batch.targets is not None
+        logits = module(batch.inputs).float().flatten(0, 2)
+        losses = functional.cross_entropy(logits, batch.targets.flatten(), reduction="none")
+        first, second = (losses * batch.extra[0].flatten()).chunk(2)
+        return first.mean(), second.mean() * SECOND_WEIGHT
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the sum of both terms."""
+        return total_loss(self.terms(module, batch))
+
+    def accuracy(self, module: nn.Module) -> float | None:
+        """Return None: random targets have no held-out part."""
+        return None
