@@ -15,8 +15,6 @@ from zero_sim.reference.stepping import Stepper
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, ParamGroupSpec, Scenario
 from zero_sim.sim import World
 from zero_sim.targets import param_groups
-from zero_sim.targets import param_groups
-from zero_sim.targets import param_groups
 from zero_sim.targets.own_rule import no_process_group
 
 SPEC = OptimizerSpec(name="own", lr=0.1)
