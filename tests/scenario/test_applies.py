@@ -55,6 +55,7 @@ WITHOUT_USE = {
     "model.tied": case(model=replace(MLP, tied=("0.up.bias",))),
     "model.unused": case(model=replace(MLP, unused=("0.up.bias",))),
     "model.one_rank": case(model=replace(MLP, one_rank=(ONE,))),
+    "model.buffer": case(model=ModelSpec(name="moe", buffer="saved")),
     "model.freeze": case(
         model=replace(TP_BLOCK, freeze=(FreezeSpec(param="positions.weight", start=0, stop=1),))
     ),

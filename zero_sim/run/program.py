@@ -31,7 +31,7 @@ from zero_sim.targets import CompletedEngine, Saving, Target, capabilities_of, c
 from zero_sim.targets.bare_model import model_of, names_like
 from zero_sim.targets.costs import Costs, costs_of
 from zero_sim.targets.drawn_weights import draws_weights
-from zero_sim.workloads import Batch, Workload, build_module, make_distinct, seed_of
+from zero_sim.workloads import Batch, Workload, build_module, make_distinct, make_unloaded, seed_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,6 +259,8 @@ def _build(
         model = model_of(module, known=context.judge.group.ownership.param_names)
         if scenario.model.distinct_start:
             make_distinct(module, rank=group.rank(), ep=scenario.topology.ep)
+        if segment.load is not None and scenario.model.buffer == "saved":
+            make_unloaded(module)
         bare = BareModule(module, read_step=segment.read_step, rank_time=rank_time)
     system = target.build(module, scenario=scenario, group=group)
     costs = costs_of(target, scenario, engine=system)

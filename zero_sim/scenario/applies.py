@@ -33,6 +33,7 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "model.unused": ("params",),
     "model.skip": ("params",),
     "model.one_rank": ("params",),
+    "model.buffer": ("mlp", "params", "transformer-260", "digits", "unusual", "positional", "gpt"),
     "optimizer.betas": _WITH_BETAS,
     "optimizer.eps": _WITH_EPS,
     "optimizer.weight_decay": (*_WITH_EPS, "sgd", "asgd"),

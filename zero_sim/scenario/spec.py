@@ -163,6 +163,12 @@ class ModelSpec:
     that backward of all others gives them no gradient."""
     freeze: tuple[FreezeSpec, ...] = ()
     """Params that are frozen for some steps and not for others."""
+    buffer: Literal["none", "saved", "rebuilt"] = "none"
+    """Whether the module has a buffer `gain`, drawn from the seed, by which forwards multiply their
+    outputs. `saved`: a persistent one; the module that is built for a load begins with another
+    value of it, so that a checkpoint must carry it. `rebuilt`: one that is not persistent, which no
+    checkpoint has and each process builds. Not for models of experts, of split layers, in fp8, with
+    gradients that no order changes, or of a target's own."""
     distinct_start: bool = False
     """Whether every rank but the first that holds it begins with other values of each param and
     each buffer of the module: the system has to spread the first rank's."""
@@ -530,8 +536,8 @@ class ReloadSpec:
     early_save: bool = False
     """Whether the engine saves a checkpoint before its first step, too, which is never loaded."""
     weights_only: bool = False
-    """Whether only the masters and working params are taken from it: optimizer state and loss scale
-    begin anew."""
+    """Whether only the masters, working params and persistent buffers are taken from it: optimizer
+    state and loss scale begin anew."""
     world_size: int | None = None
     """Number of ranks after it."""
     stage: Literal[0, 1, 2, 3] | None = None

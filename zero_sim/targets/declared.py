@@ -111,7 +111,8 @@ class Capabilities:
     be as by default, or as the numerics say."""
     only: tuple[tuple[str, tuple[object, ...]], ...] = ()
     """By path of a field the values that it can have, where not all: `("reload.form",
-    ("sharded",))`, `("reload.weights_only", (False,))`, `("system.redundancy", (1, 2))`."""
+    ("sharded",))`, `("reload.weights_only", (False,))`, `("system.redundancy", (1, 2))`; and, if
+    checkpoints have no buffers of the module, `("model.buffer", ("none", "rebuilt"))`."""
 
     def __post_init__(self) -> None:
         """Refuse what no scenario has.

@@ -8,7 +8,7 @@ from zero_sim.workloads.own_model import OwnModel, known_models, make_known
 from zero_sim.workloads.placed import on_device
 from zero_sim.workloads.protocol import Batch, ExpertWorkload, Workload, build_module
 from zero_sim.workloads.registry import build_workload, params_of
-from zero_sim.workloads.starts import make_distinct
+from zero_sim.workloads.starts import make_distinct, make_unloaded, saved_buffers
 
 __all__ = [
     "EXACT_MODELS",
@@ -21,7 +21,9 @@ __all__ = [
     "known_models",
     "make_distinct",
     "make_known",
+    "make_unloaded",
     "on_device",
     "params_of",
+    "saved_buffers",
     "seed_of",
 ]
