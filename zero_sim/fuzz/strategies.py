@@ -31,6 +31,7 @@ from zero_sim.fuzz.models import (
     drawn_overflow,
     fit_blocks,
     nested_model,
+    with_buffer,
     with_skipped,
 )
 from zero_sim.fuzz.optimizers import drawn_optimizer
@@ -240,7 +241,8 @@ def _drawn_case(
         scenario = replace(scenario, model=replace(scenario.model, distinct_start=True))
     scenario = replace(scenario, run=replace(scenario.run, seed=choices.integer(0, 10**6)))
     scenario = _evaluating(choices, scenario, swarm=swarm)
-    model = with_skipped(choices, scenario.model, swarm=swarm)
+    model = with_buffer(choices, scenario, swarm=swarm)
+    model = with_skipped(choices, model, swarm=swarm)
     scenario = replace(scenario, model=nested_model(choices, model, swarm=swarm))
     for feature in sorted(swarm.chosen):
         choices.note(feature)
