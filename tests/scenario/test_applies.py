@@ -62,6 +62,7 @@ WITHOUT_USE = {
     "model.freeze[0].start": case(
         model=replace(MLP, freeze=(FreezeSpec(param="0.up.bias", start=3, stop=4),))
     ),
+    "data.epoch_steps": case(data=DataSpec(rows=1, epoch_steps=2)),
     "data.loss": case(model=ModelSpec(name="digits"), data=DataSpec(loss="sum")),
     "world.order_known": case(model=TP_BLOCK, world=WorldSpec(order_known=False)),
     "topology.pp": case(model=TP_BLOCK, topology=TopologySpec(pp=2)),

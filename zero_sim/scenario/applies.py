@@ -176,6 +176,17 @@ APPLIES = (
         "only models 'mlp', 'fp8' and 'params' have another loss than a mean",
     ),
     Applies(
+        "data.epoch_steps",
+        {"data.rows": _SEVERAL},
+        "a micro-batch of one row has no half",
+        after="unused",
+    ),
+    Applies(
+        "data.epoch_steps",
+        _ANY_BUT_TP_BLOCK,
+        "model 'tp-block' has activations of one size, whose bytes are counted",
+    ),
+    Applies(
         "world.order_known",
         _ANY_BUT_TP_BLOCK,
         "one device trains all parts of model 'tp-block' in a known order",

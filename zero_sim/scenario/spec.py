@@ -206,6 +206,10 @@ class DataSpec:
     """Rows (samples) of one micro-batch on one rank."""
     uneven_rows: bool = False
     """Rank r gets r % 3 rows more, so that ranks contribute unequal numbers of rows."""
+    epoch_steps: int | None = None
+    """Steps of an epoch, whose last step has short micro-batches on every rank, as where a loader
+    does not drop the last batch: with half of `rows`, rounded down. Absent where each step has as
+    many rows."""
     loss: Literal["mean", "sum", "mean-of-ranks"] = "mean"
     """Whether a micro-batch's loss is a mean or a sum over its rows, or a mean that is divided by
     the number of ranks as well, before backward; but for `mean`, `mlp`, `fp8` and `params` only."""
