@@ -186,3 +186,12 @@ def test_what_an_engine_does_not_tell_of_its_settings_is_noted(judged, monkeypat
     result = judged(**CASE)
     assert result.verdict == "pass"
     assert any("settings of the optimizer after a load" in note for note in result.notes)
+
+
+def test_a_buffer_of_the_module(judged, after_load):
+    case = {**CASE, "model": ModelSpec(name="mlp", dtype="bf16", hidden=5, buffer="saved")}
+    assert judged(**case).verdict == "pass"
+    after_load(lambda engine: engine.module.gain.mul_(2))
+    first = judged(**case).findings[0]
+    assert (first.check, first.param, first.rank) == ("equality.load", "gain", 1)
+    assert first.message.startswith("the buffer of the module is not what was saved")

@@ -55,12 +55,14 @@ WITHOUT_USE = {
     "model.tied": case(model=replace(MLP, tied=("0.up.bias",))),
     "model.unused": case(model=replace(MLP, unused=("0.up.bias",))),
     "model.one_rank": case(model=replace(MLP, one_rank=(ONE,))),
+    "model.buffer": case(model=ModelSpec(name="moe", buffer="saved")),
     "model.freeze": case(
         model=replace(TP_BLOCK, freeze=(FreezeSpec(param="positions.weight", start=0, stop=1),))
     ),
     "model.freeze[0].start": case(
         model=replace(MLP, freeze=(FreezeSpec(param="0.up.bias", start=3, stop=4),))
     ),
+    "data.epoch_steps": case(data=DataSpec(rows=1, epoch_steps=2)),
     "data.loss": case(model=ModelSpec(name="digits"), data=DataSpec(loss="sum")),
     "world.order_known": case(model=TP_BLOCK, world=WorldSpec(order_known=False)),
     "topology.pp": case(model=TP_BLOCK, topology=TopologySpec(pp=2)),

@@ -31,6 +31,16 @@ class TestRows:
             assert [len(batch.inputs) for batch in batches] == [5, 6, 7, 5, 6]
             assert [len(batch.targets) for batch in batches] == [5, 6, 7, 5, 6]
 
+    def test_the_last_step_of_an_epoch_is_short(self, make_scenario, name):
+        """Half of five rows, rounded down; and r % 3 more as in any other step."""
+        data = DataSpec(rows=5, uneven_rows=True, epoch_steps=3)
+        workload = build_workload(make_scenario(name, shapes=((3,),), data=data))
+        rows = [
+            [workload.batch(step=step, rank=rank, micro=0).rows for rank in range(3)]
+            for step in range(6)
+        ]
+        assert rows == [[5, 6, 7], [5, 6, 7], [2, 3, 4]] * 2
+
     def test_shared_data_have_equal_rows(self, make_scenario, name):
         data = DataSpec(rows=5, uneven_rows=True, ranks="same")
         workload = build_workload(make_scenario(name, shapes=((3,),), data=data))

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from zero_sim.workloads import make_distinct
+from zero_sim.workloads import make_distinct, make_unloaded
 
 
 class Net(nn.Module):
@@ -49,3 +49,12 @@ def test_a_param_keeps_its_memory():
     before = {name: param.data_ptr() for name, param in net.named_parameters()}
     make_distinct(net, rank=1, ep=1)
     assert {name: param.data_ptr() for name, param in net.named_parameters()} == before
+
+
+def test_a_module_that_is_yet_to_load_has_other_values_of_what_is_saved():
+    net = Net()
+    net.register_buffer("rebuilt", torch.zeros(()), persistent=False)
+    net.tied = net.dense
+    make_unloaded(net)
+    named = (*net.named_parameters(), *net.named_buffers())
+    assert {name for name, tensor in named if bool(tensor.float().any())} == {"scale"}

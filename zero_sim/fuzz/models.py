@@ -10,6 +10,7 @@ from typing import Literal
 from zero_sim.fuzz.choices import Choices
 from zero_sim.fuzz.shapes import PARAMS_MAX, param_shapes
 from zero_sim.fuzz.swarm import Swarm
+from zero_sim.scenario.applies import USED_BY
 from zero_sim.scenario.spec import (
     AnyModelName,
     DataSpec,
@@ -41,6 +42,7 @@ _OTHER_LOSSES: tuple[Literal["sum", "mean-of-ranks"], ...] = ("sum", "mean-of-ra
 _WITH_OTHER_LOSSES = ("mlp", "fp8", "params")
 _FROZEN_FROM = (0, 0, 1, 2)
 """Steps at which a param is frozen; most cases have few."""
+_BUFFERS: tuple[Literal["saved", "rebuilt"], ...] = ("saved", "saved", "saved", "rebuilt")
 _EXPERTS = (2, 2, 3, 4, 6)
 _MLP_PARAMS = ("0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias")
 
@@ -178,6 +180,22 @@ def nested_model(choices: Choices, model: ModelSpec, *, swarm: Swarm) -> ModelSp
     # Their only names in a bare model are those of the params.
     freeze = tuple(replace(each, param=f"m{each.param[1:]}.{each.param}") for each in model.freeze)
     return replace(model, nested=True, freeze=freeze)
+
+
+def with_buffer(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> ModelSpec:
+    """The model with a buffer that its forwards read, or as it is.
+
+    Args:
+        choices: What it is drawn with.
+        scenario: Whose model it is; with its reload.
+        swarm: What the case has.
+    """
+    buffer, model = choices.among(_BUFFERS), scenario.model
+    fits = model.name in USED_BY["model.buffer"]
+    # Few cases go on from a checkpoint, which a saved one is for.
+    if not swarm.on("buffer", fits=fits, often=scenario.reload is not None):
+        return model
+    return replace(model, buffer=buffer)
 
 
 def fit_blocks(

@@ -31,6 +31,7 @@ from zero_sim.fuzz.models import (
     drawn_overflow,
     fit_blocks,
     nested_model,
+    with_buffer,
     with_skipped,
 )
 from zero_sim.fuzz.optimizers import drawn_optimizer
@@ -248,7 +249,9 @@ def _drawn_case(
         scenario = replace(scenario, model=replace(scenario.model, distinct_start=True))
     scenario = replace(scenario, run=replace(scenario.run, seed=choices.integer(0, 10**6)))
     scenario = _evaluating(choices, scenario, swarm=swarm)
-    model = with_skipped(choices, scenario.model, swarm=swarm)
+    scenario = _in_epochs(choices, scenario, swarm=swarm)
+    model = with_buffer(choices, scenario, swarm=swarm)
+    model = with_skipped(choices, model, swarm=swarm)
     scenario = replace(scenario, model=nested_model(choices, model, swarm=swarm))
     for feature in sorted(swarm.chosen):
         choices.note(feature)
@@ -348,6 +351,16 @@ def _joined(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
     others = [choices.integer(least, run.micro_batches - 1) for _ in range(count)]
     own = (*others, run.micro_batches)
     return replace(scenario, run=replace(run, own_micro_batches=own))
+
+
+def _in_epochs(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
+    """The case with a step whose micro-batches are short on all ranks, where that can be."""
+    steps = scenario.run.steps
+    epoch_steps = choices.integer(2, max(2, steps))
+    fits = scenario.model.name != "tp-block" and scenario.data.rows > 1 and steps > 1
+    if not swarm.on("short step", fits=fits):
+        return scenario
+    return replace(scenario, data=replace(scenario.data, epoch_steps=epoch_steps))
 
 
 def _evaluating(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:

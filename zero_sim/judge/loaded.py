@@ -19,6 +19,7 @@ from zero_sim.judge.judged_group import JudgedGroup, beside, cut_state
 from zero_sim.reference import Standing
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import CompletedEngine, OwnedPart, Settings
+from zero_sim.targets.bare_model import names_like
 
 CHECK = Check.EQUALITY_LOAD
 
@@ -29,7 +30,7 @@ _FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "decouple
 def compare_loaded(
     group: JudgedGroup, engine: CompletedEngine, *, standing: Standing, rank: int
 ) -> Iterator[Finding]:
-    """Compare masters, optimizer state, working params, scales and settings, if they are told.
+    """Compare masters, state, working params, scales, buffers and settings, if they are told.
 
     After a load of the weights alone an optimizer may have made its state already or not: that is
     compared after the next step.
@@ -56,6 +57,7 @@ def compare_loaded(
         if now is not None and group.comparer.differs(values, now):
             yield group.differing(_of_param(group, name, rank=rank), values, now)
     yield from _compare_scales(group, engine, standing=standing, rank=rank)
+    yield from _compare_buffers(group, engine, standing=standing, rank=rank)
     settings = engine.settings()
     if settings is None:
         group.unobserved.add("settings of the optimizer after a load")
@@ -119,6 +121,20 @@ def _compare_scales(
         elif group.comparer.differs(standing.scales[name], scale):
             at = replace(at, message="the scale of the fp8 param is not what was saved")
             yield group.differing(at, standing.scales[name], scale)
+
+
+def _compare_buffers(
+    group: JudgedGroup, engine: CompletedEngine, *, standing: Standing, rank: int
+) -> Iterator[Finding]:
+    held = engine.module_tensors() if standing.buffers else {}
+    for name, wanted in standing.buffers.items():
+        alike = names_like(held, name)
+        # Under another name, or in another dtype, it is compared by the loss of its forward alone.
+        got = held[alike[0]] if len(alike) == 1 else wanted
+        if got.dtype == wanted.dtype and group.comparer.differs(wanted, got):
+            message = "the buffer of the module is not what was saved"
+            at = replace(_of_param(group, name, rank=rank), manner="buffer", message=message)
+            yield group.differing(at, wanted, got)
 
 
 def _compare_settings(

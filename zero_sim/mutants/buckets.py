@@ -153,6 +153,15 @@ def rows_of_the_last_micro_batch(patch: Patches) -> None:
     patch[StepCount.add_rows, "self._rows += rows"] = "self._rows = rows"
 
 
+@mutant("S12", "SCALE", "GA", seen_in="class SCALE")
+def rows_of_the_first_step(patch: Patches) -> None:
+    """All steps are divided by the rows that were counted in the first one."""
+    patch[StepCount._take, "return self._sum_over_ranks(self._rows)"] = """
+        if not hasattr(self, "_first"):
+            self._first = self._sum_over_ranks(self._rows)
+        return self._first"""
+
+
 @mutant("S05", "SCALE", "", seen_in="DeepSpeed#7967")
 def unscaled_twice(patch: Patches) -> None:
     """Gradients are divided by the loss scale twice."""

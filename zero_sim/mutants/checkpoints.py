@@ -157,6 +157,13 @@ def module_buffers_not_loaded(patch: Patches) -> None:
     patch[_commit_weights, "tensor.copy_(fresh)"] = "pass"
 
 
+@mutant("C20", "CKPT", "CK", seen_in="class CKPT")
+def plain_buffers_not_saved(patch: Patches) -> None:
+    """A checkpoint has frozen params and the scales of fp8 params, and forgets other buffers."""
+    patch[snapshot.iterate_module_tensors, "name not in skipped"] = """
+        (name not in skipped and name.endswith("_scale"))"""
+
+
 @mutant("C12", "CKPT", "CK", seen_in="Megatron-LM#5976")
 def momentum_at_half(patch: Patches) -> None:
     """State goes through bf16 on its way to the file."""

@@ -200,6 +200,7 @@ class Reference:
             masters=self._stepper.masters,
             params=self._ranks.params(),
             scales=self._scales,
+            buffers=self._ranks.buffers(),
             state=self._stepper.state(),
             settings=self._stepper.settings(),
             loss_scale=None if scale is None else scale.scale,

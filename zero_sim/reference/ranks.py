@@ -21,7 +21,7 @@ from zero_sim.reference.scaling import LossFactors, LossRows, loss_factor
 from zero_sim.scenario.derived import own_micro_batches
 from zero_sim.scenario.names import check_names
 from zero_sim.scenario.spec import Scenario
-from zero_sim.workloads import Workload, build_module
+from zero_sim.workloads import Workload, build_module, saved_buffers
 
 Orders = Mapping[str, Sequence[SumSpan]]
 """By param: spans that tile its flattened elements, each with its place in the calls that add."""
@@ -280,6 +280,12 @@ class Ranks:
     def scales(self) -> dict[str, Tensor]:
         """The scales of params in fp8, copied."""
         return {name: s.clone() for each in self._replayers for name, s in each.scales.items()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The persistent buffers that only a checkpoint has after a load; live."""
+        if self._scenario.model.buffer != "saved":
+            return {}
+        return saved_buffers(self._replayers[0].module)
 
     def form(self, scales: Mapping[str, Tensor]) -> WorkingParams:
         """The form of the working params.

@@ -152,6 +152,8 @@ class Standing:
     params: Mapping[str, Tensor]  # each ND, working dtype
     scales: Mapping[str, Tensor]  # each 0D, fp32
     """Of params in fp8."""
+    buffers: Mapping[str, Tensor]  # each ND
+    """Those of the module that only a checkpoint has."""
     state: Mapping[str, Mapping[str, Tensor]]
     """torch's optimizer state by param and key; no keys for a param that was never stepped."""
     settings: Mapping[str, Mapping[str, object]]

@@ -37,6 +37,7 @@ from zero_sim.workloads import (
     build_module,
     loss_terms,
     make_distinct,
+    make_unloaded,
     seed_of,
     total_loss,
 )
@@ -267,6 +268,8 @@ def _build(
         model = model_of(module, known=context.judge.group.ownership.param_names)
         if scenario.model.distinct_start:
             make_distinct(module, rank=group.rank(), ep=scenario.topology.ep)
+        if segment.load is not None and scenario.model.buffer == "saved":
+            make_unloaded(module)
         bare = BareModule(module, read_step=segment.read_step, rank_time=rank_time)
     system = target.build(module, scenario=scenario, group=group)
     costs = costs_of(target, scenario, engine=system)

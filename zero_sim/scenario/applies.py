@@ -36,6 +36,7 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "model.unused": ("params",),
     "model.skip": ("params",),
     "model.one_rank": ("params",),
+    "model.buffer": ("mlp", "params", "transformer-260", "digits", "unusual", "positional", "gpt"),
     "optimizer.betas": _WITH_BETAS,
     "optimizer.eps": _WITH_EPS,
     "optimizer.weight_decay": (*_WITH_EPS, "sgd", "asgd"),
@@ -176,6 +177,17 @@ APPLIES = (
         "data.loss",
         {"model.name": ("mlp", "fp8", "params")},
         "only models 'mlp', 'fp8' and 'params' have another loss than a mean",
+    ),
+    Applies(
+        "data.epoch_steps",
+        {"data.rows": _SEVERAL},
+        "a micro-batch of one row has no half",
+        after="unused",
+    ),
+    Applies(
+        "data.epoch_steps",
+        _ANY_BUT_TP_BLOCK,
+        "model 'tp-block' has activations of one size, whose bytes are counted",
     ),
     Applies(
         "world.order_known",

@@ -71,6 +71,7 @@ BOUNDS = (
     Bound(path="model.blocks", least=1, most=10_000),
     Bound(path="model.experts", least=1, most=10_000),
     Bound(path="data.rows", least=1, most=2**20),
+    Bound(path="data.epoch_steps", least=2, most=10**6),
     Bound(path="data.nan.element", least=0, most=2**63 - 1),
     Bound(path="world.size", least=1, most=WORLD_SIZE_MAX),
     Bound(path="topology.tp", least=1, most=WORLD_SIZE_MAX),

@@ -155,6 +155,12 @@ class ModelSpec:
     that backward of all others gives them no gradient."""
     freeze: tuple[FreezeSpec, ...] = ()
     """Params that are frozen for some steps and not for others."""
+    buffer: Literal["none", "saved", "rebuilt"] = "none"
+    """Whether the module has a buffer `gain`, drawn from the seed, by which forwards multiply their
+    outputs. `saved`: a persistent one; the module that is built for a load begins with another
+    value of it, so that a checkpoint must carry it. `rebuilt`: one that is not persistent, which no
+    checkpoint has and each process builds. Not for models of experts, of split layers, in fp8, with
+    gradients that no order changes, or of a target's own."""
     distinct_start: bool = False
     """Whether every rank but the first that holds it begins with other values of each param and
     each buffer of the module: the system has to spread the first rank's."""
@@ -192,6 +198,10 @@ class DataSpec:
     """Rows (samples) of one micro-batch on one rank."""
     uneven_rows: bool = False
     """Rank r gets r % 3 rows more, so that ranks contribute unequal numbers of rows."""
+    epoch_steps: int | None = None
+    """Steps of an epoch, whose last step has short micro-batches on every rank, as where a loader
+    does not drop the last batch: with half of `rows`, rounded down. Absent where each step has as
+    many rows."""
     loss: Literal["mean", "sum", "mean-of-ranks"] = "mean"
     """Whether a micro-batch's loss is a mean or a sum over its rows, or a mean that is divided by
     the number of ranks as well, before backward; but for `mean`, `mlp`, `fp8` and `params` only."""
@@ -522,8 +532,8 @@ class ReloadSpec:
     early_save: bool = False
     """Whether the engine saves a checkpoint before its first step, too, which is never loaded."""
     weights_only: bool = False
-    """Whether only the masters and working params are taken from it: optimizer state and loss scale
-    begin anew."""
+    """Whether only the masters, working params and persistent buffers are taken from it: optimizer
+    state and loss scale begin anew."""
     world_size: int | None = None
     """Number of ranks after it."""
     stage: Literal[0, 1, 2, 3] | None = None

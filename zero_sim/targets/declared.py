@@ -118,7 +118,8 @@ class Capabilities:
     need no update rule for the reference: then a drawn case has a second layout (`pair`)."""
     only: tuple[tuple[str, tuple[object, ...]], ...] = ()
     """By path of a field the values that it can have, where not all: `("reload.form",
-    ("sharded",))`, `("reload.weights_only", (False,))`, `("system.redundancy", (1, 2))`."""
+    ("sharded",))`, `("reload.weights_only", (False,))`, `("system.redundancy", (1, 2))`; and, if
+    checkpoints have no buffers of the module, `("model.buffer", ("none", "rebuilt"))`."""
 
     def __post_init__(self) -> None:
         """Refuse what no scenario has.

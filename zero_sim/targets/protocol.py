@@ -294,13 +294,17 @@ class FullEngine(Engine, Protocol):
     def load(self, path: Path, *, weights_only: bool = False) -> None:
         """Go on from a checkpoint, whatever layout it was saved from; every rank calls it.
 
+        What goes on includes persistent buffers of the module, which a module that was built for
+        the load may begin with other values of. A target whose checkpoints have none declares
+        `Capabilities(only=(("model.buffer", ("none", "rebuilt")),))`.
+
         Called before the first step, and where `reload.lost_steps` or `reload.lost_micro_batches`
         say so on an engine that has trained and holds gradients: nothing of that may be left.
 
         Args:
             path: Where it was saved.
-            weights_only: Whether to take masters and working params alone and keep the fresh
-                optimizer state and loss scale.
+            weights_only: Whether to take masters, working params and buffers alone and keep the
+                fresh optimizer state and loss scale.
         """
         ...
 

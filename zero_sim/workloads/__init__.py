@@ -15,7 +15,7 @@ from zero_sim.workloads.protocol import (
     total_loss,
 )
 from zero_sim.workloads.registry import build_workload, params_of
-from zero_sim.workloads.starts import make_distinct
+from zero_sim.workloads.starts import make_distinct, make_unloaded, saved_buffers
 
 __all__ = [
     "EXACT_MODELS",
@@ -29,8 +29,10 @@ __all__ = [
     "loss_terms",
     "make_distinct",
     "make_known",
+    "make_unloaded",
     "on_device",
     "params_of",
+    "saved_buffers",
     "seed_of",
     "total_loss",
 ]

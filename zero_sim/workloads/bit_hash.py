@@ -81,7 +81,7 @@ class BitHashWorkload:
         generator = batch_generator(scenario, step=step, rank=rank, micro=micro)
         salt = torch.randint(2**31, (1,), generator=generator).double()
         plant_nan(salt, scenario=scenario, step=step, rank=rank, micro=micro)
-        return Batch(inputs=salt, targets=None, row_count=rows_of(scenario, rank=rank))
+        return Batch(inputs=salt, targets=None, row_count=rows_of(scenario, step=step, rank=rank))
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return what the module returns, 0-D, in fp32."""

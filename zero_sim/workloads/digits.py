@@ -129,7 +129,7 @@ class DigitsWorkload:
         no step draws from two permutations. A step larger than the data set wraps around.
         """
         scenario, train_rows = self._scenario, len(self._split.train.classes)
-        rows, micros = rows_of(scenario, rank=rank), scenario.run.micro_batches
+        rows, micros = rows_of(scenario, step=step, rank=rank), scenario.run.micro_batches
         step_rows = self._rows_below(scenario.world.size) * micros
         epoch, step_in_epoch = divmod(step, max(1, train_rows // step_rows))
         earlier_rows = self._rows_below(data_rank(scenario, rank=rank)) * micros

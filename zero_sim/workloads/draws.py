@@ -75,10 +75,18 @@ def named_seed(seed: int, purpose: str, *indices: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def rows_of(scenario: Scenario, *, rank: int) -> int:
-    """Return how many rows a micro-batch of `rank` has: all the same, or up to two more."""
-    uneven = scenario.data.uneven_rows
-    return scenario.data.rows + (data_rank(scenario, rank=rank) % 3 if uneven else 0)
+def rows_of(scenario: Scenario, *, step: int, rank: int) -> int:
+    """Return how many rows a micro-batch of `rank` has: all the same, or up to two more.
+
+    Args:
+        scenario: The case whose batches are drawn.
+        step: Optimizer step, from 0; the last one of an epoch has fewer rows.
+        rank: Rank that the micro-batch is for.
+    """
+    data = scenario.data
+    is_last = data.epoch_steps is not None and (step + 1) % data.epoch_steps == 0
+    rows = data.rows // 2 if is_last else data.rows
+    return rows + (data_rank(scenario, rank=rank) % 3 if data.uneven_rows else 0)
 
 
 def plant_nan(inputs: Tensor, *, scenario: Scenario, step: int, rank: int, micro: int) -> Tensor:

@@ -116,7 +116,7 @@ class GptWorkload:
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
         """Return tokens to read and to guess, both (rows, positions), and their weights, fp32."""
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
-        rows = rows_of(self._scenario, rank=rank)
+        rows = rows_of(self._scenario, step=step, rank=rank)
         shape = (rows, POSITIONS)
         inputs, targets = torch.randint(VOCABULARY, (2, *shape), generator=generator).unbind()
         weights = torch.rand(shape, generator=generator)

@@ -71,7 +71,7 @@ class MlpWorkload:
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
         """Return inputs and targets, both (rows, hidden) in the working dtype."""
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
-        rows = rows_of(self._scenario, rank=rank)
+        rows = rows_of(self._scenario, step=step, rank=rank)
         shape = (2, rows, self._scenario.model.hidden)
         inputs, targets = torch.randn(shape, generator=generator).to(self._dtype).unbind()
         plant_nan(inputs, scenario=self._scenario, step=step, rank=rank, micro=micro)

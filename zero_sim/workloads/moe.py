@@ -126,7 +126,7 @@ class MoeWorkload:
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
         """Return inputs and targets, both (tokens, hidden) in the working dtype."""
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
-        rows = rows_of(self._scenario, rank=rank)
+        rows = rows_of(self._scenario, step=step, rank=rank)
         shape = (2, rows * TOKENS_PER_ROW, self._scenario.model.hidden)
         inputs, targets = torch.randn(shape, generator=generator).to(self._dtype).unbind()
         plant_nan(inputs, scenario=self._scenario, step=step, rank=rank, micro=micro)

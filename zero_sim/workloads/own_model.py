@@ -127,7 +127,7 @@ class OwnWorkload:
         """
         scenario = self._scenario
         generator = batch_generator(scenario, step=step, rank=rank, micro=micro)
-        rows = rows_of(scenario, rank=rank)
+        rows = rows_of(scenario, step=step, rank=rank)
         tensors = _draw(self._own, self._said, generator, rows=rows, dtype=self._dtype)
         floating = [each for each in tensors if each.is_floating_point()]
         factor = None if floating else torch.ones(1)

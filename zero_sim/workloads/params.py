@@ -155,7 +155,7 @@ class ParamsWorkload:
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
         factors = torch.randn((2, self._elems), generator=generator).to(self._dtype)
         plant_nan(factors, scenario=self._scenario, step=step, rank=rank, micro=micro)
-        rows = rows_of(self._scenario, rank=rank)
+        rows = rows_of(self._scenario, step=step, rank=rank)
         skipped = skipped_at(self._scenario.model, step=step)
         unread = unread_by(self._scenario.model, rank=rank, micro=micro) | skipped
         return Batch(inputs=factors, targets=None, row_count=rows, unread=unread, skipped=skipped)

@@ -61,7 +61,7 @@ class PositionalWorkload:
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
         inputs, targets = torch.randn(self._shape, generator=generator).to(self._dtype).unbind()
         plant_nan(inputs, scenario=self._scenario, step=step, rank=rank, micro=micro)
-        rows = rows_of(self._scenario, rank=rank)
+        rows = rows_of(self._scenario, step=step, rank=rank)
         return Batch(inputs=inputs, targets=targets, row_count=rows)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:

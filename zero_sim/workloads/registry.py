@@ -47,7 +47,12 @@ def build_workload(scenario: Scenario) -> Workload:
     if is_own_model(model):
         return OwnWorkload(scenario, own_model(model))
     module, name = _WORKLOADS[model]
-    return getattr(import_module(module), name)(scenario)
+    workload = getattr(import_module(module), name)(scenario)
+    if scenario.model.buffer == "none":
+        return workload
+    from zero_sim.workloads.gained import GainedWorkload
+
+    return GainedWorkload(workload, scenario)
 
 
 def params_of(model: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -1,14 +1,30 @@
-"""Starts of ranks that do not begin alike."""
+"""Starts of ranks that do not begin alike, or not with what a checkpoint has."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_sim.scenario.kinds import is_expert
 
 _FEWEST = 2
 _KINDS = 7
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the persistent buffers of a module by name; live."""
+    params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {name: each for name, each in module.state_dict().items() if name not in params}
+
+
+def make_unloaded(module: nn.Module) -> None:
+    """Overwrite every persistent buffer, as a process that is yet to load a checkpoint has it.
+
+    Args:
+        module: The rank's own, as built.
+    """
+    for tensor in saved_buffers(module).values():
+        tensor.fill_(_FEWEST)
 
 
 def make_distinct(module: nn.Module, *, rank: int, ep: int) -> None:

@@ -157,7 +157,7 @@ class TernaryWorkload:
         """Return inputs (rows, width) and targets (rows, 1 + vocabulary): tokens, then signs."""
         scenario = self._scenario
         generator = batch_generator(scenario, step=step, rank=rank, micro=micro)
-        rows = rows_of(scenario, rank=rank)
+        rows = rows_of(scenario, step=step, rank=rank)
         shape = (rows, scenario.model.hidden)
         inputs = torch.randint(-1, 2, shape, generator=generator).to(self._dtype)
         tokens = torch.randint(VOCABULARY, (rows, 1), generator=generator)

@@ -206,7 +206,7 @@ class TpBlockWorkload:
         """Return inputs and signs, (rows, positions, width) each."""
         scenario = self._scenario
         generator = batch_generator(scenario, step=step, rank=rank, micro=micro)
-        shape = (rows_of(scenario, rank=rank), POSITIONS, scenario.model.hidden)
+        shape = (rows_of(scenario, step=step, rank=rank), POSITIONS, scenario.model.hidden)
         inputs = torch.randint(-1, 2, shape, generator=generator).to(self._dtype)
         signs = torch.randint(2, shape, generator=generator) * 2 - 1
         plant_nan(inputs, scenario=scenario, step=step, rank=rank, micro=micro)

@@ -171,7 +171,7 @@ class TransformerWorkload:
         The first token of the first row is the walkthrough's; all else is drawn N(0, 1).
         """
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
-        rows = rows_of(self._scenario, rank=rank)
+        rows = rows_of(self._scenario, step=step, rank=rank)
         drawn = torch.randn((rows, TOKENS, WIDTH), generator=generator)
         drawn[0, 0] = torch.tensor(INPUT_ROW_0)
         inputs = drawn.to(self._dtype)

@@ -138,7 +138,7 @@ class UnusualWorkload:
         """
         scenario = self._scenario
         generator = batch_generator(scenario, step=step, rank=rank, micro=micro)
-        rows = rows_of(scenario, rank=rank)
+        rows = rows_of(scenario, step=step, rank=rank)
         inputs = torch.randn((rows, WIDTH), generator=generator).to(self._dtype)
         tokens = torch.randint(VOCABULARY, (rows, 2), generator=generator)
         plant_nan(inputs, scenario=scenario, step=step, rank=rank, micro=micro)

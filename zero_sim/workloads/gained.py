@@ -1,0 +1,61 @@
+"""`model.buffer`: a workload whose module has a buffer that its forward reads."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.workloads.draws import generator_of, named_seed, working_dtype
+from zero_sim.workloads.protocol import Batch, Workload
+
+
+class GainedWorkload:
+    """Another workload, the outputs of whose module are multiplied by a buffer `gain`."""
+
+    def __init__(self, workload: Workload, scenario: Scenario) -> None:
+        """Draw the buffer, 0D, 0.5 to 1.5, once.
+
+        Args:
+            workload: The workload without it, whose module returns one tensor.
+            scenario: Uses `model.buffer`, `model.dtype` and `run.seed`.
+        """
+        self._inner = workload
+        self._persistent = scenario.model.buffer == "saved"
+        drawn = torch.rand((), generator=generator_of(named_seed(scenario.run.seed, "gain")))
+        self._gain = (drawn + 0.5).to(working_dtype(scenario.model.dtype))
+
+    def build(self) -> nn.Module:
+        """Return a fresh module, of the same class but for its forward."""
+        module = self._inner.build()
+        module.__class__ = _gained(type(module))
+        module.register_buffer("gain", self._gain.clone(), persistent=self._persistent)
+        return module
+
+    def batch(self, *, step: int, rank: int, micro: int) -> Batch:
+        """Return the batch of the workload without the buffer."""
+        return self._inner.batch(step=step, rank=rank, micro=micro)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss of the multiplied outputs."""
+        return self._inner.loss(module, batch)
+
+    def accuracy(self, module: nn.Module) -> float | None:
+        """Return the accuracy of the multiplied outputs."""
+        return self._inner.accuracy(module)
+
+
+@cache
+def _gained(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a class of modules that multiplies outputs by `gain`."""
+
+    class Gained(kind):
+        gain: Tensor
+
+        def forward(self, *args: Any, **named: Any) -> Tensor:
+            return super().forward(*args, **named) * self.gain
+
+    return Gained
