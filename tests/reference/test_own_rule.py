@@ -128,18 +128,6 @@ class TestCopies:
         assert picked.settings()["w"] == stepper.settings()["w"]
         assert picked.settings().keys() == {"w"}
 
-    def test_leave_out_groups_of_which_nothing_is_cut(self):
-        spec = OptimizerSpec(name="own", lr=0.1, groups=(ParamGroupSpec(match="b", lr=0.5),))
-
-        def grouped(named, scenario):
-            return OwnAdamW(param_groups(spec, named), **settings_of(spec))
-
-        rules = Rules(own=own(build=grouped, elementwise=True))
-        params = {"w": torch.ones(9), "b": torch.ones(())}
-        stepper = Stepper(spec, params=params, rules=rules)
-        step(stepper)
-        assert not stepper.cut_dependence
-
 
 class TestRefusals:
     def refused(self, text, **rule):

@@ -76,7 +76,7 @@ class MultiTokenWorkload:
         after it.
         """
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
-        shape = (rows_of(self._scenario, rank=rank), POSITIONS)
+        shape = (rows_of(self._scenario, rank=rank, step=step), POSITIONS)
         drawn = torch.randint(VOCABULARY, (3, *shape), generator=generator)
         weights = torch.rand((2, *shape), generator=generator)
         plant_nan(weights, scenario=self._scenario, step=step, rank=rank, micro=micro)
