@@ -110,7 +110,6 @@ def waits_of_ranks(starter: Starter, *, stall_seconds: float) -> Iterator[None]:
     """
     receive, receive_bytes, poll = Connection.recv, Connection.recv_bytes, Connection.poll
     wait = multiprocessing.connection.wait
-    # Locks and semaphores, also those in queues, take their methods from a C object.
     semaphore: Any = synchronize.SemLock
     make_methods = semaphore._make_methods
 
@@ -135,7 +134,6 @@ def waits_of_ranks(starter: Starter, *, stall_seconds: float) -> Iterator[None]:
         return receive_bytes(connection, *args)
 
     def poll_in_rank(connection: Connection, timeout: float | None = 0.0) -> bool:
-        # With timeout 0, the original does not block, so it needs no polling.
         may_wait = timeout is None or timeout > 0
         if may_wait and pause(lambda: poll(connection, 0), _PIPE, timeout):
             timeout = 0
