@@ -56,7 +56,7 @@ def test_memory_read_before_it_is_filled_is_named(judged):
     code = "model[0].bias.data = torch.empty(6)\n" + LOOP.format(rows="rows(step)")
     verdict = judged("train.py", code=code).verdict
     assert verdict.outcome == "different"
-    assert "reads memory that nobody filled" in verdict.reason
+    assert "computes with memory that was never filled" in verdict.reason
     assert "First at step 1, param as forward used it: 0.bias" in verdict.reason
 
 
