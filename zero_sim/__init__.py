@@ -1,7 +1,7 @@
 """Prove sharded data-parallel training right, bit for bit, on a simulated cluster in one process.
 
-Importing this package imports neither torch nor anything else that is slow; each name below is
-loaded when it is first used.
+Importing this package imports neither torch nor anything else that is slow. Each name below is
+loaded at its first use.
 """
 
 from __future__ import annotations
