@@ -35,6 +35,7 @@ def __getattr__(name: str) -> object:
         return importlib.import_module("zero_sim.errors")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Module-level __getattr__ (PEP 562) loads a name at its first use.
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

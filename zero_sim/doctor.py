@@ -115,6 +115,7 @@ def _real_facts() -> Iterator[Fact]:
     yield Fact(name="gpus", value=str(count), ok=count > 0, note=note)
     note = "" if count else "needs a GPU, and a torch built with CUDA"
     yield Fact(name="run: device cuda", value="yes" if count else "no", ok=count > 0, note=note)
+    # Without NCCL, its version cannot be imported.
     nccl = _nccl_version() if dist.is_nccl_available() else ()
     version = ".".join(map(str, nccl))
     note = "" if nccl else "this torch was built without NCCL"
@@ -179,6 +180,7 @@ def _usable_cpus() -> int:
 def _version(text: str) -> tuple[int, ...]:
     numbers: list[int] = []
     for part in text.split("+")[0].split(".")[:2]:
+        # Only digits: "2.13.0a0" is 2.13.
         digits = "".join(char for char in part if char.isdigit())
         numbers.append(int(digits or 0))
     return tuple(numbers)

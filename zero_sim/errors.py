@@ -19,6 +19,7 @@ class ZeroSimError(Exception):
     exit_status = 1
 
     def __init__(self, *args: object) -> None:
+        # Messages contain values of users' files, which may have any length.
         super().__init__(*(clipped(arg) if isinstance(arg, str) else arg for arg in args))
 
     @property
@@ -28,6 +29,7 @@ class ZeroSimError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By __new__, because the arguments of __init__ differ from the message.
+        # Errors cross process boundaries, so they must be picklable.
         return _copied, (type(self), *self.args), self.__dict__
 
 
@@ -75,6 +77,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("path", "message", "suggestion"):
+            # A frozen dataclass can only change its fields in this way.
             object.__setattr__(self, name, clipped(getattr(self, name)))
 
     def __str__(self) -> str:
@@ -89,6 +92,7 @@ class ScenarioError(UsageError):
     def __init__(self, source: str, problems: Iterable[Problem]) -> None:
         self.source = source
         self.problems: Sequence[Problem] = tuple(problems)
+        # All problems at once, so that a user need not fix them one by one.
         count = len(self.problems)
         head = f"{printable(source)}: {count} problem{'s' if count != 1 else ''}"
         super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))

@@ -49,7 +49,9 @@ def printable(text: str, *, lines: bool = False) -> str:
         return text
     kept = "\n\t" if lines else ""
     return "".join(
-        char if char.isprintable() or char in kept else ascii(char)[1:-1] for char in text
+        # ascii() spells a character out within quotes, which are cut off.
+        char if char.isprintable() or char in kept else ascii(char)[1:-1]
+        for char in text
     )
 
 
@@ -58,8 +60,10 @@ def clipped(text: str) -> str:
 
     Words keep `WORD_CHARS_MAX` characters, and lines `LINE_CHARS_MAX`.
     """
+    # The common case: neither a word nor a line can be too long.
     if len(text) <= WORD_CHARS_MAX:
         return text
+    # Words first, because one long value must not hide the rest of its line.
     text = _LONG_WORD.sub(lambda word: _without_middle(word[0], most=WORD_CHARS_MAX), text)
     return "\n".join(_without_middle(line, most=LINE_CHARS_MAX) for line in text.split("\n"))
 
@@ -113,6 +117,8 @@ def read_regular(path: Path, *, bytes_max: int, follow: bool = True) -> bytes:
     """
     try:
         with open_regular(path, follow=follow) as file:
+            # One byte more than allowed shows that the file is too large, whatever its reported
+            # size.
             data = file.read(bytes_max + 1)
     except OSError as error:
         raise Unreadable(error.strerror or type(error).__name__) from None

@@ -61,6 +61,7 @@ def parse(data: bytes, *, where: str, least: int = -(2**63)) -> Any:
             deeply for recursion.
     """
     try:
+        # Python accepts NaN, Infinity and repeated names, which JSON does not have or leaves open.
         value = json.loads(data, object_pairs_hook=_build_table, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise InvalidField(f"{where}: expected JSON, got an error: {error}") from None
@@ -86,8 +87,10 @@ def check_integers(value: object, *, where: str, least: int = -(2**63)) -> None:
             check_integers(item, where=_join(where, name), least=least)
     elif isinstance(value, list):
         for index, item in enumerate(value):
+            # Skips texts and floats at once: lists of these may be long.
             if isinstance(item, int | dict | list):
                 check_integers(item, where=f"{where}[{index}]", least=least)
+    # Larger integers would overflow in numpy, torch or a file format.
     elif isinstance(value, int) and not least <= value < 2**63:
         raise InvalidField(
             f"{where}: expected an integer of at least {least} in 64 bits, got {show(value)}"
@@ -112,6 +115,7 @@ def build_record(cls: type[T], value: object, *, where: str) -> T:
         return _build_validator(cls).validate_json(text, strict=True)[0]
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
+    # pydantic's location, without the position in the outer list.
     path = where
     for part in first["loc"][1:]:
         path = _join(path, part)

@@ -32,6 +32,7 @@ from zero_sim.run.setup import own_setup
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import OrderName, Scenario, WorldSpec
 
+# A small model, in all stages and in bf16 and fp32.
 _CASES = """
 schema = 1
 model = { name = "mlp", hidden = 16 }
@@ -71,10 +72,12 @@ def visit(report: Path, *, only: Sequence[str], tell: Callable[[Step], None]) ->
     """
     transport = find_transport("nccl")
     transport.check()
+    # Limited by the GPUs of this machine.
     most = own_setup("nccl").ranks_max
     plan = list(_plan(most))
     known = [name for name, *_ in plan]
     unknown = [name for name in only if name not in known]
+    # Checked before the first step, which may take minutes.
     if unknown:
         raise UsageError(
             f"expected --step to be one of {', '.join(known)}; got {', '.join(unknown)}."
@@ -112,6 +115,7 @@ def _plan(most: int) -> Iterator[tuple[str, str, Literal["sim", "nccl"], list[Sc
         found = parse_cases(_CASES, source="the cases of a visit", stem=f"{ranks} ranks")
         return [replace(case, world=WorldSpec(size=ranks, order=order)) for case in found]
 
+    # Without NCCL: any number of ranks shares the one device.
     both = cases(3, "linear") + cases(4, "nccl-ring")
     yield "simulated", "ranks and reference on one device agree bit for bit; no NCCL", "sim", both
     yield "one rank", "NCCL starts, is pinned, and ends", "nccl", cases(1, "nccl-ring")[:1]
@@ -141,12 +145,14 @@ def _take(step: Step, ran: Ran, cases: Sequence[Scenario], *, bundles: Path) -> 
 def _note(step: Step, case: Scenario, result: CaseResult, *, ran: Ran, bundles: Path) -> None:
     """Add the backend's measurements to a step, and keep a case that did not pass."""
     notes = (note for note in result.notes if note.startswith(("probe: ", "backend.")))
+    # Most cases have the same notes.
     step.told += [note for note in notes if note not in step.told]
     if result.verdict == "pass":
         return
     step.told.append(f"{case.name}: {result.verdict} {result.error}".rstrip())
     step.told += [f"  {each.check}: {each.message}" for each in result.findings]
     failure = {"case": case.name, "result": result.as_dict()}
+    # A case without findings failed before it was judged, so a bundle would show nothing.
     if result.findings:
         bundle = write_bundle(case, result, folder=bundles, ran=ran).name
         again = replay_command(bundle, bundles=bundles, device=ran.device_named)

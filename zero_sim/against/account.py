@@ -92,8 +92,11 @@ def account_of(comparison: Comparison) -> Account | None:
     differs = ((got - expected).abs() > bound).reshape(-1)
     element = int((got - expected).abs().reshape(-1).argmax())
     spans = spans_of(differs)
+    # If all shards lie along the first dimension, elements have owners, and the faulty ranks are
+    # known.
     owners = _owners(measurement.kept.get(first.point, {}), expected.shape)
     if whole.kind == "replicated":
+        # Replicas: each rank has its own copy, which may be right.
         off = {rank: (each - expected).abs() > bound for rank, each in whole.candidates.items()}
         ranks = tuple(rank for rank, each in off.items() if bool(each.any()))
     else:
@@ -107,6 +110,7 @@ def account_of(comparison: Comparison) -> Account | None:
     way = replace(comparison.way, sink=probe, called=probe.called)
     observe(side, way, seed=prepared.seed)
     elems = expected.numel()
+    # For the picture: without owners, each rank has the whole tensor.
     places = owners or dict.fromkeys(range(side.world_size), (0, elems))
     same_point = [each for each in differences[1:] if each.point[:2] == first.point[:2]]
     return Account(
@@ -151,6 +155,7 @@ def _manners(
     factor = _factor(wrong, right)
     if factor is not None:
         found.append(f"every wrong element is {factor} times the expected one")
+    # A missing or early copy shows the value of the step before.
     before = baseline.expected(point._replace(step=point.step - 1))
     if before is not None and before.shape == expected.shape:
         old = before.reshape(-1)[differs]
@@ -159,6 +164,7 @@ def _manners(
     if expected.numel() > 2 and wrong.numel() > 1:
         found += [
             f"the elements are shifted by {shift}"
+            # Off by one element, as from a wrong offset of a shard.
             for shift in (1, -1)
             if _close(wrong, expected.reshape(-1).roll(shift)[differs])
         ]
@@ -174,6 +180,7 @@ def _factor(wrong: Tensor, right: Tensor) -> str | None:
     middle = float(ratios.median())
     if not bool(((ratios - middle).abs() <= _SAME * abs(middle)).all()):
         return None
+    # 2, 1/4 or 3/2: factors that name a world size or a number of micro-batches.
     simple = Fraction(middle).limit_denominator(_DENOMINATOR_MAX)
     is_simple = abs(float(simple) - middle) <= _SAME * abs(middle)
     if wrong.numel() < 2 and not (is_simple and 1 in (simple.numerator, simple.denominator)):
@@ -253,6 +260,7 @@ def _match(tensor: Tensor, result: Tensor) -> tuple[int, float] | None:
     windows = held.unfold(0, count, 1)
     factors = windows[:, largest] / part[largest]
     off = (windows - factors[:, None] * part).abs()
+    # The window equals the part times a factor, since a script may scale before or after the call.
     fits = (off <= _SAME * windows.abs().amax(1, keepdim=True)).all(1) & (factors != 0)
     places = fits.nonzero().reshape(-1)
     if not len(places) or int(places[0]) < start:

@@ -62,6 +62,7 @@ def write_script_bundle(bundle: ScriptBundle, *, folder: Path) -> Path:
     """
     code = dict(_code(bundle.got))
     bundle = replace(bundle, expected=_inside(bundle.expected), got=_inside(bundle.got))
+    # Sets become sorted lists (below), so that equal bundles have equal text.
     head = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(bundle)}
     text = json.dumps(head, indent=2, default=sorted) + "\n"
     # The id is a hash of the contents, so the same finding is written once.
@@ -87,6 +88,7 @@ def _code(side: Side) -> Iterator[tuple[str, bytes]]:
     """Yield the Python files of the working folder, and the script if it is elsewhere."""
     working, total = Path.cwd(), 0
     paths = {str(each.relative_to(working)): each for each in files_of(working)}
+    # Data may be large or private.
     paths = {name: each for name, each in paths.items() if name.endswith(".py")}
     if not side.is_module:
         paths.setdefault(_inside(side).name, Path(side.name))
@@ -116,6 +118,7 @@ def find_script_bundle(name: str, *, folder: Path) -> Path | None:
         return Path(name)
     found = [path.parent for path in folder.glob(f"*/{HEAD_FILE}")]
     found = [path for path in found if name and path.name.startswith(name)]
+    # An ambiguous prefix names none.
     return found[0] if len(found) == 1 else None
 
 

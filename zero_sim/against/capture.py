@@ -83,6 +83,7 @@ class RankCapture:
         self._depth = {"forward": 0, "backward": 0, "step": 0}
         self._replicas = replicas
         self._seen: set[tuple[Moment, str]] = set()
+        # Own optimizers call no hook of torch, so their steps are found by changed params.
         self._watched: dict[str, Tensor] | None = None
         """Values of a few params at the last forward; None if an `Optimizer.step` followed it."""
         self._files: Counter[tuple[str, str, int]] = Counter()
@@ -116,6 +117,8 @@ class RankCapture:
         trains = torch.is_grad_enabled()
         with self._aside():
             if self._depth["forward"] == 1:
+                # In this order: names first, then the start of newly named params, then everything
+                # that reads them.
                 self.names.add(module)
                 self.start.apply(self.names)
                 if trains:
@@ -137,6 +140,7 @@ class RankCapture:
 
     def _count_own_step(self) -> None:
         """Count a step by an own optimizer, seen by params that changed since the last forward."""
+        # A few small params suffice, because an optimizer changes all that it trains.
         now = {name: _local(param).clone() for name, param in self.names.smallest()}
         before, self._watched = self._watched, now
         if before is None or before.keys() != now.keys():
@@ -155,6 +159,7 @@ class RankCapture:
         self.design.end_forward(module)
         if prefix is None:
             return
+        # Apart, because an evaluation may use averaged weights.
         moment: Moment = "forward" if torch.is_grad_enabled() else "evaluation"
         for name, tensor in _used(module):
             mesh = getattr(tensor, "device_mesh", None)
@@ -198,6 +203,7 @@ class RankCapture:
         if self._depth["step"] > 1:
             return
         with self._aside():
+            # A step may come before any forward, so that no module has named the params yet.
             self.names.add_optimizer(optimizer)
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
@@ -220,6 +226,7 @@ class RankCapture:
                 for key, value in optimizer.state.get(param, {}).items():
                     if isinstance(value, Tensor):
                         self._observe("state", f"{name}:{key}", value, owner=param)
+                    # The step counter, in optimizers that keep it as a number.
                     elif isinstance(value, (int, float)) and not isinstance(value, bool):
                         self._observe_number("state", f"{name}:{key}", float(value))
                 self._observe("param", name, param, owner=param)
@@ -236,6 +243,7 @@ class RankCapture:
             return  # The names in it are this rank's own.
         key = (moment, *site)
         self._files[key] += 1
+        # By line and count, which are the same on any number of ranks.
         label = f"checkpoint of line {site[1]}, #{self._files[key]}"
         for path, tensor in _leaves(content):
             self._observe(moment, f"{label}: {path}", tensor)
@@ -268,6 +276,7 @@ class RankCapture:
     ) -> None:
         with self._aside():
             point = Point(self.steps if step is None else step, moment, name)
+            # Sparse gradients have no elements to compare one by one.
             if tensor.layout is torch.strided and self._sink.wants(point):
                 piece = replace(piece_of(tensor), is_buffer=is_buffer)
                 place = self.names.flat.get(id(owner))
@@ -304,6 +313,7 @@ class _Start:
         for name, param in (*met, *names.shards()):
             value = self._left.get(name)
             piece = None if value is None else piece_of(param)
+            # Another shape is another param of the same name; it keeps its own start.
             if value is None or piece is None or piece.shape != tuple(value.shape):
                 continue
             if not piece.shards:
@@ -364,6 +374,7 @@ class _Names:
         if not self._known:
             return {}
         pieces = {prefix + plain_name(n): piece_of(each) for n, each in module.named_parameters()}
+        # Shards have no digest of the whole param.
         whole = {name: piece for name, piece in pieces.items() if not piece.shards}
         return other_prefixes(
             {name: digest_of(piece.values) for name, piece in whole.items()}, self._known
@@ -451,6 +462,7 @@ def _used(module: Module) -> Iterator[tuple[str, Tensor]]:
         if tensor is not None:
             yield name, tensor
     for name, value in vars(module).items():
+        # Views of a flat param need gradients; other plain attributes are constants.
         if isinstance(value, Tensor) and value.requires_grad:
             yield name, value
 
@@ -502,6 +514,7 @@ def _chunk(tensor: Tensor, *, dim: int, index: int, count: int) -> Tensor:
 def _as_float64(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_complex():
+        # Complex as [..., 2] floats.
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.to(torch.float64)
 

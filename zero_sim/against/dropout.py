@@ -64,11 +64,13 @@ class ByDesign:
             self._rows = {
                 each.shape[0] for each in values if isinstance(each, Tensor) and each.dim()
             }
+        # A module without a name takes that of the module around it.
         self._inside.append(self._inside[-1] if name is None else name)
 
     def end_forward(self, module: Module) -> None:
         """Handle the end of a module's forward, and record a reason not to compare it."""
         name = self._inside.pop()
+        # Evaluation is deterministic in all of these modules.
         if module.training and torch.is_grad_enabled() and (reason := _reason(module)):
             self.refusals[f"{type(module).__name__} {name}".strip()] = reason
 
@@ -86,6 +88,7 @@ class ByDesign:
         name, shape = self._inside[-1], tensor.shape
         # A single dimension may be rows, so all of it is kept or dropped.
         size = shape[dim] if len(shape) > 1 else 1
+        # Features as many as rows, and no rows in front: dropout drops rows, which differ by rank.
         if size in self._rows and all(shape[0] % each for each in self._rows):
             self.refusals[f"dropout in {name or 'the script'}"] = f"{_OWN_MASK}, over rows"
         with self._aside():
@@ -177,6 +180,7 @@ def patches(design: Callable[[], ByDesign | None]) -> Iterator[tuple[Any, str, A
         # Stochastic depth (timm, torchvision) draws one number per row with `bernoulli_`.
         if by is None or generator is not None or not isinstance(p, float) or not by.is_inside:
             return bernoulli(self, p, generator=generator)
+        # p is the probability of a 1, that is to keep.
         return self.copy_(by.kept(self, 1 - p).expand_as(self))
 
     attention, bernoulli = functional.scaled_dot_product_attention, Tensor.bernoulli_

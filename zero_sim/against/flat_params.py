@@ -45,6 +45,7 @@ def flat_places(module: Module) -> Iterator[tuple[Tensor, FlatPlace]]:
         flat = getattr(handle, "flat_param", None)
         if flat is None or not getattr(handle, "uses_sharded_strategy", False):
             continue
+        # The flat param itself, then the params in it.
         shapes = [flat._unpadded_unsharded_size, *flat._shapes]
         # `_params` is None unless use_orig_params is set.
         for param, shape in zip([flat, *(flat._params or ())], shapes, strict=False):

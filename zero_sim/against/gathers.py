@@ -70,9 +70,11 @@ class GatherLog:
         if record.kind not in _KINDS:
             return
         rank = record.rank
+        # Rank r's contribution of n elements lies at r * n in the result.
         place = record.group_ranks.index(rank)
         for contribution in call.inputs:
             index = self._counts[rank, step]
+            # Integers count too, so that indices agree on both sides.
             self._counts[rank, step] += 1
             if not contribution.is_floating_point():
                 continue
@@ -98,6 +100,7 @@ class GatherLog:
         # All of it is placed already, by this or an earlier step.
         if sum(each.numel for each in known) == own.numel():
             return
+        # Either the contribution is a part of the param, or the param a part of the contribution.
         found = _overlap(flat, own)
         if found is None:
             return
@@ -107,7 +110,7 @@ class GatherLog:
         )
         stretches = self._found[rank, step, name]
         stretches.append(stretch)
-        # Keep the step with most elements: a value that did not change yet may match elsewhere.
+        # Keep the step in which most of the param was found.
         if sum(each.numel for each in stretches) > sum(each.numel for each in known):
             self.places[name][rank] = tuple(stretches)
 
@@ -152,6 +155,7 @@ def gathered(
     pairs: list[tuple[Tensor, Tensor]] = []
     for index, values in sorted(wanted.items()):
         other = came[index]
+        # Places that no piece of the expected run covers are not compared.
         present = ~values.isnan()
         # Padding to a multiple of ranks or of alignment, in proportion for large buffers.
         padding = max(PADDING_MAX, values.numel() // 8)
@@ -175,6 +179,7 @@ def _joined(name: str, pieces: Mapping[int, Piece], log: GatherLog) -> dict[int,
     for rank, piece in pieces.items():
         flat = piece.values.reshape(-1)
         for each in places[rank]:
+            # State may be smaller than its param, for example factored or per row.
             if each.offset + each.numel > flat.numel():
                 return None
             stretches.append((each, flat[each.offset : each.offset + each.numel]))

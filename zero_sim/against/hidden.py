@@ -42,7 +42,7 @@ ADDITIONS = frozenset(
 """Operations whose results are checked."""
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 _SUMS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)
-# DDP's built-in hooks, by name, because users may wrap them with functools.wraps.
+# DDP's built-in compressing hooks, by name.
 _COMPRESSING = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
 
 
@@ -65,6 +65,7 @@ class IntegerSums:
         """Collect the contributions of ranks to a sum, and check the sum when all have come."""
         if call.kind not in _REDUCTIONS or call.reduce_op != ReduceOp.SUM:
             return
+        # Cloned, because the collective may write in place.
         whole = [
             each.detach().clone()
             for each in call.inputs
@@ -85,6 +86,7 @@ class IntegerSums:
     def _check(
         self, rank: int, dtype: torch.dtype, sums: Tensor, operation: str, *, site: str | None
     ) -> None:
+        # Small sums are exact, and this is the common case.
         if float(sums.abs().max()) <= EXACT_BELOW[dtype]:
             return
         rounded = sums.to(dtype).to(torch.float64)
@@ -114,6 +116,7 @@ class IntegerSums:
             return ()
         _, *others = self._found
         places = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        # One note for all, because one mistake often has many places.
         more = f" So at {len(others)} more places: {places}." if others else ""
         return (next(iter(self._found.values())) + more,)
 
@@ -170,6 +173,7 @@ class Reductions:
         if known is None or known.roots != len(capture.names.roots):
             known = self._ranks[record.rank] = _facts_of(capture)
         sizes, largest = {each.numel() for each in call.inputs}, max(known.counts, default=0)
+        # See [Note: reductions of gradients].
         is_of_gradients = sizes & known.counts or max(sizes, default=0) > largest > 0
         if not known.dtypes or not (capture.is_in_backward or is_of_gradients):
             return
@@ -210,6 +214,7 @@ def _facts_of(capture: RankCapture) -> _Rank:
 def _of_settings(module: Module) -> Iterator[torch.dtype]:
     policies: list[Any] = []
     if isinstance(module, FSDPModule):
+        # FSDP2 keeps its policy on the state, the others on the module.
         policies.append(module._get_fsdp_state()._mp_policy)
     elif isinstance(module, FullyShardedDataParallel):
         policies.append(module.mixed_precision)

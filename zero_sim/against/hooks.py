@@ -68,6 +68,7 @@ def hooks_installed(*, observes_all: bool = True) -> Iterator[None]:
             optimizer_hooks.register_optimizer_step_post_hook(after_step),
         ):
             stack.callback(handle.remove)
+        # Installed after the forward hook, so that an open forward always gets its end.
         stack.enter_context(mock.patch.object(Module, "_call_impl", _call(before_forward)))
         for place, name, value in _patches() if observes_all else ():
             stack.enter_context(mock.patch.object(place, name, value))
@@ -154,6 +155,7 @@ def _loss(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _unobserved(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
+        # Observation is off within the call.
         capture, current.capture = current.capture, None
         try:
             return original(*args, **kwargs)
@@ -165,5 +167,6 @@ def _unobserved(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_of_script() -> bool:
     """Return True if code outside torch called: torch's checkpoints save parts in any order."""
+    # Frame 0 is this function, 1 the patch, 2 its caller.
     name = sys._getframe(2).f_globals.get("__name__", "")
     return not name.startswith("torch.")

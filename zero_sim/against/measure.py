@@ -60,6 +60,7 @@ class Baseline(Sink):
 
     def take(self, rank: int, point: Point, piece: Piece) -> None:
         """Keep a piece."""
+        # Compared with the point's other ranks, and with the name's last value; see the note above.
         others = self.pieces[point]
         known = (each.values for each in (self._latest.get(point.name), *others.values()) if each)
         same = next((each for each in known if torch.equal(each, piece.values)), None)
@@ -76,6 +77,7 @@ class Baseline(Sink):
         """Return params at their first forward, or at the first of some moments, by name."""
         found: dict[str, Tensor] = {}
         for point in sorted(self.pieces):
+            # Sorted by step, so the first one is the earliest.
             if point.moment in (moments or ("forward",)) and point.name not in found:
                 tensor = self.expected(point)
                 if tensor is not None:
@@ -178,8 +180,10 @@ class Measurement(Sink):
         """Assemble shards, after the run and its gathers have ended."""
         for point in {*self._ranks, *self.kept}:
             if point.moment == "state" or _STATE_DICT.search(point.name):
+                # State, also within a saved optimizer.
                 self._drop_unused(point)
             ranks, kept = self._ranks.get(point, {}), self.kept.get(point, {})
+            # Some rank's piece could not be compared alone: these are shards.
             if kept and set(kept) - set(ranks):
                 self._measure_shards(point, kept, gathers)
             else:
@@ -187,6 +191,8 @@ class Measurement(Sink):
                 if any(piece.is_buffer for piece in kept.values()) and not _all_same(ranks, kept):
                     self.unobserved.add(point)
                     continue
+                # A gradient before its reduction differs on each rank, although the mean may be
+                # right.
                 reduced = self._of_mean(point, ranks, kept)
                 self.measured[point] = Measured(
                     kind="replicated", relative=max(ranks.values()), reduced_relative=reduced
@@ -229,6 +235,7 @@ class Measurement(Sink):
     def keep_steps(self, count: int) -> None:
         """Exclude checkpoints, and observations after a number of steps."""
         for point in self._baseline.pieces:
+            # Checkpoints as well, because they are saved after more steps on one side.
             if point.step >= count or point.moment in ("saved", "loaded"):
                 self.left_out.add(point)
                 self.measured.pop(point, None)
@@ -280,4 +287,5 @@ class Measurement(Sink):
         values = [piece.values for piece in kept.values()]
         if len(values) < 2 or _all_same(ranks, kept):
             return None
+        # [ranks, ...] to the mean, as an averaging reduction would compute it.
         return relative_difference(torch.stack(values).mean(0), expected)

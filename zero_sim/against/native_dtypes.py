@@ -96,6 +96,7 @@ def note(tensor: Tensor, dtype: torch.dtype) -> None:
     if tensor.layout is torch.sparse_coo:
         # A COO tensor has no storage itself.
         tensor = tensor._values()
+    # The address of the C++ object, which all Python objects for this storage share.
     key = tensor.untyped_storage()._cdata
     if dtype in WIDE:
         _noted[key] = dtype
@@ -335,6 +336,7 @@ def _tensor_patches() -> Iterator[tuple[Any, str, Any]]:
 
     set_, plain_view = Tensor.set_, Tensor.view
     set_grad = _grad.__set__
+    # Replaced on the Python class. C++ code keeps seeing stored dtypes.
     yield Tensor, "dtype", property(shown)
     yield Tensor, "grad", property(_gradient, set_grad, _grad.__delete__)
     yield Tensor, "to", _to_native
@@ -403,6 +405,7 @@ def _function_patches() -> Iterator[tuple[Any, str, Any]]:
     # These share memory with numpy or a file, so their tensors must be copied to widen them.
     for name in ("from_numpy", "frombuffer", "from_dlpack"):
         yield torch, name, lifted(getattr(torch, name))
+    # A file may contain float64 that an earlier run stored for narrower tensors.
     yield torch, "load", lifted(torch.load, loaded)
     yield torch, "save", saved(torch.save)
 
@@ -445,6 +448,7 @@ def _autocast_patches() -> Iterator[tuple[Any, str, Any]]:
             init(self, device_type, dtype=dtype, enabled=enabled, **rest)
             return
         init(self, device_type, dtype=dtype, enabled=False, **rest)
+        # Read by `_promoted`, which gives results the dtype that autocast would.
         self._native_dtype = self.fast_dtype if enabled else None
 
     def enter_noted(self: Any) -> Any:

@@ -72,6 +72,7 @@ class Noise:
             for part in tensor.view(-1).split(_PART_ELEMS):
                 _move_part(part, self._factors(stored(tensor), part.numel()))
             return
+        # Strided memory has no flat parts, so all factors are drawn for one operation.
         whole, rest = divmod(tensor.numel(), _PART_ELEMS)
         sizes = [_PART_ELEMS] * whole + [rest] * bool(rest)
         factors = torch.cat([self._factors(stored(tensor), size) for size in sizes])
@@ -92,8 +93,10 @@ class Noise:
 def _move_part(values: Tensor, factors: Tensor) -> None:
     known = _FORMATS[stored(values)]
     digits = values.contiguous().view(known.bits)
+    # The last bits of the significand; see [Note: rounding noise].
     is_rounded = (digits & ((1 << known.exact_bits) - 1)).bool()
     moved = values * factors
+    # In place, like the other branch, which converts back from the wider dtype of the factors.
     if stored(moved) is stored(values):
         torch.where(is_rounded, moved, values, out=values)
     else:

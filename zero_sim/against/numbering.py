@@ -22,6 +22,7 @@ def other_prefixes(own: Mapping[str, str], known: Mapping[str, str]) -> dict[str
         Prefixes; empty if the names are the same, or the match is not certain.
     """
     counts = Counter(known.values())
+    # Params with equal values, such as zeros, identify no module.
     unique = {digest: name for name, digest in known.items() if counts[digest] == 1}
     found: dict[str, str] = {}
     for name, digest in own.items():
@@ -40,6 +41,7 @@ def other_prefixes(own: Mapping[str, str], known: Mapping[str, str]) -> dict[str
 def renamed(name: str, prefixes: Mapping[str, str]) -> str:
     """Replace a name's longest known prefix."""
     parts = name.split(".")
+    # The longest prefix first: an inner module may be renumbered as well.
     for count in range(len(parts), 0, -1):
         if (other := prefixes.get(".".join(parts[:count]))) is not None:
             return ".".join((other, *parts[count:]))

@@ -88,6 +88,7 @@ def measure_precision(
 
     def relative(side: Side, **options: Any) -> tuple[dict[Point, float], ScriptRun]:
         """Return the relative differences of tensors that can prove a fault."""
+        # Only distances are needed, so no tensor is kept.
         measurement = Measurement(baseline, keep_above=float("inf"))
         observed = observe(side, Way(sink=measurement, is_native=True, **options), seed=seed)
         measurement.finish(observed.gathers)
@@ -119,10 +120,11 @@ def _report(
     for point in sorted(got, key=lambda each: (each.order, each.name)):
         noise = [run[point] for run in runs if point in run]
         dtype = next(iter(baseline.pieces[point].values())).dtype
+        # A tensor that no noisy run moved still has one rounding of its dtype.
         floor = _epsilon(dtype)
+        # A tensor that some noisy run lacks has no measured rounding.
         if len(noise) < len(runs) or max(noise) > _UNDECIDED:
             continue
-        # (A tensor that some noisy run lacks has no measured rounding.)
         compared += 1
         multiple = got[point] / max(*noise, floor)
         if multiple > LIMIT:

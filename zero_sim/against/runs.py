@@ -178,6 +178,7 @@ class _Observer:
             self.rows[rank] = self._row_log(rank)
         capture = self.captures[rank] = RankCapture(
             sink=way.sink,
+            # Kept over several worlds of one script, so that all rows of the rank are in one log.
             rows=self.rows[rank],
             # A script may start several worlds, one after another.
             steps=self._steps if earlier is None else earlier.steps,
@@ -213,6 +214,8 @@ class _Observer:
         if way.dealt is None:
             return RowLog(rank=rank, keeps_values=way.keeps_rows)
         world_size = world_size_of_run()
+        # As many logs as ranks: each gets the rows of the same rank. Otherwise one log is shared
+        # out.
         if len(way.dealt) == world_size:
             dealer = Dealer(way.dealt[rank], rank=0, world_size=1, splits=way.splits)
         else:
@@ -222,6 +225,7 @@ class _Observer:
     def called(self, record: CollectiveRecord, call: Call) -> None:
         """Learn places from a gather, and pass the call on."""
         capture = self.captures[record.rank]
+        # Comparisons of values need float64 as stored.
         with torch.no_grad(), native_dtypes.stored_dtypes():
             self.gathers.called(record, call, step=capture.steps, params=capture.names.others)
             if not self._way.is_native and self._way.noise_seed is None:
@@ -266,6 +270,7 @@ def _observe(
     guest = _Observer(way, steps=steps, replicas=replicas)
     script = read_script(path, is_module=side.is_module, arguments=arguments)
     with Launcher(replace(script, name=side.name), side.settings, guest=guest) as launcher:
+        # Repeats are decided here, because the sink must forget the failed attempt.
         run = launcher.run(seed=seed, quiet=True, repeats=False)
         other = None if before is not None else launcher.other_settings(run)
     if other is not None:
@@ -319,6 +324,7 @@ def _in_copy(side: Side) -> Iterator[str]:
     """Work in a copy of the working folder, and yield the script's path in it."""
     # Checked first, so that an error contains the name that the user gave.
     read_script(side.name, is_module=side.is_module, arguments=side.arguments)
+    # Sizes are added up first: a copy of a large folder would fill the disk before it fails.
     folder, total = Path.cwd(), 0
     for path in files_of(folder):
         with contextlib.suppress(OSError):

@@ -100,6 +100,7 @@ def judge(
         starts_alike: True to start its params with the values of the prepared side.
         all_read_all: True if each rank should read all rows, as with tensor parallelism.
     """
+    # Without a second failed attempt, if the expected side needed CUDA on the CPU or stubs.
     side = side.as_tried(prepared.side)
     if prepared.failure is not None:
         verdict = replace(prepared.failure, expected=prepared.side.text, got=side.text)
@@ -174,6 +175,7 @@ def _own_params(got: Observed) -> AgainstVerdict | None:
 def _failed(prepared: Prepared, got: Observed) -> AgainstVerdict:
     """Return the verdict on a failed run, after trying whether it also fails in native dtypes."""
     side = got.side
+    # A failure in native dtypes, too, is the script's own and not caused by float64.
     native = observe(side, Way(sink=Sink(), is_native=True), seed=prepared.seed).script
     by_float64 = native.failure is None
     failed = got.script if by_float64 else native
@@ -267,6 +269,7 @@ def _run_again(
 def _irregular(prepared: Prepared) -> AgainstVerdict:
     """Find why two runs of one side differ: unfilled memory, random numbers, or rounding."""
     side = prepared.side
+    # Without noise: only another fill, and whatever the script draws without a seed.
     again, took_same_way = _run_again(prepared, fill=7 / 8)
     differing = sorted(
         (point for point, each in again.measured.items() if each.relative),
@@ -294,6 +297,7 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
     decided: set[str] = set()
     unjudged: set[str] = set()
     rows = prepared.observed.rows, got.rows
+    # These may depend on rows of an evaluation, so a difference is listed as not observed.
     metrics = metrics_of(prepared.baseline, measurement.measured, rows)
     for point, measured in measurement.measured.items():
         rounding = prepared.rounding.get(point, FLOOR)
@@ -315,10 +319,12 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
     # The first difference in time is nearest to the cause.
     found.sort(key=_by_size)
     deciding = {p for p in prepared.rounding if p.moment not in LOCALISING}
+    # Points of the expected run that this run did not reach count as not observed.
     unknown = (measurement.unobserved | deciding) - measurement.measured.keys()
     unknown -= measurement.left_out
     unjudged |= {p.name for p in unknown if p.moment not in LOCALISING}
     judged = {point.name for point in measurement.measured} - unjudged
+    # In this order: wrong starts explain differences, differences decide, then sufficiency.
     verdict = _by_starts(measurement, found, got)
     if verdict is None and any(each.point.moment not in LOCALISING for each in found):
         verdict = AgainstVerdict(outcome="different", differences=tuple(found))

@@ -46,6 +46,7 @@ def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
         home[place] = rank
     candidates: dict[int, Tensor] = {}
     for home in replicas:
+        # Equal replicas need to be assembled only once.
         parts = {place: pieces[rank].values for place, rank in home.items()}
         if candidates and all(
             torch.equal(values, pieces[replicas[0][place]].values)
@@ -66,6 +67,7 @@ def _joined(parts: Mapping[tuple[int, ...], Tensor], like: Piece) -> Tensor | No
     """
     for depth in reversed(range(len(like.shards))):
         dim, _, count = like.shards[depth]
+        # From place (i, j, ...) to (i, ...), joined along `dim`.
         joined: dict[tuple[int, ...], Tensor] = {}
         for prefix in {place[:depth] for place in parts}:
             row = [parts.get((*prefix, index)) for index in range(count)]
@@ -74,6 +76,7 @@ def _joined(parts: Mapping[tuple[int, ...], Tensor], like: Piece) -> Tensor | No
                 return None
             joined[prefix] = torch.cat(present, dim=dim)
         parts = joined
+    # All coordinates are joined, so one part with no coordinates is left.
     tensor = parts.get(())
     if tensor is None or not like.is_flat:
         return tensor

@@ -164,11 +164,14 @@ class WideOperations(RankMode):
             if special is not None:
                 return special(func, args, kwargs)
             result = self._run(func, plan, args, kwargs)
+            # The fill shows scripts that compute with memory they have not filled.
             if plan.name in _UNFILLED and stored(result) in _STORED and not result.is_meta:
                 result.fill_(self._fill)
+            # After the operation: its result is what rounding would change.
             if self._noise is not None and not plan.is_exact:
                 self._noise.move(result)
             if self._added is not None and plan.name in ADDITIONS:
+                # In-place list operations return nothing, so their first argument is the result.
                 self._added(plan.name, args[0] if result is None else result)
             return result
         finally:
@@ -181,6 +184,7 @@ class WideOperations(RankMode):
                 kwargs = {**kwargs, "dtype": WIDE[kwargs["dtype"]]}
             return func(*args, **kwargs)
         dtype = kwargs.get("dtype")
+        # Meta tensors have no values, and a factory without a dtype argument cannot be widened.
         if _is_meta(kwargs.get("device")) or (plan.is_factory and not plan.takes_dtype):
             return func(*args, **kwargs)
         if plan.is_factory:
@@ -189,6 +193,7 @@ class WideOperations(RankMode):
         stays_meta = not kwargs.get("device") and all(_is_meta(each.device) for each in tensors)
         if tensors and stays_meta:
             return func(*args, **kwargs)
+        # Inputs that C++ code created in a narrow dtype.
         if any(map(_is_narrow, tensors)):
             args = tuple(_stored_wide(each) for each in args)
         if dtype in WIDE:
@@ -204,6 +209,7 @@ class WideOperations(RankMode):
                 args = tuple(_as_float64(each) for each in args)
                 dtype = torch.get_default_dtype()
             result = func(*args, **kwargs)
+        # Each entry keeps the dtype of the entry at its place: the lists may be mixed.
         if plan.is_list and isinstance(result, (list, tuple)):
             firsts = next((each for each in args if isinstance(each, (list, tuple))), ())
             for each, like in zip(result, firsts, strict=False):

@@ -35,6 +35,7 @@ def arrangement_of(group: dist.ProcessGroup, *, device: str) -> tuple[Arrangemen
     """
     size, dtype = group.size(), torch.float32
     elems = ELEMS_A_RANK * size
+    # Both kinds, because a ring's order shows in one and a tree only in the other.
     scattered, reduced = (
         observe(
             by_calling(kind, group=group, elems=elems, device=device),
@@ -119,6 +120,7 @@ def _gives(
     # Each rank's part of a reduce-scatter ends on that rank; an all-reduce has no such end.
     ends = range(len(arrangement.rings[0])) if kind == "reduce_scatter" else (0,)
     for ends_on in ends:
+        # Element by element of the model's runs, so that a shifted boundary is a contradiction.
         for start, stop, tree in pieces(
             arrangement, kind=kind, elems=elems, elem_bytes=elem_bytes, ends_on=ends_on
         ):
@@ -138,6 +140,7 @@ def _candidates(
     trees = (tree_of(reduced.trees[0]),) if "?" not in reduced.trees else ()
     for arrangement in arrangements:
         yield arrangement
+        # PAT (parallel aggregated trees) is NCCL's other algorithm for reduce-scatters.
         yield replace(arrangement, reduce_scatter="pat")
     if trees and len(reduced.trees) == 1:
         for arrangement in arrangements:
@@ -167,7 +170,9 @@ def _chain(tree: Tree) -> list[int]:
         if step != ADD:
             stack.append([step])
             continue
+        # Postfix order: the operands of an addition are on top of the stack.
         right, left = stack.pop(), stack.pop()
+        # Addition commutes, so the longer side is the chain so far.
         if len(left) < len(right):
             left, right = right, left
         if len(right) != 1:

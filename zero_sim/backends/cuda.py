@@ -54,6 +54,7 @@ class Cuda:
 
     def make_group(self, membership: Membership, *, device: torch.device) -> Any:
         """Return a connected `ProcessGroupNCCL`."""
+        # As torch's own `_new_process_group_helper` sets the options of an NCCL group.
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = membership.timeout
         options.global_ranks_in_group = list(membership.ranks)

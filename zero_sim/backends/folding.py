@@ -66,6 +66,7 @@ def make_group(options: Any, *, transport: str, order: Order) -> SimProcessGroup
     carrying = find_transport(transport)
     # torch leaves the ranks of the default group empty.
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    # The simulated world's group object, so that its process group class works on real ones.
     group = Group(options.group_id, members, label=options.group_id)
     inner = carrying.make_group(
         Membership(
@@ -114,6 +115,7 @@ class _DoneWork(dist.Work):
         future: torch.futures.Future = torch.futures.Future(
             devices=sorted(devices, key=str) or None
         )
+        # Finished already, so a callback runs at once.
         future.set_result(self._tensors)
         return future
 
@@ -160,6 +162,7 @@ class _Carrier:
         """Receive a tensor."""
         self._check("receive", tensor)
         if peer is None:
+            # From any rank, as for `dist.recv` without a source.
             return self._inner.recv_anysource([tensor], tag)
         return self._inner.recv([tensor], peer, tag)
 
@@ -230,13 +233,16 @@ class _Carrier:
             )
             for rank in range(world_size)
         ]
+        # All ranks' sides at once, as in the simulated world.
         PERFORM[call.kind](calls, self._order)
         own = calls[group_rank]
+        # Only the root of a reduce gets a result.
         if call.kind == "reduce" and group_rank != call.root:
             return
         # In-place collectives, such as all_reduce, have no outputs.
         results = own.outputs or own.inputs
         for tensor, result in zip(call.outputs or call.inputs, results, strict=True):
+            # Into the caller's memory, which autograd and views may share.
             tensor.copy_(result)
 
     def _gather(self, tensor: Tensor, world_size: int) -> list[Tensor]:
@@ -282,6 +288,7 @@ def _broadcast(inner: Any, call: Call, rank: int) -> None:
 def _scatter(inner: Any, call: Call, rank: int) -> None:
     options = dist.ScatterOptions()
     options.rootRank = call.root
+    # torch requires an empty list on all ranks but the root.
     parts = [[part.contiguous() for part in call.inputs]] if rank == call.root else []
     inner.scatter(list(call.outputs), parts, options).wait()
 
@@ -294,6 +301,7 @@ def _gather(inner: Any, call: Call, rank: int) -> None:
 
 
 def _all_to_all(inner: Any, call: Call, rank: int) -> None:
+    # Into contiguous memory, because the output may be a strided view.
     received = torch.empty_like(call.outputs[0], memory_format=torch.contiguous_format)
     inner.alltoall_base(
         received,

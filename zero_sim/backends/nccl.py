@@ -69,6 +69,7 @@ class Nccl:
                 f"expected a GPU for local rank {local_rank}, but this machine has {count}. Try "
                 f"fewer processes a node, or {SHARING}=1 with NCCL 2.30 or newer."
             )
+        # With one visible GPU per process, or with shared GPUs, local ranks exceed the count.
         index = local_rank % count
         self._library.use(index)
         self.device = torch.device(self.device_type, index)
@@ -81,6 +82,7 @@ class Nccl:
 
     def warm_up(self) -> None:
         """Complete one call of the default group."""
+        # The first call includes all slow set-up of NCCL.
         dist.all_reduce(torch.ones(1, device=self.device))
         self._library.synchronize()
 
@@ -133,6 +135,7 @@ def check_alike(identities: Sequence[Mapping[str, str]]) -> None:
                 )
     places: dict[str, int] = {}
     for rank, other in enumerate(identities):
+        # Transports without `only`, such as gloo, share their device freely.
         before = places.setdefault(other.get("only", f"rank {rank}"), rank)
         if before != rank and not _may_share():
             raise EnvironmentProblem(

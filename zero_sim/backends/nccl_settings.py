@@ -49,7 +49,7 @@ _AS_ONE: Mapping[str, str] = dict.fromkeys(
 """Older names of the number of channels: if set, they must be 1."""
 
 _FILES = ("NCCL_CONF_FILE", "NCCL_GRAPH_FILE", "NCCL_TOPO_FILE")
-# Spellings of 0 that NCCL accepts.
+# Spellings that count as 0.
 _OFF = ("0", "false", "off", "no")
 
 
@@ -70,6 +70,7 @@ def pin(environment: MutableMapping[str, str]) -> None:
             f"an environment that contradicts this:\n{lines}\nTry `env {names}` before the command."
         )
     for name, value in {**PINS, **RECORDER}.items():
+        # Agreeing values may be spelled differently, so they are not overwritten.
         environment.setdefault(name, value)
     environment.update(TORCH_PINS)
 
@@ -88,7 +89,7 @@ def _agrees(got: str, wanted: str) -> bool:
     if wanted == "0":
         return got.strip().lower() in _OFF
     try:
-        # With base 0, as NCCL reads numbers: also hexadecimal and octal.
+        # With base 0, so that hexadecimal numbers are read as well.
         return int(got, 0) == int(wanted)
     except ValueError:
         return got.strip().lower() == wanted.lower()

@@ -221,12 +221,14 @@ class _Worker(Generic[Answer]):
     def close(self) -> None:
         """End the process. A call that still runs is abandoned."""
         is_free = self.is_free
+        # A busy worker is not waited for, but killed below.
         self._executor.shutdown(wait=is_free, cancel_futures=True)
         if not is_free:
             self._signal(signal.SIGKILL)
         self._running = None
 
     def _signal(self, number: int) -> None:
+        # A process that has not started yet has no id, and one that died early never gets one.
         if self._pid.done() and self._pid.exception() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid.result(), number)

@@ -109,6 +109,7 @@ def observe(reduce: Reduction, *, rank_count: int, elems: int, dtype: torch.dtyp
     ask = _Asking(reduce, rank_count=rank_count, elems=elems, dtype=dtype)
     # All elements form one class, until they are seen to be added differently.
     classes = [_Class(elements=torch.arange(elems), rank_count=rank_count)]
+    # Each round measures one subtree of every class, so all ranks make the same calls.
     while any(each.next_set() for each in classes):
         classes = list(_look(ask, classes, wide))
     found = sorted((start, each.text()) for each in classes for start in _starts_of(each.elements))
@@ -159,11 +160,13 @@ class _Asking:
             result of some tree.
         """
         rank_ids = torch.arange(self._ranks)
+        # [elements, ranks]: the pair itself contributes B and -B, and no power.
         asked = members & (rank_ids != firsts[:, None]) & (rank_ids != seconds[:, None])
         asked &= (firsts != seconds)[:, None]
         place = asked.cumsum(1) - 1  # (elements, ranks): index among the element's queried ranks.
         outside = torch.zeros_like(asked)
         fits = torch.ones(len(firsts), dtype=torch.bool)
+        # Rounded up, at least one.
         calls = -(-max(1, int(asked.sum(1).max())) // scale.room) if len(firsts) else 0
         # The same number on every rank, because each call is a collective.
         for turn in range(calls):
@@ -179,6 +182,7 @@ class _Asking:
                 whole[self._positions] = values.to(self._dtype)
                 return whole
 
+            # In units of the smallest power, so that bit k belongs to the rank with power k.
             sums = self._reduce(bring)[self._positions].double() / scale.small
             bits = sums.round().clamp(0, 2.0**scale.room - 1).to(torch.int64)
             # Bits of ranks that were not queried must be 0.
@@ -217,6 +221,7 @@ class _Class:
     def split(self, elements: Tensor) -> _Class:
         """Return a copy for some of the elements."""
         new = _Class(elements=elements, rank_count=len(self._whole))
+        # What was measured before the split holds for all parts.
         new.parts, new.is_tree = dict(self.parts), self.is_tree
         return new
 
@@ -260,12 +265,14 @@ def _look(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Iterator[_Cl
     ranks = len(classes[0]._whole)
     sets = [each.next_set() for each in classes]
     members = torch.zeros((elems, ranks), dtype=torch.bool)
+    # [elements]: the rank whose ancestors this round measures.
     pivots = torch.zeros(elems, dtype=torch.int64)
     for each, here in zip(classes, sets, strict=True):
         if here:
             members[each.elements[:, None], torch.tensor(sorted(here))] = True
             pivots[each.elements] = _pivot_of(here)
     others = [sorted(here - {_pivot_of(here)}) if here else [] for here in sets]
+    # [pairs, elements, ranks].
     outsides = torch.zeros((max(map(len, others)), elems, ranks), dtype=torch.bool)
     fits = torch.ones(elems, dtype=torch.bool)
     # All classes share each call, so the class with most pairs decides the number of calls.
@@ -283,6 +290,7 @@ def _look(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Iterator[_Cl
         # [elements, pairs * ranks], and whether all sums fitted: equal rows stay in one class.
         seen = outsides[: len(rest), each.elements].permute(1, 0, 2).reshape(len(each.elements), -1)
         seen = torch.cat([seen, fits[each.elements, None]], dim=1)
+        # One new class per distinct row.
         kinds, which = seen.unique(dim=0, return_inverse=True)
         for kind in range(len(kinds)):
             part = each.split(each.elements[which == kind])
@@ -303,6 +311,7 @@ def _chain_of(
     pivot: int, inside: Mapping[int, frozenset[int]]
 ) -> tuple[frozenset[int], ...] | None:
     """Return the subtrees joined to a rank, in order; None if the sets belong to no tree."""
+    # From the smallest ancestor to the largest.
     chain, before = [frozenset({pivot})], frozenset({pivot})
     for ancestor in sorted(set(inside.values()), key=len):
         new = ancestor - before
@@ -339,6 +348,7 @@ def _accumulator(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Accum
                 firsts[each.elements], seconds[each.elements] = first, second
                 if outside:
                     wanted[each.elements[:, None], torch.tensor(sorted(outside))] = True
+        # With the narrow scale: only the data's dtype has no room for both numbers.
         got, fits = ask(firsts, seconds, members, scale)
         ids = torch.arange(ranks)
         all_others = (ids != firsts[:, None]) & (ids != seconds[:, None])
@@ -378,10 +388,11 @@ def verify(
     tables: list[tuple[Tensor, ...]] = []
     for start, stop, tree in pieces:
         if tree not in known:
+            # Once per tree, which many runs of a ring share.
             known[tree] = _pairs_of(tree, rank_count)
         pair_count = len(known[tree][0])
         here = torch.arange(start, stop)
-        # Both ends, because errors of a model are errors of where its runs begin and end.
+        # Both ends, so that a shifted boundary of a run is seen.
         if len(here) > 2 * pair_count:
             here = torch.cat([here[:pair_count], here[-pair_count:]])
         where.append(here)
@@ -390,8 +401,10 @@ def verify(
     if not where:
         return None
     positions = torch.cat(where)
+    # [positions], [positions], [positions, ranks].
     firsts, seconds, wanted = (torch.cat(column) for column in zip(*tables, strict=True))
     ask = _Asking(reduce, rank_count=rank_count, elems=elems, dtype=dtype, positions=positions)
+    # All other ranks are queried, so one pair per element suffices.
     members = torch.ones_like(wanted)
     got, fits = ask(firsts, seconds, members, _SCALES[dtype][0])
     wrong = ((got != wanted).any(1) | ~fits).nonzero().flatten()
@@ -432,11 +445,12 @@ def by_calling(
         sizes: For a `reduce_scatter_list`, the elements of each rank.
     """
     rank, rank_count = group.rank(), group.size()
-    # Names since torch 2.12, and before.
+    # Newer versions of torch have other names for both.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def reduce(values: Values) -> Tensor:
+        # [elems], of which each call reduces all.
         x = values(rank).to(device)
         if kind == "all_reduce":
             dist.all_reduce(x, group=group)

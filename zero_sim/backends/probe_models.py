@@ -53,6 +53,7 @@ def sites_of(
         site = SumSite(kind=kind, elems=elems, offset=0, arrangements=arrangements)
         yield 0, elems, site
         return
+    # Elements of each rank's part.
     shares = list(sizes) if kind == "reduce_scatter_list" else [elems // rank_count] * rank_count
     start = 0
     for rank, share in enumerate(shares):
@@ -99,6 +100,7 @@ def pieces_of(
             continue
         offset = start - site.offset
         if arrangement is not None:
+            # In the call's own offsets, so they are shifted below.
             kept = arranged_pieces(
                 arrangement,
                 kind=kind,
@@ -118,6 +120,7 @@ def _chains(
     site: SumSite, start: int, stop: int, order: AddOrder, rank_count: int, elem_bytes: int
 ) -> Iterator[tuple[int, int, Tree]]:
     """Yield runs of a call that an order adds one rank after another."""
+    # Within the call, because a ring's first rank depends on the position in it.
     positions = torch.arange(site.offset, site.offset + stop - start)
     if order == "linear":
         firsts, stride = torch.zeros_like(positions), 1

@@ -80,6 +80,7 @@ class RealRank:
         name = self.transport.torch_name
         if order is not None:
             name = folding_backend(self.backend, order, seed=order_seed)
+        # Otherwise the group of the last program serves again.
         if self._open != (size, name):
             self._join(name, size=size, about=about)
             self._open = (size, name)
@@ -93,6 +94,7 @@ class RealRank:
         # One group is the default group itself.
         clean = len(dist.distributed_c10d._world.pg_map) == 1
         heard = self.channel.exchange(clean, size=size, about=f"left {about}")
+        # All ranks must decide alike: a group is kept by all or by none.
         if not all(heard):
             self.leave()
 
@@ -106,6 +108,8 @@ class RealRank:
         try:
             dist.init_process_group(
                 backend,
+                # A prefix of its own, because keys of an earlier group of this name may still be
+                # there.
                 store=dist.PrefixStore(f"{self.channel.number}/{about}/{size}", self.store),
                 rank=self.rank,
                 world_size=size,
@@ -133,6 +137,7 @@ class RealRank:
             abort: True if an operation may be pending that never ends.
         """
         if abort:
+            # After an abort of NCCL, this process may be of no use.
             self.is_spoilt = self.transport.renews
             self.transport.abort()
         elif dist.is_initialized():

@@ -57,6 +57,7 @@ class SideChannel:
         """
         # Each rank that starts this program has read all messages of the program before the last.
         for key in self._earlier:
+            # Stores never forget by themselves, and a campaign has thousands of programs.
             self._store.delete_key(key)
         self._earlier, self._told = self._told, set()
         self.number = number
@@ -86,6 +87,7 @@ class SideChannel:
         key = self._tell({"says": what}, about=about)
         self.is_listening = True
         try:
+            # Blocks until all keys exist.
             heard = self._store.multi_get([f"{key}/{rank}" for rank in range(size)])
         finally:
             self.is_listening = False
@@ -149,10 +151,12 @@ class SideChannel:
         return bool(left)
 
     def _key(self, about: str) -> str:
+        # The program's number keeps late messages of earlier programs apart.
         return f"told/{self.number}/{about}"
 
     def _tell(self, what: Any, *, about: str) -> str:
         key = self._key(about)
+        # Before the key is set, so that `withdraw` never sends a second message for it.
         self._told.add(f"{key}/{self.rank}")
         self._store.set(f"{key}/{self.rank}", json.dumps(what))
         return key

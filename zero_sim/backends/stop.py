@@ -35,6 +35,7 @@ def interrupts_ask(stop: Stop) -> Iterator[None]:
     """
 
     def ask() -> None:
+        # A case may take long, so a second signal must not wait for it.
         if stop.asked:
             interrupt()
         stop.asked = True

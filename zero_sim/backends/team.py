@@ -113,12 +113,14 @@ class Teams:
         self._numbers = itertools.count()
         self._store = None
         if job_rank is None:
+            # Port 0 lets the system choose a free one.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # One thread per process: ranks share the cores, and the count decides the bits of products.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._requests, theirs = Pipe()
         with theirs:
             self._forkserver = subprocess.Popen(
+                # -P keeps the current folder out of the search path.
                 [sys.executable, "-P", "-c", _FORKSERVER, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -160,7 +162,9 @@ class Teams:
             team, message, timeout_seconds=timeout_seconds, job_rank=self._job_rank
         )
         if any(self.ends_with(ending) for ending in endings.values()):
+            # Exit statuses are known only after the processes are reaped.
             deaths = self.renew(size)
+            # With the signal or exit status, which says more than the end of the connection.
             endings = {rank: _with_status(end, deaths[rank]) for rank, end in endings.items()}
         return tuple(endings[rank] for rank in sorted(endings))
 
@@ -251,8 +255,10 @@ class Teams:
         for worker in team:
             worker.connection.close()
             with contextlib.suppress(ProcessLookupError):
+                # Not by a message: the worker may hang in C++ code.
                 os.kill(worker.pid, signal.SIGKILL)
         for worker in team:
+            # By the fork server, because only a parent can read the exit status.
             self._say({"reap": worker.pid})
             statuses[worker.rank] = self._hear()
         return statuses
@@ -292,6 +298,7 @@ def _broadcast(
     deadline = time.monotonic() + timeout_seconds
     is_lost = bool(endings)
     while pending:
+        # Each sign of life moves the deadline.
         left = deadline - time.monotonic()
         # A lost worker of another process: this one will hang, so do not wait for the full limit.
         if job_rank is not None and not is_lost and job_rank.is_lost():
@@ -315,6 +322,7 @@ def _broadcast(
                 continue
             del pending[connection]
             endings[ending.rank] = ending
+            # The others may hang now, so they get a short time instead of the full limit.
             if (ending.how == "died" or ending.gave_up) and not is_lost:
                 is_lost = True
                 deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
@@ -363,6 +371,7 @@ def _ask_where(pending: Mapping[Any, _Worker]) -> dict[int, Ending]:
 
 
 def _death(rank: int) -> Ending:
+    # The exit status is not known yet; see `_with_status`.
     return Ending(rank=rank, how="died", error="its process ended")
 
 

@@ -66,11 +66,13 @@ class LaunchedJob:
                 f"{'is' if len(missing) == 1 else 'are'} not set. "
                 "Try torchrun --nproc-per-node 4 -m zero_sim run PATH."
             )
+        # torch's own rendezvous, so that all variables mean what they mean under torchrun.
         store, rank, self.count = next(dist.rendezvous("env://"))
         self._store = dist.PrefixStore("zero_sim", store)
         # This process joins no group. It only exchanges messages.
         self._own = SideChannel(rank=rank, store=dist.PrefixStore("keepers", self._store))
         find_transport(backend).check()
+        # Workers use the launcher's store as well, under other prefixes.
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._job_rank = JobRank(rank=rank, size=self.count, store=address)
         self._teams = Teams(backend=backend, preload=preload, job_rank=self._job_rank)
@@ -102,7 +104,10 @@ class LaunchedJob:
         self._own.begin(self._number)
         # Paths in it are those of rank 0's machine, so cases with paths need a shared file system.
         shared = {**self._exchange(payload, about="payload")[0], "processes": self.count}
+        # A key per job, so that a loss in an earlier job does not count again.
         self._watch(f"lost/{self._number}")
+        # A problem here is exchanged before it is raised, or the other processes would wait for
+        # this one.
         problem, ending = "", None
         try:
             (ending,) = self._teams.run(job, shared, size=1, timeout_seconds=stall_seconds)

@@ -72,6 +72,7 @@ class Gloo:
         return ()
 
 
+# Made at first use, so that a process that uses gloo never touches CUDA.
 _MAKERS: dict[str, Callable[[], Transport]] = {"gloo": Gloo, "nccl": lambda: Nccl(Cuda())}
 _MADE: dict[str, Transport] = {}
 
@@ -95,6 +96,7 @@ def find_transport(name: str) -> Transport:
 def put_transport(name: str, make: Callable[[], Transport]) -> None:
     """Replace a transport in this process, for example by a stand-in."""
     _MAKERS[name] = make
+    # The next lookup makes the new one.
     _MADE.pop(name, None)
 
 

@@ -45,9 +45,13 @@ def serve(connection: Connection, *, rank: int) -> None:
         connection: Connection to the process that sends jobs, as JSON.
         rank: Rank of this worker in its team.
     """
+    # One thread, because the count decides the bits of a product. Read back, because torch applies
+    # the process-wide count to a thread at its first computation, and reading counts as one.
     torch.set_num_threads(1)
     torch.get_num_threads()
+    # Messages arrive in a thread, so that a stack can be requested while a job hangs.
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    # Three threads answer, and messages must not mix.
     sending = threading.Lock()
     main_thread = threading.get_ident()
 
@@ -77,6 +81,8 @@ def serve(connection: Connection, *, rank: int) -> None:
             time.sleep(_TICK_SECONDS)
             if real_rank is not None and real_rank.is_setting_up:
                 answer({"op": "alive"})
+            # A rank that waits for a message gives no other sign of life, but is not the one that
+            # hangs.
             elif real_rank is not None and real_rank.channel.is_listening:
                 answer({"op": "listening"})
 
@@ -102,15 +108,18 @@ def serve(connection: Connection, *, rank: int) -> None:
 def _join(message: Mapping[str, Any], *, rank: int) -> RealRank:
     host, port = message["store"]
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    # Teams share one store, so each has a prefix.
     own = dist.PrefixStore(f"team-{message['team']}", store)
     real_rank = RealRank(backend=message["backend"], rank=rank, store=own)
     try:
+        # The environment first: NCCL reads it when the device's first communicator is made.
         real_rank.transport.prepare(os.environ)
         real_rank.transport.take_device(local_rank_of(rank=rank))
         identity = dict(real_rank.transport.identity())
     except EnvironmentProblem:
         real_rank.channel.withdraw(["identity"])
         raise
+    # On every rank, so that all of them refuse together.
     check_alike(real_rank.channel.exchange(identity, size=message["size"], about="identity"))
     return real_rank
 
@@ -141,8 +150,10 @@ def stack_of(thread: int) -> str:
     if frame is None:
         return "(no stack)"
     frames = traceback.extract_stack(frame)
+    # A stack that ends in our process group shows the caller of the collective last.
     while frames and frames[-1].filename.startswith(_CALLED):
         frames.pop()
+    # What is left below our last frame is the user's code, or torch's.
     ours = [i for i, entry in enumerate(frames) if entry.filename.startswith(_PACKAGE)]
     below = frames[ours[-1] + 1 :] if ours else frames
     return "".join(traceback.format_list((below or frames)[-_FRAMES_MAX:])).rstrip()
@@ -171,6 +182,7 @@ def pending_calls() -> str:
 
 
 def _is_over(entry: Mapping[str, Any]) -> bool:
+    # Backends mark the end of a call in one way or the other.
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 

@@ -38,13 +38,14 @@ class WorldPool:
         """
         size = scenario.world.size
         world = self._worlds.pop(size, None)
-        # A case that hung or was interrupted closes its world.
+        # A failed case may have closed its world.
         if world is not None and world.closed:
             world = None
         if world is None:
             world = World(size)
             while len(self._worlds) >= self._worlds_open_max:
                 self._worlds.pop(next(iter(self._worlds))).close()
+        # Last in the dict is the most recently used.
         self._worlds[size] = world
         world.configure(
             order=scenario.world.order,
@@ -54,6 +55,7 @@ class WorldPool:
             races=scenario.world.races,
             strict=scenario.world.strict,
             stall_seconds=scenario.run.stall_seconds,
+            # The world does not know records of scenarios.
             faults=[Fault(**asdict(spec)) for spec in scenario.faults],
         )
         return world

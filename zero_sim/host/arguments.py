@@ -32,6 +32,7 @@ def is_of_kind(value: object, kind: Kind) -> bool:
         case "a name":
             return isinstance(value, str)
         case "an integer":
+            # bool is a subclass of int, so True would pass for 1.
             return isinstance(value, numbers.Integral) and not isinstance(value, bool)
         case "a number":
             return isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -62,6 +63,7 @@ def unrun_function(function: Callable[..., object]) -> str | None:
     Returns:
         `an async def function` or `a generator function`; None for any other.
     """
+    # A partial has no code of its own.
     while isinstance(function, functools.partial):
         function = function.func
     # inspect looks at functions only, so an object's own `__call__` is passed instead.

@@ -58,6 +58,7 @@ def check_device(name: str) -> torch.device:
         ) from error
     if device.type == "cpu":
         return device
+    # torch knows names of devices that no package here provides.
     if device.type not in _present():
         what = "a GPU" if device.type == "cuda" else f"a device {device.type!r}"
         raise EnvironmentProblem(
@@ -144,7 +145,6 @@ def _settle(restored: ExitStack) -> None:
     """Set everything that decides bits, and register its restoration."""
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
-    # Getters and setters work before CUDA starts, so this costs nothing until it is used.
     for place, name, value in (
         (matmul, "fp32_precision", _IEEE),
         (cudnn.conv, "fp32_precision", _IEEE),
@@ -157,6 +157,7 @@ def _settle(restored: ExitStack) -> None:
     ):
         restored.callback(setattr, place, name, getattr(place, name))
         setattr(place, name, value)
+    # Restored as it was; within the case, an operation without such an algorithm must raise.
     mere_warning = torch.is_deterministic_algorithms_warn_only_enabled()
     restored.callback(
         torch.use_deterministic_algorithms,
@@ -197,6 +198,7 @@ def workspaces_in_words(chosen: str, *, rank_threads: int, free_bytes: int) -> s
         f"({WORKSPACE}={chosen}): {whole / _MIB:,.0f} MiB of {free_bytes / _MIB:,.0f} MiB free"
     )
     if whole > free_bytes:
+        # The second size is smaller, and as deterministic.
         smaller = "fewer ranks" if chosen == WORKSPACES[1] else f"{WORKSPACE}={WORKSPACES[1]}"
         raise EnvironmentProblem(
             f"expected ranks that fit on the device, got {told}. Try {smaller}."

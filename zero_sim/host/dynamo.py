@@ -36,6 +36,7 @@ def defer_dynamo() -> None:
 def real_dynamo() -> ModuleType:
     """Return the real module, and import it first if necessary."""
     if isinstance(sys.modules.get(_NAME), _Deferred):
+        # First, so that the import below loads the real module instead of finding the stand-in.
         del sys.modules[_NAME]
         del torch.__dict__["_dynamo"]
         sys.meta_path[:] = [
@@ -72,6 +73,7 @@ class _Deferred(ModuleType):
         @functools.wraps(fn)
         def plainly(*values: Any, **named: Any) -> Any:
             if not disabled:
+                # Still deferred, so nothing compiles and the function can run as it is.
                 if _is_deferred():
                     return fn(*values, **named)
                 disabled.append(real_dynamo().disable(fn, *args, **kwargs))

@@ -54,6 +54,7 @@ def write_whole(path: Path, data: bytes) -> None:
     _make_folder(path.parent)
     aside = _aside(path)
     try:
+        # With the permissions of the file that it replaces.
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
@@ -78,6 +79,7 @@ def folder_whole(path: Path) -> Iterator[Path]:
     aside.mkdir()
     try:
         yield aside
+        # Fails if the path is a folder with contents, so nothing is overwritten.
         aside.rename(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -112,6 +114,7 @@ def _write_to(path: Path, data: bytes) -> None:
         # Blocking again: a slow reader is waited for.
         os.set_blocking(handle, True)
         while data:
+            # Unbuffered writes may be partial.
             data = data[file.write(data) :]
 
 

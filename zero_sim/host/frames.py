@@ -14,6 +14,7 @@ _PYTHON = str(Path(traceback.__file__).parent)
 def is_of_user(file: str) -> bool:
     """Return True if a file belongs neither to zero_sim nor to Python's own modules."""
     is_pythons = file.startswith("<frozen ") or (
+        # Installed packages may lie below Python's own folder.
         file.startswith(_PYTHON) and "site-packages" not in file
     )
     return not is_pythons and not file.startswith(_PACKAGE)
@@ -41,6 +42,7 @@ def _theirs(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSum
     """Return the last user frames below our last one; if that is the lowest, of all frames."""
     ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(_PACKAGE)]
     below = frames[ours[-1] + 1 :] if ours else []
+    # Frames above our last one called us; those below were called by us, such as a user's engine.
     for some in (below, frames):
         theirs = [frame for frame in some if is_of_user(frame.filename)]
         if theirs:

@@ -61,6 +61,7 @@ def listening(answer: Callable[[], None]) -> Iterator[None]:
     def hear(number: int, frame: FrameType | None) -> None:
         global _last_heard, _heard_count, _heard_name
         now = time.monotonic()
+        # The same signal, sent to the process and again to its group.
         if now - _last_heard < SAME_SECONDS:
             return
         _last_heard = now
@@ -98,5 +99,6 @@ def leave_to_owner() -> None:
     """Ignore signals to the process group from now on, because the parent process decides."""
     global _has_owner
     _has_owner = True
+    # Until `listening` installs a handler for the owner's signal, it must not end the process.
     for number in (*ENDING, FROM_OWNER):
         signal.signal(number, signal.SIG_IGN)

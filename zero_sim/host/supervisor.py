@@ -71,6 +71,7 @@ def foreign_target(arguments: Sequence[str]) -> str:
         return next((word for word in arguments if word.endswith(".py")), "the script")
     if arguments and arguments[0] in _TAKE_MODELS:
         return next((word for word in arguments[1:] if _MODEL.fullmatch(word)), "")
+    # Own targets are plain names. Foreign ones are `module:name`.
     named = [after for word, after in pairwise(arguments) if word == "--target"]
     named += [word.partition("=")[2] for word in arguments if word.startswith("--target=")]
     return next((name for name in named if ":" in name), "")
@@ -109,6 +110,7 @@ def _run_again() -> tuple[_Told, int]:
     with ours:
         with theirs:
             child = subprocess.Popen(
+                # The interpreter's own options too, such as -X or -W.
                 [sys.executable, *sys.orig_argv[1:]],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, _CHANNEL: str(theirs.fileno())},
@@ -155,6 +157,7 @@ class _Told:
         """Read the messages that have arrived."""
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while part := channel.recv(65536):
+                # A message may arrive in parts.
                 *lines, self.unread = (self.unread + part).split(b"\n")
                 for line in lines:
                     self._take(json.loads(line))
@@ -180,6 +183,7 @@ class _Told:
             f"expected the command to come to its end, but the process that imported {target} "
             f"ended with {how}{where}, after {count}. That is no success, whatever the status."
         ]
+        # No process can catch SIGKILL, so the out-of-memory killer is the likely sender.
         if number == signal.SIGKILL:
             lines.append("Something killed it; a machine does that when its memory is full.")
             return "\n".join(lines), EXIT_KILLED
@@ -206,6 +210,7 @@ def attach() -> bool:
     channel.set_inheritable(False)
     _supervised = _Supervised(channel)
     threading.Thread(target=_end_with, args=(channel,), name="supervisor", daemon=True).start()
+    # sys.exit raises and can be seen. os._exit ends the process without a trace.
     os._exit = _watched_exit
     return True
 

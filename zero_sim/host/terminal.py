@@ -12,6 +12,7 @@ def takes_codes(stream: TextIO) -> bool:
 
     False if it is no terminal, or TERM is `dumb`, or the environment sets NO_COLOR.
     """
+    # NO_COLOR counts for all kinds of codes: its user wants plain text.
     dumb = os.environ.get("TERM") == "dumb"
     return stream.isatty() and not dumb and not os.environ.get("NO_COLOR")
 

@@ -26,10 +26,12 @@ _CLAIMS = "ZERO_SIM_WARNED"
 @contextlib.contextmanager
 def telling_once() -> Iterator[None]:
     """Show each warning once, in this process and those that it starts."""
+    # The user's own filters, or a parent process that has done this already.
     if sys.warnoptions or _CLAIMS in os.environ:
         yield
         return
     folder = Path(tempfile.gettempdir(), f"zero-sim-warned-{os.getpid()}-{secrets.token_hex(4)}")
+    # In the environment, so that processes started later find it.
     before, os.environ[_CLAIMS] = warnings.showwarning, str(folder)
     tell_once()
     try:

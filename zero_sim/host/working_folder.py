@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Folders that are large, and that scripts only read.
+# Large folders that runs of a script do not change.
 NOT_COPIED = frozenset({".git", ".venv", "__pycache__", ".zero-sim", "node_modules"})
 
 
@@ -27,6 +27,7 @@ def in_copy_of(folder: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="zero-sim-") as made:
         # With the same name, which a script may use.
         copy = Path(made, folder.name or "root")
+        # Links stay links, because they may lead to large data outside of the folder.
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
         os.chdir(copy)
         try:

@@ -134,6 +134,7 @@ class ReplicaCheck:
         if key in self._done:
             return
         if tensor.is_complex():
+            # [..., 2]: real and imaginary parts compare as floats.
             tensor = torch.view_as_real(tensor.resolve_conj())
         entry = self._entries.get((key, index))
         if entry is None:
@@ -141,6 +142,7 @@ class ReplicaCheck:
             self._keep(key, index, _Entry(rank, tensor.clone(), excuse, {rank}))
             return
         entry.ranks.add(rank)
+        # In rank order, so that a report does not depend on the schedule.
         (low, values), (high, others) = sorted(
             ((entry.rank, entry.values), (rank, tensor)), key=lambda each: each[0]
         )
@@ -148,6 +150,7 @@ class ReplicaCheck:
         if difference is not None:
             self._done.add(key)
             self.compared.discard(key)
+            # Compared all the same, because an allowed tensor must not count as an agreeing one.
             is_allowed = any(fnmatch.fnmatchcase(key.name, pattern) for pattern in self._allowed)
             # An undeclared tensor that was never equal is no replica: it was drawn per rank.
             if is_allowed or not (key.declared or key in self._agreed):

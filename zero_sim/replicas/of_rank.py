@@ -171,6 +171,7 @@ class RankReplicas:
             wrapper.trains = wrapper.broadcasts_now = False
         if not self._trains:
             return
+        # Wrapped params are declared replicas. All others go by name or placement.
         wrapper, inner = self._wrapped.get(id(module), (None, ""))
         for each, param in module._parameters.items():
             if param is None:
@@ -189,6 +190,7 @@ class RankReplicas:
         self._steps.update(held)
         for wrapper in self._wrappers:
             if held & wrapper.params:
+                # The excuse of the next forwards depends on what happened before this step.
                 wrapper.reduced_before_step, wrapper.reduced = wrapper.reduced, False
 
     def _wrapper(self, module: Any) -> _Wrapper:
@@ -196,6 +198,7 @@ class RankReplicas:
             # By identity, because modules may define equality.
             if each.module is module:
                 return each
+        # Numbered from the second on, since most scripts have one.
         number = f" {len(self._wrappers) + 1}" if self._wrappers else ""
         ignored = set(module.parameters_to_ignore)
         params = frozenset(
@@ -212,6 +215,7 @@ class RankReplicas:
         # Within `Join` ranks use their params for different numbers of batches.
         if not wrapper.trains or wrapper.joined or not _is_plain(param):
             return
+        # See [Note: the index of a value]: forwards count only without an optimizer.
         own = self._steps[id(param)]
         index = ValueIndex(own, 0 if own else wrapper.reducing_forwards)
         key = wrapper.key(name, param)
@@ -230,6 +234,7 @@ class RankReplicas:
         # This rank is not in the mesh, or has a summand and no value.
         if coordinates is None or any(each.is_partial() for each in placements):
             return
+        # Mesh dimensions, not tensor dimensions.
         shards = [index for index, each in enumerate(placements) if not each.is_replicate()]
         # Ranks that have the same shard.
         count = mesh.size() // math.prod(mesh.size(dim) for dim in shards)
@@ -251,6 +256,7 @@ class RankReplicas:
             return
         self._latest[key] = index
         count = count or self.world_size
+        # The comparison's own operations must not be recorded as the script's.
         with _disable_current_modes(), torch.no_grad():
             tensor = tensor.detach()
             self.check.compare(self.rank, key, index, tensor, count=count, excuse=excuse())

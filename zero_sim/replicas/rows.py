@@ -94,6 +94,7 @@ class RowLog:
             The arguments, with dealt rows in place of the rank's own.
         """
         self.epochs.setdefault(step, self._passes)
+        # Positions are slots as well: "0", "1", ...
         given = {**{str(index): each for index, each in enumerate(args)}, **kwargs}
         for slot, tensor in _slots(module, args, kwargs):
             try:
@@ -162,7 +163,9 @@ class Dealer:
         return deal(step, slot, index, tensor.shape[0]).to(tensor.device)
 
     def _stretch(self, step: int, slot: Slot, index: int, count: int) -> Tensor:
+        # [rows of the step, ...], in the order in which the other run's forwards read them.
         rows = torch.cat(self._values[step, slot])
+        # Ranks take turns, one batch each.
         start = (index * self._world_size + self._rank) * count
         if rows.shape[0] < start + count:
             raise RowsLack(
@@ -210,6 +213,7 @@ def _digests(tensor: Tensor) -> list[str]:
     # The same rows in another dtype, such as bf16 on one side, have the same digest.
     if rows.dtype.is_floating_point:
         rows = rows.to(torch.float64)
+    # [rows, features]: one digest per row, whatever the batch.
     return [digest_of(row) for row in rows.reshape(rows.shape[0], -1)]
 
 

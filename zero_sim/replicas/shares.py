@@ -100,6 +100,7 @@ def other_rows(
     for time in sorted({*wanted, *came}):
         if steps is not None and time.number > steps:
             break
+        # Multisets: a row that is due twice must be read twice.
         once = sum(_of_forwards(expected, wanted[time]), Counter())
         each = _of_forwards(got, came[time])
         if once == sum(each, Counter()) or (all_read_all and all(rows == once for rows in each)):
@@ -107,6 +108,7 @@ def other_rows(
         else:
             differing[time] = once, each
     for time, (once, each) in differing.items():
+        # Each rank read the full set: either no sampler, or work on one row is shared.
         is_repeated = all(rows.keys() == once.keys() for rows in each)
         # Not masks and tables of positions, which are equal in each forward, so all ranks read
         # them.

@@ -118,7 +118,7 @@ def _digest(value: object) -> bytes:
     if isinstance(value, torch.Tensor):
         _add_tensor(digest, value)
     elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        # By repr, which is exact for floats and tells -0.0 from 0.0.
+        # By repr, which is exact for floats and distinguishes -0.0 from 0.0.
         digest.update(repr(value).encode())
     else:
         raise UsageError(
