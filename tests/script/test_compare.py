@@ -17,7 +17,7 @@ def point(name="step", *, visit=0, **digests):
     )
 
 
-def run(seed, *, points=((), ()), output=(), ending="every rank came to its end", failure=None):
+def run(seed, *, points=((), ()), output=(), ending="every rank reached its end", failure=None):
     return ScriptRun(
         settings=Settings(ranks_per_node=2),
         seed=seed,
@@ -65,7 +65,7 @@ def test_a_run_that_ended_early_is_told_by_its_end():
     first = run(0, points=((point(),),), output=("x",))
     other = run(1, points=((),), ending="rank 0 raised", failure=ValueError())
     assert first_difference(first, other) == (
-        "the runs ended differently\n  seed 0: every rank came to its end\n  seed 1: rank 0 raised"
+        "the runs ended differently\n  seed 0: every rank reached its end\n  seed 1: rank 0 raised"
     )
 
 
