@@ -130,7 +130,7 @@ class RankCapture:
                     replaced = self._rows.read(self.steps, name, args, kwargs, trains=trains)
                 else:
                     self._rows.evaluated(args, kwargs)
-            # After the names were added.
+            # Only now, because the module may have been named just before.
             name = self.names.of_module(module)
             self._replicas.begin_forward(module, name, steps=self.steps, trains=trains)
         now_args, now_kwargs = replaced or (args, kwargs)
@@ -415,7 +415,7 @@ class _Names:
                 if prefix is None or id(module) in met:
                     continue
                 met.add(id(module))
-                # Read anew each time, because FSDP exchanges the registered params.
+                # Read each time, because FSDP exchanges the registered params.
                 for name, param in module._parameters.items():
                     if param is not None and id(param) not in met:
                         met.add(id(param))

@@ -59,7 +59,7 @@ def hooks_installed(*, observes_all: bool = True) -> Iterator[None]:
         return iterate(self)
 
     with contextlib.ExitStack() as stack:
-        # Rows are dealt anew in each pass over a DataLoader.
+        # A pass over the data is an epoch, within which each row is due once.
         stack.enter_context(mock.patch.object(DataLoader, "__iter__", iterated))
         for handle in (
             # Also after a failed forward, so that the depth of forwards stays right.

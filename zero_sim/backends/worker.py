@@ -153,7 +153,7 @@ def stack_of(thread: int) -> str:
     # A stack that ends in our process group shows the caller of the collective last.
     while frames and frames[-1].filename.startswith(_CALLED):
         frames.pop()
-    # What is left below our last frame is the user's code, or torch's.
+    # Frames below our last one belong to the user's code, or to torch.
     ours = [i for i, entry in enumerate(frames) if entry.filename.startswith(_PACKAGE)]
     below = frames[ours[-1] + 1 :] if ours else frames
     return "".join(traceback.format_list((below or frames)[-_FRAMES_MAX:])).rstrip()

@@ -150,7 +150,7 @@ class ReplicaCheck:
         if difference is not None:
             self._done.add(key)
             self.compared.discard(key)
-            # Compared all the same, because an allowed tensor must not count as an agreeing one.
+            # Allowed tensors are compared as well, so that they do not count as equal.
             is_allowed = any(fnmatch.fnmatchcase(key.name, pattern) for pattern in self._allowed)
             # An undeclared tensor that was never equal is no replica: it was drawn per rank.
             if is_allowed or not (key.declared or key in self._agreed):

@@ -80,8 +80,8 @@ class Launcher:
         with other settings.
 
         Args:
-            seed: Seed of drawn schedules, of the hostile timing, and of the script's own random
-                draws.
+            seed: Seed of drawn schedules, of the hostile timing, and of random numbers that the
+                script does not seed.
             quiet: True to hide the output of ranks.
             repeats: False to run only once, whatever the failure.
         """

@@ -112,7 +112,7 @@ def commands_of_ranks(
     popen, system = subprocess.Popen.__init__, os.system
 
     def replaced(command: object, *, shell: bool) -> list[str] | None:
-        # Other threads of the process, such as a test runner's, start what they want.
+        # Commands of other threads, such as a test runner's, are left alone.
         if rank_state.join is None:
             return None
         arguments = torchrun_arguments(command, shell=shell)

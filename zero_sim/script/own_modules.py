@@ -46,8 +46,7 @@ def check_found(packages: Collection[str], *, folder: str | None = None) -> None
     """
     path = [*([] if folder is None else [folder]), *sys.path]
     for name in packages:
-        # An editable install may have a finder of its own, which find_spec asks, instead of a path
-        # entry.
+        # An editable install may have its own finder instead of a path entry; find_spec uses it.
         if PathFinder.find_spec(name, path) is None and (
             name not in sys.modules and importlib.util.find_spec(name) is None
         ):

@@ -55,7 +55,7 @@ class MessageNeverCame(WorldFailure):
         super().__init__(
             f"expected a message within {seconds:g} seconds, got none: rank {rank} waits {doing} "
             f"at {site}\n"
-            "Send all that ranks need before the starter waits for them, until they end."
+            "Send what ranks need before the starter waits for their end."
         )
 
 

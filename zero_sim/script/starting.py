@@ -161,7 +161,7 @@ class StartingScript:
         with World(
             len(processes), seed=self._seed, rank_local=state, **self._settings.of_world()
         ) as world:
-            # From here the streams and patches ask the ranks' state, not the starter's.
+            # From here on, streams and patches use the ranks' state, not the starter's.
             self._state = state
             try:
                 world.run(lambda rank: self._scene.run_in_rank(world, rank, program_of(rank)))
