@@ -64,7 +64,7 @@ def test_params_that_start_alike_are_not_warned_of(judged):
 def test_failure_in_native_dtypes_is_told(measured):
     vanishes = "1 / (torch.tensor(1e-9) + 1.0 - 1.0).mul(ranks - 1).item() if ranks > 1 else 0"
     report = measured("", f"average()\n    {vanishes}")
-    assert report.trouble.startswith("2 ranks fail in them: ")
+    assert report.trouble.startswith("2 ranks fail in their own dtypes: ")
 
 
 def notes_of(judged, setup, reduces):

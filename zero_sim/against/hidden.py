@@ -117,7 +117,7 @@ class IntegerSums:
         _, *others = self._found
         places = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         # One note for all, because one mistake often has many places.
-        more = f" So at {len(others)} more places: {places}." if others else ""
+        more = f" Also at {len(others)} more places: {places}." if others else ""
         return (next(iter(self._found.values())) + more,)
 
 

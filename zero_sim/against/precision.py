@@ -84,7 +84,9 @@ def measure_precision(
     plain = observe(expected, way, seed=seed)
     baseline.gathers = plain.gathers
     if plain.script.failure is not None:
-        return PrecisionReport(trouble=f"{expected.text} fails in them: {plain.script.ending}")
+        return PrecisionReport(
+            trouble=f"{expected.text} fails in its own dtypes: {plain.script.ending}"
+        )
 
     def relative(side: Side, **options: Any) -> tuple[dict[Point, float], ScriptRun]:
         """Return the relative differences of tensors that can prove a fault."""
@@ -107,7 +109,7 @@ def measure_precision(
     start = baseline.start() if starts_alike else None
     differs, script = relative(got, dealt=dealt, splits=splits, start=start)
     if script.failure is not None:
-        return PrecisionReport(trouble=f"{got.text} fail in them: {script.ending}")
+        return PrecisionReport(trouble=f"{got.text} fail in their own dtypes: {script.ending}")
     return _report(baseline, runs, differs)
 
 
@@ -135,7 +137,7 @@ def _report(
                 false_points += 1
                 false_runs.add(index)
     if not compared:
-        return PrecisionReport(trouble="rounding alone changes every tensor by much")
+        return PrecisionReport(trouble="rounding alone changes every tensor too much")
     return PrecisionReport(
         compared_count=compared,
         above=above,

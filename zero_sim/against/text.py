@@ -79,9 +79,9 @@ def _account(verdict: AgainstVerdict, account: Account) -> list[str]:
         lines.append("Its gradient is not reduced: the mean over ranks is right.")
     lines += [] if first.point.moment == "setting" else _fed(account.feeds)
     if account.beside:
-        lines.append(f"at the same point {len(account.beside)} more: {_listed(account.beside)}")
+        lines.append(f"{len(account.beside)} more at the same point: {_listed(account.beside)}")
     if account.later_count:
-        lines.append(f"later {account.later_count:,} more, perhaps as a consequence")
+        lines.append(f"{account.later_count:,} more later, perhaps as a consequence")
     # A picture of a tensor that differs everywhere shows nothing.
     if equal_elems(account.picture) != 0:
         lines += draw_buffer_map(account.picture)[1:]

@@ -182,7 +182,7 @@ def _failed(prepared: Prepared, got: Observed) -> AgainstVerdict:
     ending = failed.failure.report if failed.failure else ""
     if got is not prepared.observed:
         # The expected side succeeded, so more ranks cause the failure.
-        alone = " in float64 alone" if by_float64 else ""
+        alone = " only in float64" if by_float64 else ""
         return AgainstVerdict(
             outcome="unsupported" if by_float64 else "different",
             reason=f"The run on {side.text} fails{alone}, and that on {prepared.side.text} does "
@@ -192,7 +192,7 @@ def _failed(prepared: Prepared, got: Observed) -> AgainstVerdict:
     if by_float64:
         return AgainstVerdict(
             outcome="unsupported",
-            reason=f"The script fails in float64 alone, on {side.text}: {failed.ending}",
+            reason=f"The script fails only in float64, on {side.text}: {failed.ending}",
             remedy="Avoid code that reads the bytes of a float, or judge the engine with a target.",
             ending=ending,
         )

@@ -212,7 +212,7 @@ class _Carrier:
         rank = group.ranks[group_rank]
         return ContractViolation(
             f"use after destroy_process_group: rank {rank} issues {kind} in group {group.label}, "
-            "which it destroyed. Make the group anew, or destroy it later.",
+            "which it destroyed. Create the group again, or destroy it later.",
             aspect="use-after-destroy",
             rank=rank,
             other_rank=rank,

@@ -67,7 +67,7 @@ class Nccl:
         if local_rank >= count > 1 and not _may_share():
             raise EnvironmentProblem(
                 f"expected a GPU for local rank {local_rank}, but this machine has {count}. Try "
-                f"fewer processes a node, or {SHARING}=1 with NCCL 2.30 or newer."
+                f"fewer processes per node, or {SHARING}=1 with NCCL 2.30 or newer."
             )
         # With one visible GPU per process, or with shared GPUs, local ranks exceed the count.
         index = local_rank % count
@@ -140,5 +140,5 @@ def check_alike(identities: Sequence[Mapping[str, str]]) -> None:
         if before != rank and not _may_share():
             raise EnvironmentProblem(
                 f"expected a GPU for each rank, got ranks {before} and {rank} on {other['only']}. "
-                f"Try fewer processes a node, or {SHARING}=1 with NCCL 2.30 or newer."
+                f"Try fewer processes per node, or {SHARING}=1 with NCCL 2.30 or newer."
             )

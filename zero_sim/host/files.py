@@ -98,7 +98,7 @@ def unwritten(what: str, path: Path | str, error: OSError) -> ZeroSimError:
     """
     why = f"expected to write {what} to {path}, got: {error.strerror or error}."
     if error.errno in _OF_MACHINE:
-        return EnvironmentProblem(f"{why} What was there is as it was. Try a place with room.")
+        return EnvironmentProblem(f"{why} An existing file is unchanged. Try a place with room.")
     return UsageError(f"{why} Try another place.")
 
 
@@ -108,7 +108,7 @@ def _write_to(path: Path, data: bytes) -> None:
         handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ENXIO and stat.S_ISFIFO(path.stat().st_mode):
-            raise OSError(errno.ENXIO, "a pipe that nobody reads", str(path)) from None
+            raise OSError(errno.ENXIO, "a pipe without a reader", str(path)) from None
         raise
     with open(handle, "wb", buffering=0) as file:
         # Blocking again: a slow reader is waited for.

@@ -180,16 +180,16 @@ class _Told:
         where = f" at {self.doing}" if self.doing else ""
         count = f"{self.cases} case{'' if self.cases == 1 else 's'}"
         lines = [
-            f"expected the command to come to its end, but the process that imported {target} "
+            f"expected the command to reach its end, but the process that imported {target} "
             f"ended with {how}{where}, after {count}. That is no success, whatever the status."
         ]
         # No process can catch SIGKILL, so the out-of-memory killer is the likely sender.
         if number == signal.SIGKILL:
-            lines.append("Something killed it; a machine does that when its memory is full.")
+            lines.append("Something killed it, as a machine does when its memory is full.")
             return "\n".join(lines), EXIT_KILLED
         if self.ending:
             lines.append(f"{self.ending['call']} was called here:\n{self.ending['frames']}")
-        lines.append("Code that is judged has to raise, not to end the process.")
+        lines.append("Let judged code raise an exception instead of ending the process.")
         return "\n".join(lines), EXIT_ENDED
 
 

@@ -148,8 +148,8 @@ def _other_rows_at(
         remedy = "Give the other run as many rows with --arguments-of-one."
     else:
         remedy = (
-            "Draw the rows of a step alike for any number of ranks, and share them out; or let "
-            "--feed deal the rows of one rank to all."
+            "Draw the same rows in a step for any number of ranks, and share them out. Or deal the "
+            "rows of one rank to all by --feed."
         )
     reason = (
         f"The data differ: in {time} all ranks together read {read.total()} rows of {time.slot}, "

@@ -105,7 +105,7 @@ class Launcher:
             return replace(settings, starter="all" if failure.all_own else "visible")
         if not settings.cuda_is_cpu and wants_gpus(run):
             self._note(
-                f"{name} wants GPUs, and there is none. It runs again with devices named cuda on "
+                f"{name} needs GPUs, and there are none. It runs again with devices named cuda on "
                 f"the CPU, as with --cuda-is-cpu: {run.ending}"
             )
             return replace(settings, cuda_is_cpu=True)
