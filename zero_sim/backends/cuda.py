@@ -62,7 +62,7 @@ class Cuda:
         size = len(membership.ranks)
         group = dist.ProcessGroupNCCL(membership.store, membership.rank, size, options)
         group._set_sequence_number_for_group()
-        # At once, because a first collective would otherwise include the connection's time.
+        # Connects now, as torch does for groups that are bound to a device.
         group.eager_connect_single_device(device)
         return group
 

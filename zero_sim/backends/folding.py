@@ -248,7 +248,7 @@ class _Carrier:
     def _gather(self, tensor: Tensor, world_size: int) -> list[Tensor]:
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format)
                  for _ in range(world_size)]  # fmt: skip
-        # gloo fails on empty tensors. They are empty on all ranks.
+        # Nothing to gather: a tensor has the same size on all ranks.
         if tensor.numel():
             self._inner.allgather([parts], [tensor.contiguous()]).wait()
         return parts
