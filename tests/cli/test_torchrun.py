@@ -253,5 +253,5 @@ def test_tensors_that_drift_apart_and_rows_read_twice_are_told(torchrun):
     done = torchrun(code.replace("torch.ones(2, 4) + rank", "torch.eye(4)[rank:rank + 3]"))
     assert done.exit_code == 0
     assert "Warning: equal on all ranks at first, then not: weight, as the first" in done.stderr
-    assert "since nothing declares it to be a replica" in done.stderr
+    assert "because nothing declares it to be a replica" in done.stderr
     assert "Note: in step 1 2 of 4 rows of Linear(0) were read by several ranks" in done.stderr
