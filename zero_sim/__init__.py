@@ -1,7 +1,7 @@
 """Prove sharded data-parallel training right, bit for bit, on a simulated cluster in one process.
 
-Importing this package imports neither torch nor anything else that is slow; each name below is
-loaded when it is first used.
+Importing this package imports neither torch nor anything else that is slow. Each name below is
+loaded at its first use.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def __getattr__(name: str) -> object:
         return importlib.import_module("zero_sim.errors")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Module-level __getattr__ (PEP 562) loads a name at its first use.
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

@@ -1,4 +1,4 @@
-"""The diagnosis of this machine: which parts it can run, and why it cannot run the rest."""
+"""Diagnosis of this machine: the parts that it can run, and why it cannot run the others."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ import zero_sim
 from zero_sim.report.records import Fact
 
 TORCH_LEAST = (2, 11)
-"""The oldest torch that zero_sim is tested with."""
+"""Oldest torch that zero_sim is tested with."""
 NCCL_SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 NCCL_SHARING_LEAST = (2, 30)
-"""The oldest NCCL in which several ranks can share a GPU."""
+"""Oldest NCCL in which several ranks can share a GPU."""
 
 _SIM_PARTS = ("zero_sim.sim", "zero_sim.run.runner")
 
 
 def examine() -> tuple[Fact, ...]:
-    """Look at the interpreter, torch and the optional parts; imports torch.
+    """Examine the interpreter, torch and the optional parts; imports torch.
 
     Returns:
-        Facts in the order in which they are shown; the machine can run scenarios when every
-        required one is ok.
+        Facts in display order. The machine can run scenarios if each required one is ok.
     """
     facts = [
         Fact(name="zero_sim", value=zero_sim.__version__, ok=True),
@@ -35,6 +34,7 @@ def examine() -> tuple[Fact, ...]:
     ]
     facts.extend(_torch_facts())
     can_run = all(fact.ok for fact in facts if fact.required)
+    # Importing the simulator needs a working torch.
     if can_run:
         facts.extend(_sim_facts())
         can_run = all(fact.ok for fact in facts if fact.required)
@@ -94,7 +94,7 @@ def _sim_facts() -> Iterator[Fact]:
     for module in _SIM_PARTS:
         try:
             importlib.import_module(module)
-        # Whatever it is, it is reported like everything else that is amiss.
+        # Any error, because a broken installation is reported here like all other problems.
         except Exception as error:  # noqa: BLE001
             note = f"import {module} failed: {type(error).__name__}: {error}"
             yield Fact(name="sim backend", value="broken", ok=False, note=note, required=True)
@@ -103,7 +103,7 @@ def _sim_facts() -> Iterator[Fact]:
 
 
 def _real_facts() -> Iterator[Fact]:
-    """What runs on real processes, and on GPUs."""
+    """Return facts about real processes and GPUs."""
     torch = importlib.import_module("torch")
     dist = importlib.import_module("torch.distributed")
     gloo = bool(dist.is_gloo_available())
@@ -115,6 +115,7 @@ def _real_facts() -> Iterator[Fact]:
     yield Fact(name="gpus", value=str(count), ok=count > 0, note=note)
     note = "" if count else "needs a GPU, and a torch built with CUDA"
     yield Fact(name="run: device cuda", value="yes" if count else "no", ok=count > 0, note=note)
+    # Without NCCL, its version cannot be imported.
     nccl = _nccl_version() if dist.is_nccl_available() else ()
     version = ".".join(map(str, nccl))
     note = "" if nccl else "this torch was built without NCCL"
@@ -128,10 +129,10 @@ def _real_facts() -> Iterator[Fact]:
 def shared_gpu_fact(
     *, nccl: tuple[int, ...], gpu_count: int, environment: Mapping[str, str]
 ) -> Fact:
-    """Whether several NCCL ranks can share one GPU.
+    """Return the fact whether several NCCL ranks can share one GPU.
 
     Args:
-        nccl: Version of the library; empty where there is none.
+        nccl: Version of NCCL; empty if there is none.
         gpu_count: GPUs of this machine.
         environment: Variables of this process.
     """
@@ -154,7 +155,7 @@ def shared_gpu_fact(
 def _nccl_version() -> tuple[int, ...]:
     try:
         return tuple(importlib.import_module("torch.cuda.nccl").version())
-    # A torch without CUDA has the module and not what it asks.
+    # A build without CUDA has this module, but not the functions that it calls.
     except (ImportError, AttributeError, RuntimeError):
         return ()
 
@@ -170,6 +171,7 @@ def _digits_fact(*, can_run: bool) -> Fact:
 
 
 def _usable_cpus() -> int:
+    # Containers limit the CPUs of a process below those of the machine.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -178,6 +180,7 @@ def _usable_cpus() -> int:
 def _version(text: str) -> tuple[int, ...]:
     numbers: list[int] = []
     for part in text.split("+")[0].split(".")[:2]:
+        # Only digits: "2.13.0a0" is 2.13.
         digits = "".join(char for char in part if char.isdigit())
         numbers.append(int(digits or 0))
     return tuple(numbers)

@@ -1,7 +1,7 @@
-"""The errors of zero_sim: one small tree, each with the exit status that the command line gives it.
+"""Errors of zero_sim: one small tree, with the exit status of the command line for each.
 
-Every message follows one pattern: what was expected, what came, where, and what to try.
-A mistake of the user is never an `assert`; an `assert` is a mistake of ours.
+Each message follows one pattern: expected, got, where, remedy. Mistakes of the user raise these
+errors. An `assert` that fails is a bug of zero_sim.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from zero_sim.untrusted import clipped, printable
 
 
 class ZeroSimError(Exception):
-    """Root of every error that zero_sim raises on purpose."""
+    """Root of all errors that zero_sim raises on purpose."""
 
     exit_status = 1
 
     def __init__(self, *args: object) -> None:
+        # Messages contain values of users' files, which may have any length.
         super().__init__(*(clipped(arg) if isinstance(arg, str) else arg for arg in args))
 
     @property
     def report(self) -> str:
-        """Text for a reader who gets no traceback from Python."""
+        """Text for a reader who sees no traceback."""
         return str(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without __init__, whose arguments are other ones than the message.
+        # By __new__, because the arguments of __init__ differ from the message.
+        # Errors cross process boundaries, so they must be picklable.
         return _copied, (type(self), *self.args), self.__dict__
 
 
@@ -36,45 +38,46 @@ def _copied(kind: type[ZeroSimError], *args: object) -> ZeroSimError:
 
 
 class UsageError(ZeroSimError, ValueError):
-    """The caller asked for something that cannot be: a bad scenario, argument, layout or model."""
+    """An invalid request: a bad scenario, argument, layout or model."""
 
     exit_status = 2
 
 
 class ProtocolError(UsageError):
-    """A target or its engine does not keep the protocol that `zero_sim.targets` describes."""
+    """A violation of the protocol in `zero_sim.targets` by a target or its engine."""
 
 
 class UntrainableError(UsageError):
-    """The reference cannot train a case either, so that nothing is said about the system."""
+    """A case that the reference cannot train either, so that the system is not judged."""
 
 
 class UnsupportedByFloat64(ZeroSimError):
-    """A script uses a float's own bits, so it cannot be run in float64."""
+    """A script that uses the bits of a float, so that it cannot run in float64."""
 
     def __init__(self, use: str) -> None:
         super().__init__(f"expected uses of floats that work in any dtype, got {use}.")
 
 
 class EnvironmentProblem(ZeroSimError):
-    """This machine or installation cannot run what was asked; the request itself is sound."""
+    """A valid request that this machine or installation cannot fulfil."""
 
     exit_status = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One thing wrong with a scenario, or with another file that a person wrote."""
+    """A mistake in a scenario, or in another file that a person wrote."""
 
     path: str
     """Dotted path of the field, such as `world.size`; empty for the file as a whole."""
     message: str
-    """What was expected and what came."""
+    """Expected and got values."""
     suggestion: str = ""
-    """What to try; empty when the message already says it."""
+    """Remedy; empty if the message contains it."""
 
     def __post_init__(self) -> None:
         for name in ("path", "message", "suggestion"):
+            # A frozen dataclass can only change its fields in this way.
             object.__setattr__(self, name, clipped(getattr(self, name)))
 
     def __str__(self) -> str:
@@ -84,31 +87,32 @@ class Problem:
 
 
 class ScenarioError(UsageError):
-    """A scenario, or a file beside it, is not valid; carries every problem, not just the first."""
+    """An invalid scenario, or a file beside it, with all of its problems, not only the first."""
 
     def __init__(self, source: str, problems: Iterable[Problem]) -> None:
         self.source = source
         self.problems: Sequence[Problem] = tuple(problems)
+        # All problems at once, so that a user need not fix them one by one.
         count = len(self.problems)
         head = f"{printable(source)}: {count} problem{'s' if count != 1 else ''}"
         super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))
 
 
 class LayoutError(UsageError):
-    """Flat offsets, buckets or shards were asked for that cannot exist."""
+    """A request for flat offsets, buckets or shards that cannot exist."""
 
 
 class ModelError(UsageError):
-    """The model cannot be trained by the engine: no params, two devices, an unsupported dtype."""
+    """A model that the engine cannot train: no params, two devices, an unsupported dtype."""
 
 
 class CheckpointError(UsageError):
-    """A checkpoint cannot be saved or loaded; whatever was there before is as it was."""
+    """A checkpoint that cannot be saved or loaded. Existing files are unchanged."""
 
 
 class BundleError(UsageError):
-    """A bundle is not there, is not whole, or was written by something else."""
+    """A bundle that is absent, incomplete, or written by another program."""
 
 
 class MutantError(ZeroSimError):
-    """A seeded fault no longer fits the code that it was written against."""
+    """A seeded fault that no longer fits the code it was written for."""

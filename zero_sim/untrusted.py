@@ -1,7 +1,7 @@
-"""Untrusted input: text to be shown, files to be read, and how deep they nest.
+"""Untrusted input: text to show, files to read, and their nesting.
 
-Names come from scenario files, bundles and the modules of systems under test. Printed as they are,
-they could forge lines of a report, recolour or rename a terminal, or turn text around.
+Names come from scenario files, bundles and the modules of systems under test. Printed unchanged,
+they could forge lines of a report, recolour or rename a terminal, or reverse text.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
+# More than nearly all paths have.
 WORD_CHARS_MAX = 300
 LINE_CHARS_MAX = 3000
 NESTING_MAX = 32
-"""Tables and arrays within each other; the deepest that any file of ours has is about ten."""
+"""Levels of nested tables and arrays. Files of zero_sim have about ten at most."""
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -31,35 +32,38 @@ _LONG_WORD = re.compile(rf"\S{{{WORD_CHARS_MAX + 1},}}")
 
 
 class Unreadable(Exception):
-    """A file is not there, is no regular one, is too large or cannot be read; says which."""
+    """A file that is absent, no regular file, too large or unreadable."""
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    r"""A text with everything spelled out that is not seen: `\n`, `\x1b`, `\u202e`.
+    r"""Spell out all invisible characters of a text: `\n`, `\x1b`, `\u202e`.
 
-    Control characters, those that turn text around or hide, blanks other than a space, and halves
-    of characters. What is left cannot do anything to a terminal, and always can be encoded.
+    These are control characters, characters that reverse or hide text, blanks other than a space,
+    and surrogates. The result has no effect on a terminal, and can always be encoded.
 
     Args:
-        text: Anything.
-        lines: Whether it may have several lines, and tabs in them.
+        text: Any text.
+        lines: True if the text may contain several lines, with tabs.
     """
     if text.isprintable():
         return text
     kept = "\n\t" if lines else ""
     return "".join(
-        char if char.isprintable() or char in kept else ascii(char)[1:-1] for char in text
+        # ascii() spells a character out within quotes, which are cut off.
+        char if char.isprintable() or char in kept else ascii(char)[1:-1]
+        for char in text
     )
 
 
 def clipped(text: str) -> str:
-    """A message without the middle of its long words and lines: a value in it may be of any length.
+    """Shorten a message whose values are too long, by cutting the middle of words and lines.
 
-    Words keep `WORD_CHARS_MAX` characters, which is more than most paths have, and lines
-    `LINE_CHARS_MAX`.
+    Words keep `WORD_CHARS_MAX` characters, and lines `LINE_CHARS_MAX`.
     """
+    # The common case: neither a word nor a line can be too long.
     if len(text) <= WORD_CHARS_MAX:
         return text
+    # Words first, because one long value must not hide the rest of its line.
     text = _LONG_WORD.sub(lambda word: _without_middle(word[0], most=WORD_CHARS_MAX), text)
     return "\n".join(_without_middle(line, most=LINE_CHARS_MAX) for line in text.split("\n"))
 
@@ -67,26 +71,28 @@ def clipped(text: str) -> str:
 def _without_middle(text: str, *, most: int) -> str:
     if len(text) <= most:
         return text
+    # Most of the beginning, and the end, which often has a file's name.
     head, tail = most * 2 // 3, most // 3
     return f"{text[:head]}[... {len(text) - head - tail:,} characters ...]{text[-tail:]}"
 
 
 def open_regular(path: Path, *, follow: bool = True, append: bool = False) -> BinaryIO:
-    """Open a regular file for reading; nothing else is even opened.
+    """Open a regular file for reading, and no other kind of file.
 
-    A pipe would be waited for without end, a device read without end.
+    A pipe would block, and a device may have no end.
 
     Args:
-        path: The file.
-        follow: Whether it may be a link to one.
-        append: Whether it is opened for writing at its end, too, unbuffered.
+        path: Path of the file.
+        follow: True if it may be a link to a regular file.
+        append: True to open it for unbuffered writing at its end as well.
 
     Raises:
-        Unreadable: It is no regular file.
-        OSError: It is not there, or cannot be opened.
+        Unreadable: It is not a regular file.
+        OSError: It does not exist, or cannot be opened.
     """
     _require_regular(os.stat(path, follow_symlinks=follow).st_mode)
-    # What was regular a moment ago may be something else now: it is not followed or waited for.
+    # The file may be replaced after the check, so do not follow links or wait for a pipe here,
+    # and check the opened file again.
     flags = os.O_RDWR | os.O_APPEND if append else os.O_RDONLY
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     handle = os.open(path, flags)
@@ -99,23 +105,25 @@ def open_regular(path: Path, *, follow: bool = True, append: bool = False) -> Bi
 
 
 def read_regular(path: Path, *, bytes_max: int, follow: bool = True) -> bytes:
-    """The content of a regular file; nothing else is even opened.
+    """Read a regular file, and no other kind of file.
 
     Args:
-        path: The file.
-        bytes_max: Most bytes that it may have.
-        follow: Whether it may be a link to one.
+        path: Path of the file.
+        bytes_max: Limit of its size.
+        follow: True if it may be a link to a regular file.
 
     Raises:
-        Unreadable: It is not there or none, is larger, or cannot be read.
+        Unreadable: It does not exist, is not a regular file, is larger, or cannot be read.
     """
     try:
         with open_regular(path, follow=follow) as file:
+            # One byte more than allowed shows that the file is too large, whatever its reported
+            # size.
             data = file.read(bytes_max + 1)
     except OSError as error:
         raise Unreadable(error.strerror or type(error).__name__) from None
     except ValueError as error:
-        # A NUL in the path.
+        # A path with a NUL character.
         raise Unreadable(str(error)) from None
     if len(data) > bytes_max:
         raise Unreadable(f"more than {bytes_max:,} bytes")
@@ -123,12 +131,13 @@ def read_regular(path: Path, *, bytes_max: int, follow: bool = True) -> bytes:
 
 
 def nests_too_deep(value: object, *, most: int = NESTING_MAX) -> bool:
-    """Whether dicts and lists lie deeper within each other than any recursion should follow.
+    """Return True if dicts and lists are nested too deeply for recursion.
 
     Args:
-        value: What was parsed.
-        most: Levels that are not too deep.
+        value: Parsed value.
+        most: Number of levels to allow.
     """
+    # Level by level instead of by recursion, whose depth the input would decide.
     level = [value]
     for _ in range(most + 1):
         level = [

@@ -1,4 +1,4 @@
-"""JSON of strangers: parsed strictly, and made into records that have every field, of its type."""
+"""JSON of strangers, parsed strictly and turned into records with all fields of the right type."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from zero_sim.untrusted import NESTING_MAX, nests_too_deep
 
 T = TypeVar("T")
 
+# Limit of names in one object; the largest object of zero_sim has about thirty.
 _NAMES_MAX = 10_000
-"""Names in one object; the largest of ours has about thirty."""
 _SHOWN_CHARS_MAX = 80
+# Beginning of most messages of pydantic.
 _PREFIX = "Input should be "
-"""Beginning of most messages of pydantic."""
 _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
 
 class InvalidField(Exception):
-    """A value is not what was expected; the message says where and what."""
+    """A value that differs from the expected one; the message contains its place."""
 
 
 def unfit(expected: str) -> PydanticCustomError:
@@ -35,8 +35,8 @@ def matching(pattern: str, expected: str) -> AfterValidator:
     """Return a validator of texts, to annotate fields with.
 
     Args:
-        pattern: The pattern that a whole text must match.
-        expected: Description of such a text.
+        pattern: Pattern that the whole text must match.
+        expected: Description of such a text, for the error.
     """
     compiled = re.compile(pattern)
 
@@ -49,18 +49,19 @@ def matching(pattern: str, expected: str) -> AfterValidator:
 
 
 def parse(data: bytes, *, where: str, least: int = -(2**63)) -> Any:
-    """Return what a file of JSON holds.
+    """Return the value in a JSON file.
 
     Args:
-        data: Content of the file.
-        where: Place of it, for the message.
+        data: Contents of the file.
+        where: Name of the file, for the error.
         least: As for `check_integers`.
 
     Raises:
-        InvalidField: It is no JSON, has a name twice or an integer out of range, or nests deeper
-            than recursion may follow.
+        InvalidField: It is no JSON, repeats a name, has an integer out of range, or is nested too
+            deeply for recursion.
     """
     try:
+        # Python accepts NaN, Infinity and repeated names, which JSON does not have or leaves open.
         value = json.loads(data, object_pairs_hook=_build_table, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise InvalidField(f"{where}: expected JSON, got an error: {error}") from None
@@ -74,20 +75,22 @@ def check_integers(value: object, *, where: str, least: int = -(2**63)) -> None:
     """Check every integer within parsed JSON.
 
     Args:
-        value: What was parsed.
-        where: Place of the value, for the message.
-        least: Smallest integer that is right. The largest is the greatest of 64 bits.
+        value: Parsed value.
+        where: Place of the value, for the error.
+        least: Smallest valid integer. The largest is that of 64 bits.
 
     Raises:
-        InvalidField: One is smaller or larger.
+        InvalidField: An integer is out of range.
     """
     if isinstance(value, dict):
         for name, item in value.items():
             check_integers(item, where=_join(where, name), least=least)
     elif isinstance(value, list):
         for index, item in enumerate(value):
+            # Skips texts and floats at once: lists of these may be long.
             if isinstance(item, int | dict | list):
                 check_integers(item, where=f"{where}[{index}]", least=least)
+    # Larger integers would overflow in numpy, torch or a file format.
     elif isinstance(value, int) and not least <= value < 2**63:
         raise InvalidField(
             f"{where}: expected an integer of at least {least} in 64 bits, got {show(value)}"
@@ -98,20 +101,21 @@ def build_record(cls: type[T], value: object, *, where: str) -> T:
     """Return the record that parsed JSON describes, without converting any value.
 
     Args:
-        cls: A dataclass, a NamedTuple, or a type of a field of one.
-        value: What was parsed. Fields with a default may be missing, but none may be unknown.
-        where: Place of the value, for the message.
+        cls: A dataclass, a NamedTuple, or the type of one of their fields.
+        value: Parsed value. Fields with a default may be missing, but none may be unknown.
+        where: Place of the value, for the error.
 
     Raises:
-        InvalidField: A value is missing, unknown, of another type, or refused by its field.
+        InvalidField: A value is missing, unknown, of another type, or rejected by its field.
     """
     try:
         # As text, because strict Python mode refuses lists for tuples and dicts for records.
-        # Halves of characters, which names of files may have, become question marks.
+        # Surrogates, which names of files may contain, become question marks.
         text = json.dumps([value], ensure_ascii=False).encode(errors="replace")
         return _build_validator(cls).validate_json(text, strict=True)[0]
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
+    # pydantic's location, without the position in the outer list.
     path = where
     for part in first["loc"][1:]:
         path = _join(path, part)
@@ -127,7 +131,7 @@ def build_record(cls: type[T], value: object, *, where: str) -> T:
 
 
 def show(value: object) -> str:
-    """Return a parsed value in a few printable characters."""
+    """Return a short printable form of a parsed value."""
     if isinstance(value, dict | list | tuple):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} values"
     text = ascii(value)
@@ -155,6 +159,7 @@ def _fail_fast(schema: Any) -> None:
 
 def _build_table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
+    # Python's dict keeps the last of two equal names, which could hide a value from a reviewer.
     if len(table) > _NAMES_MAX:
         raise ValueError(f"{len(table)} names in one object")
     if len(table) != len(pairs):

@@ -41,7 +41,7 @@ def test_right_script_is_not_warned_of(measured, setup):
     assert report.compared_count > 10
     assert not report.above
     assert not report.false_runs
-    assert "of 6 runs with rounding noise alone 0 would be warned of" in report.text
+    assert "of 6 runs with only rounding noise, 0 would cause a warning" in report.text
 
 
 def test_reduction_in_bfloat16_of_several_ranks_is_a_warning(measured):
@@ -64,7 +64,7 @@ def test_params_that_start_alike_are_not_warned_of(judged):
 def test_failure_in_native_dtypes_is_told(measured):
     vanishes = "1 / (torch.tensor(1e-9) + 1.0 - 1.0).mul(ranks - 1).item() if ranks > 1 else 0"
     report = measured("", f"average()\n    {vanishes}")
-    assert report.trouble.startswith("2 ranks fail in them: ")
+    assert report.trouble.startswith("2 ranks fail in their own dtypes: ")
 
 
 def notes_of(judged, setup, reduces):
@@ -73,7 +73,7 @@ def notes_of(judged, setup, reduces):
 
 def test_reduction_in_another_dtype_than_that_of_params_is_noted(judged):
     (note,) = notes_of(judged, MEAN, NARROW)
-    assert "gradients are reduced in bfloat16, and params and settings declare float32" in note
+    assert "gradients are reduced in bfloat16, but params and settings declare float32" in note
     assert "all_reduce at train.py" in note
 
 

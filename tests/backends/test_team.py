@@ -72,7 +72,7 @@ def test_a_backend_that_this_torch_lacks_is_said_so():
 
 def test_a_nursery_that_ends_says_its_status(monkeypatch):
     monkeypatch.setattr("sys.executable", shutil.which("false"))
-    with Teams() as barren, pytest.raises(EnvironmentProblem, match="ended with exit status 1"):
+    with Teams() as barren, pytest.raises(EnvironmentProblem, match="its end with exit status 1"):
         barren.run("anything:at_all", {}, size=1, timeout_seconds=60.0)
 
 

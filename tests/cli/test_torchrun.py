@@ -104,7 +104,7 @@ def test_the_first_tensor_that_differs_is_named_with_its_line(torchrun):
     told = done.stderr.splitlines()
     assert told[0] == (
         "Error: runs with seeds 0 and 1 differ: at point 'after backward', visit 2, at "
-        "train.py:19, rank 1 has another weight.grad"
+        "train.py:19, rank 1 differs in weight.grad"
     )
     assert told[1].startswith("  seed 0: ")
     assert told[2].startswith("  seed 1: ")
@@ -130,7 +130,7 @@ def test_lines_of_times_are_left_out_where_asked(torchrun):
     assert "line 1 of the output of rank 0" in torchrun(same, "--runs", "2").stderr
     assert torchrun(same, "--runs", "2", "--ignore", r"took [\d.]+ s").exit_code == 0
     other = torchrun(source.format(loss="random.random()"), "--runs", "2", "--ignore", "took")
-    assert "line 2 of the output of rank 0 is another\n  seed 0: loss 0." in other.stderr
+    assert "line 2 of the output of rank 0 differs\n  seed 0: loss 0." in other.stderr
     assert "--ignore took --seeds 0,1 train.py" in other.stderr
 
 
@@ -154,7 +154,7 @@ if rank == 0 and random.random() < 0.5:
 dist.barrier()
 """
     done = torchrun(source, "--seeds", "0,1")
-    assert_ended(done, 1, "it ended otherwise", "raised RuntimeError: drawn", on="stderr")
+    assert_ended(done, 1, "the runs ended differently", "raised RuntimeError: drawn", on="stderr")
 
 
 @pytest.mark.parametrize(
@@ -253,5 +253,5 @@ def test_tensors_that_drift_apart_and_rows_read_twice_are_told(torchrun):
     done = torchrun(code.replace("torch.ones(2, 4) + rank", "torch.eye(4)[rank:rank + 3]"))
     assert done.exit_code == 0
     assert "Warning: equal on all ranks at first, then not: weight, as the first" in done.stderr
-    assert "since nothing declares it to be a replica" in done.stderr
+    assert "because nothing declares it to be a replica" in done.stderr
     assert "Note: in step 1 2 of 4 rows of Linear(0) were read by several ranks" in done.stderr

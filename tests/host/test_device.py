@@ -28,7 +28,7 @@ def test_the_cpu_is_there_and_nothing_is_settled_for_it():
         ("cuda:3", "expected a GPU"),
         ("xpu", "expected a device 'xpu' that torch"),
         ("meta", "expected a device 'meta' that torch"),
-        ("gpu", "expected a device that torch .* knows, got 'gpu'; it has cpu here. Try"),
+        ("gpu", "expected a device that torch .* knows, such as cpu here, got 'gpu'. Try"),
         ("cuda:x", "got 'cuda:x'"),
         ("", "got ''"),
     ],

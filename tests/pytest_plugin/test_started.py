@@ -258,7 +258,7 @@ def call(rank):
     rpc.rpc_sync("rank0", print)
 
 def test_remote_call():
-    with pytest.raises(mp.ProcessRaisedException, match="expected ranks without remote calls"):
+    with pytest.raises(mp.ProcessRaisedException, match="expected no remote calls in ranks"):
         mp.spawn(call, nprocs=1)
 """
 

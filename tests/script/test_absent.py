@@ -26,7 +26,7 @@ def test_a_script_that_fails_without_gpu_runs_again_with_simulated_ones(launch, 
     run = launch(source)
     assert run.failure is None, run.ending
     assert run.settings.cuda_is_cpu
-    assert "train.py wants GPUs, and there is none." in capfd.readouterr().err
+    assert "train.py needs GPUs, and there are none." in capfd.readouterr().err
 
 
 @without_gpu

@@ -17,7 +17,7 @@ def point(name="step", *, visit=0, **digests):
     )
 
 
-def run(seed, *, points=((), ()), output=(), ending="every rank came to its end", failure=None):
+def run(seed, *, points=((), ()), output=(), ending="every rank reached its end", failure=None):
     return ScriptRun(
         settings=Settings(ranks_per_node=2),
         seed=seed,
@@ -38,16 +38,16 @@ def test_the_earliest_point_of_any_rank_is_told():
     first = run(0, points=((point(w="a"), point(visit=1, w="a")), (point(w="a", b="b", c="c"),)))
     other = run(4, points=((point(w="a"), point(visit=1, w="z")), (point(w="a", b="y", c="x"),)))
     assert first_difference(first, other).splitlines() == [
-        "at point 'step', visit 0, at train.py:9, rank 1 has another b",
+        "at point 'step', visit 0, at train.py:9, rank 1 differs in b",
         f"  seed 0: {b'b'.hex()}",
         f"  seed 4: {b'y'.hex()}",
-        "  and 1 of 3 others there: c",
+        "  and in 1 of 3 other values: c",
     ]
 
 
 def test_what_is_there_in_one_run_alone_is_told():
     told = first_difference(run(0, points=((point(),),)), run(1, points=((point(w="a"),),)))
-    assert "another w\n  seed 0: not there\n" in told
+    assert "differs in w\n  seed 0: not there\n" in told
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_run_that_ended_early_is_told_by_its_end():
     first = run(0, points=((point(),),), output=("x",))
     other = run(1, points=((),), ending="rank 0 raised", failure=ValueError())
     assert first_difference(first, other) == (
-        "it ended otherwise\n  seed 0: every rank came to its end\n  seed 1: rank 0 raised"
+        "the runs ended differently\n  seed 0: every rank reached its end\n  seed 1: rank 0 raised"
     )
 
 
@@ -74,5 +74,5 @@ def test_lines_are_numbered_as_they_were_printed():
     other = run(1, output=("took 2 s", "loss 2", "done"))
     assert "line 1 of" in first_difference(first, other)
     assert first_difference(first, other, ignored=re.compile("took")) == (
-        "line 3 of the output of rank 0 is another\n  seed 0: (none)\n  seed 1: done"
+        "line 3 of the output of rank 0 differs\n  seed 0: (none)\n  seed 1: done"
     )

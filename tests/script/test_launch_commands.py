@@ -54,7 +54,7 @@ def test_are_run_as_ranks_of_one_process(launch, capfd, call, status):
     assert run.output == (str(status),), run.ending
     out, err = capfd.readouterr()
     assert f"[rank 2]: inner 3 ['{status}']" in out
-    assert "runs as `zero-sim torchrun`, in a process of its own." in err
+    assert "runs as `zero-sim torchrun`, in its own process." in err
 
 
 def test_other_commands_are_left_alone(launch):

@@ -67,5 +67,5 @@ def test_tensors_without_memory_and_sparse_ones_have_hashes():
 
 
 def test_what_has_no_bits_to_compare_is_refused():
-    with pytest.raises(UsageError, match="dicts, lists and tuples of them; got object"):
+    with pytest.raises(UsageError, match="lists and tuples of these, got object"):
         digests({"config": object()})

@@ -296,7 +296,7 @@ def test_a_library_that_each_rank_defines_is_an_error_that_says_so(launch):
         BEGIN + "lib = torch.library.Library('zero_sim_tests_lib', 'DEF')\n"
         "dist.init_process_group()\ndist.barrier()\n"
     )
-    assert "which can define a library once. Try torch.library.custom_op" in run.failure.report
+    assert "which can define a library only once. Use torch.library.custom_op" in run.failure.report
 
 
 def test_packages_that_keep_a_rank_are_each_ranks_own(launch, monkeypatch, tmp_path):

@@ -182,7 +182,7 @@ class TestFailures:
             START + "def outer(rank):\n    join(rank, 2)\n    mp.spawn(work, (2,), 2)\n"
             "if __name__ == '__main__':\n    mp.spawn(outer, nprocs=2)"
         )
-        assert "expected a rank to start no ranks, got processes that rank 0" in run.ending
+        assert "expected ranks to start no further ranks, got processes that rank 0" in run.ending
 
 
 def test_a_function_that_joins_a_group_by_a_name_that_is_computed(launch):
@@ -224,7 +224,7 @@ def test_a_starter_that_is_rank_0_itself_is_refused(launch):
         "    for process in processes: process.start()\n"
         "    work(0, 3)\n"
     )
-    assert "expected all ranks of a group to be started processes, got 2 of them" in run.ending
+    assert "expected all ranks of a group to be started processes, got 2 and their" in run.ending
 
 
 def test_a_file_of_a_store_is_there_until_its_starter_ends(launch):

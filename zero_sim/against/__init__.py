@@ -1,1 +1,1 @@
-"""A script judged by another way to run it, such as on one rank, in float64."""
+"""Judging a script by another run of itself, such as one on one rank in float64."""

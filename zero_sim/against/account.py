@@ -1,4 +1,4 @@
-"""The account of a difference: which ranks and elements, what they look like, and what fed them."""
+"""The account of a difference: the ranks and elements that differ, their pattern, their source."""
 
 from __future__ import annotations
 
@@ -23,27 +23,29 @@ from zero_sim.sim.call import IN_PLACE, Call
 from zero_sim.sim.log import CollectiveRecord
 
 SEARCHED_ELEMS = 16
-"""Consecutive numbers of a tensor that are looked for in what a collective wrote."""
+"""Consecutive elements of a tensor that are searched for in the results of collectives."""
 KEPT_CALLS = 512
-"""Calls of a rank whose results are searched."""
+"""Latest calls of a rank whose results are searched."""
+# Relative difference below which two float64 values come from one computation: rounding of a step
+# moves them by less than 1e-12, and unrelated tensors do not agree in 16 elements by chance.
 _SAME = 1e-9
-"""Relative difference below which two float64 numbers came from one computation. Rounding of a
-step moves them by less than 1e-12, and other tensors agree in 16 numbers by no chance."""
+# Simple factors are those of world sizes and micro-batches, such as 1/8.
 _DENOMINATOR_MAX = 4096
+# A factor this close to 1 is reported as its distance from 1.
 _NEAR_ONE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feed:
-    """The collective whose result one rank's tensor holds."""
+    """The collective that wrote one rank's tensor."""
 
     rank: int
     call: str
-    """The call in words with the script's line; empty if none of the rank's calls wrote it."""
+    """Description of the call with the script's line; empty if no call of the rank wrote it."""
     start: int = 0
     """Position of the tensor's first element in the result."""
     factor: float = 1.0
-    """The tensor over the result."""
+    """Tensor divided by result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +53,7 @@ class Account:
     """Facts about the first difference."""
 
     ranks: tuple[int, ...]
-    """Ranks that differ, or whose shards do."""
+    """Ranks whose tensor or shard differs."""
     world_size: int
     is_alike: bool
     """True if all these ranks have the same wrong tensor."""
@@ -60,37 +62,41 @@ class Account:
     spans: tuple[tuple[int, int], ...]
     """Half-open spans of flat elements that differ."""
     element: int
-    """The flat element that differs most."""
+    """Flat index of the element that differs most."""
     expected: float
     got: float
     manners: tuple[str, ...]
-    """What the wrong elements look like, each in one sentence."""
+    """Patterns of the wrong elements, such as "every wrong element is 0"."""
     is_unreduced: bool
-    """True if ranks have not reduced this param's gradient, although its mean is right."""
+    """True if ranks did not reduce this param's gradient, while its mean over ranks is right."""
     feeds: tuple[Feed, ...]
     beside: tuple[str, ...]
-    """Other tensors that differ at the same point."""
+    """Names of other tensors that differ at the same point."""
     later_count: int
     picture: BufferMap
 
 
 def account_of(comparison: Comparison) -> Account | None:
-    """Look closer at the first difference, with one more run; None without differing tensors."""
+    """Analyse the first difference, with one more run; None if no tensor differs."""
     measurement, differences = comparison.measurement, comparison.verdict.differences
     if measurement is None or comparison.way is None or not differences:
         return None
     prepared, side, first = comparison.prepared, comparison.side, differences[0]
     expected, whole = measurement.compared(first.point)
+    # 64 times the rounding seen, so that rounded elements do not count as wrong ones.
     bound = max(first.rounding * 64, FLOOR * 64) * float(expected.abs().max() or 1.0)
-    # The rank whose tensor is farthest off.
+    # The rank with the largest error.
     rank, got = max(
         whole.candidates.items(), key=lambda item: float((item[1] - expected).abs().max())
     )
     differs = ((got - expected).abs() > bound).reshape(-1)
     element = int((got - expected).abs().reshape(-1).argmax())
     spans = spans_of(differs)
+    # If all shards lie along the first dimension, elements have owners, and the faulty ranks are
+    # known.
     owners = _owners(measurement.kept.get(first.point, {}), expected.shape)
     if whole.kind == "replicated":
+        # Replicas: each rank has its own copy, which may be right.
         off = {rank: (each - expected).abs() > bound for rank, each in whole.candidates.items()}
         ranks = tuple(rank for rank, each in off.items() if bool(each.any()))
     else:
@@ -99,10 +105,12 @@ def account_of(comparison: Comparison) -> Account | None:
             for rank, (start, stop) in owners.items()
             if any(a < stop and b > start for a, b in spans)
         )
+    # Feeds are only found while tensors are in memory, so the run is repeated with a probe.
     probe = _Probe(first.point)
     way = replace(comparison.way, sink=probe, called=probe.called)
     observe(side, way, seed=prepared.seed)
     elems = expected.numel()
+    # For the picture: without owners, each rank has the whole tensor.
     places = owners or dict.fromkeys(range(side.world_size), (0, elems))
     same_point = [each for each in differences[1:] if each.point[:2] == first.point[:2]]
     return Account(
@@ -125,12 +133,12 @@ def account_of(comparison: Comparison) -> Account | None:
 
 
 def _owners(pieces: Mapping[int, Piece], shape: torch.Size) -> dict[int, tuple[int, int]]:
-    """Flat spans of ranks, for tensors that are sharded along their first dimension alone."""
+    """Return each rank's flat span, for tensors sharded only along their first dimension."""
     if not len(shape) or any([dim for dim, _, _ in each.shards] != [0] for each in pieces.values()):
         return {}
     is_flat = any(piece.is_flat for piece in pieces.values())
     row_elems = 1 if is_flat else math.prod(shape[1:])
-    # By the position in the shard group; replicas have the same.
+    # By position in the shard group, because replicas have the same shard.
     sizes = {each.shards[0][1]: each.values.shape[0] * row_elems for each in pieces.values()}
     stops = dict(zip(sorted(sizes), accumulate(sizes[each] for each in sorted(sizes)), strict=True))
     places = {rank: piece.shards[0][1] for rank, piece in sorted(pieces.items())}
@@ -147,6 +155,7 @@ def _manners(
     factor = _factor(wrong, right)
     if factor is not None:
         found.append(f"every wrong element is {factor} times the expected one")
+    # A missing or early copy shows the value of the step before.
     before = baseline.expected(point._replace(step=point.step - 1))
     if before is not None and before.shape == expected.shape:
         old = before.reshape(-1)[differs]
@@ -155,6 +164,7 @@ def _manners(
     if expected.numel() > 2 and wrong.numel() > 1:
         found += [
             f"the elements are shifted by {shift}"
+            # Off by one element, as from a wrong offset of a shard.
             for shift in (1, -1)
             if _close(wrong, expected.reshape(-1).roll(shift)[differs])
         ]
@@ -162,17 +172,19 @@ def _manners(
 
 
 def _factor(wrong: Tensor, right: Tensor) -> str | None:
-    """The one factor of all wrong elements, as a fraction if it is simple."""
+    """Return the common factor of all wrong elements, as a fraction if it is simple."""
     if not bool(right.all()) or not bool(wrong.any()):
+        # A zero has no ratio, and all zeros are reported as such.
         return None
     ratios = wrong / right
     middle = float(ratios.median())
     if not bool(((ratios - middle).abs() <= _SAME * abs(middle)).all()):
         return None
+    # 2, 1/4 or 3/2: factors that name a world size or a number of micro-batches.
     simple = Fraction(middle).limit_denominator(_DENOMINATOR_MAX)
     is_simple = abs(float(simple) - middle) <= _SAME * abs(middle)
     if wrong.numel() < 2 and not (is_simple and 1 in (simple.numerator, simple.denominator)):
-        return None  # One element is some multiple of anything.
+        return None  # One element is a multiple of any other, so only 1/n and n mean something.
     if is_simple and simple != 1:
         return str(simple)
     return f"1 {middle - 1:+.3g}" if abs(middle - 1) < _NEAR_ONE else f"{middle:.9g}"
@@ -186,6 +198,7 @@ def _is_unreduced(measurement: Measurement, point: Point) -> bool:
     name = point.name.partition(":")[0]
     return any(
         each.name == name
+        # A forward shows the params that the step before computed from the gradients.
         and each.step == point.step - (point.moment == "forward")
         and measured.reduced_relative is not None
         and measured.reduced_relative <= _SAME < measured.relative
@@ -194,7 +207,7 @@ def _is_unreduced(measurement: Measurement, point: Point) -> bool:
 
 
 class _Probe(Sink):
-    """Looks up what fed a tensor at the moment when it is observed."""
+    """Finds the collective that fed a tensor, at the moment when the tensor is observed."""
 
     def __init__(self, point: Point) -> None:
         self.feeds: dict[int, Feed] = {}
@@ -202,29 +215,29 @@ class _Probe(Sink):
         self._calls: dict[int, deque[tuple[CollectiveRecord, Sequence[Tensor]]]] = {}
 
     def wants(self, point: Point) -> bool:
-        """The one point."""
+        """Return True for the probed point."""
         return point == self._point
 
     def forget(self) -> None:
-        """Forget all calls."""
+        """Forget all calls, because a script may run again in another way."""
         self.feeds.clear()
         self._calls.clear()
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
-        """Keep a call and the tensors that it writes."""
+        """Keep a call and its written tensors."""
         written = call.inputs if call.kind in IN_PLACE else call.outputs
         calls = self._calls.setdefault(record.rank, deque(maxlen=KEPT_CALLS))
         if written:
-            # Tensors are stored in float64, which says nothing to the reader.
+            # In the script's dtype, because all tensors are stored in float64 here.
             calls.append((record._replace(dtype=dtype_name(native(written[0]))), written))
 
     def take(self, rank: int, point: Point, piece: Piece) -> None:
-        """Search the latest calls first."""
+        """Search a rank's calls for the tensor, the latest first."""
         feed = Feed(rank=rank, call="")
         for record, tensors in reversed(self._calls.get(rank, ())):
             match = next(filter(None, (_match(piece.values, each) for each in tensors)), None)
             if match is not None:
-                # Buffers of torch's C++ code have no dtype of the script's.
+                # Calls by torch's C++ code (DDP's reducer) have no dtype of the script's.
                 call = record.text.replace("(float64, ", "(")
                 feed = replace(feed, call=call, start=match[0], factor=match[1])
                 break
@@ -232,19 +245,22 @@ class _Probe(Sink):
 
 
 def _match(tensor: Tensor, result: Tensor) -> tuple[int, float] | None:
-    """Where a result holds a tensor's numbers, and the tensor over the result."""
+    """Return a tensor's start in a result, and tensor divided by result; None if not in it."""
     if not result.is_floating_point() or not result.untyped_storage().nbytes():
         return None
     wanted, held = tensor.reshape(-1), result.detach().to(torch.float64).reshape(-1)
     if wanted.numel() < 2 or held.numel() < wanted.numel() or not bool(wanted.any()):
         return None
+    # Search for a window around the largest element, which is the least likely one to be padding.
     count = min(wanted.numel(), SEARCHED_ELEMS)
     start = max(0, min(int(wanted.abs().argmax()), wanted.numel() - count))
     part = wanted[start : start + count]
     largest = int(part.abs().argmax())
+    # All windows at once: [positions, count].
     windows = held.unfold(0, count, 1)
     factors = windows[:, largest] / part[largest]
     off = (windows - factors[:, None] * part).abs()
+    # The window equals the part times a factor, since a script may scale before or after the call.
     fits = (off <= _SAME * windows.abs().amax(1, keepdim=True)).all(1) & (factors != 0)
     places = fits.nonzero().reshape(-1)
     if not len(places) or int(places[0]) < start:
@@ -260,7 +276,7 @@ def _picture(
     spans: Sequence[tuple[int, int]],
     ranks: Sequence[int],
 ) -> BufferMap:
-    """The tensor as a buffer with its shards, and what differs."""
+    """Return the tensor as a buffer map with its shards and differing spans."""
     shards: dict[tuple[int, int], list[int]] = {}
     for rank, span in owners.items():
         shards.setdefault(span, []).append(rank)

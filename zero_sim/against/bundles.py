@@ -1,7 +1,7 @@
-"""Bundles of scripts: the code, both ways to run it, and the verdict, to be judged again.
+"""Bundles of scripts: the code, the settings of both runs, and the verdict, for a replay.
 
-A bundle has the Python files of the working folder, and no data. Its code runs when it is replayed,
-so a bundle of somebody else is replayed only with `--trust`.
+A bundle contains the Python files of the working folder, but no data. A replay executes this code,
+so foreign bundles are only replayed with `--trust`.
 """
 
 from __future__ import annotations
@@ -26,43 +26,46 @@ CODE_FOLDER = "code"
 FORMAT = "zero_sim script bundle"
 VERSION = 1
 CODE_BYTES_MAX = 16 << 20
-"""Python files of a working folder beyond this are not copied."""
+"""Size limit of the copied Python files."""
+# A valid head is a few KiB. More is not read, because the file may be anybody's.
 _HEAD_BYTES_MAX = 1 << 20
 _ID_CHARS = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptBundle:
-    """A verdict on a script that can be repeated."""
+    """A verdict on a script, with all settings to repeat it."""
 
     expected: Side
     got: Side
     seed: int
     by_rank: bool
-    """True if both sides have the same parts of tensors on a rank."""
+    """True if a rank has the same parts of tensors on both sides."""
     feeds: bool
     starts_alike: bool
     all_read_all: bool
     outcome: str
     reason: str
     first: str
-    """The first difference in words; empty if there is none."""
+    """Description of the first difference; empty if there is none."""
 
 
 def write_script_bundle(bundle: ScriptBundle, *, folder: Path) -> Path:
     """Write a bundle with the Python files of the working folder to a folder named by its id.
 
     Args:
-        bundle: The verdict.
-        folder: The folder of all bundles.
+        bundle: Verdict with its settings.
+        folder: Folder of all bundles.
 
     Raises:
-        UsageError: The code is too large, or the folder cannot be written to.
+        UsageError: The code is too large, or the folder is not writable.
     """
     code = dict(_code(bundle.got))
     bundle = replace(bundle, expected=_inside(bundle.expected), got=_inside(bundle.got))
+    # Sets become sorted lists (below), so that equal bundles have equal text.
     head = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(bundle)}
     text = json.dumps(head, indent=2, default=sorted) + "\n"
+    # The id is a hash of the contents, so the same finding is written once.
     digest = hashlib.sha256(text.encode())
     for name, data in sorted(code.items()):
         digest.update(name.encode() + b"\0" + data)
@@ -82,9 +85,10 @@ def write_script_bundle(bundle: ScriptBundle, *, folder: Path) -> Path:
 
 
 def _code(side: Side) -> Iterator[tuple[str, bytes]]:
-    """Python files of the working folder, and the script if it lies elsewhere."""
+    """Yield the Python files of the working folder, and the script if it is elsewhere."""
     working, total = Path.cwd(), 0
     paths = {str(each.relative_to(working)): each for each in files_of(working)}
+    # Data may be large or private.
     paths = {name: each for name, each in paths.items() if name.endswith(".py")}
     if not side.is_module:
         paths.setdefault(_inside(side).name, Path(side.name))
@@ -100,7 +104,7 @@ def _code(side: Side) -> Iterator[tuple[str, bytes]]:
 
 
 def _inside(side: Side) -> Side:
-    """The side with the script's name in the bundle."""
+    """Return the side with the script's name as in the bundle."""
     path = Path(os.path.abspath(side.name))
     if side.is_module:
         return side
@@ -109,11 +113,12 @@ def _inside(side: Side) -> Side:
 
 
 def find_script_bundle(name: str, *, folder: Path) -> Path | None:
-    """The folder of a bundle by its path or the beginning of its id; None if there is none."""
+    """Return the folder of a bundle by path or unique prefix of its id; None if not found."""
     if (Path(name) / HEAD_FILE).is_file():
         return Path(name)
     found = [path.parent for path in folder.glob(f"*/{HEAD_FILE}")]
     found = [path for path in found if name and path.name.startswith(name)]
+    # An ambiguous prefix names none.
     return found[0] if len(found) == 1 else None
 
 
@@ -121,13 +126,13 @@ def read_script_bundle(path: Path) -> ScriptBundle:
     """Read the bundle in a folder.
 
     Raises:
-        BundleError: It is no bundle of a script, or of a newer version.
+        BundleError: The folder contains no bundle of a script, or one of another version.
     """
     try:
         data = (path / HEAD_FILE).read_bytes()[:_HEAD_BYTES_MAX]
         table = parse(data, where=HEAD_FILE)
         if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
-            raise InvalidField(f"{HEAD_FILE}: expected a bundle of a script, got something else")
+            raise InvalidField(f"{HEAD_FILE}: expected a bundle of a script, got another file")
         if (version := table.pop("version", None)) != VERSION:
             raise InvalidField(f"version: expected {VERSION}, got {version!r}. Upgrade zero_sim")
         return build_record(ScriptBundle, table, where=HEAD_FILE)

@@ -1,11 +1,13 @@
-"""Observes one rank of a script from inside: params, gradients, state, checkpoints and rows.
+"""Observation of one rank from inside: params, gradients, state, checkpoints and rows.
 
-Nothing in the script is changed. torch's global hooks of modules and optimizers, and the function
-that starts a backward, lead here. Shards are put together after the run, so no collective is added.
+The script is not changed. torch's global hooks of modules and optimizers call this module, and so
+does a replaced `torch.autograd.backward`. Shards are assembled after the run, so no collective is
+added.
 
 [Note: params as forward used them]
-A global forward hook runs before the hooks of the module itself. So params of FSDP are unsharded
-then, and overlapped gathers have arrived. After `Optimizer.step` both may rightly be old.
+A global forward hook runs before the module's own hooks. So FSDP's params are still unsharded, and
+overlapped gathers have arrived. After `Optimizer.step` both may still be outdated in a correct
+script.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ from zero_sim.replicas.of_rank import RankReplicas, plain_name
 from zero_sim.replicas.rows import RowLog, digest_of
 from zero_sim.sim import unwatched
 
+# Deeper structures are not searched: a checkpoint may contain references to itself.
 _TREE_DEPTH = 8
 WATCHED_PARAMS = 3
+"""Number of params that are compared between forwards to detect a step of an own optimizer."""
 
 
 class Current(threading.local):
-    """The capture of the running thread, if it is an observed rank."""
+    """Capture of the running thread; None if the thread is no observed rank."""
 
     capture: RankCapture | None = None
 
@@ -45,15 +49,15 @@ current = Current()
 
 
 class RankCapture:
-    """Observes one rank.
+    """Observer of one rank.
 
     Args:
         sink: Receives the observations.
         rows: Receives the rows that outermost forwards read, and may replace them.
         replicas: Compares tensors that several ranks have.
-        steps: Optimizer steps of an earlier run that this one continues.
-        start: Values that params get before their first forward, by name.
-        known: Digests of the params of the run to compare with at their start, by name.
+        steps: Optimizer steps of the run that this one continues.
+        start: Values to give to params before their first forward, by name.
+        known: Digests of the params that the expected run started with, by name.
     """
 
     def __init__(
@@ -67,36 +71,39 @@ class RankCapture:
         known: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.steps = steps
-        """Outermost calls of `Optimizer.step` so far, or changes of params without one."""
+        """Outermost calls of `Optimizer.step` so far, or changes of params without such a call."""
         self.saved_at = -1
-        """Optimizer steps before the last checkpoint that the rank saved; -1 if it saved none."""
+        """Optimizer steps before the last checkpoint that the rank saved; -1 for none."""
         self.start = _Start(start or {})
         self.names = _Names(known)
         self.design = ByDesign(self._aside)
         self._sink = sink
         self._rows = rows
+        # Nested calls (submodules, recomputed forwards, wrapped optimizers) are one event.
         self._depth = {"forward": 0, "backward": 0, "step": 0}
         self._replicas = replicas
         self._seen: set[tuple[Moment, str]] = set()
+        # Own optimizers call no hook of torch, so their steps are found by changed params.
         self._watched: dict[str, Tensor] | None = None
-        """Values of a few params at the last forward, if no `Optimizer.step` came after it."""
+        """Values of a few params at the last forward; None if an `Optimizer.step` followed it."""
         self._files: Counter[tuple[str, str, int]] = Counter()
 
     @property
     def is_in_backward(self) -> bool:
-        """True within a backward."""
+        """True during a backward."""
         return bool(self._depth["backward"])
 
     def is_computing(self) -> bool:
-        """True within a forward or backward."""
+        """Return True during a forward or backward."""
         return bool(self._depth["forward"] or self._depth["backward"])
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        """Observe what the calling thread does."""
+        """Observe the calling thread as this rank."""
         current.capture = self
         try:
             yield
+            # Only after success: a failed run must not count a step or show an end.
             with self._aside():
                 self._count_own_step()
             self._observe_end()
@@ -104,23 +111,26 @@ class RankCapture:
             current.capture = None
 
     def begin_forward(self, module: Module, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Before each module's forward; new arguments if rows are dealt."""
+        """Handle the start of a module's forward; return new arguments if rows are dealt."""
         self._depth["forward"] += 1
         replaced = None
         trains = torch.is_grad_enabled()
         with self._aside():
             if self._depth["forward"] == 1:
+                # In this order: names first, then the start of newly named params, then everything
+                # that reads them.
                 self.names.add(module)
                 self.start.apply(self.names)
                 if trains:
                     self._count_own_step()
                 self._replicas.begin_outermost(module, trains=trains)
-                # A teacher computes without gradients, and on rows of the training.
+                # A teacher computes without gradients, but on rows of the training.
                 if trains or module.training:
                     name = _class_name(module)
                     replaced = self._rows.read(self.steps, name, args, kwargs, trains=trains)
                 else:
                     self._rows.evaluated(args, kwargs)
+            # Only now, because the module may have been named just before.
             name = self.names.of_module(module)
             self._replicas.begin_forward(module, name, steps=self.steps, trains=trains)
         now_args, now_kwargs = replaced or (args, kwargs)
@@ -129,17 +139,19 @@ class RankCapture:
         return replaced
 
     def _count_own_step(self) -> None:
-        """Count a step of an optimizer that is none of torch's: params changed since a forward."""
+        """Count a step by an own optimizer, seen by params that changed since the last forward."""
+        # A few small params suffice, because an optimizer changes all that it trains.
         now = {name: _local(param).clone() for name, param in self.names.smallest()}
         before, self._watched = self._watched, now
         if before is None or before.keys() != now.keys():
             return
+        # The next forward observes params again.
         if any(not torch.equal(before[name], now[name]) for name in now):
             self.steps += 1
             self._seen.clear()
 
     def end_forward(self, module: Module) -> None:
-        """After each module's forward."""
+        """Handle the end of a module's forward, and observe its params."""
         self._depth["forward"] -= 1
         prefix = self.names.of_module(module)
         with self._aside():
@@ -147,46 +159,51 @@ class RankCapture:
         self.design.end_forward(module)
         if prefix is None:
             return
+        # Apart, because an evaluation may use averaged weights.
         moment: Moment = "forward" if torch.is_grad_enabled() else "evaluation"
         for name, tensor in _used(module):
             mesh = getattr(tensor, "device_mesh", None)
+            # Ranks that share params by tensor parallelism read the same rows.
             if mesh is not None:
                 self._rows.sharers.update(mesh.mesh.flatten().tolist())
             full = f"{prefix}.{name}".lstrip(".")
+            # Once per step, because each micro-batch uses the same params.
             if (moment, full) not in self._seen:
                 self._seen.add((moment, full))
                 self._observe(moment, full, tensor)
 
     def read_target(self, loss: str, target: Tensor) -> Tensor:
-        """Note the targets of a loss outside of any forward; others if rows are dealt."""
+        """Record the targets of a loss outside of any forward; return others if rows are dealt."""
         if self._depth["forward"] or not torch.is_grad_enabled():
             return target
         with self._aside():
             return self._rows.read(self.steps, loss, (), {"target": target})[1]["target"]
 
     def begin_pass(self) -> None:
-        """Before each pass over a DataLoader."""
+        """Handle the start of a pass over a DataLoader."""
         self._rows.begin_pass()
 
     @contextlib.contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Around each backward."""
+        """Observe a backward and the gradients after it."""
         self._depth["backward"] += 1
         try:
             yield
         finally:
             self._depth["backward"] -= 1
+        # Checkpointed modules run a backward within the backward.
         if not self._depth["backward"]:
             for name, param in self.names.params():
                 if param.grad is not None:
                     self._observe("backward", name, param.grad, owner=param)
 
     def begin_step(self, optimizer: Any) -> None:
-        """Before each `Optimizer.step`."""
+        """Handle the start of `Optimizer.step`: observe settings and gradients."""
         self._depth["step"] += 1
         if self._depth["step"] > 1:
             return
         with self._aside():
+            # A step may come before any forward, so that no module has named the params yet.
             self.names.add_optimizer(optimizer)
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
@@ -198,7 +215,7 @@ class RankCapture:
                     self._observe("gradient", name, param.grad, owner=param)
 
     def end_step(self, optimizer: Any) -> None:
-        """After each `Optimizer.step`."""
+        """Handle the end of `Optimizer.step`: observe state and params."""
         self._depth["step"] -= 1
         if self._depth["step"]:
             return
@@ -209,25 +226,29 @@ class RankCapture:
                 for key, value in optimizer.state.get(param, {}).items():
                     if isinstance(value, Tensor):
                         self._observe("state", f"{name}:{key}", value, owner=param)
+                    # The step counter, in optimizers that keep it as a number.
                     elif isinstance(value, (int, float)) and not isinstance(value, bool):
                         self._observe_number("state", f"{name}:{key}", float(value))
                 self._observe("param", name, param, owner=param)
         self.steps += 1
+        # A step has ended, so the next forward shows new params.
         self._seen.clear()
         self._watched = None
 
     def observe_file(self, moment: Moment, content: Any, site: tuple[str, int]) -> None:
-        """Observe the tensors of a checkpoint by their places in it."""
+        """Observe a checkpoint's tensors by their paths in it."""
         if moment == "saved":
             self.saved_at = self.steps
         if self.names.is_renumbered:
-            return  # Its names are those of this rank alone.
+            return  # The names in it are this rank's own.
         key = (moment, *site)
         self._files[key] += 1
+        # By line and count, which are the same on any number of ranks.
         label = f"checkpoint of line {site[1]}, #{self._files[key]}"
         for path, tensor in _leaves(content):
             self._observe(moment, f"{label}: {path}", tensor)
 
+    # At a step number of its own, because runs may end after different steps.
     def _observe_end(self) -> None:
         for name, param in self.names.params():
             self._observe("end", name, param, step=END_STEP, owner=param)
@@ -255,9 +276,12 @@ class RankCapture:
     ) -> None:
         with self._aside():
             point = Point(self.steps if step is None else step, moment, name)
+            # Sparse gradients have no elements to compare one by one.
             if tensor.layout is torch.strided and self._sink.wants(point):
                 piece = replace(piece_of(tensor), is_buffer=is_buffer)
                 place = self.names.flat.get(id(owner))
+                # A gradient or state of the param's shape has the same place; scalars such as
+                # `step` none.
                 if place is not None and owner is not None and tensor.shape == owner.shape:
                     piece = place.placed(piece)
                 self._sink.take(self._replicas.rank, point, piece)
@@ -265,33 +289,36 @@ class RankCapture:
     @staticmethod
     @contextlib.contextmanager
     def _aside() -> Iterator[None]:
+        # Unwatched for data races; in stored dtypes, so that reading converts nothing.
         with torch.no_grad(), unwatched(), stored_dtypes():
             yield
 
 
 class _Start:
-    """Puts values in the place of those that params start with.
+    """Values that replace the params a script starts with.
 
     Args:
-        values: By name.
+        values: Values by name.
     """
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         self.replaced: dict[str, str] = {}
-        """Digests of the values that params had before, by name. Not of shards."""
+        """Digests of the replaced values by name, without those of shards."""
         self._left = dict(values)
 
     def apply(self, names: _Names) -> None:
-        """Replace the values of params that have names now and had none before."""
+        """Replace the values of params that were named since the last call."""
         met = list(names.params()) if self._left else []
-        # Whole params that are used now will be gathered from their shards again.
+        # Shards too: an unsharded param will be gathered from them again.
         for name, param in (*met, *names.shards()):
             value = self._left.get(name)
             piece = None if value is None else piece_of(param)
+            # Another shape is another param of the same name; it keeps its own start.
             if value is None or piece is None or piece.shape != tuple(value.shape):
                 continue
             if not piece.shards:
                 self.replaced[name] = digest_of(piece.values)
+            # The param's part of the value, cut along each sharded dimension in turn.
             for dim, index, count in piece.shards:
                 value = _chunk(value, dim=dim, index=index, count=count)
             if not torch.equal(piece.values, value):
@@ -301,28 +328,29 @@ class _Start:
 
 
 class _Names:
-    """Names of a rank's modules and params, in the order in which forwards meet them."""
+    """Names of a rank's modules and params, in the order in which forwards reach them."""
 
     def __init__(self, known: Mapping[str, str]) -> None:
         self._known = known
         self.is_renumbered = False
-        """True if the rank has other names for some modules than the run to compare with."""
+        """True if some modules have other names on this rank than in the expected run."""
         self.roots: list[Module] = []
-        """Outermost modules in the order of their first forwards."""
+        """Outermost modules, in the order of their first forwards."""
         self._modules: dict[int, str] = {}
         self._params: dict[int, str] = {}
         self._optimizers: list[Any] = []
         self._shards: list[tuple[str, Tensor]] = []
         self.flat: dict[int, FlatPlace] = {}
-        """Places of params by identity, if they are parts of flat ones."""
+        """Places of params within flat params, by identity."""
         self.others: dict[str, Tensor] = {}
-        """Params of optimizers that no module names."""
+        """Params of optimizers that belong to no module."""
 
     def add(self, module: Module) -> None:
-        """Name an outermost module, unless it is part of one that has names."""
+        """Name an outermost module and its parts, unless it is part of a named one."""
         if id(module) in self._modules:
             return
         self.roots.append(module)
+        # The first module has no prefix, so that names are those of the script's own model.
         prefix = "" if len(self.roots) == 1 else f"module {len(self.roots)}: "
         others = self._other_prefixes(module, prefix)
         self.is_renumbered |= bool(others)
@@ -332,9 +360,10 @@ class _Names:
             name = renamed(prefix + plain_name(name), others)
             known = self._params.get(id(param))
             if known is None or known in self.others:
-                # A step before the first forward named it by its place.
+                # An optimizer's step before the first forward named it by its position.
                 self.others.pop(known or "", None)
                 self._params[id(param)] = name
+        # Names of views and shards, which are other objects than the registered params.
         self.flat.update((id(param), place) for param, place in flat_places(module))
         for owner, name, shard in shards_of_whole(module):
             full = f"{self._modules.get(id(owner), '')}.{name}".lstrip(".")
@@ -345,18 +374,20 @@ class _Names:
         if not self._known:
             return {}
         pieces = {prefix + plain_name(n): piece_of(each) for n, each in module.named_parameters()}
+        # Shards have no digest of the whole param.
         whole = {name: piece for name, piece in pieces.items() if not piece.shards}
         return other_prefixes(
             {name: digest_of(piece.values) for name, piece in whole.items()}, self._known
         )
 
     def shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Shards of params that are whole now."""
+        """Return the shards of params that are unsharded now."""
         present = {id(param) for _, param in self.params()}
         return (each for each in self._shards if id(each[1]) not in present)
 
     def add_optimizer(self, optimizer: Any) -> None:
-        """Name the params of an optimizer that no module names, by their places."""
+        """Name an optimizer's params that belong to no module, by their positions in it."""
+        # By identity, because optimizers may define equality, and ids are reused.
         if not any(each is optimizer for each in self._optimizers):
             self._optimizers.append(optimizer)
         number = next(i for i, each in enumerate(self._optimizers) if each is optimizer)
@@ -368,15 +399,15 @@ class _Names:
                     self.others[name] = param
 
     def of_module(self, module: Module) -> str | None:
-        """Its name, or None for a module that no outermost module contains."""
+        """Return a module's name; None if it is part of no outermost module."""
         return self._modules.get(id(module))
 
     def of_param(self, param: Tensor) -> str:
-        """Its name."""
+        """Return a param's name."""
         return self._params[id(param)]
 
     def params(self) -> Iterator[tuple[str, Tensor]]:
-        """All named params as they are now, each once."""
+        """Yield all named params as they are now, each once."""
         met: set[int] = set()
         for root in self.roots:
             for module in root.modules():
@@ -384,6 +415,7 @@ class _Names:
                 if prefix is None or id(module) in met:
                     continue
                 met.add(id(module))
+                # Read each time, because FSDP exchanges the registered params.
                 for name, param in module._parameters.items():
                     if param is not None and id(param) not in met:
                         met.add(id(param))
@@ -392,7 +424,7 @@ class _Names:
         yield from self.others.items()
 
     def smallest(self) -> list[tuple[str, Tensor]]:
-        """The smallest trained params that have memory."""
+        """Return the smallest trained params with memory, which are cheap to compare."""
         trained = [
             (name, param)
             for name, param in self.params()
@@ -401,7 +433,7 @@ class _Names:
         return sorted(trained, key=lambda each: each[1].numel())[:WATCHED_PARAMS]
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """All named buffers of floats."""
+        """Yield all named buffers of floats."""
         for index, root in enumerate(self.roots):
             prefix = "" if not index else f"module {index + 1}: "
             for name, buffer in root.named_buffers():
@@ -410,32 +442,33 @@ class _Names:
 
 
 def _class_name(module: Module) -> str:
-    """The class of the model within its wrappers, of which two layouts may have different ones."""
+    """Return the class of the model within its wrappers, which differ between layouts."""
     while len(module._modules) == 1 and not module._parameters:
         (inner,) = module._modules.values()
         if inner is None:
             break
         module = inner
-    # `fully_shard` makes a class of its own, derived from FSDPModule and the model's class.
+    # `fully_shard` creates a class derived from FSDPModule and the model's class.
     names = [each.__name__ for each in type(module).__mro__]
     return names[2] if names[1] == "FSDPModule" else names[0]
 
 
 def _used(module: Module) -> Iterator[tuple[str, Tensor]]:
-    """The module's own params as its forward uses them.
+    """Yield the module's own params as its forward uses them.
 
-    FSDP with flat params puts views of them in their place, which are plain attributes.
+    FSDP with flat params replaces them by views, which are plain attributes.
     """
     for name, tensor in module._parameters.items():
         if tensor is not None:
             yield name, tensor
     for name, value in vars(module).items():
+        # Views of a flat param need gradients; other plain attributes are constants.
         if isinstance(value, Tensor) and value.requires_grad:
             yield name, value
 
 
 def piece_of(tensor: Any) -> Piece:
-    """What the calling rank has of a tensor, as a view of its memory where possible."""
+    """Return the calling rank's part of a tensor, as a view of its memory if possible."""
     dtype = dtype_name(native(tensor))
     shape = tuple(tensor.shape)
     placements = getattr(tensor, "placements", None)
@@ -444,7 +477,8 @@ def piece_of(tensor: Any) -> Piece:
     mesh = tensor.device_mesh
     coordinates = mesh.get_coordinate() or [0] * mesh.ndim
     strided = [index for index, each in enumerate(placements) if _is_strided(each)]
-    # A strided shard is cut last, from what the mesh dimensions after it have cut.
+    # A strided shard (FSDP over tensor parallelism) is cut last, from the parts that later mesh
+    # dimensions have cut.
     order = [*(i for i in range(len(placements)) if i not in strided), *strided]
     shards = tuple(
         (placements[index].dim, coordinates[index], mesh.shape[index])
@@ -466,25 +500,27 @@ def _is_strided(placement: Any) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The memory of a DTensor's own shard, or of a plain tensor."""
+    """Return the memory of a DTensor's own shard, or of a plain tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
 
 
 def _chunk(tensor: Tensor, *, dim: int, index: int, count: int) -> Tensor:
-    """The shard that DTensor gives to a coordinate: chunks of the rounded-up size."""
+    """Return DTensor's shard of a coordinate: chunks have the rounded-up size."""
     chunks = tensor.chunk(count, dim)
+    # The last coordinates may get nothing.
     return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
 
 
 def _as_float64(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_complex():
+        # Complex as [..., 2] floats.
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.to(torch.float64)
 
 
 def _leaves(content: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Float tensors of a structure of dicts and lists, with their paths."""
+    """Yield the float tensors in nested dicts and lists, with their paths."""
     if isinstance(content, Tensor):
         if content.is_floating_point() or content.is_complex():
             yield path or "the tensor", content

@@ -1,10 +1,10 @@
-"""Dropout with equal masks on any number of ranks, and modules refused by name.
+"""Dropout with equal masks on any number of ranks, and modules that cannot be compared.
 
 [Note: one mask for all rows]
-A mask for each row would have to follow the row through any layout. So a mask has one
-number for each feature, the last dimension, and all rows in a step share it. Step, module
-name and feature count seed its draw. Then micro-batches, recomputed forwards and ranks with
-partial sequences get equal masks, whichever rows they have.
+A mask per row would have to follow the row through any layout. So a mask has one number per
+feature, the last dimension, and all rows of a step share it. It is drawn from a seed made of step,
+module name and feature count. So micro-batches, recomputed forwards and ranks with partial
+sequences get equal masks for any rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn.modules.dropout import AlphaDropout, FeatureAlphaDropout
 from zero_sim.sim.dispatch import has_own_dispatch
 
 Mask = tuple[str, int]
-"""Module with dropout, and its feature count."""
+"""Module with dropout, and feature count of the mask."""
 _OWN_MASK = "each rank draws a mask of its own"
 
 
@@ -31,32 +31,32 @@ class ByDesign:
     """Dropout of one rank, and its modules whose result depends on the number of ranks by design.
 
     Args:
-        aside: Context in which nothing is observed and tensors are as they are stored.
+        aside: Context without observation, in which tensors keep their stored dtypes.
     """
 
     def __init__(self, aside: Callable[[], AbstractContextManager[None]]) -> None:
         self.refusals: dict[str, str] = {}
-        """Modules that cannot be compared, with the reason."""
+        """Reason for each module that cannot be compared."""
         self.masks: set[Mask] = set()
         """Masks drawn so far."""
         self._aside = aside
         self._inside: list[str] = [""]
-        """Modules whose forwards run, the innermost last."""
+        """Names of modules whose forwards run, the innermost last."""
         self._rows: set[int] = set()
-        """First sizes in the outermost forward's tensors."""
+        """First dimensions of the outermost forward's tensors: its numbers of rows."""
         self._step = 0
 
     @property
     def is_inside(self) -> bool:
-        """True within a forward."""
+        """True during a forward."""
         return len(self._inside) > 1
 
     def begin_forward(self, name: str | None, values: Iterable[Any], *, step: int) -> None:
-        """Before each module's forward.
+        """Handle the start of a module's forward.
 
         Args:
-            name: The module's name, if it has one.
-            values: The forward's arguments.
+            name: Name of the module; None if it has none.
+            values: Arguments of the forward.
             step: Optimizer steps so far.
         """
         self._step = step
@@ -64,11 +64,13 @@ class ByDesign:
             self._rows = {
                 each.shape[0] for each in values if isinstance(each, Tensor) and each.dim()
             }
+        # A module without a name takes that of the module around it.
         self._inside.append(self._inside[-1] if name is None else name)
 
     def end_forward(self, module: Module) -> None:
-        """After each module's forward."""
+        """Handle the end of a module's forward, and record a reason not to compare it."""
         name = self._inside.pop()
+        # Evaluation is deterministic in all of these modules.
         if module.training and torch.is_grad_enabled() and (reason := _reason(module)):
             self.refusals[f"{type(module).__name__} {name}".strip()] = reason
 
@@ -76,24 +78,27 @@ class ByDesign:
         """Draw a mask for a tensor's features.
 
         Args:
-            tensor: The tensor.
+            tensor: Tensor to drop from.
             p: Probability to drop a feature.
-            dim: Its dimension of features.
+            dim: Dimension of the features.
 
         Returns:
-            True for kept features, in a shape broadcast to the tensor.
+            True for kept features, in a shape that broadcasts to the tensor.
         """
         name, shape = self._inside[-1], tensor.shape
-        # The only dimension may be one of rows, so all of it is kept or dropped.
+        # A single dimension may be rows, so all of it is kept or dropped.
         size = shape[dim] if len(shape) > 1 else 1
+        # Features as many as rows, and no rows in front: dropout drops rows, which differ by rank.
         if size in self._rows and all(shape[0] % each for each in self._rows):
             self.refusals[f"dropout in {name or 'the script'}"] = f"{_OWN_MASK}, over rows"
         with self._aside():
             self.masks.add((name, size))
+            # From its own generator, so that draws do not depend on what the rank drew before.
             key = hashlib.blake2b(f"{self._step} {size} {name}".encode(), digest_size=6).digest()
             draws = torch.Generator().manual_seed(int.from_bytes(key))
             kept = torch.rand(size, generator=draws, dtype=torch.float64) >= p
             if dim != -1:
+                # [features] to [features, 1, ...], up to the tensor's last dimension.
                 kept = kept.view(-1, *[1] * (len(shape) - 1 - dim % len(shape)))
             if has_own_dispatch(type(tensor)) and hasattr(tensor, "device_mesh"):
                 kept = _replicated(kept, tensor)
@@ -108,18 +113,20 @@ def _replicated(kept: Tensor, like: Any) -> Tensor:
 
 
 def _reason(module: Module) -> str:
-    """Why a module's result depends on the number of ranks; empty if it does not."""
+    """Return why a module's result depends on the number of ranks; empty if it does not."""
     if isinstance(module, (AlphaDropout, FeatureAlphaDropout)) and module.p > 0:
         return _OWN_MASK
+    # cuDNN and the CPU kernels draw these masks inside, out of reach.
     if isinstance(module, RNNBase) and module.dropout > 0 and module.num_layers > 1:
         return _OWN_MASK
+    # SyncBatchNorm takes the mean over all ranks, so it can be compared.
     if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm):
         return "each rank normalises by the mean of its own rows"
     return ""
 
 
 def unlike_masks(expected: Set[Mask], got: Set[Mask]) -> Mapping[str, str]:
-    """Modules whose masks the other side did not draw alike, with the reason."""
+    """Return modules with masks on only one side, with the reason."""
     return {
         f"dropout in {name or 'the script'}": f"{_OWN_MASK}, of {size} features on one side alone"
         for name, size in sorted(expected ^ got)
@@ -127,24 +134,25 @@ def unlike_masks(expected: Set[Mask], got: Set[Mask]) -> Mapping[str, str]:
 
 
 def patches(design: Callable[[], ByDesign | None]) -> Iterator[tuple[Any, str, Any]]:
-    """Functions with dropout, and their replacements.
+    """Yield functions with dropout, as place, name and replacement.
 
     Args:
-        design: Returns the running rank's; None in an unobserved thread.
+        design: Returns the running rank's `ByDesign`; None in an unobserved thread.
     """
     functional = torch.nn.functional
 
     def dropping(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        # Named as torch does, because modes of others pass arguments by keyword.
+        # Parameter names as in torch, because modes of other libraries pass arguments by name.
         def dropout(
             input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
         ) -> Tensor:
             by = design()
             if by is None or not training or not 0 < p <= 1:
                 return original(input, p, training, inplace)
-            # Of features by themselves, or of channels, which one row has first.
+            # dropout drops features, the others channels. Those come first in input of one row.
             dim = 0 if name == "dropout1d" and input.dim() == 2 else 1
             kept = by.kept(input, p, -1 if name == "dropout" else dim)
+            # At p = 1 torch returns zeros, not the 0/0 of the formula.
             scale = 1 / (1 - p) if p < 1 else 0.0
             return input.mul_(kept).mul_(scale) if inplace else input * kept * scale
 
@@ -161,16 +169,18 @@ def patches(design: Callable[[], ByDesign | None]) -> Iterator[tuple[Any, str, A
     ) -> Tensor:
         by = design()
         if by is not None and 0 < dropout_p < 1:
-            # To drop a key for all queries is to drop its value.
+            # Dropping a key for all queries is the same as dropping its value: [..., keys,
+            # features].
             kept = by.kept(value, dropout_p, -2)
             value, dropout_p = value * kept * (1 / (1 - dropout_p)), 0.0
         return attention(query, key, value, attn_mask, dropout_p, *args, **kwargs)
 
     def drawn(self: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
         by = design()
-        # Stochastic depth draws one number for each row in this way.
+        # Stochastic depth (timm, torchvision) draws one number per row with `bernoulli_`.
         if by is None or generator is not None or not isinstance(p, float) or not by.is_inside:
             return bernoulli(self, p, generator=generator)
+        # p is the probability of a 1, that is to keep.
         return self.copy_(by.kept(self, 1 - p).expand_as(self))
 
     attention, bernoulli = functional.scaled_dot_product_attention, Tensor.bernoulli_

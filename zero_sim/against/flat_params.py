@@ -1,7 +1,7 @@
-"""Places of shards in `FullyShardedDataParallel`, and shards of `fully_shard` behind whole params.
+"""Places of shards in `FullyShardedDataParallel`, and shards behind params of `fully_shard`.
 
-A flat param is all params of a module one after the other, padded at the end and cut into pieces of
-equal size. A rank holds what its piece has of each param, which may be nothing.
+A flat param consists of all params of a module in order, padded at the end and cut into pieces of
+equal size. A rank's piece contains a part of each param, which may be empty.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from zero_sim.against.points import Piece
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FlatPlace:
-    """The place of one rank's part of a param."""
+    """Place of one rank's part of a param."""
 
     flat: Any
-    """The flat param."""
+    """FSDP's FlatParameter."""
     shape: tuple[int, ...]
-    """Shape of the whole param."""
+    """Shape of the unsharded param."""
     index: int
-    """This rank's position among those that share it."""
+    """Position of this rank in the shard group."""
     count: int
 
     def placed(self, piece: Piece) -> Piece:
-        """A piece of the param, its gradient or its state, with its place."""
+        """Return a piece of the param, its gradient or its state, with its place."""
+        # While a forward or backward runs the flat param is unsharded, and so are its views.
         is_sharded = self.flat.numel() == self.flat._sharded_size.numel()
         if piece.values.dim() != 1 or not is_sharded:
             return piece
@@ -38,13 +39,15 @@ class FlatPlace:
 
 
 def flat_places(module: Module) -> Iterator[tuple[Tensor, FlatPlace]]:
-    """Flat params of a module and its parts, and the params in them."""
+    """Yield flat params of a module and its submodules, and the params in them, with places."""
     for each in module.modules():
         handle: Any = getattr(each, "_handle", None)
         flat = getattr(handle, "flat_param", None)
         if flat is None or not getattr(handle, "uses_sharded_strategy", False):
             continue
+        # The flat param itself, then the params in it.
         shapes = [flat._unpadded_unsharded_size, *flat._shapes]
+        # `_params` is None unless use_orig_params is set.
         for param, shape in zip([flat, *(flat._params or ())], shapes, strict=False):
             place = FlatPlace(
                 flat=flat, shape=tuple(shape), index=handle.rank, count=handle.world_size
@@ -53,7 +56,7 @@ def flat_places(module: Module) -> Iterator[tuple[Tensor, FlatPlace]]:
 
 
 def shards_of_whole(module: Module) -> Iterator[tuple[Module, str, Tensor]]:
-    """Shards of `fully_shard`, each with the module of its param and the name there."""
+    """Yield shards of `fully_shard`, each with the module and name of its param."""
     for each in module.modules():
         state: Any = getattr(each, "_get_fsdp_state", lambda: None)()
         for group in () if state is None else _groups(state):

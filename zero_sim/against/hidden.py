@@ -1,14 +1,15 @@
-"""Faults of precision that float64 hides: integers that a format rounds, and narrow reductions.
+"""Precision faults hidden by float64: integers that a format rounds, and narrow reductions.
 
 [Note: integers]
-Sums of integers, such as counts of tokens, are exact in float64, so each one that the script's own
-dtype cannot hold is known for certain. Sums of other numbers are rounded anyway.
+Sums of integers, such as token counts, are exact in float64. So each sum that the script's own
+dtype cannot represent is certain to be wrong. Sums of other values are rounded in any case.
 
 [Note: reductions of gradients]
-Dtypes in which gradients are reduced are compared with those declared: of the params, of a
-compressing communication hook, and `reduce_dtype` of a mixed-precision policy. A narrower one is a
-note, because it may be meant. Reductions of gradients are those of a backward, and others with as
-many elements as a param, or more than any. Losses and counts for a log are smaller.
+The dtypes in which gradients are reduced are compared with the declared ones: of the params, of a
+compressing communication hook, and `reduce_dtype` of a mixed-precision policy. A narrower dtype is
+reported as a note, because it may be intended. A reduction counts as one of gradients if it is in a
+backward, has as many elements as a param, or has more than the largest. Losses and counts for logs
+are smaller.
 """
 
 from __future__ import annotations
@@ -32,41 +33,45 @@ from zero_sim.sim.call import Call
 from zero_sim.sim.callsite import call_site, site_of
 from zero_sim.sim.log import CollectiveRecord
 
+# 2**(mantissa bits + 1).
 EXACT_BELOW = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24}
-"""Magnitude up to which a format has all integers."""
+"""Magnitude up to which a format represents all integers."""
 ADDITIONS = frozenset(
     {"add", "add_", "sum", "cumsum", "cumsum_", "_foreach_add_", "index_add_", "scatter_add_"}
 )
-"""Operations whose results are looked at."""
+"""Operations whose results are checked."""
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 _SUMS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)
+# DDP's built-in compressing hooks, by name.
 _COMPRESSING = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
 
 
 class IntegerSums:
-    """Looks at the sums of all ranks of one run."""
+    """Sums of integers on all ranks of one run."""
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}
-        """The first loss at each place, in words."""
+        """Description of the first lossy sum at each call site."""
         self._pending: dict[tuple[str, tuple[int, ...], int], dict[int, list[Tensor]]] = {}
 
     def added(self, rank: int, operation: str, result: Any) -> None:
-        """Look at the result of an operation of `ADDITIONS`: a tensor in float64, or a list."""
+        """Check the result of an operation of `ADDITIONS`: a tensor in float64, or a list."""
         for each in tensors_in((result,)):
             dtype = native(each)
             if dtype in EXACT_BELOW and _is_whole(each):
                 self._check(rank, dtype, each, operation, site=None)
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
-        """Keep what a rank gives to a sum, until all ranks have given theirs."""
+        """Collect the contributions of ranks to a sum, and check the sum when all have come."""
         if call.kind not in _REDUCTIONS or call.reduce_op != ReduceOp.SUM:
             return
+        # Cloned, because the collective may write in place.
         whole = [
             each.detach().clone()
             for each in call.inputs
             if native(each) in EXACT_BELOW and _is_whole(each)
         ]
+        # The number of the call in its group identifies the collective.
         key = record.group, record.group_ranks, record.sequence
         given = self._pending.setdefault(key, {})
         given[record.rank] = whole if len(whole) == len(call.inputs) else []
@@ -81,6 +86,7 @@ class IntegerSums:
     def _check(
         self, rank: int, dtype: torch.dtype, sums: Tensor, operation: str, *, site: str | None
     ) -> None:
+        # Small sums are exact, and this is the common case.
         if float(sums.abs().max()) <= EXACT_BELOW[dtype]:
             return
         rounded = sums.to(dtype).to(torch.float64)
@@ -90,7 +96,7 @@ class IntegerSums:
         if site is None:
             file, line = call_site()
             if _is_of_simulator(file):
-                return  # A collective, which is looked at as a whole.
+                return  # A collective's own addition, which `called` checks as a whole.
             site = site_of(file, line)
         place = f"{operation} at {site}"
         first = int(lost.nonzero()[0])
@@ -100,21 +106,23 @@ class IntegerSums:
             f"{float(sums.reshape(-1)[first]):,.0f} becomes "
             f"{float(rounded.reshape(-1)[first]):,.0f}. Count in integers or in a wider dtype."
         )
+        # Only the first at each place: a loop would repeat it in each step.
         self._found.setdefault(place, text)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The losses in words, in the order in which they were found."""
+        """Descriptions of the lossy sums, in the order in which they were found."""
         if not self._found:
             return ()
         _, *others = self._found
         places = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-        more = f" So at {len(others)} more places: {places}." if others else ""
+        # One note for all, because one mistake often has many places.
+        more = f" Also at {len(others)} more places: {places}." if others else ""
         return (next(iter(self._found.values())) + more,)
 
 
 def _is_of_simulator(file: str) -> bool:
-    """True if the simulator computes, called by the script's file."""
+    """Return True if the simulator computes, called by the script's file."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != file:
         if frame.f_globals.get("__name__", "").startswith("zero_sim.sim."):
@@ -124,11 +132,12 @@ def _is_of_simulator(file: str) -> bool:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """True for finite whole numbers alone; most tensors fail by their first element."""
+    """Return True if all values are finite integers."""
     if not tensor.numel() or stored(tensor) is not torch.float64:
         return False
     if tensor.layout is not torch.strided or not tensor.untyped_storage().nbytes():
         return False
+    # Most tensors fail at their first element, which is cheap to read.
     first = float(tensor.detach()[(0,) * tensor.dim()])
     if not first.is_integer():
         return False
@@ -137,35 +146,38 @@ def _is_whole(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """Facts of one rank's modules."""
+    """Facts about one rank's modules."""
 
     roots: int
     counts: frozenset[int]
-    """Elements of each param that has more than one."""
+    """Element count of each param with more than one element."""
     dtypes: frozenset[torch.dtype]
-    """What params and settings declare."""
+    """Dtypes declared by params and settings."""
 
 
 class Reductions:
-    """The reductions of all ranks of one run that are narrower than declared."""
+    """Reductions on all ranks of one run that are narrower than declared."""
 
     def __init__(self) -> None:
         self.narrow: dict[str, tuple[torch.dtype, torch.dtype]] = {}
-        """By call in words: the dtype of the reduction, and the widest dtype declared."""
+        """Dtype of the reduction and widest declared dtype, by description of the call."""
         self._ranks: dict[int, _Rank] = {}
 
     def called(self, record: CollectiveRecord, call: Call, capture: RankCapture) -> None:
-        """Look at a reduction by a rank whose modules a capture knows."""
+        """Check a reduction by a rank whose modules a capture knows."""
         if call.kind not in _REDUCTIONS or call.reduce_op not in _SUMS or not capture.names.roots:
             return
         dtypes = {native(each) for each in call.inputs if each.is_floating_point()}
         known = self._ranks.get(record.rank)
+        # Computed again only when the rank has met another outermost module.
         if known is None or known.roots != len(capture.names.roots):
             known = self._ranks[record.rank] = _facts_of(capture)
         sizes, largest = {each.numel() for each in call.inputs}, max(known.counts, default=0)
+        # See [Note: reductions of gradients].
         is_of_gradients = sizes & known.counts or max(sizes, default=0) > largest > 0
         if not known.dtypes or not (capture.is_in_backward or is_of_gradients):
             return
+        # The smallest epsilon is the widest mantissa.
         widest = min(known.dtypes, key=_epsilon)
         for dtype in dtypes:
             if all(_epsilon(dtype) > _epsilon(each) for each in known.dtypes):
@@ -173,15 +185,15 @@ class Reductions:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is narrower than declared, in words."""
+        """Description of the narrow reductions."""
         if not self.narrow:
             return ()
         place, (dtype, declared) = next(iter(self.narrow.items()))
         more = f", and at {len(self.narrow) - 1} more places" if len(self.narrow) > 1 else ""
         return (
-            f"gradients are reduced in {dtype_name(dtype)}, and params and settings declare "
-            f"{dtype_name(declared)}: {place}{more}. If it is meant, declare it, such as by "
-            "`reduce_dtype`; float64 hides what it loses.",
+            f"gradients are reduced in {dtype_name(dtype)}, but params and settings declare "
+            f"{dtype_name(declared)}: {place}{more}. If you intend this, declare it, such as "
+            "by `reduce_dtype`, because float64 hides the loss.",
         )
 
 
@@ -194,6 +206,7 @@ def _facts_of(capture: RankCapture) -> _Rank:
     for root in capture.names.roots:
         for module in root.modules():
             dtypes.update(_of_settings(module))
+    # A count of 1 would match any reduction of a loss.
     counts = frozenset(param.numel() for param in params if param.numel() > 1)
     return _Rank(len(capture.names.roots), counts, frozenset(dtypes))
 
@@ -201,6 +214,7 @@ def _facts_of(capture: RankCapture) -> _Rank:
 def _of_settings(module: Module) -> Iterator[torch.dtype]:
     policies: list[Any] = []
     if isinstance(module, FSDPModule):
+        # FSDP2 keeps its policy on the state, the others on the module.
         policies.append(module._get_fsdp_state()._mp_policy)
     elif isinstance(module, FullyShardedDataParallel):
         policies.append(module.mixed_precision)

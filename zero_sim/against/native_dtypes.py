@@ -1,18 +1,18 @@
-"""Scripts that compute in float64 and see the dtypes that they asked for.
+"""Native dtypes of a script that runs in float64: each tensor reports the dtype it was made with.
 
-Rounding hides faults: a factor that clipping removes changes a float32 gradient by no more than
-rounding does, and a float64 one by 2^29 times that. So a script runs with every float tensor stored
-as float64, while `tensor.dtype`, sizes in bytes, and casts behave as the script's own dtypes do.
+Rounding hides faults. A factor removed by clipping changes a float32 gradient by no more than
+rounding does, but a float64 gradient by 2^29 times that. So a script runs with each float tensor
+stored as float64, while `tensor.dtype`, sizes in bytes, and casts behave as with its own dtypes.
 
 [Note: the native dtype belongs to the storage]
-Views share a storage and, apart from `view(dtype)`, a dtype. So the native dtype is noted by
-storage: views, in-place operations and autograd's own copies need no bookkeeping. A float64
-storage without a note is float64 natively too.
+Views share a storage and, apart from `view(dtype)`, a dtype. So the native dtype is recorded per
+storage, and views, in-place operations and autograd's copies need no bookkeeping. A float64 storage
+without a record is natively float64.
 
 [Note: casts copy where they natively would]
-`grad.float()` copies a bfloat16 gradient, and returns a float32 one as it is. With one stored dtype
-both would return the same tensor, so code that reduces such a copy in place would change the
-gradient. `to` and its relatives therefore compare native dtypes.
+`grad.float()` copies a bfloat16 gradient, and returns a float32 one itself. With one stored dtype
+both would return the same tensor, so code that reduces the copy in place would change the gradient.
+So `to` and its relatives compare native dtypes.
 """
 
 from __future__ import annotations
@@ -37,41 +37,43 @@ WIDE = {
     torch.float16: torch.float64,
     torch.complex64: torch.complex128,
 }
-"""The dtype in which tensors of a dtype are stored."""
+"""Stored dtype of each native dtype."""
 _WIDE = frozenset(WIDE.values())
+# A complex tensor's real view, and the reverse.
 _OF_PARTS = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
     torch.float32: torch.complex64,
     torch.float64: torch.complex128,
 }
+# The original getter, because Tensor.dtype is patched.
 _stored_dtype = torch._C.TensorBase.dtype.__get__  # pyrefly: ignore [missing-attribute]
 
 
 class _Thread(threading.local):
     """State of one thread."""
 
+    # True while the thread runs a script in float64.
     active = False
-    """True while the thread runs a script in float64."""
+    # Dtypes of open autocast contexts, the innermost last; None for a disabled one.
     autocast: tuple[torch.dtype | None, ...] = ()
-    """Dtypes of the autocast contexts that are open, the innermost last; None if disabled."""
 
 
 thread = _Thread()
+# Native dtype of each storage by address, if it is narrower than the stored one.
 _noted: dict[int, torch.dtype] = {}
-"""Native dtype of each storage by its address, where that is narrower than the stored one."""
 
-
+# Modules that move data for the simulator, which see stored dtypes.
 _HARNESS = ("zero_sim.sim", "zero_sim.against", "zero_sim.script", "zero_sim.replicas")
 
 
 def _is_harness(depth: int = 2) -> bool:
-    """True if the calling code moves data for the simulator, and so needs stored dtypes."""
+    """Return True if the calling code moves data for the simulator, and so needs stored dtypes."""
     return sys._getframe(depth).f_globals.get("__name__", "").startswith(_HARNESS)
 
 
 def _is_torch() -> bool:
-    """True if torch called the function that asks, as where it fills buffers of bytes."""
+    """Return True if torch called the function, as when it fills buffers of bytes."""
     return sys._getframe(2).f_globals.get("__name__", "").startswith("torch.")
 
 
@@ -80,29 +82,33 @@ def _shows_native() -> bool:
 
 
 def stored(tensor: Tensor) -> torch.dtype:
-    """The dtype of a tensor's memory."""
+    """Return the dtype of a tensor's memory."""
     return _stored_dtype(tensor)
 
 
 def note(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Note the native dtype of a tensor's storage.
+    """Record the native dtype of a tensor's storage.
 
     Args:
-        tensor: A plain tensor stored in float64 or complex128.
-        dtype: The dtype that the script asked for.
+        tensor: Plain tensor stored in float64 or complex128.
+        dtype: Native dtype.
     """
     if tensor.layout is torch.sparse_coo:
+        # A COO tensor has no storage itself.
         tensor = tensor._values()
+    # The address of the C++ object, which all Python objects for this storage share.
     key = tensor.untyped_storage()._cdata
     if dtype in WIDE:
         _noted[key] = dtype
     else:
+        # Addresses are reused, so a wide dtype must remove an older record.
         _noted.pop(key, None)
 
 
 def native(tensor: Tensor) -> torch.dtype:
-    """The dtype that a tensor would have without this module."""
+    """Return the dtype that a tensor would have without this module."""
     dtype = _stored_dtype(tensor)
+    # Subclasses such as DTensor report the dtype of what they wrap, which is native already.
     if dtype in _WIDE and not has_own_dispatch(type(tensor)) and tensor.device.type != "meta":
         if tensor.layout is not torch.strided:
             if tensor.layout is not torch.sparse_coo:
@@ -110,19 +116,19 @@ def native(tensor: Tensor) -> torch.dtype:
             tensor = tensor._values()
         noted = _noted.get(tensor.untyped_storage()._cdata, dtype)
         if noted.is_complex is not dtype.is_complex:
-            return _OF_PARTS[noted]  # `view_as_real` or `view_as_complex`.
+            return _OF_PARTS[noted]  # A result of `view_as_real` or `view_as_complex`.
         return noted
     return dtype
 
 
 def forget() -> None:
-    """Forget all storages, after a run."""
+    """Forget all storages, at the end of a run."""
     _noted.clear()
 
 
 @contextlib.contextmanager
 def stored_dtypes() -> Iterator[None]:
-    """See and make tensors as they are stored, in this thread."""
+    """Show and create tensors in their stored dtypes, in this thread."""
     was, thread.active = thread.active, False
     try:
         yield
@@ -131,7 +137,7 @@ def stored_dtypes() -> Iterator[None]:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """A narrow tensor's copy in float64 with its dtype noted; any other tensor itself."""
+    """Return a narrow tensor's copy in float64 with a record; any other tensor itself."""
     dtype = _stored_dtype(tensor)
     if dtype not in WIDE or has_own_dispatch(type(tensor)) or tensor.device.type == "meta":
         return tensor
@@ -143,12 +149,13 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def widened_tree(value: Any) -> Any:
-    """A structure of lists, tuples and dicts with its tensors widened."""
+    """Widen the tensors in nested lists, tuples and dicts."""
     if isinstance(value, torch.nn.Parameter):
         return torch.nn.Parameter(widened(value.data), value.requires_grad)
     if type(value) is Tensor:
         return widened(value)
     if isinstance(value, dict):
+        # In place, because the dict's owner may hold it already.
         for key in list(value):
             value[key] = widened_tree(value[key])
         return value
@@ -161,7 +168,7 @@ _to = Tensor.to
 
 
 def _noted_if_wide(value: Any, dtype: torch.dtype) -> Any:
-    """A loaded structure: float64 tensors are those that an earlier run of this kind wrote."""
+    """Record loaded float64 tensors as `dtype`: an earlier run of this kind wrote them."""
     if isinstance(value, Tensor):
         if _stored_dtype(value) is torch.float64 and not has_own_dispatch(type(value)):
             note(value, dtype)
@@ -175,7 +182,7 @@ def _noted_if_wide(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _dtype_asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype that arguments of `Tensor.to` name."""
+    """Return the dtype requested by the arguments of `Tensor.to`; None if there is none."""
     dtype = kwargs.get("dtype")
     for each in args[:2]:
         if isinstance(each, torch.dtype):
@@ -188,7 +195,7 @@ def _dtype_asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype |
 
 @functools.wraps(_to)
 def _to_native(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`Tensor.to` by native dtypes; see [Note: casts copy where they natively would]."""
+    """Convert by native dtypes; see [Note: casts copy where they natively would]."""
     if not thread.active or _is_harness() or has_own_dispatch(type(self)):
         return _to(self, *args, **kwargs)
     return _to_by_native(self, *args, **kwargs)
@@ -200,11 +207,12 @@ def _to_by_native(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return _to(self, *args, **kwargs)
     here = native(self)
     if asked is here or _stored_dtype(self) in WIDE:
-        # The device and the memory format are still to be changed.
+        # Only the device and the memory format may change.
         args = tuple(_as_stored(each, self) for each in args)
         kwargs = {key: _as_stored(each, self) for key, each in kwargs.items()}
         return _to(self, *args, **kwargs)
     if WIDE.get(asked, asked) is _stored_dtype(self):
+        # A new storage with its own record, then the device and memory format.
         moved = [each for each in args if not isinstance(each, (torch.dtype, Tensor))]
         moved = [each for each in moved if not isinstance(each, bool)]
         kwargs = {key: each for key, each in kwargs.items() if key not in ("dtype", "other")}
@@ -236,6 +244,7 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
         torch.bfloat16: "torch.BFloat16Tensor",
         torch.float16: "torch.HalfTensor",
     }
+    # Also `torch.FloatTensor` itself, whose full name is the same.
     dtypes = {name: dtype for dtype, name in names.items()} | {"torch.DoubleTensor": torch.float64}
 
     @functools.wraps(original)
@@ -260,7 +269,7 @@ def _item_bytes(self: Tensor) -> int:
 
 
 def _gradient(self: Tensor) -> Tensor | None:
-    """A gradient natively has its tensor's dtype, whatever dtype it was computed from."""
+    """Return the gradient, which natively has its tensor's dtype, however it was computed."""
     grad = _grad.__get__(self)
     if grad is not None and thread.active and not has_own_dispatch(type(grad)):
         dtype = native(self)
@@ -279,7 +288,7 @@ def _bytes_ratio(storage: Any) -> int:
 
 
 def _storage_patches() -> Iterator[tuple[Any, str, Any]]:
-    """A storage's size in native bytes, with which libraries free and allocate it."""
+    """Yield patches of a storage's size: libraries free and allocate it in native bytes."""
     nbytes, resize = _storage_class.nbytes, _storage_class.resize_
 
     def shown_nbytes(self: Any) -> int:
@@ -288,7 +297,7 @@ def _storage_patches() -> Iterator[tuple[Any, str, Any]]:
     def resize_native(self: Any, size_bytes: int, /) -> Any:
         return resize(self, size_bytes * _bytes_ratio(self) if _shows_native() else size_bytes)
 
-    # torch's `size` calls `nbytes`, which would divide twice.
+    # `size` too, because torch's own calls `nbytes`, and would divide twice.
     yield _storage_class, "size", shown_nbytes
     yield _storage_class, "nbytes", shown_nbytes
     yield _storage_class, "resize_", resize_native
@@ -302,7 +311,7 @@ def _tensor_patches() -> Iterator[tuple[Any, str, Any]]:
         return dtype
 
     def set_dtype(self: Tensor, source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-        # C++ compares the dtype of a typed storage with the stored one.
+        # C++ would compare the dtype of a typed storage with the stored dtype.
         if thread.active and isinstance(source, torch.TypedStorage):
             source = source._untyped_storage
         return set_(self, *(() if source is None else (source,)), *args, **kwargs)
@@ -314,9 +323,10 @@ def _tensor_patches() -> Iterator[tuple[Any, str, Any]]:
             if asked is here:
                 return plain_view(self, _stored_dtype(self))
             if here is torch.uint8 and asked in WIDE and not _is_torch():
-                # The bytes of a file, which nobody writes: readers of safetensors do this.
+                # Bytes of a file, which are only read: readers of safetensors do this.
                 return widened(plain_view(self, asked))
             if here in WIDE or asked in WIDE:
+                # The bytes of such a view do not exist in memory.
                 raise UnsupportedByFloat64(f"Tensor.view({asked}) of a {here} tensor")
         return plain_view(self, *args, **kwargs)
 
@@ -326,6 +336,7 @@ def _tensor_patches() -> Iterator[tuple[Any, str, Any]]:
 
     set_, plain_view = Tensor.set_, Tensor.view
     set_grad = _grad.__set__
+    # Replaced on the Python class. C++ code keeps seeing stored dtypes.
     yield Tensor, "dtype", property(shown)
     yield Tensor, "grad", property(_gradient, set_grad, _grad.__delete__)
     yield Tensor, "to", _to_native
@@ -351,7 +362,7 @@ def _tensor_patches() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _module_patches() -> Iterator[tuple[Any, str, Any]]:
-    """Params that a thread of a library has made, which runs without our modes."""
+    """Yield a patch for params made by a library's own thread, which our modes do not reach."""
     named = torch.nn.Module.named_parameters
 
     @functools.wraps(named)
@@ -391,14 +402,17 @@ def _function_patches() -> Iterator[tuple[Any, str, Any]]:
 
         return call
 
+    # These share memory with numpy or a file, so their tensors must be copied to widen them.
     for name in ("from_numpy", "frombuffer", "from_dlpack"):
         yield torch, name, lifted(getattr(torch, name))
+    # A file may contain float64 that an earlier run stored for narrower tensors.
     yield torch, "load", lifted(torch.load, loaded)
     yield torch, "save", saved(torch.save)
 
     def result_type(one: Any, other: Any) -> torch.dtype:
         if not thread.active:
             return plain_result_type(one, other)
+        # On meta, a tensor of the native dtype costs no memory.
         one, other = (
             torch.empty(each.shape, dtype=native(each), device="meta")
             if isinstance(each, Tensor)
@@ -423,7 +437,7 @@ def _function_patches() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _autocast_patches() -> Iterator[tuple[Any, str, Any]]:
-    """Autocast refuses float64 in some operations, so it is off; its dtype is noted."""
+    """Yield patches that disable autocast, which rejects float64, and record its dtype."""
     autocast = torch.amp.autocast_mode.autocast
     init, enter, leave = autocast.__init__, autocast.__enter__, autocast.__exit__
 
@@ -434,6 +448,7 @@ def _autocast_patches() -> Iterator[tuple[Any, str, Any]]:
             init(self, device_type, dtype=dtype, enabled=enabled, **rest)
             return
         init(self, device_type, dtype=dtype, enabled=False, **rest)
+        # Read by `_promoted`, which gives results the dtype that autocast would.
         self._native_dtype = self.fast_dtype if enabled else None
 
     def enter_noted(self: Any) -> Any:
@@ -451,7 +466,7 @@ def _autocast_patches() -> Iterator[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Install the surface; threads show native dtypes while `thread.active` is true."""
+    """Install all patches; a thread shows native dtypes while `thread.active` is True."""
     with contextlib.ExitStack() as stack:
         for patches in (_storage_patches, _tensor_patches, _module_patches, _function_patches):
             for place, name, value in patches():

@@ -1,12 +1,12 @@
-"""Moves results of operations at random, as rounding might.
+"""Rounding noise: random changes of operations' results, as rounding might make them.
 
 [Note: rounding noise]
-Monte Carlo arithmetic (Parker 1997; CESTAC and Verrou are tools of the kind) measures how far
-rounding alone moves a result: each operation's result is moved at random by up to one unit in its
-last place. Results that are exact have no rounding and stay. An exact result of inputs with few
-digits has zeros in its last places, and a rounded one has them by chance in one case of 2^12; so
-numbers with as many zeros at their end stay. Counts and powers of two are among them. Narrower
-formats have fewer digits, so there fewer zeros have to do, and chance keeps more numbers.
+Monte Carlo arithmetic (Parker 1997; CESTAC and Verrou are tools of this kind) measures the effect
+of rounding on a result. Each operation's result is changed at random by up to one unit in the last
+place. Exact results have no rounding and stay: an exact result of inputs with few digits ends in
+zero bits, and a rounded one by chance in one case of 2^12. So values that end in as many zeros are
+kept, among them counts and powers of two. Narrower formats have fewer digits. There fewer zeros
+must suffice, and chance keeps more values.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from zero_sim.against.native_dtypes import stored
 from zero_sim.against.points import tensors_in
 from zero_sim.sim.dispatch import has_own_dispatch
 
+# Elements per part: 256 KiB of float64, within a processor's cache.
 _PART_ELEMS = 1 << 15
+# Factors drawn per format, from which parts take stretches.
 _TABLE_ELEMS = 1 << 20
 
 
 class _Format(NamedTuple):
     bits: torch.dtype
-    """The integer dtype of its bits."""
+    """Integer dtype of its bits."""
     exact_bits: int
-    """Zeros at the end with which a number counts as exact."""
+    """Zero bits at the end that mark a value as exact."""
     computed_in: torch.dtype
-    """The dtype in which a number is moved."""
+    """Dtype in which a value is multiplied by its factor."""
 
 
 _FORMATS = {
@@ -43,17 +45,17 @@ _FORMATS = {
 
 
 class Noise:
-    """Random movements of one rank's results, drawn with a seed."""
+    """Random changes of one rank's results, drawn from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._places = random.Random(seed)
+        # Factors by format. For each part of a tensor a start in the table is drawn, because
+        # drawing each factor would take as long as the script's own operations.
         self._tables: dict[torch.dtype, Tensor] = {}
-        """Factors for each format. A place in a table is drawn for each part of a tensor, because
-        to draw each factor would take as long as the script's own operations."""
 
     def move(self, result: Any) -> None:
-        """Move the numbers of a tensor or a list by up to one unit in the last place."""
+        """Change the values of a tensor or list in place, by up to one unit in the last place."""
         for each in tensors_in((result,)):
             if (
                 not has_own_dispatch(type(each))
@@ -66,10 +68,11 @@ class Noise:
 
     def _move(self, tensor: Tensor) -> None:
         if tensor.is_contiguous():
-            # Parts stay in the processor's cache while they are read and written.
+            # Part by part, so that each stays in the cache while it is read and written.
             for part in tensor.view(-1).split(_PART_ELEMS):
                 _move_part(part, self._factors(stored(tensor), part.numel()))
             return
+        # Strided memory has no flat parts, so all factors are drawn for one operation.
         whole, rest = divmod(tensor.numel(), _PART_ELEMS)
         sizes = [_PART_ELEMS] * whole + [rest] * bool(rest)
         factors = torch.cat([self._factors(stored(tensor), size) for size in sizes])
@@ -81,6 +84,7 @@ class Noise:
             epsilon = torch.finfo(dtype).eps
             computed_in = _FORMATS[dtype].computed_in
             table = torch.rand(_TABLE_ELEMS, generator=self._generator, dtype=computed_in)
+            # Uniform in [1 - epsilon, 1 + epsilon].
             self._tables[dtype] = table.mul_(2 * epsilon).add_(1 - epsilon)
         start = self._places.randrange(_TABLE_ELEMS - numel + 1)
         return table[start : start + numel]
@@ -89,8 +93,10 @@ class Noise:
 def _move_part(values: Tensor, factors: Tensor) -> None:
     known = _FORMATS[stored(values)]
     digits = values.contiguous().view(known.bits)
+    # The last bits of the significand; see [Note: rounding noise].
     is_rounded = (digits & ((1 << known.exact_bits) - 1)).bool()
     moved = values * factors
+    # In place, like the other branch, which converts back from the wider dtype of the factors.
     if stored(moved) is stored(values):
         torch.where(is_rounded, moved, values, out=values)
     else:

@@ -1,8 +1,8 @@
-"""Names of modules that a rank numbers in its own way, found by their params' start.
+"""Names of modules that a rank numbers differently, recognised by their params' first values.
 
-A rank that holds experts 4 to 7 may call them `experts.0` to `experts.3`. If a param has
-the bits that exactly one param has in the run to compare with, under another name, its module
-gets that name, with all params in it: zeros and ones look like many others.
+A rank with experts 4 to 7 may name them `experts.0` to `experts.3`. If a param has the bits of
+exactly one param of the expected run under another name, its module gets this name, with all params
+in it. (Params of zeros or ones cannot be recognised by themselves.)
 """
 
 from __future__ import annotations
@@ -12,33 +12,36 @@ from collections.abc import Mapping
 
 
 def other_prefixes(own: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """One rank's prefixes, each with the prefix in the run to compare with.
+    """Return the expected run's prefix for each prefix of one rank that is named differently.
 
     Args:
-        own: Digests by name for one rank's params at their start.
-        known: The same of the run to compare with.
+        own: Digests of one rank's params at their start, by name.
+        known: Digests of the expected run's params at their start, by name.
 
     Returns:
-        Empty if the names are the same, or if other ones are not certain.
+        Prefixes; empty if the names are the same, or the match is not certain.
     """
     counts = Counter(known.values())
+    # Params with equal values, such as zeros, identify no module.
     unique = {digest: name for name, digest in known.items() if counts[digest] == 1}
     found: dict[str, str] = {}
     for name, digest in own.items():
         if digest not in unique:
             continue
         mine, theirs = _without_common_end(name, unique[digest])
-        # A name without a common end would belong to a param, and not to a module.
+        # Names without a common end differ in the param's own name, so this is no module's number.
         if found.setdefault(mine, theirs) != theirs or (mine and unique[digest] == theirs):
             return {}
-    found.pop("", None)  # The same names.
+    found.pop("", None)  # Params with the same name.
+    # Two modules of one rank must not get the same name.
     names = {renamed(name, found) for name in own}
     return found if len(names) == len(own) else {}
 
 
 def renamed(name: str, prefixes: Mapping[str, str]) -> str:
-    """A name with its longest known prefix exchanged."""
+    """Replace a name's longest known prefix."""
     parts = name.split(".")
+    # The longest prefix first: an inner module may be renumbered as well.
     for count in range(len(parts), 0, -1):
         if (other := prefixes.get(".".join(parts[:count]))) is not None:
             return ".".join((other, *parts[count:]))

@@ -1,4 +1,4 @@
-"""Verdicts on a script as one HTML page that stands alone, like that of failed cases."""
+"""Verdicts on a script as one self-contained HTML page, in the style of that of failed cases."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from zero_sim.report.svg_buffer_map import buffer_map_pictures
 from zero_sim.report.text_buffer_map import equal_elems
 
 ROWS_MAX = 200
-"""Differences in the table of one verdict."""
+"""Differences listed for one verdict."""
+# Names of tensors and files come from the script, so the page may run no scripts.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _HEAD = ("step and moment", "tensor", "of the largest value", "times rounding")
 
 
 def write_against_page(path: Path, reported: Sequence[Reported]) -> None:
-    """Write a page of verdicts on one script, in place of one that is there.
+    """Write a page of verdicts on one script, replacing an existing one.
 
     Raises:
-        UsageError: It cannot be written there.
+        UsageError: The file cannot be written.
     """
     title = f"{len(reported)} verdict{'' if len(reported) == 1 else 's'} on a script"
     cases = [_case(each) for each in reported]

@@ -1,4 +1,4 @@
-"""Points at which tensors of a script are observed, and the share that one rank has of one."""
+"""Points at which tensors of a script are observed, and one rank's piece of a tensor."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ MOMENTS: dict[Moment, str] = {
     "loaded": "tensor of a checkpoint that was loaded",
     "end": "tensor at the end of the script",
 }
-"""Moments within a step in the order in which a fault passes through them."""
+"""Moments of a step, in the order in which a fault passes through them, with a description."""
 LOCALISING: frozenset[Moment] = frozenset({"backward", "gradient", "setting"})
-"""Moments that only show where a difference came from: scaled gradients may be a convention."""
+"""Moments that locate a difference but do not prove one: scaled gradients may be a convention."""
 END_STEP = 1 << 30
-"""The step of what is observed after the script's last line."""
+"""Step number of observations after the script's last line."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as in `float32`."""
+    """Return a dtype's name, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors among values, and those in lists and tuples."""
+    """Yield the tensors among values, and in lists and tuples of these."""
     for each in values:
         if isinstance(each, Tensor):
             yield each
@@ -55,27 +55,27 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class Point(NamedTuple):
-    """One observation of one tensor, the same on all ranks and in all runs."""
+    """An observation of a tensor, identical on all ranks and in all runs."""
 
     step: int
-    """Calls of `Optimizer.step` before it on its rank, or `END_STEP`."""
+    """Calls of `Optimizer.step` on the rank before it, or `END_STEP`."""
     moment: Moment
     name: str
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sorts points by the time at which a fault would reach them."""
+        """Sort key: the time at which a fault would reach the point."""
         return self.step, _ORDER[self.moment]
 
     @property
     def when(self) -> str:
-        """Step and moment in words."""
+        """Description of step and moment."""
         when = "the end" if self.step == END_STEP else f"step {self.step + 1}"
         return f"{when}, {MOMENTS[self.moment]}"
 
     @property
     def text(self) -> str:
-        """The point in words."""
+        """Description of the point."""
         return f"{self.when}: {self.name}"
 
 
@@ -84,34 +84,34 @@ _ORDER = {moment: index for index, moment in enumerate(MOMENTS)}
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Piece:
-    """What one rank has of a tensor."""
+    """One rank's part of a tensor."""
 
     values: Tensor
-    """float64, the rank's own elements."""
+    """The rank's own elements, in float64."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor if the rank knows it, else of its own elements."""
+    """Shape of the whole tensor if the rank knows it, otherwise of its own elements."""
     shards: tuple[tuple[int, int, int], ...] = ()
     """For each mesh dimension that shards the tensor, from the outermost: the tensor dimension,
-    this rank's coordinate, and the number of ranks. Empty for a tensor that is not sharded."""
+    this rank's coordinate, and the number of ranks. Empty for an unsharded tensor."""
     is_partial: bool = False
-    """True for a DTensor whose ranks hold addends of its values."""
+    """True for a DTensor with a Partial placement, whose values are sums over ranks."""
     is_flat: bool = False
     """True if the shards are consecutive parts of the flattened tensor, perhaps with padding."""
     is_buffer: bool = False
-    """True for a buffer of a module, which may be a rank's own, such as a running mean."""
+    """True for a module's buffer, which may differ by rank, as a running mean does."""
     dtype: str = "float32"
-    """The script's dtype."""
+    """Native dtype."""
 
 
 class Sink:
-    """Receives the observations of ranks; this one keeps nothing."""
+    """Receiver of the observations of ranks. This base class keeps none."""
 
     def wants(self, point: Point) -> bool:
-        """True if a point is worth a copy."""
+        """Return True if a point should be observed."""
         return False
 
     def forget(self) -> None:
-        """Forget all, because the run begins anew."""
+        """Forget all observations, because the run starts again."""
 
     def take(self, rank: int, point: Point, piece: Piece) -> None:
-        """Receive one rank's piece, whose values change after the call."""
+        """Receive one rank's piece, whose memory changes after the call."""

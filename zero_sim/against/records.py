@@ -1,4 +1,4 @@
-"""A verdict on two ways to run a script."""
+"""Verdicts on two runs of a script."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ class Difference:
     point: Point
     measured: Measured
     rounding: float
-    """Relative difference that rounding alone makes."""
+    """Relative difference caused by rounding alone."""
 
     @property
     def multiple(self) -> float:
-        """The difference as a multiple of rounding."""
+        """Difference as a multiple of rounding."""
         return self.measured.relative / self.rounding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgainstVerdict:
-    """The result when two ways to run a script are compared."""
+    """Verdict on two runs of a script."""
 
     outcome: Outcome
     reason: str = ""
-    """One sentence; empty for `equal` and for differing tensors."""
+    """One sentence; empty for `equal`, and if tensors differ."""
     remedy: str = ""
     expected: str = ""
-    """The side that is compared with, such as `1 rank`."""
+    """Side to compare with, such as `1 rank`."""
     got: str = ""
     steps: int = 0
     differences: tuple[Difference, ...] = ()
-    """All tensors that differ, in the order in which a fault reached them."""
+    """Differing tensors, in the order in which a fault reached them."""
     compared_count: int = 0
     largest_multiple: float = 0.0
-    """Largest multiple among tensors that decide the verdict."""
+    """Largest multiple of rounding among tensors that decide the verdict."""
     unobserved: tuple[str, ...] = ()
-    """Tensors whose shards could not be put together."""
+    """Tensors whose shards could not be assembled."""
     undecided: tuple[str, ...] = ()
-    """Tensors that rounding alone changes wholly."""
+    """Tensors with no digit that rounding leaves unchanged."""
     notes: tuple[str, ...] = ()
     ending: str = ""
-    """Report of a run that failed."""
+    """Report of a failed run."""
 
     @property
     def first(self) -> str:
-        """The first difference in words; empty if there is none."""
+        """Description of the first difference; empty if there is none."""
         return self.differences[0].point.text if self.differences else ""
 
 
 def inconclusive(reason: str, remedy: str) -> AgainstVerdict:
-    """The verdict on sides that cannot be compared."""
+    """Return the verdict on sides that cannot be compared."""
     return AgainstVerdict(outcome="inconclusive", reason=reason, remedy=remedy)

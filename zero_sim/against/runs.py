@@ -1,4 +1,4 @@
-"""One run of a script on a number of ranks, in a copy of its working folder, observed."""
+"""One observed run of a script, in a copy of its working folder."""
 
 from __future__ import annotations
 
@@ -35,39 +35,40 @@ from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
 
 COPY_LIMIT_BYTES = 2 << 30
-FILL = 1 / 8  # In memory that the script has not filled.
+# Value in memory that the script has not filled.
+FILL = 1 / 8
 COLLECTED_ELEMS = 1 << 20
-"""Elements of params of all ranks above which a run's model is not left to Python's collector."""
+"""Param elements of all ranks above which a run's model is collected at once."""
+# Rank of a script's main part, for the seed of its rounding noise. No real rank is as large.
 _STARTER = 999
-"""Stands for a script's main part among the ranks, to draw rounding noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """One way to run a script."""
+    """One configuration of a script: settings and arguments."""
 
     settings: Settings
     name: str
     is_module: bool
     arguments: tuple[str, ...]
     earlier_arguments: tuple[str, ...] | None = None
-    """Arguments of a run before it in the same folder, which stops early; None for no such run."""
+    """Arguments of a run before it in the same folder, which stops early; None for none."""
     spare_gpus: int = 0
-    """GPUs to show a script that does nothing with one a rank; 0 for no such try."""
+    """GPUs to report to a script that does nothing with one per rank; 0 for no such attempt."""
     label: str = ""
-    """The side in words; empty for the number of its ranks."""
+    """Name of the side; empty for its number of ranks."""
     allowed_drift: tuple[str, ...] = ()
-    """Patterns of names of tensors that ranks may have different values of."""
+    """Patterns of names of tensors that may differ among ranks."""
     started: int = 0
-    """Number of ranks that the script was seen to start itself; 0 if torchrun starts them."""
+    """Number of ranks that the script started itself; 0 if torchrun starts them."""
 
     @property
     def world_size(self) -> int:
-        """Number of its ranks."""
+        """Number of ranks."""
         return self.started or self.settings.world_size
 
     def as_tried(self, other: Side) -> Side:
-        """This side, run as another side of the script was found to run."""
+        """Return this side with the settings that another side needed to run."""
         tried = other.settings
         settings = replace(
             self.settings,
@@ -79,7 +80,7 @@ class Side:
 
     @property
     def text(self) -> str:
-        """The side in words, as in `4 ranks`."""
+        """Name of the side, such as `4 ranks`."""
         if self.label:
             return self.label
         count = self.world_size
@@ -88,70 +89,70 @@ class Side:
 
 @dataclass(kw_only=True, slots=True)
 class Observed:
-    """One run, apart from its tensors, which its sink has."""
+    """Facts about one run, without its tensors, which the sink has."""
 
     script: ScriptRun
     side: Side
-    """The side as it ran, for example with CUDA on the CPU."""
+    """The side with the settings that were needed, for example CUDA on the CPU."""
     rows: list[RowLog] = field(default_factory=list)
     operations: tuple[tuple[str, int], ...] = ()
     """Digest and number of operations, by rank."""
     steps_of_ranks: tuple[int, ...] = ()
     """Calls of `Optimizer.step`, by rank."""
     saved_at: int = -1
-    """Optimizer steps before the last checkpoint was saved; -1 if none was."""
+    """Optimizer steps before the last saved checkpoint; -1 for none."""
     started: tuple[Mapping[str, str], ...] = ()
-    """By rank: digests of the values that params had before they got others."""
+    """Digests of the params that were replaced at the start, by rank."""
     gathers: GatherLog = field(default_factory=GatherLog)
     replicas: ReplicaCheck
     integers: IntegerSums = field(default_factory=IntegerSums)
     reductions: Reductions = field(default_factory=Reductions)
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Modules that depend on the number of ranks by design, with the reason."""
+    """Reason for each module that depends on the number of ranks by design."""
     masks: Set[Mask] = frozenset()
-    """Dropout masks that ranks drew."""
+    """Dropout masks drawn by ranks."""
 
     @property
     def step_count(self) -> int:
-        """Most optimizer steps of a rank."""
+        """Largest number of optimizer steps on a rank."""
         return max(self.steps_of_ranks, default=0)
 
     @property
     def resumed_at(self) -> int:
-        """Optimizer steps that a run which resumes need not take again."""
+        """Optimizer steps that a resuming run does not repeat."""
         return self.saved_at if self.saved_at >= 0 else self.step_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """How a run is observed."""
+    """Options for the observation of a run."""
 
     sink: Sink
     is_native: bool = False
-    """True to compute in the script's own dtypes."""
+    """True to compute in native dtypes."""
     noise_seed: int | None = None
-    """Seed of rounding noise, or None for none."""
+    """Seed of rounding noise; None for no noise."""
     fill: float = FILL
     dealt: tuple[RowLog, ...] | None = None
-    """Logs of the ranks whose rows are dealt: of one for all ranks, or of as many ranks as there
-    are. None to let ranks read their own."""
+    """Logs of the rows to deal: one for all ranks, or one per rank. None if ranks read their own
+    rows."""
     splits: bool = False
-    """True to split each batch that is dealt among the ranks."""
+    """True to split each dealt batch among the ranks."""
     keeps_rows: bool = False
     start: Mapping[str, Tensor] | None = None
-    """Values that params have at their first forward, by name; None to leave them as they are."""
+    """Values for params before their first forward, by name; None to keep the script's."""
     known: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the params of the run to compare with at their start, by name."""
+    """Digests of the params that the expected run started with, by name."""
     called: Callable[[CollectiveRecord, Call], None] | None = None
     """Receives each call of a collective."""
 
 
 class _Observer:
-    """The guest of one run.
+    """Observer inside the ranks of one run.
 
     Args:
-        way: How to observe it.
-        steps: Optimizer steps of an earlier run that this one continues.
+        way: Options of the observation.
+        steps: Optimizer steps of the run that this one continues.
         replicas: Compares tensors that several ranks have.
     """
 
@@ -177,8 +178,9 @@ class _Observer:
             self.rows[rank] = self._row_log(rank)
         capture = self.captures[rank] = RankCapture(
             sink=way.sink,
+            # Kept over several worlds of one script, so that all rows of the rank are in one log.
             rows=self.rows[rank],
-            # A script may start one world after another.
+            # A script may start several worlds, one after another.
             steps=self._steps if earlier is None else earlier.steps,
             start=way.start,
             known=way.known,
@@ -188,11 +190,12 @@ class _Observer:
             yield
 
     def in_starter(self) -> AbstractContextManager[object]:
-        """Compute as the ranks do, unobserved."""
+        """Compute as the ranks do, without observation."""
         return self._mode(_STARTER)
 
     def _mode(self, rank: int) -> AbstractContextManager[object]:
         way = self._way
+        # A seed per rank, so that ranks do not round alike.
         seed = None if way.noise_seed is None else way.noise_seed * 1000 + rank
         if way.is_native:
             return contextlib.nullcontext() if seed is None else NativeNoise(seed)
@@ -201,7 +204,7 @@ class _Observer:
                 noise_seed=seed,
                 fill=way.fill,
                 counts=lambda: rank in self.captures and self.captures[rank].is_computing(),
-                # Noise leaves few numbers whole.
+                # Not with noise, which leaves few values whole.
                 added=functools.partial(self.integers.added, rank) if seed is None else None,
             )
         return self.operations[rank]
@@ -211,6 +214,8 @@ class _Observer:
         if way.dealt is None:
             return RowLog(rank=rank, keeps_values=way.keeps_rows)
         world_size = world_size_of_run()
+        # As many logs as ranks: each gets the rows of the same rank. Otherwise one log is shared
+        # out.
         if len(way.dealt) == world_size:
             dealer = Dealer(way.dealt[rank], rank=0, world_size=1, splits=way.splits)
         else:
@@ -218,8 +223,9 @@ class _Observer:
         return RowLog(rank=rank, deal=dealer.deal)
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
-        """Learn from a gather, and pass the call on."""
+        """Learn places from a gather, and pass the call on."""
         capture = self.captures[record.rank]
+        # Comparisons of values need float64 as stored.
         with torch.no_grad(), native_dtypes.stored_dtypes():
             self.gathers.called(record, call, step=capture.steps, params=capture.names.others)
             if not self._way.is_native and self._way.noise_seed is None:
@@ -233,9 +239,9 @@ def observe(side: Side, way: Way, *, seed: int) -> Observed:
     """Run a script once in a copy of the working folder.
 
     Args:
-        side: The script, its arguments and its world.
-        way: How to observe it.
-        seed: Seed of the schedule and of random numbers that the script does not seed.
+        side: Script, arguments and world.
+        way: Options of the observation.
+        seed: Seed of the schedule, and of random numbers that the script does not seed.
 
     Raises:
         UsageError: The script does not exist, or the folder is too large to copy.
@@ -251,7 +257,7 @@ def observe(side: Side, way: Way, *, seed: int) -> Observed:
         before = _observe(side, way, side.earlier_arguments, path=name, seed=seed, before=None)
         if before.script.failure is not None:
             return before
-        # Params that the run resumes with are its own.
+        # The run resumes with params of its own.
         way = replace(way, start=None)
         return _observe(before.side, way, side.arguments, path=name, seed=seed, before=before)
 
@@ -264,10 +270,11 @@ def _observe(
     guest = _Observer(way, steps=steps, replicas=replicas)
     script = read_script(path, is_module=side.is_module, arguments=arguments)
     with Launcher(replace(script, name=side.name), side.settings, guest=guest) as launcher:
+        # Repeats are decided here, because the sink must forget the failed attempt.
         run = launcher.run(seed=seed, quiet=True, repeats=False)
         other = None if before is not None else launcher.other_settings(run)
     if other is not None:
-        # Nothing that was observed of an attempt counts.
+        # Discard the observations of the failed attempt.
         way.sink.forget()
         other_side = replace(side, settings=other)
         return _observe(other_side, way, arguments, path=path, seed=seed, before=None)
@@ -279,6 +286,7 @@ def _observe(
     observed = Observed(
         script=run,
         side=side,
+        # Rows after the checkpoint are read again by the resumed run.
         rows=rows if before is None else [*(log.until(steps) for log in before.rows), *rows],
         operations=tuple(
             (guest.operations[rank].digest, guest.operations[rank].operation_count)
@@ -298,7 +306,7 @@ def _observe(
         masks={mask for each in captures for mask in each.design.masks},
     )
     elems = sum(param.numel() for each in captures for _, param in each.names.params())
-    # Else the script's model would live as long as the log of its run.
+    # The log of the run refers to the captures, and these to the script's model.
     captures.clear()
     guest.captures.clear()
     if elems > COLLECTED_ELEMS:
@@ -307,15 +315,16 @@ def _observe(
 
 
 def _uncompiled(model: object = None, **options: object) -> object:
-    """torch.compile leaves a function as it is: compiled kernels have no float64 twin."""
+    """Replace `torch.compile`, because compiled kernels have no float64 twin."""
     return model if model is not None else lambda function: function
 
 
 @contextlib.contextmanager
 def _in_copy(side: Side) -> Iterator[str]:
-    """Work in a copy of the working folder; the script's name there."""
-    # Names the file as the user did, if there is none.
+    """Work in a copy of the working folder, and yield the script's path in it."""
+    # Checked first, so that an error contains the name that the user gave.
     read_script(side.name, is_module=side.is_module, arguments=side.arguments)
+    # Sizes are added up first: a copy of a large folder would fill the disk before it fails.
     folder, total = Path.cwd(), 0
     for path in files_of(folder):
         with contextlib.suppress(OSError):
@@ -323,8 +332,8 @@ def _in_copy(side: Side) -> Iterator[str]:
         if total > COPY_LIMIT_BYTES:
             raise UsageError(
                 f"expected a working folder of at most {COPY_LIMIT_BYTES >> 30} GiB, because each "
-                f"run gets a copy of its own, got more in {str(folder)!r}. Run from a smaller "
-                "folder, and give the script's path."
+                f"run gets its own copy, got more in {str(folder)!r}. Run from a smaller "
+                "folder, and use the script's path."
             )
     script = Path(os.path.abspath(side.name))
     with in_copy_of(folder) as copy:
@@ -333,4 +342,5 @@ def _in_copy(side: Side) -> Iterator[str]:
         elif script.is_relative_to(folder):
             yield str(copy / script.relative_to(folder))
         else:
+            # A script elsewhere runs in place, with the copy as its working folder.
             yield str(script)

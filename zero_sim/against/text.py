@@ -21,19 +21,19 @@ _UNFED = "no collective of this rank wrote these values"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reported:
-    """A verdict with all that is reported about it."""
+    """A verdict with its account and command."""
 
     verdict: AgainstVerdict
     account: Account | None
     command: str
-    """The command that judges again."""
+    """Command that repeats the judgement."""
     seconds: float
     bundle: str | None = None
-    """Id of its bundle, if one was written."""
+    """Id of the bundle; None if none was written."""
 
 
 def headline(verdict: AgainstVerdict) -> str:
-    """The verdict in one line."""
+    """Return the verdict in one line."""
     label = verdict.outcome.replace("-", " ").upper()
     if verdict.outcome == "different" and verdict.differences:
         return f"{label}: first at {verdict.first}"
@@ -47,7 +47,7 @@ def headline(verdict: AgainstVerdict) -> str:
 
 
 def render(verdict: AgainstVerdict, account: Account | None) -> str:
-    """Everything about a verdict, line by line."""
+    """Return the verdict with its account, line by line."""
     lines = [headline(verdict)]
     if account is not None:
         lines += [f"  {line}" for line in _account(verdict, account)]
@@ -73,14 +73,16 @@ def _account(verdict: AgainstVerdict, account: Account) -> list[str]:
         f"{account.differ_count:,} of {account.elems:,} elements differ; element "
         f"{account.element}: expected {account.expected:.9g}, got {account.got:.9g}",
     ]
+    # Sentences, so that each begins with a capital letter.
     lines += [f"{manner[0].upper()}{manner[1:]}." for manner in account.manners]
     if account.is_unreduced and not account.is_alike and not account.manners:
         lines.append("Its gradient is not reduced: the mean over ranks is right.")
     lines += [] if first.point.moment == "setting" else _fed(account.feeds)
     if account.beside:
-        lines.append(f"at the same point {len(account.beside)} more: {_listed(account.beside)}")
+        lines.append(f"{len(account.beside)} more at the same point: {_listed(account.beside)}")
     if account.later_count:
-        lines.append(f"later {account.later_count:,} more, perhaps as a consequence")
+        lines.append(f"{account.later_count:,} more later, perhaps as a consequence")
+    # A picture of a tensor that differs everywhere shows nothing.
     if equal_elems(account.picture) != 0:
         lines += draw_buffer_map(account.picture)[1:]
     elif len(account.picture.shards) > 1:
@@ -91,7 +93,7 @@ def _account(verdict: AgainstVerdict, account: Account) -> list[str]:
 def _ranks(account: Account, kind: str) -> str:
     ranks, world = account.ranks, account.world_size
     if not ranks:
-        return f"the shards of {world} ranks, put together"
+        return f"the shards of {world} ranks, assembled"
     if kind == "sharded":
         return f"shards of {_named(ranks)}"
     if len(ranks) < world:
@@ -106,9 +108,10 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _fed(feeds: Sequence[Feed]) -> list[str]:
-    """A line for each call that fed the tensor, with the ranks that it fed."""
+    """Return a line for each call that fed the tensor, with the fed ranks."""
     ranks: dict[str, list[int]] = {}
     for feed in feeds:
+        # Equal to 1 within the accuracy of the search.
         times = "" if abs(feed.factor - 1) < 1e-9 else f", times {feed.factor:.6g}"
         line = f"fed by {feed.call}, from its element {feed.start} on{times}"
         ranks.setdefault(line if feed.call else _UNFED, []).append(feed.rank)
@@ -121,7 +124,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def as_dict(reported: Reported) -> dict[str, object]:
-    """A verdict, ready for JSON, which has no infinity."""
+    """Return a verdict as a dict for JSON, which has no infinity."""
     verdict, account = reported.verdict, reported.account
     differences = [
         {
@@ -150,7 +153,7 @@ def _finite(value: float) -> float | None:
 
 
 def verdicts_schema() -> dict[str, object]:
-    """The JSON Schema of the file that `zero-sim torchrun --against` writes with `--json`."""
+    """Return the JSON Schema of the file written by `zero-sim torchrun --against --json`."""
     number: Node = {"type": ["number", "null"], "description": "Null if infinite."}
     difference: dict[str, Node] = {
         "step": {"type": "integer", "minimum": 0},
@@ -165,7 +168,7 @@ def verdicts_schema() -> dict[str, object]:
         "differences": list_of(object_of(difference)),
         "first": {"anyOf": [record_schema(Account), {"type": "null"}]},
         "command": {"type": "string"},
-        "bundle": {"type": ["string", "null"], "description": "Id of its bundle."},
+        "bundle": {"type": ["string", "null"], "description": "Id of the bundle."},
         "seconds": {"type": "number", "minimum": 0},
         "exit_status": {"enum": sorted(EXIT_STATUS.values())},
     }
@@ -174,7 +177,7 @@ def verdicts_schema() -> dict[str, object]:
 
 
 def junit_case(reported: Reported) -> TestCase:
-    """A verdict as one test: inconclusive and unsupported ones are errors."""
+    """Return a verdict as one test; inconclusive and unsupported ones are errors."""
     verdict = reported.verdict
     outcome = {"equal": "passed", "different": "failure"}.get(verdict.outcome, "error")
     return TestCase(

@@ -1,4 +1,4 @@
-"""Params and gradients that training changes, and metrics of checkpoints that need not be equal."""
+"""Params changed by training, all-zero gradients, and metrics in checkpoints that may differ."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from zero_sim.replicas.rows import RowLog
 
 
 def trained(baseline: Baseline) -> list[str]:
-    """Names of params that training moves; of the model's if forwards use any that move."""
+    """Return names of params that training changes; those of forwards if any of these change."""
     used: dict[str, Tensor] = {}
     moved: set[str] = set()
     for point in baseline.pieces:
+        # By forwards first: a step may also update params that no forward uses.
         if point.moment == "forward" and point.name not in moved:
             tensor = baseline.expected(point)
             if tensor is not None and not torch.equal(used.setdefault(point.name, tensor), tensor):
@@ -25,13 +26,13 @@ def trained(baseline: Baseline) -> list[str]:
 
 
 def trains_nothing(baseline: Baseline) -> bool:
-    """True if there are gradients, and all of them are zero."""
+    """Return True if there are gradients, and all are zero."""
     grads = [
         piece.values
         for point, pieces in baseline.pieces.items()
         if point.moment in LOCALISING
         for piece in pieces.values()
-        if piece.dtype != "float"  # Settings of groups, such as the learning rate.
+        if piece.dtype != "float"  # Without settings of groups, such as the learning rate.
     ]
     return bool(grads) and not any(each.any() for each in grads)
 
@@ -39,9 +40,10 @@ def trains_nothing(baseline: Baseline) -> bool:
 def metrics_of(
     baseline: Baseline, points: Iterable[Point], rows: Sequence[Sequence[RowLog]]
 ) -> set[Point]:
-    """Tensors of checkpoints that other rows may have decided, such as a validation loss.
+    """Return tensors of checkpoints that may depend on other rows, such as a validation loss.
 
-    These are tensors of a shape that no param has, if evaluations of the two sides read other rows.
+    These are tensors with a shape that no param has, if evaluations on the two sides read different
+    rows.
     """
     first, *others = ({row for log in logs for row in log.evaluations} for logs in rows)
     if all(each == first for each in others):

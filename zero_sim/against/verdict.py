@@ -1,4 +1,4 @@
-"""Judges a script against itself: whether two ways to run it compute the same, but for rounding."""
+"""Judgement of a script by itself: whether two of its runs agree up to rounding."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from zero_sim.replicas.rows import RowsLack
 from zero_sim.replicas.shares import other_rows, wrongly_dealt
 
 NOISY_RUNS = 2
-"""Runs with rounding noise. With two, a one-element tensor passes ten times rounding by chance in
-0.6 % of draws, and the limit in fewer than one of 10^8."""
+"""Runs with rounding noise. With two, a one-element tensor exceeds ten times rounding by chance
+in 0.6 % of draws, and the limit in less than one of 10^8."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Prepared:
-    """The side that is taken to be right: what it computed, and what rounding does to it."""
+    """The run to compare with: its tensors, and the effect of rounding on each."""
 
     side: Side
     seed: int
     baseline: Baseline = field(default_factory=Baseline)
     observed: Observed
     rounding: dict[Point, float] = field(default_factory=dict)
-    """Relative difference that rounding alone makes, by point."""
+    """Relative difference caused by rounding alone, by point."""
     failure: AgainstVerdict | None = None
-    """The verdict if it cannot be compared with."""
+    """Verdict if the run is not suited to compare with; None if it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """A verdict, and what is left for the account of a difference."""
+    """A verdict, with the data for an account of the first difference."""
 
     verdict: AgainstVerdict
     prepared: Prepared
     side: Side
     way: Way | None = None
-    """How the judged side was observed."""
+    """Options by which the judged side was observed."""
     measurement: Measurement | None = None
 
 
 def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = False) -> Prepared:
-    """Run the side that others are compared with, and measure what rounding does to it.
+    """Run the side to compare with, and measure the effect of rounding on it.
 
     Args:
-        side: The side that is taken to be right, such as one rank.
-        seed: Seed of schedules and of random numbers that the script does not seed.
-        keeps_rows: True if its rows are to be dealt to others.
-        by_rank: True if ranks of the sides that are judged have the same parts of tensors.
+        side: Side that is assumed to be right, such as one rank.
+        seed: Seed of schedules, and of random numbers that the script does not seed.
+        keeps_rows: True to keep its rows, so that they can be dealt.
+        by_rank: True if ranks of the judged sides have the same parts of tensors.
     """
 
     def run(side: Side) -> Prepared:
@@ -67,7 +67,7 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = 
     side, observed = prepared.side, prepared.observed
     stopped = not prepared.baseline.pieces or observed.script.failure is not None
     if side.spare_gpus > side.settings.ranks_per_node and stopped:
-        # Examples often refuse a machine with one GPU, which is no property of one rank.
+        # Examples often refuse to run with one GPU, which does not mean that they need two ranks.
         settings = replace(side.settings, gpus_per_node=side.spare_gpus)
         again = run(replace(side, settings=settings, spare_gpus=0))
         if again.baseline.pieces and len(again.observed.steps_of_ranks) == side.settings.world_size:
@@ -91,15 +91,16 @@ def judge(
     starts_alike: bool = False,
     all_read_all: bool = False,
 ) -> Comparison:
-    """Run another side and judge it by the prepared one.
+    """Run another side, and compare it with the prepared one.
 
     Args:
-        prepared: The side that is taken to be right.
-        side: The side that is judged.
-        feeds: True to deal it the rows that rank 0 of the prepared side read.
-        starts_alike: True to let its params start with the values of the prepared side.
-        all_read_all: True if each rank is meant to read all rows, as with tensor parallelism.
+        prepared: Side that is assumed to be right.
+        side: Side to judge.
+        feeds: True to deal the rows that rank 0 of the prepared side read.
+        starts_alike: True to start its params with the values of the prepared side.
+        all_read_all: True if each rank should read all rows, as with tensor parallelism.
     """
+    # Without a second failed attempt, if the expected side needed CUDA on the CPU or stubs.
     side = side.as_tried(prepared.side)
     if prepared.failure is not None:
         verdict = replace(prepared.failure, expected=prepared.side.text, got=side.text)
@@ -113,16 +114,17 @@ def judge(
     )
     got, steps = observe(side, way, seed=prepared.seed), None
     if any(isinstance(log.trouble, RowsLack) for log in got.rows):
-        # Each rank reads as many rows as one rank does, which no argument of the script changes.
+        # Each rank reads as many rows as one rank does, and no argument of the script changes that.
         measurement = Measurement(prepared.baseline)
         way = replace(way, sink=measurement, splits=True)
         got = observe(got.side, way, seed=prepared.seed)
-        # A script that ends after so many rows takes fewer steps on more ranks.
+        # A script that ends after a number of rows takes fewer steps on more ranks.
         steps = min(prepared.observed.step_count, got.step_count)
     verdict = _without_tensors(prepared, got)
     rows = prepared.observed.rows, got.rows
+    # Wrong rows explain all later differences, so they come first.
     if verdict is None and (reason := wrongly_dealt(*rows)):
-        remedy = "Let samplers of all ranks draw one order, with one seed, and share it out."
+        remedy = "Let the samplers of all ranks draw one order from one seed, and share it out."
         verdict = AgainstVerdict(outcome="different", reason=reason, remedy=remedy)
     verdict = verdict or _own_params(got)
     if verdict is None and (other := other_rows(*rows, all_read_all=all_read_all, steps=steps)):
@@ -132,7 +134,7 @@ def judge(
         if steps is not None and steps < prepared.observed.step_count:
             measurement.keep_steps(steps)
         verdict = _judged(prepared, measurement, got)
-    # One rank counts what all ranks count together, so it may lose integers that they do not.
+    # One rank counts alone what all ranks count together, so it may exceed the range alone.
     lost = got.integers.notes or prepared.observed.integers.notes
     drifts = () if got.replicas.findings else got.replicas.notes
     notes = (*verdict.notes, *lost, *got.reductions.notes, *drifts)
@@ -143,7 +145,7 @@ def judge(
 
 
 def _without_tensors(prepared: Prepared, got: Observed) -> AgainstVerdict | None:
-    """The verdict if no rows were dealt, the run failed, or masks or replicas differ."""
+    """Return the verdict if rows were not dealt, the run failed, or masks or replicas differ."""
     for log in got.rows:
         if log.trouble is not None:
             reason, _, remedy = str(log.trouble).partition(". ")
@@ -151,7 +153,7 @@ def _without_tensors(prepared: Prepared, got: Observed) -> AgainstVerdict | None
     if got.script.failure is not None:
         error = getattr(got.script.failure, "error", None)
         if isinstance(error, UsageError):
-            raise error  # Of how the script is run, which is no difference between the sides.
+            raise error  # The command is wrong, so this is no difference between the sides.
         return _failed(prepared, got)
     if reasons := {**got.reasons, **unlike_masks(prepared.observed.masks, got.masks)}:
         return _by_design(reasons)
@@ -159,26 +161,28 @@ def _without_tensors(prepared: Prepared, got: Observed) -> AgainstVerdict | None
 
 
 def _own_params(got: Observed) -> AgainstVerdict | None:
-    """The verdict if a param to be started alike had other values on each rank."""
+    """Return the verdict if a replaced param had other values on each rank."""
     for name in got.started[0] if got.started else ():
         if len({each.get(name) for each in got.started}) > 1:
             return inconclusive(
-                f"{name} starts with other values on each rank, so it may be another param on "
+                f"{name} starts with different values on each rank, so it may be another param on "
                 "each.",
-                "Give params that ranks do not share names of their own, or broadcast them.",
+                "Use different names for params that ranks do not share, or broadcast them.",
             )
     return None
 
 
 def _failed(prepared: Prepared, got: Observed) -> AgainstVerdict:
-    """A run failed in float64; perhaps it fails without it, too."""
+    """Return the verdict on a failed run, after trying whether it also fails in native dtypes."""
     side = got.side
+    # A failure in native dtypes, too, is the script's own and not caused by float64.
     native = observe(side, Way(sink=Sink(), is_native=True), seed=prepared.seed).script
     by_float64 = native.failure is None
     failed = got.script if by_float64 else native
     ending = failed.failure.report if failed.failure else ""
     if got is not prepared.observed:
-        alone = " in float64 alone" if by_float64 else ""
+        # The expected side succeeded, so more ranks cause the failure.
+        alone = " only in float64" if by_float64 else ""
         return AgainstVerdict(
             outcome="unsupported" if by_float64 else "different",
             reason=f"The run on {side.text} fails{alone}, and that on {prepared.side.text} does "
@@ -188,8 +192,8 @@ def _failed(prepared: Prepared, got: Observed) -> AgainstVerdict:
     if by_float64:
         return AgainstVerdict(
             outcome="unsupported",
-            reason=f"The script fails in float64 alone, on {side.text}: {failed.ending}",
-            remedy="Avoid what depends on the bytes of a float, or judge the engine with a target.",
+            reason=f"The script fails only in float64, on {side.text}: {failed.ending}",
+            remedy="Avoid code that reads the bytes of a float, or judge the engine with a target.",
             ending=ending,
         )
     return AgainstVerdict(
@@ -226,13 +230,14 @@ def _by_design(reasons: Mapping[str, str]) -> AgainstVerdict:
 
 
 def _measure_rounding(prepared: Prepared) -> AgainstVerdict | None:
-    """Measure what rounding does to each tensor; the verdict if it decides too much."""
+    """Measure the effect of rounding on each tensor; return a verdict if it decides too much."""
     if not prepared.baseline.pieces:
         return inconclusive(
             "Nothing was observed: no forward, no Optimizer.step and no checkpoint.",
             "Use torch.nn modules or a torch.optim.Optimizer, or judge the engine with a target.",
         )
     for index in range(NOISY_RUNS):
+        # Another fill each time: memory that the script has not filled must not matter.
         noisy, took_same_way = _run_again(prepared, noise_seed=index + 1, fill=(index + 2) / 8)
         if not took_same_way:
             return _irregular(prepared)
@@ -241,14 +246,14 @@ def _measure_rounding(prepared: Prepared) -> AgainstVerdict | None:
             prepared.rounding[point] = max(known, measured.relative)
     decided = {point for point, rounding in prepared.rounding.items() if rounding * LIMIT < 1}
     starts = {p for p in prepared.rounding if p.step == 0 and p.moment == "forward"}
-    # Rounding does not change the params that a script starts with.
+    # The params that a script starts with must not depend on rounding.
     return None if decided and starts <= decided else _irregular(prepared)
 
 
 def _run_again(
     prepared: Prepared, *, fill: float, noise_seed: int | None = None
 ) -> tuple[Measurement, bool]:
-    """Measure another run of the prepared side; True if it performed the same operations."""
+    """Measure another run of the prepared side; also return True if its operations are the same."""
     measurement = Measurement(prepared.baseline, keep_above=float("inf"))
     way = Way(sink=measurement, noise_seed=noise_seed, fill=fill)
     again, first = observe(prepared.side, way, seed=prepared.seed), prepared.observed
@@ -262,8 +267,9 @@ def _run_again(
 
 
 def _irregular(prepared: Prepared) -> AgainstVerdict:
-    """Two runs of one side differ: by memory that nobody filled, by chance, or by rounding."""
+    """Find why two runs of one side differ: unfilled memory, random numbers, or rounding."""
     side = prepared.side
+    # Without noise: only another fill, and whatever the script draws without a seed.
     again, took_same_way = _run_again(prepared, fill=7 / 8)
     differing = sorted(
         (point for point, each in again.measured.items() if each.relative),
@@ -271,9 +277,10 @@ def _irregular(prepared: Prepared) -> AgainstVerdict:
     )
     if differing or not took_same_way:
         first = f" First at {differing[0].text}." if differing else ""
+        # With the same fill as the first run, only random numbers can still differ.
         filled_alike, took_same_way = _run_again(prepared, fill=FILL)
         if took_same_way and not any(each.relative for each in filled_alike.measured.values()):
-            reason = f"{side.text} reads memory that nobody filled, and computes with it.{first}"
+            reason = f"{side.text} computes with memory that was never filled.{first}"
             remedy = "Fill every tensor before it is read."
             return AgainstVerdict(outcome="different", reason=reason, remedy=remedy)
         remedy = "Seed all random numbers."
@@ -290,10 +297,12 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
     decided: set[str] = set()
     unjudged: set[str] = set()
     rows = prepared.observed.rows, got.rows
+    # These may depend on rows of an evaluation, so a difference is listed as not observed.
     metrics = metrics_of(prepared.baseline, measurement.measured, rows)
     for point, measured in measurement.measured.items():
         rounding = prepared.rounding.get(point, FLOOR)
         is_off = measured.relative > LIMIT * rounding
+        # Above this, LIMIT times rounding exceeds the values themselves.
         if rounding * LIMIT < 1:
             decided.add(point.name)
         if point in metrics and is_off:
@@ -307,18 +316,21 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
             continue  # Not reduced yet, as before a reduction within Optimizer.step.
         if is_off:
             found.append(Difference(point=point, measured=measured, rounding=rounding))
+    # The first difference in time is nearest to the cause.
     found.sort(key=_by_size)
     deciding = {p for p in prepared.rounding if p.moment not in LOCALISING}
+    # Points of the expected run that this run did not reach count as not observed.
     unknown = (measurement.unobserved | deciding) - measurement.measured.keys()
     unknown -= measurement.left_out
     unjudged |= {p.name for p in unknown if p.moment not in LOCALISING}
     judged = {point.name for point in measurement.measured} - unjudged
+    # In this order: wrong starts explain differences, differences decide, then sufficiency.
     verdict = _by_starts(measurement, found, got)
     if verdict is None and any(each.point.moment not in LOCALISING for each in found):
         verdict = AgainstVerdict(outcome="different", differences=tuple(found))
     verdict = verdict or _lacks(prepared, measurement, decided)
     if verdict is None:
-        such = "gradients differ and no param does, perhaps as scaled otherwise, such as"
+        such = "gradients differ and no param does, perhaps because they are scaled, such as"
         notes = [f"{len(found)} {such} {each.point.text}." for each in found[:1]]
         verdict = AgainstVerdict(outcome="equal", notes=tuple(notes))
     return replace(
@@ -332,19 +344,19 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
 
 
 def _by_size(each: Difference) -> tuple[object, ...]:
-    """Sort by time, and by size as it is shown: of equal factors rounding would choose."""
+    """Sort key: time, then size as printed, because rounding would order equal factors."""
     return each.point.order, -float(f"{each.measured.relative:.1e}"), each.point.name
 
 
 def _by_starts(
     measurement: Measurement, found: Sequence[Difference], got: Observed
 ) -> AgainstVerdict | None:
-    """The verdict if params have other names or start with other values on all ranks."""
+    """Return the verdict if params have other names, or other first values on all ranks."""
     if absent := measurement.absent:
         return inconclusive(
             f"No param of {got.side.text} is named {absent[0]}, so params of one name may be "
             "different ones.",
-            "Give the params of each rank the names that they have on one rank.",
+            "Use the names on one rank for the params of each rank.",
         )
     starts = [each.point for each in found if each.point[:2] == (0, "forward")]
     if not starts or found[0].point != starts[0]:
@@ -352,6 +364,7 @@ def _by_starts(
     drawn: list[Point] = []
     for point in starts:
         expected, whole = measurement.compared(point)
+        # Unequal on the ranks: a missing broadcast, which is a difference and no other draw.
         if not measurement.is_alike(point):
             continue
         if any(is_changed_draw(expected, each) for each in whole.candidates.values()):
@@ -360,8 +373,8 @@ def _by_starts(
     if not drawn:
         return None
     return inconclusive(
-        f"{len(starts)} params start with other values on {got.side.text}, such as "
-        f"{drawn[0].name}: perhaps ranks draw other random numbers.",
+        f"{len(starts)} params start with different values on {got.side.text}, such as "
+        f"{drawn[0].name}: perhaps ranks draw different random numbers.",
         "Start all ranks with the params of one rank: --start-of-one.",
     )
 
@@ -369,7 +382,7 @@ def _by_starts(
 def _lacks(
     prepared: Prepared, measurement: Measurement, decided: set[str]
 ) -> AgainstVerdict | None:
-    """The verdict if equal tensors prove too little."""
+    """Return the verdict if the equal tensors prove too little."""
     left = [name for name in trained(prepared.baseline) if name not in decided]
     if left or not measurement.measured:
         reason = "No tensor could be compared."

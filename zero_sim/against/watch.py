@@ -1,4 +1,4 @@
-"""Looks on at every run of a script: do replicas stay equal, and which ranks read which rows."""
+"""Observation of any run of a script: whether replicas stay equal, and which rows ranks read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
 class ScriptWatch:
-    """The guest of one run.
+    """Observer inside the ranks of one run.
 
     Args:
         allowed: Patterns of names of tensors that may drift apart.
@@ -33,25 +33,25 @@ class ScriptWatch:
         self.rows: dict[int, RowLog] = defaultdict(RowLog)
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Around the whole run."""
+        """Return a context for the whole run."""
         return hooks_installed(observes_all=False)
 
     @contextlib.contextmanager
     def in_rank(self, rank: int) -> Iterator[None]:
-        """Around one rank's program."""
+        """Observe one rank's program."""
         capture = RankCapture(
             sink=Sink(),
             rows=self.rows[rank],
             replicas=RankReplicas(rank, self.replicas, world_size=world_size_of_run()),
         )
-        # torch.compile warns of hooks on all modules, which the script has not asked for.
+        # torch.compile warns of global hooks, which are ours and not the script's.
         warnings.filterwarnings("ignore", message=_OF_HOOKS)
         with capture.observing():
             yield
 
     def in_starter(self) -> contextlib.AbstractContextManager[object]:
-        """Nothing around the main part of a script that starts its ranks."""
+        """Return an empty context."""
         return contextlib.nullcontext()
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
-        """Nothing to do."""
+        """Do nothing."""

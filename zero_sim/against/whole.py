@@ -1,4 +1,4 @@
-"""Whole tensors from the pieces of ranks, where it is known which rank has which elements."""
+"""Whole tensors, assembled from the pieces of ranks with known places."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from zero_sim.against.points import Piece
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Whole:
-    """A tensor as its ranks have it together."""
+    """A tensor assembled from all ranks."""
 
     kind: str
     """`replicated` or `sharded`."""
     candidates: Mapping[int, Tensor]
-    """By rank: its copy, if replicated; else the tensor put together, under the lowest rank."""
+    """Each rank's copy if replicated; otherwise the assembled tensor of each replica, under its
+    lowest rank."""
 
 
 def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
-    """The whole tensor of pieces by rank; None if their places are not known."""
+    """Assemble the pieces of ranks; None if their places are not known."""
     first = pieces[min(pieces)]
     each = pieces.values()
     if any(piece.is_partial or len(piece.shards) != len(first.shards) for piece in each):
@@ -34,7 +35,7 @@ def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
         return Whole(
             kind="replicated", candidates={rank: piece.values for rank, piece in pieces.items()}
         )
-    # Ranks by the coordinates of their shards, for each replica of a sharded tensor.
+    # For each replica of a sharded tensor: the rank at each tuple of coordinates.
     replicas: list[dict[tuple[int, ...], int]] = []
     for rank in sorted(pieces):
         place = tuple(shard[1] for shard in pieces[rank].shards)
@@ -45,12 +46,13 @@ def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
         home[place] = rank
     candidates: dict[int, Tensor] = {}
     for home in replicas:
+        # Equal replicas need to be assembled only once.
         parts = {place: pieces[rank].values for place, rank in home.items()}
         if candidates and all(
             torch.equal(values, pieces[replicas[0][place]].values)
             for place, values in parts.items()
         ):
-            continue  # Equal to the first.
+            continue  # Equal to the first replica, so it needs no memory.
         tensor = _joined(parts, first)
         if tensor is None or tuple(tensor.shape) != first.shape:
             return None
@@ -59,12 +61,13 @@ def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
 
 
 def _joined(parts: Mapping[tuple[int, ...], Tensor], like: Piece) -> Tensor | None:
-    """Put shards together by the coordinates of their ranks, as those of a piece among them.
+    """Concatenate shards by the coordinates of their ranks.
 
     The innermost mesh dimension comes first. Ranks of a flat tensor may have no shard.
     """
     for depth in reversed(range(len(like.shards))):
         dim, _, count = like.shards[depth]
+        # From place (i, j, ...) to (i, ...), joined along `dim`.
         joined: dict[tuple[int, ...], Tensor] = {}
         for prefix in {place[:depth] for place in parts}:
             row = [parts.get((*prefix, index)) for index in range(count)]
@@ -73,18 +76,21 @@ def _joined(parts: Mapping[tuple[int, ...], Tensor], like: Piece) -> Tensor | No
                 return None
             joined[prefix] = torch.cat(present, dim=dim)
         parts = joined
+    # All coordinates are joined, so one part with no coordinates is left.
     tensor = parts.get(())
     if tensor is None or not like.is_flat:
         return tensor
     numel = math.prod(like.shape)
+    # Without the padding at the end.
     return tensor[:numel].reshape(like.shape) if tensor.numel() >= numel else None
 
 
 def relative_difference(got: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference over the largest absolute value expected; 0 for equal bits."""
+    """Return the largest difference divided by the largest expected value; 0 for equal bits."""
     if not expected.numel() or torch.equal(got, expected):
         return 0.0
     difference = (got - expected).abs().max().item()
+    # NaN at the same elements is equal, since a script may compute it.
     if difference != difference or difference == float("inf"):
         same = torch.equal(got.nan_to_num(), expected.nan_to_num())
         return 0.0 if same and torch.equal(got.isnan(), expected.isnan()) else float("inf")

@@ -1,4 +1,4 @@
-"""Runs every operation of one rank in float64 and notes native dtypes, or adds rounding noise."""
+"""Operations of one rank in float64 with recorded native dtypes, or with rounding noise."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from zero_sim.against.noise import Noise
 from zero_sim.against.points import tensors_in
 from zero_sim.sim.dispatch import has_own_dispatch, is_fake, pop_mode, push_mode
 
+# Factories that can run in float64 directly, because their result does not depend on a generator.
 _FACTORIES_WITHOUT_DRAWS = frozenset(
     {
         "empty", "zeros", "ones", "full", "empty_strided", "arange", "linspace", "eye",
         "scalar_tensor",
     }
 )  # fmt: skip
+# Factories of memory with any contents.
 _UNFILLED = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
+# Operations that autocast runs in its dtype.
 _BY_AUTOCAST = frozenset(
     {
         "mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution", "addmv", "mv",
         "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math",
     }
 )  # fmt: skip
-"""Operations that autocast runs in its dtype."""
+# Operations that move values, or round them on purpose, so their results have no rounding error.
 _COPIES = frozenset(
     {
         "clone", "copy_", "_to_copy", "detach", "cat", "stack", "embedding", "index", "gather",
@@ -45,27 +48,26 @@ _COPIES = frozenset(
         "nll_loss_forward", "contiguous", "expand_copy", "sign", "round", "floor", "ceil",
     }
 )  # fmt: skip
-"""Operations that move numbers or round them by intent, so their results have no rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Facts of one operator's schema."""
+    """Facts from one operator's schema."""
 
     name: str
     is_fresh: bool
-    """True if its results have memory of their own."""
+    """True if its results have their own memory."""
     takes_dtype: bool
     is_factory: bool
-    """True without tensor arguments."""
+    """True if it takes no tensors."""
     is_list: bool
-    """True for `_foreach` operators that return lists."""
+    """True for `_foreach` operators, which return lists."""
     is_exact: bool
 
 
 @functools.cache
 def plan_of(func: Any) -> Plan:
-    """Facts of an operator."""
+    """Return the facts of an operator."""
     schema = func._schema
     name = schema.name.partition("::")[2]
     aliases = any(each.alias_info is not None for each in schema.returns)
@@ -81,7 +83,7 @@ def plan_of(func: Any) -> Plan:
 
 
 class RankMode(TorchDispatchMode):
-    """Stands in one rank's stack of modes while it runs a script."""
+    """Dispatch mode in one rank's stack of modes, while the rank runs a script."""
 
     supports_higher_order_operators = True
 
@@ -90,7 +92,7 @@ class RankMode(TorchDispatchMode):
         return False
 
     def __enter__(self) -> Self:
-        # Not as the base class does it, which sets flags of the whole process.
+        # The base class would also set flags of the whole process.
         push_mode(self)
         return self
 
@@ -99,14 +101,14 @@ class RankMode(TorchDispatchMode):
 
 
 class WideOperations(RankMode):
-    """Runs the operations of one rank in float64.
+    """Dispatch mode that runs one rank's operations in float64.
 
     Args:
         noise_seed: Seed of the rounding noise; None for no noise.
-        fill: The number in memory that the script has not filled. Runs with other numbers differ
-            if it reads such memory, which is often zero by chance.
-        counts: True while operations belong to the script's forwards and backwards. Others depend
-            on what torch has cached.
+        fill: Value in memory that the script has not filled. If the script reads such memory,
+            which is often zero by chance, runs with different values differ.
+        counts: Returns True during the script's forwards and backwards. Other operations depend on
+            torch's caches.
         added: Receives name and result of each operation of `ADDITIONS`.
     """
 
@@ -136,7 +138,7 @@ class WideOperations(RankMode):
 
     @property
     def digest(self) -> str:
-        """A hash of the operations so far, in their order."""
+        """Hash of the operations so far, in their order."""
         return self._taken.hexdigest()
 
     def __torch_dispatch__(
@@ -145,6 +147,7 @@ class WideOperations(RankMode):
         kwargs = kwargs or {}
         if not thread.active or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
+        # Fake tensors have no values. Subclasses such as DTensor come back here with their parts.
         for each in types:
             if is_fake(each):
                 return func(*args, **kwargs)
@@ -154,28 +157,34 @@ class WideOperations(RankMode):
         if self._counts():
             self.operation_count += 1
             self._taken.update(plan.name.encode())
+        # Off, so that operations below see stored dtypes.
         thread.active = False
         try:
             special = _SPECIAL.get(plan.name)
             if special is not None:
                 return special(func, args, kwargs)
             result = self._run(func, plan, args, kwargs)
+            # The fill shows scripts that compute with memory they have not filled.
             if plan.name in _UNFILLED and stored(result) in _STORED and not result.is_meta:
                 result.fill_(self._fill)
+            # After the operation: its result is what rounding would change.
             if self._noise is not None and not plan.is_exact:
                 self._noise.move(result)
             if self._added is not None and plan.name in ADDITIONS:
+                # In-place list operations return nothing, so their first argument is the result.
                 self._added(plan.name, args[0] if result is None else result)
             return result
         finally:
             thread.active = True
 
     def _run(self, func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Views and in-place operations keep their storage, and with it its record.
         if not plan.is_fresh:
             if plan.takes_dtype and kwargs.get("dtype") in WIDE:
                 kwargs = {**kwargs, "dtype": WIDE[kwargs["dtype"]]}
             return func(*args, **kwargs)
         dtype = kwargs.get("dtype")
+        # Meta tensors have no values, and a factory without a dtype argument cannot be widened.
         if _is_meta(kwargs.get("device")) or (plan.is_factory and not plan.takes_dtype):
             return func(*args, **kwargs)
         if plan.is_factory:
@@ -184,6 +193,7 @@ class WideOperations(RankMode):
         stays_meta = not kwargs.get("device") and all(_is_meta(each.device) for each in tensors)
         if tensors and stays_meta:
             return func(*args, **kwargs)
+        # Inputs that C++ code created in a narrow dtype.
         if any(map(_is_narrow, tensors)):
             args = tuple(_stored_wide(each) for each in args)
         if dtype in WIDE:
@@ -192,13 +202,14 @@ class WideOperations(RankMode):
             dtype = _promoted(tensors, plan)
         result = func(*args, **kwargs)
         if any(map(_is_narrow, tensors_in((result,)))):
-            # Of integers: 1 / 3 is rounded to float32 here, and not only to float64.
+            # An operation on integers: 1 / 3 must be rounded to float64, not to float32.
             if plan.takes_dtype:
                 kwargs = {**kwargs, "dtype": torch.float64}
             else:
                 args = tuple(_as_float64(each) for each in args)
                 dtype = torch.get_default_dtype()
             result = func(*args, **kwargs)
+        # Each entry keeps the dtype of the entry at its place: the lists may be mixed.
         if plan.is_list and isinstance(result, (list, tuple)):
             firsts = next((each for each in args if isinstance(each, (list, tuple))), ())
             for each, like in zip(result, firsts, strict=False):
@@ -210,7 +221,7 @@ class WideOperations(RankMode):
 
 
 class NativeNoise(RankMode):
-    """Moves the results of one rank's operations in the script's own dtypes, drawn with a seed."""
+    """Dispatch mode that adds rounding noise to one rank's operations in native dtypes."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -235,7 +246,7 @@ def _is_meta(device: Any) -> bool:
 
 
 def _made(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A new tensor of no others; draws are those that the script's dtype would get."""
+    """Run a factory, with the random numbers that the script's own dtype would get."""
     dtype = kwargs.get("dtype")
     if plan.name in _FACTORIES_WITHOUT_DRAWS and dtype in WIDE:
         result = func(*args, **{**kwargs, "dtype": WIDE[dtype]})
@@ -244,6 +255,7 @@ def _made(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     result = func(*args, **kwargs)
     if _is_narrow(result):
         made = stored(result)
+        # Drawn narrow, then widened: a float64 draw takes other numbers from the generator.
         wide = torch.empty_strided(result.shape, result.stride(), dtype=WIDE[made])
         if plan.name not in ("empty", "empty_strided"):
             wide.copy_(result)
@@ -254,7 +266,8 @@ def _made(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _promoted(tensors: list[Tensor], plan: Plan) -> torch.dtype | None:
-    """The dtype of a result by torch's rules: tensors with dimensions come before those without."""
+    """Return a result's dtype by torch's promotion: tensors with dimensions before scalars."""
+    # Autocast is disabled, so its choice of dtype is repeated here.
     if thread.autocast and thread.autocast[-1] is not None and plan.name in _BY_AUTOCAST:
         return thread.autocast[-1]
     dtype: torch.dtype | None = None
@@ -274,6 +287,7 @@ def _note_fresh(value: Any, dtype: torch.dtype | None) -> None:
         return
     if value.device.type == "meta" or value.layout not in (torch.strided, torch.sparse_coo):
         return
+    # A complex result of float dtypes, or the reverse, as from `abs` or `view_as_complex`.
     if stored(value) is torch.complex128 and dtype in _FLOATS:
         dtype = torch.complex64 if dtype is not torch.float64 else torch.complex128
     elif stored(value) is torch.float64 and dtype.is_complex:
@@ -286,7 +300,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _is_narrow(value: Any) -> bool:
-    """True for a tensor with memory in a narrow dtype, as C++ makes them."""
+    """Return True for a tensor with memory in a narrow dtype, as created by C++ code."""
     return isinstance(value, Tensor) and stored(value) in WIDE and not value.is_meta
 
 
@@ -307,13 +321,13 @@ def _as_float64(value: Any) -> Any:
 
 
 def _lift_fresh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor of Python numbers, which C++ has made in its narrow dtype."""
+    """Widen a tensor of Python numbers, which C++ has made in its narrow dtype."""
     result = func(*args, **kwargs)
     return widened(result) if _is_narrow(result) else result
 
 
 def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor put onto other memory, which natively has the tensor's dtype."""
+    """Record the tensor's dtype for the other memory that it is set to."""
     dtype = native(args[0])
     result = func(*args, **kwargs)
     if dtype in WIDE and result.device.type != "meta":
@@ -322,7 +336,7 @@ def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The gradient scaler's check, whose kernel wants a float32 flag."""
+    """Replace the gradient scaler's check, whose kernel requires a float32 flag."""
     grads, found_nonfinite, factor = args
     for grad in grads:
         if not bool(torch.isfinite(grad).all()):

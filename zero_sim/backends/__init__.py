@@ -1,1 +1,1 @@
-"""Run a rank program on a backend."""
+"""Rank programs on real processes: gloo and NCCL, worker teams, and the probe of their orders."""

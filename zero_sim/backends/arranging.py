@@ -1,7 +1,7 @@
-"""The arrangement of a communicator, recovered from what a probe observed of it.
+"""The arrangement of a communicator, recovered from a probe's observations.
 
-Nothing is taken from a model that was not seen: a ring's ranks come from its reduce-scatters, a
-tree from its all-reduces, and whatever is put together has to give every tree that was observed.
+Every part is observed: a ring's ranks come from reduce-scatters, a tree from all-reduces. The
+assembled arrangement must reproduce each observed tree.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from zero_sim.reference import Arrangement
 from zero_sim.reference.arrangement import ADD, Tree, in_order, pieces
 
 ELEMS_A_RANK = 5
-"""Of the calls that are observed: each chunk of an all-reduce is one that can be told apart."""
+"""Elements per rank in observed calls: enough to distinguish the chunks of an all-reduce."""
 CHANNELS_MAX = 64
+"""Largest number of channels of an NCCL communicator."""
 
 
 def arrangement_of(group: dist.ProcessGroup, *, device: str) -> tuple[Arrangement | None, str]:
-    """How a communicator adds; to be called by all its ranks.
+    """Determine the summation order of a communicator; called by all of its ranks.
 
     Args:
-        group: The communicator.
-        device: Where data lies.
+        group: Communicator.
+        device: Device of the data.
 
     Returns:
-        Its arrangement, or None where it fits no model; and what was observed, in words.
+        The arrangement, or None if no model fits; and a description of the observations.
     """
     size, dtype = group.size(), torch.float32
     elems = ELEMS_A_RANK * size
+    # Both kinds, because a ring's order shows in one and a tree only in the other.
     scattered, reduced = (
         observe(
             by_calling(kind, group=group, elems=elems, device=device),
@@ -64,15 +66,16 @@ def fit(
     elems: int,
     elem_bytes: int,
 ) -> Arrangement | None:
-    """The arrangement on one channel that gives all that was observed; None where none does.
+    """Return the one-channel arrangement that reproduces all observations; None if none does.
 
     Args:
-        scattered: Of a reduce-scatter.
-        reduced: Of an all-reduce.
+        scattered: Observed order of a reduce-scatter.
+        reduced: Observed order of an all-reduce.
         rank_count: Ranks of the communicator.
-        elems: Of both calls.
+        elems: Elements of each call.
         elem_bytes: Size of an element.
     """
+    # NCCL keeps partial sums of fp32 in fp32. Anything else is no arrangement of the models here.
     if (scattered.accumulator, reduced.accumulator) != ("data", "data"):
         return None
     for candidate in _candidates(scattered, reduced, rank_count=rank_count):
@@ -85,7 +88,8 @@ def fit(
 
 
 def with_channels(arrangement: Arrangement) -> Iterator[Arrangement]:
-    """The same on several channels, as NCCL would use them for larger calls; its rings alike."""
+    """Yield the arrangement on several equal channels, as NCCL uses them for larger calls."""
+    # Thread counts of NCCL's kernels, which decide the sizes of chunks.
     for threads in (512, 256):
         for channels in range(2, CHANNELS_MAX + 1):
             yield replace(
@@ -97,7 +101,7 @@ def with_channels(arrangement: Arrangement) -> Iterator[Arrangement]:
 
 
 def in_words(arrangement: Arrangement) -> str:
-    """An arrangement, for a note."""
+    """Describe an arrangement, for a note."""
     ring = " ".join(map(str, arrangement.rings[0]))
     said = (
         [f"ring {ring}"] if "ring" in (arrangement.all_reduce, arrangement.reduce_scatter) else []
@@ -113,8 +117,10 @@ def in_words(arrangement: Arrangement) -> str:
 def _gives(
     arrangement: Arrangement, observed: ObservedOrder, *, kind: str, elems: int, elem_bytes: int
 ) -> bool:
+    # Each rank's part of a reduce-scatter ends on that rank; an all-reduce has no such end.
     ends = range(len(arrangement.rings[0])) if kind == "reduce_scatter" else (0,)
     for ends_on in ends:
+        # Element by element of the model's runs, so that a shifted boundary is a contradiction.
         for start, stop, tree in pieces(
             arrangement, kind=kind, elems=elems, elem_bytes=elem_bytes, ends_on=ends_on
         ):
@@ -130,9 +136,11 @@ def _candidates(
     rings = [*_rings_of(scattered, rank_count), *_rings_of(reduced, rank_count)]
     plain = in_order(rank_count)
     arrangements = [replace(plain, rings=(ring,)) for ring in dict.fromkeys(rings)] or [plain]
+    # Only a tree that is the same for all elements is taken as NCCL's tree algorithm.
     trees = (tree_of(reduced.trees[0]),) if "?" not in reduced.trees else ()
     for arrangement in arrangements:
         yield arrangement
+        # PAT (parallel aggregated trees) is NCCL's other algorithm for reduce-scatters.
         yield replace(arrangement, reduce_scatter="pat")
     if trees and len(reduced.trees) == 1:
         for arrangement in arrangements:
@@ -142,26 +150,29 @@ def _candidates(
 
 
 def _rings_of(observed: ObservedOrder, rank_count: int) -> Iterator[tuple[int, ...]]:
-    """Rings that may have given the chains of an observation.
+    """Yield the rings that can have produced the observed chains.
 
-    Which of the first two ranks of a chain comes first cannot be seen.
+    The order of a chain's first two ranks cannot be observed, because a + b is b + a.
     """
     for text in dict.fromkeys(observed.trees):
         chain = [] if text == "?" else _chain(tree_of(text))
         if len(chain) == rank_count:
             for ranks in (chain, [chain[1], chain[0], *chain[2:]]):
+                # As NCCL writes rings: from rank 0.
                 zero = ranks.index(0)
                 yield (*ranks[zero:], *ranks[:zero])
 
 
 def _chain(tree: Tree) -> list[int]:
-    """The ranks of a tree that adds one after another; empty where it is another tree."""
+    """Return the ranks of a tree that adds one rank after another; empty for any other tree."""
     stack: list[list[int]] = []
     for step in tree:
         if step != ADD:
             stack.append([step])
             continue
+        # Postfix order: the operands of an addition are on top of the stack.
         right, left = stack.pop(), stack.pop()
+        # Addition commutes, so the longer side is the chain so far.
         if len(left) < len(right):
             left, right = right, left
         if len(right) != 1:

@@ -1,6 +1,6 @@
-"""CUDA and NCCL as torch has them: every call of either that real processes need, and no more.
+"""Calls of CUDA and NCCL in torch that real processes need, and no others.
 
-Only this module cannot run without a GPU; `zero_sim.backends.nccl` decides, this obeys.
+Only this module needs a GPU to run. All decisions are in `zero_sim.backends.nccl`.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ class Cuda:
     """This process's CUDA, and the NCCL that torch was built with or finds."""
 
     device_type: str = "cuda"
-    """What torch calls its devices."""
+    """Device type in torch."""
     torch_name: str = "nccl"
-    """What torch calls its process groups."""
+    """Name of the process groups' backend in torch."""
     binds: bool = True
-    """Whether torch binds groups to its devices, as to all but the CPU."""
+    """True if torch binds groups to devices, as it does except on the CPU."""
 
     def is_built(self) -> bool:
-        """Whether this torch has NCCL at all."""
+        """Return True if this torch was built with NCCL."""
         return dist.is_nccl_available()
 
     def device_count(self) -> int:
-        """GPUs that this process may use."""
+        """Return the number of GPUs that this process may use."""
         return torch.cuda.device_count()
 
     def version(self) -> tuple[int, ...]:
-        """Of NCCL."""
+        """Return the version of NCCL."""
         return tuple(part for part in torch.cuda.nccl.version() if isinstance(part, int))
 
     def toolkit(self) -> str:
-        """Of CUDA, as torch was built with."""
+        """Return the version of CUDA that torch was built with."""
         return str(torch.version.cuda)
 
     def device_name(self, index: int) -> str:
-        """The kind of a GPU."""
+        """Return the model of a GPU."""
         return torch.cuda.get_device_name(index)
 
     def device_id(self, index: int) -> str:
-        """What tells a GPU from all others."""
+        """Return the unique id of a GPU."""
         return str(torch.cuda.get_device_properties(index).uuid)
 
     def use(self, index: int) -> None:
@@ -53,7 +53,8 @@ class Cuda:
         torch.cuda.set_device(index)
 
     def make_group(self, membership: Membership, *, device: torch.device) -> Any:
-        """A connected `ProcessGroupNCCL`."""
+        """Return a connected `ProcessGroupNCCL`."""
+        # As torch's own `_new_process_group_helper` sets the options of an NCCL group.
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = membership.timeout
         options.global_ranks_in_group = list(membership.ranks)
@@ -61,6 +62,7 @@ class Cuda:
         size = len(membership.ranks)
         group = dist.ProcessGroupNCCL(membership.store, membership.rank, size, options)
         group._set_sequence_number_for_group()
+        # Connects now, as torch does for groups that are bound to a device.
         group.eager_connect_single_device(device)
         return group
 

@@ -1,12 +1,12 @@
-"""Named orders over a real transport: gloo or NCCL moves the data, each rank folds it by itself.
+"""Named orders over a real transport: gloo or NCCL moves the data, and each rank adds by itself.
 
-A backend adds in an order of its own, which may be unknown or change from call to call. Here a
-reduction gathers the ranks' contributions, which moves bits and rounds nothing, and every rank then
-performs the collective on them with the same code and order as the simulated world. So any program
-can be judged exactly on real processes. What only moves data goes to the transport as it is.
+A backend adds in an order of its own, which may be unknown or differ between calls. Here a
+reduction gathers the ranks' contributions, which rounds nothing. Then every rank performs the
+collective on them with the code and order of the simulated world. So any program can be judged
+exactly on real processes. Collectives that only move data go to the transport unchanged.
 
-Every collective is complete when its call returns; asynchronous ones hand out a work that is done.
-On a device that means that it is on the device's current stream, as NCCL's own `wait` leaves it.
+Each collective is complete when its call returns, and asynchronous ones return a finished work. On
+a device, complete means enqueued on the current stream, as after NCCL's own `wait`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list")
 
 
 def folding_backend(transport: str, order: str, *, seed: int = 0) -> str:
-    """The name of the backend that moves data with a transport and adds in a named order.
+    """Return the backend that moves data with a transport and adds in a named order.
 
-    Registers it with torch, once a process; then `init_process_group` takes the name.
+    Registers it with torch once per process. `init_process_group` takes the returned name.
 
     Args:
         transport: `gloo` or `nccl`.
         order: One of `zero_sim.sim.order_backends.ORDERS`.
-        seed: What an order draws from, if it draws.
+        seed: Seed of an order that draws.
     """
     name = f"{transport}_{order}_{seed}".replace("-", "_")
     if not hasattr(dist.Backend, name.upper()):
         create = functools.partial(_create, transport=transport, order=ORDERS[order](seed))
-        # Where it is no CPU's, torch moves objects by the device, too, and gives it no CPU tensor.
+        # Only this device type: torch then moves objects by it as well, and passes no CPU tensor.
         devices = [find_transport(transport).device_type]
         dist.Backend.register_backend(name, create, extended_api=True, devices=devices)
     return name
@@ -56,15 +56,17 @@ def _create(options: Any, _: Any, *, transport: str, order: Order) -> SimProcess
 
 
 def make_group(options: Any, *, transport: str, order: Order) -> SimProcessGroup:
-    """A process group that moves data with a transport and adds in an order.
+    """Return a process group that moves data with a transport and adds in an order.
 
     Args:
-        options: What torch says of the group to whoever makes one.
+        options: torch's options for the creator of a group.
         transport: `gloo` or `nccl`.
-        order: The order.
+        order: Summation order.
     """
     carrying = find_transport(transport)
+    # torch leaves the ranks of the default group empty.
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    # The simulated world's group object, so that its process group class works on real ones.
     group = Group(options.group_id, members, label=options.group_id)
     inner = carrying.make_group(
         Membership(
@@ -81,14 +83,14 @@ def make_group(options: Any, *, transport: str, order: Order) -> SimProcessGroup
 
 
 def _outputs_of(call: Call, rank: int) -> list[Tensor]:
-    """Memory for what a rank gets; the entries of a list need not be equally long."""
+    """Allocate a rank's outputs; entries of a list may have different lengths."""
     if call.kind == "reduce_scatter_list":
         return [torch.empty_like(call.inputs[rank])]
     return [torch.empty_like(output) for output in call.outputs]
 
 
 class _DoneWork(dist.Work):
-    """The work of an operation that is complete."""
+    """Work of a completed operation."""
 
     def __init__(self, tensors: Sequence[Tensor], source: int = -1) -> None:
         super().__init__()
@@ -108,11 +110,12 @@ class _DoneWork(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future:
-        # With its devices, so that callbacks run on streams that see what was written.
+        # With the devices, so that callbacks run on streams that see the written data.
         devices = {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
         future: torch.futures.Future = torch.futures.Future(
             devices=sorted(devices, key=str) or None
         )
+        # Finished already, so a callback runs at once.
         future.set_result(self._tensors)
         return future
 
@@ -126,17 +129,17 @@ class _DoneWork(dist.Work):
 
 
 class _Carrier:
-    """The cluster behind a process group: the group's own transport, and an order."""
+    """Cluster protocol of a process group over a real transport, with a named order."""
 
     def __init__(self, inner: Any, order: Order, *, rank: int, device: torch.device) -> None:
         self._inner = inner
         self._rank = rank
         self._order = order
         self.device = device
-        """What it moves data of."""
+        """Device whose data it moves."""
 
     def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> dist.Work:
-        """Do one rank's side of a collective, to the end."""
+        """Perform one rank's side of a collective to its end."""
         self._check(call.kind, *call.inputs, *call.outputs)
         if call.kind == "barrier":
             _barrier(self._inner, self.device)
@@ -149,73 +152,75 @@ class _Carrier:
     def send(
         self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
     ) -> dist.Work:
-        """Send, and come back when it is on its way."""
+        """Send a tensor, and return once it is on its way."""
         self._check("send", tensor)
         return self._inner.send([tensor.contiguous()], peer, tag)
 
     def receive(
         self, group: Group, group_rank: int, peer: int | None, *, tag: int, tensor: Tensor
     ) -> dist.Work:
-        """Receive."""
+        """Receive a tensor."""
         self._check("receive", tensor)
         if peer is None:
+            # From any rank, as for `dist.recv` without a source.
             return self._inner.recv_anysource([tensor], tag)
         return self._inner.recv([tensor], peer, tag)
 
     def join_works(
         self, rank: int, works: Sequence[dist.Work], *, result: Sequence[Any] | None = None
     ) -> dist.Work:
-        """One work for several."""
+        """Return one finished work for several, after waiting for them."""
         for work in works:
             work.wait()
         return _DoneWork(result or [])
 
     def note_destroyed(self, group: Group, group_rank: int) -> None:
-        """Close the transport."""
+        """Close the transport of a destroyed group."""
         self._inner.shutdown()
-        # gloo's connections end with the object.
+        # gloo closes its connections when the object is freed.
         self._inner = None
 
     def device_kinds(self) -> Sequence[str]:
-        """The transport's: where torch asks, it puts objects there, too."""
+        """Return the transport's device type. Otherwise torch would put objects elsewhere."""
         return [self.device.type]
 
     def note_aborted(self, group: Group, group_rank: int) -> None:
-        """End the transport without waiting for anything."""
+        """Abort the transport without waiting for pending operations."""
         if self._inner is not None:
             self._inner.abort()
             self._inner = None
 
     def _check(self, kind: str, *tensors: Tensor) -> None:
-        """Check that the transport can reach all memory of a call.
+        """Check that the transport can access all memory of a call.
 
         Raises:
-            ContractViolation: It cannot.
+            ContractViolation: A tensor is on another device.
         """
         for tensor in tensors:
             if tensor.device.type != self.device.type:
                 raise ContractViolation(
                     f"expected {kind} with tensors on {self.device.type}, got one of shape "
-                    f"{tuple(tensor.shape)} on {tensor.device}: this backend moves no other "
-                    f"memory. Move it to {self.device} first.",
+                    f"{tuple(tensor.shape)} on {tensor.device}, whose memory this backend cannot "
+                    f"move. Move it to {self.device} first.",
                     aspect="device",
                     rank=self._rank,
                     other_rank=self._rank,
                 )
 
     def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> ContractViolation:
-        """The error for a member that destroyed its side of a group and uses it."""
+        """Return the error for a member that uses a group after destroying it."""
         rank = group.ranks[group_rank]
         return ContractViolation(
             f"use after destroy_process_group: rank {rank} issues {kind} in group {group.label}, "
-            "which it destroyed. Make the group anew, or destroy it later.",
+            "which it destroyed. Create the group again, or destroy it later.",
             aspect="use-after-destroy",
             rank=rank,
             other_rank=rank,
         )
 
     def _fold(self, call: Call, group_rank: int, *, world_size: int) -> None:
-        """Perform a reduction here, on what all ranks contribute, and keep this rank's part."""
+        """Add the contributions of all ranks here, and keep this rank's part."""
+        # [input][rank]: each of this rank's inputs, as all ranks contribute it.
         gathered = [self._gather(tensor, world_size) for tensor in call.inputs]
         calls = [
             Call(
@@ -228,18 +233,22 @@ class _Carrier:
             )
             for rank in range(world_size)
         ]
+        # All ranks' sides at once, as in the simulated world.
         PERFORM[call.kind](calls, self._order)
         own = calls[group_rank]
+        # Only the root of a reduce gets a result.
         if call.kind == "reduce" and group_rank != call.root:
             return
-        # What a collective without outputs writes are its inputs.
+        # In-place collectives, such as all_reduce, have no outputs.
         results = own.outputs or own.inputs
         for tensor, result in zip(call.outputs or call.inputs, results, strict=True):
+            # Into the caller's memory, which autograd and views may share.
             tensor.copy_(result)
 
     def _gather(self, tensor: Tensor, world_size: int) -> list[Tensor]:
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format)
                  for _ in range(world_size)]  # fmt: skip
+        # Nothing to gather: a tensor has the same size on all ranks.
         if tensor.numel():
             self._inner.allgather([parts], [tensor.contiguous()]).wait()
         return parts
@@ -249,6 +258,7 @@ def _all_gather(inner: Any, call: Call, rank: int) -> None:
     for output, value in zip(call.outputs, call.inputs, strict=True):
         if not value.numel():
             continue
+        # Parts have the input's shape, while the output may be flat or stacked.
         parts = [torch.empty_like(value) for _ in range(output.numel() // value.numel())]
         inner.allgather([parts], [value.contiguous()]).wait()
         output.copy_(torch.cat([part.reshape(-1) for part in parts]).view(output.shape))
@@ -270,6 +280,7 @@ def _broadcast(inner: Any, call: Call, rank: int) -> None:
     for tensor in call.inputs:
         carried = tensor.contiguous()
         inner.broadcast([carried], options).wait()
+        # A strided tensor was received into its contiguous copy.
         if carried is not tensor:
             tensor.copy_(carried)
 
@@ -277,6 +288,7 @@ def _broadcast(inner: Any, call: Call, rank: int) -> None:
 def _scatter(inner: Any, call: Call, rank: int) -> None:
     options = dist.ScatterOptions()
     options.rootRank = call.root
+    # torch requires an empty list on all ranks but the root.
     parts = [[part.contiguous() for part in call.inputs]] if rank == call.root else []
     inner.scatter(list(call.outputs), parts, options).wait()
 
@@ -289,6 +301,7 @@ def _gather(inner: Any, call: Call, rank: int) -> None:
 
 
 def _all_to_all(inner: Any, call: Call, rank: int) -> None:
+    # Into contiguous memory, because the output may be a strided view.
     received = torch.empty_like(call.outputs[0], memory_format=torch.contiguous_format)
     inner.alltoall_base(
         received,
@@ -301,7 +314,7 @@ def _all_to_all(inner: Any, call: Call, rank: int) -> None:
 
 
 def _all_to_all_list(inner: Any, call: Call, rank: int) -> None:
-    """Gloo has no list form; rows of one element make the lists one tensor each."""
+    """Exchange lists as one tensor each, because gloo has no form for lists."""
     sent = torch.cat([part.reshape(-1) for part in call.inputs])
     counts = [output.numel() for output in call.outputs]
     received = sent.new_empty(sum(counts))
@@ -315,7 +328,7 @@ def _all_to_all_list(inner: Any, call: Call, rank: int) -> None:
 def _barrier(inner: Any, device: torch.device) -> None:
     options = dist.BarrierOptions()
     if device.index is not None:
-        # NCCL would guess by the rank within the group.
+        # NCCL would guess the device by the rank within the group.
         options.device_ids = [device.index]
         options.device = device  # pyrefly: ignore  # torch's stub shows it as read-only.
     inner.barrier(options).wait()

@@ -1,12 +1,12 @@
-"""The process that bears workers: it imports once what they need, then forks.
+"""Fork server: a process that imports once what workers need, then forks them.
 
-Importing torch takes seconds, forking milliseconds. It never computes itself, so that no
-thread of torch's is alive when it forks.
+Importing torch takes seconds, forking milliseconds. This process never computes, so no thread of
+torch is alive when it forks.
 
-`Teams` runs it with the module search path of its own process. It speaks JSON over a connection.
-First it gets the names of the modules to import; then `{"fork": rank}` and the descriptor of the
-worker's own connection, answered with the process id, and `{"reap": pid}`, answered with the exit
-status once it has ended. It ends when the connection does; so does each worker with its own.
+`Teams` runs it with the module search path of its own process. Messages are JSON over a connection.
+First come the names of the modules to import. Then `{"fork": rank}`, with the descriptor of the
+worker's connection, is answered by the process id, and `{"reap": pid}` by the exit status after the
+process has ended. The server ends with its connection, and each worker with its own.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from zero_sim.host.warnings_once import tell_once
 
 
 def main(requests: Connection) -> None:
-    """Serve until the connection ends."""
+    """Serve requests until the connection ends."""
     leave_to_owner()
     tell_once()
     collect_seldom()
     for name in json.loads(requests.recv_bytes()):
         importlib.import_module(name)
-    # Before the forks, which share its pages until a collection writes into them.
+    # Before the forks, because a collection writes into the pages that they share.
     spare_imports()
     while True:
         try:
@@ -43,16 +43,16 @@ def main(requests: Connection) -> None:
                 if answer == 0:
                     _be_worker(requests, connection, rank=request["fork"])
         else:
-            # Negative for a signal.
+            # Negative if a signal ended the process.
             answer = os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])
         requests.send_bytes(json.dumps(answer).encode())
 
 
 def _be_worker(requests: Connection, connection: Connection, *, rank: int) -> None:
-    """Never comes back: nothing of the fork server's own may run in the child, whatever happens."""
+    """Serve as a worker, and exit. Nothing of the fork server may run in the child after this."""
     status = 1
     try:
-        # Or nobody would notice that the fork server ended while a worker runs.
+        # While a worker keeps this open, `Teams` would not notice the end of the fork server.
         requests.close()
         from zero_sim.backends.worker import serve
 

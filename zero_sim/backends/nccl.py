@@ -1,6 +1,6 @@
-"""NCCL: a rank a GPU, pinned to an order that is known.
+"""NCCL transport: one rank per GPU, pinned to a known summation order.
 
-Everything but the calls of CUDA and NCCL themselves, which `Cuda` makes, or a stand-in in tests.
+Calls of CUDA and NCCL themselves are in `Cuda`, for which tests use a stand-in.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from zero_sim.errors import EnvironmentProblem
 
 
 class Nccl:
-    """NCCL behind the protocol of transports.
+    """NCCL as a transport.
 
     Args:
-        library: What calls CUDA and NCCL.
+        library: Calls of CUDA and NCCL.
     """
 
     name = "nccl"
@@ -40,15 +40,15 @@ class Nccl:
 
     @property
     def processes_max(self) -> int | None:
-        """One a GPU, or any number where they may share."""
+        """One process per GPU; None (any number) if ranks may share GPUs."""
         return None if _may_share() else self._library.device_count()
 
     def check(self) -> None:
-        """That this torch was built with it, and that there is a GPU."""
+        """Check that this torch was built with NCCL, and that there is a GPU."""
         if not self._library.is_built():
             raise EnvironmentProblem(
                 f"expected a torch with NCCL, got torch {torch.__version__}, which was built "
-                "without it. Try a CUDA build of torch; `zero-sim doctor` says what there is."
+                "without it. Try a CUDA build of torch; `zero-sim doctor` lists what there is."
             )
         if not self._library.device_count():
             raise EnvironmentProblem(
@@ -57,40 +57,42 @@ class Nccl:
             )
 
     def prepare(self, environment: MutableMapping[str, str]) -> None:
-        """Pin the order."""
+        """Pin the summation order."""
         pin(environment)
 
     def take_device(self, local_rank: int) -> None:
-        """The GPU of the same number; where a launcher shows each process one only, that one."""
+        """Take the GPU with the local rank as number; the only one if each process sees one."""
         self.check()
         count = self._library.device_count()
         if local_rank >= count > 1 and not _may_share():
             raise EnvironmentProblem(
                 f"expected a GPU for local rank {local_rank}, but this machine has {count}. Try "
-                f"fewer processes a node, or {SHARING}=1 with NCCL 2.30 or newer."
+                f"fewer processes per node, or {SHARING}=1 with NCCL 2.30 or newer."
             )
+        # With one visible GPU per process, or with shared GPUs, local ranks exceed the count.
         index = local_rank % count
         self._library.use(index)
         self.device = torch.device(self.device_type, index)
         self.bound_device = self.device if self._library.binds else None
 
     def make_group(self, membership: Membership) -> Any:
-        """A `ProcessGroupNCCL` that keeps name, ranks and time limit, bound to the device."""
+        """Return a `ProcessGroupNCCL` with name, ranks and time limit, bound to the device."""
         assert self.device is not None
         return self._library.make_group(membership, device=self.device)
 
     def warm_up(self) -> None:
-        """One call of the default group, to the end."""
+        """Complete one call of the default group."""
+        # The first call includes all slow set-up of NCCL.
         dist.all_reduce(torch.ones(1, device=self.device))
         self._library.synchronize()
 
     def abort(self) -> None:
-        """Abort every communicator: to destroy one would wait for kernels that cannot end."""
+        """Abort every communicator, because destroying one waits for kernels that may never end."""
         if dist.is_initialized():
             self._library.abort_all()
 
     def identity(self) -> Mapping[str, str]:
-        """Kind and versions, alike on all processes, and which GPU it is, on none."""
+        """Return model and versions, equal on all processes, and `only`, this process's GPU."""
         assert self.device is not None
         index = self.device.index or 0
         return {
@@ -102,7 +104,7 @@ class Nccl:
         }
 
     def notes(self, process_count: int) -> Sequence[str]:
-        """NCCL, the GPU, and all that is set."""
+        """Describe NCCL, the GPU and the variables that are set."""
         told = self.identity()
         kinds = f"NCCL {told['NCCL']}, CUDA {told['CUDA']} on {told['GPU']}"
         return (f"{kinds}, {process_count} processes", *shown(os.environ))
@@ -116,25 +118,27 @@ def check_alike(identities: Sequence[Mapping[str, str]]) -> None:
     """Check that the processes of one job can be judged together.
 
     Args:
-        identities: What each said of itself, by rank.
+        identities: Identity of each process, by rank.
 
     Raises:
-        EnvironmentProblem: Two of them differ in what must be alike, or share what they may not.
+        EnvironmentProblem: Two of them differ in a version or model, or share a GPU.
     """
+    # Bits of matrix products depend on the GPU's model and on these versions.
     first = identities[0]
     for rank, other in enumerate(identities):
         for what in first:
             if what != "only" and other.get(what) != first[what]:
                 raise EnvironmentProblem(
-                    f"expected the same {what} for all ranks, since each replays the work of all, "
-                    f"got {first[what]!r} for rank 0 and {other.get(what)!r} for rank {rank}. Try "
-                    "machines of one kind, with the same packages."
+                    f"expected the same {what} for all ranks, because each replays the work of "
+                    f"all, got {first[what]!r} for rank 0 and {other.get(what)!r} for rank {rank}. "
+                    "Use machines of one kind, with the same packages."
                 )
     places: dict[str, int] = {}
     for rank, other in enumerate(identities):
+        # Transports without `only`, such as gloo, share their device freely.
         before = places.setdefault(other.get("only", f"rank {rank}"), rank)
         if before != rank and not _may_share():
             raise EnvironmentProblem(
                 f"expected a GPU for each rank, got ranks {before} and {rank} on {other['only']}. "
-                f"Try fewer processes a node, or {SHARING}=1 with NCCL 2.30 or newer."
+                f"Try fewer processes per node, or {SHARING}=1 with NCCL 2.30 or newer."
             )

@@ -1,9 +1,9 @@
-"""Variables that decide in which order NCCL adds: what is pinned, and what contradicts it.
+"""Variables that decide the order in which NCCL adds: pinned values, and contradictions to them.
 
-Read in NCCL's source (2.30). Its configuration files, `NCCL_CONF_FILE` or `~/.nccl.conf`, then
-`/etc/nccl.conf`, set only what the environment has not set, so that pins come before them; which
-files there are is shown. `NCCL_MIN_NCHANNELS` and its older names count beside `NCCL_MIN_CTAS`, so
-they are no other spelling of it and have to agree.
+From NCCL's source (2.30). Its configuration files, `NCCL_CONF_FILE` or `~/.nccl.conf`, then
+`/etc/nccl.conf`, only set variables that the environment does not set, so pins take precedence; the
+existing files are shown. `NCCL_MIN_NCHANNELS` and its older names count beside `NCCL_MIN_CTAS`.
+They are not other spellings of it, so they must have the same value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zero_sim.errors import EnvironmentProblem
 
 BUFFER_BYTES = 4 << 20
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""What lets several ranks share a GPU."""
+"""Variable that lets several ranks share a GPU."""
 
 PINS: Mapping[str, str] = {
     "NCCL_ALGO": "Ring",
@@ -29,34 +29,35 @@ PINS: Mapping[str, str] = {
     "NCCL_WIN_ENABLE": "0",
     "NCCL_TUNER_PLUGIN": "none",
 }
-"""What makes NCCL add in one ring on one channel, whose chunks are half a buffer long."""
+"""Variables that make NCCL add in one ring on one channel, with chunks of half a buffer."""
 
 TORCH_PINS: Mapping[str, str] = {
-    # A case that hangs is ended, and told, by who watches over it; torch would end the process.
+    # The supervising process ends and reports a case that hangs. torch would end the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "0",
-    # Cases plant numbers that are not finite.
+    # Cases contain non-finite gradients on purpose.
     "TORCH_NCCL_NAN_CHECK": "0",
 }
-"""What keeps torch from ending a process, or registering memory, by itself: set whatever was."""
+"""Variables that keep torch from ending a process or registering memory; always overwritten."""
 
 RECORDER: Mapping[str, str] = {"TORCH_FR_BUFFER_SIZE": "2000"}
-"""How many calls torch's Flight Recorder keeps, unless somebody said so already."""
+"""Number of calls in torch's Flight Recorder; not overwritten."""
 
 _AS_ONE: Mapping[str, str] = dict.fromkeys(
     ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NRINGS", "NCCL_MAX_NRINGS"), "1"
 )
-"""Older names: where they are set, they have to say one channel."""
+"""Older names of the number of channels: if set, they must be 1."""
 
 _FILES = ("NCCL_CONF_FILE", "NCCL_GRAPH_FILE", "NCCL_TOPO_FILE")
+# Spellings that count as 0.
 _OFF = ("0", "false", "off", "no")
 
 
 def pin(environment: MutableMapping[str, str]) -> None:
-    """Set all that is pinned, before the first communicator is made.
+    """Set all pinned variables, before the first communicator is created.
 
     Raises:
-        EnvironmentProblem: Something is set already that contradicts a pin; says all of it.
+        EnvironmentProblem: Variables contradict a pin; lists all of them.
     """
     wrong = contradictions(environment)
     if wrong:
@@ -65,16 +66,17 @@ def pin(environment: MutableMapping[str, str]) -> None:
         )
         names = " ".join(f"-u {name}" for name, _, _ in sorted(wrong))
         raise EnvironmentProblem(
-            "expected NCCL to be free to add in one ring on one channel, whose order is known, but "
-            f"the environment says otherwise:\n{lines}\nTry `env {names}` before the command."
+            "expected NCCL to be free to add in one ring on one channel, whose order is known, got "
+            f"an environment that contradicts this:\n{lines}\nTry `env {names}` before the command."
         )
     for name, value in {**PINS, **RECORDER}.items():
+        # Agreeing values may be spelled differently, so they are not overwritten.
         environment.setdefault(name, value)
     environment.update(TORCH_PINS)
 
 
 def contradictions(environment: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Variables that contradict what is pinned: name, what is expected, what is set."""
+    """Return the variables that contradict a pin, each with its expected and its set value."""
     expected = {**PINS, **_AS_ONE}
     return [
         (name, wanted, environment[name])
@@ -87,13 +89,14 @@ def _agrees(got: str, wanted: str) -> bool:
     if wanted == "0":
         return got.strip().lower() in _OFF
     try:
+        # With base 0, so that hexadecimal numbers are read as well.
         return int(got, 0) == int(wanted)
     except ValueError:
         return got.strip().lower() == wanted.lower()
 
 
 def shown(environment: Mapping[str, str]) -> Iterator[str]:
-    """What is set, in words: the pins, all else of NCCL's and torch's, and files that it reads."""
+    """Describe the settings: pins, other variables of NCCL and torch, and files that NCCL reads."""
     yield "pinned: " + " ".join(f"{name}={environment.get(name, '')}" for name in PINS)
     told = {*PINS, *_FILES}
     also = [

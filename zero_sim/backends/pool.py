@@ -1,7 +1,7 @@
-"""Pools that take calls, some at a time: this process, processes of their own, a Dask cluster.
+"""Pools that run several calls at once: this process, own processes, or a Dask cluster.
 
-Whatever happens to one worker costs the call that it was at and no other. Ranks of a real backend,
-which run one job together, are `Teams`.
+The death of a worker only affects the call that it runs. Ranks of a real backend, which run one job
+together, are in `Teams`.
 """
 
 from __future__ import annotations
@@ -31,54 +31,55 @@ from zero_sim.host.warnings_once import tell_once
 
 Answer = TypeVar("Answer")
 
+# A scheduler that is up answers at once, so this only bounds a wrong address.
 CONNECT_SECONDS = 30
 
 
 class Pool(Protocol):
-    """Takes calls, some at a time."""
+    """A pool that runs several calls at once."""
 
     slots: int
-    """How many it takes at a time."""
+    """Number of calls at once."""
 
     def submit(self, call: Callable[..., Answer], *arguments: object) -> Future[Answer]:
-        """Begin a call where one is free; the future fails if its worker dies.
+        """Start a call on a free worker. The future fails if the worker dies.
 
         Args:
-            call: A function of a module; what it takes and gives can be pickled.
-            arguments: What it takes.
+            call: A module's function, with arguments and result that can be pickled.
+            arguments: Arguments of the call.
         """
         ...
 
     def prepare(self, call: Callable[..., object], *arguments: object) -> None:
-        """Make a call in every process that is there beforehand, this one included."""
+        """Make a call in this process, and in every process that exists already."""
         ...
 
     def interrupt(self) -> None:
-        """Ask calls that are running to come to an end."""
+        """Interrupt running calls."""
         ...
 
 
 class OwnProcess:
-    """Makes a call at a time in this process, before `submit` comes back."""
+    """A pool of one call at a time in this process, which ends before `submit` returns."""
 
     slots = 1
 
     def submit(self, call: Callable[..., Answer], *arguments: object) -> Future[Answer]:
-        """Make a call, which raises here what it raises."""
+        """Make a call; its exceptions are raised here."""
         future: Future[Answer] = Future()
         future.set_result(call(*arguments))
         return future
 
     def prepare(self, call: Callable[..., object], *arguments: object) -> None:
-        """Make it here."""
+        """Make the call here."""
         call(*arguments)
 
     def interrupt(self) -> None:
-        """Nothing runs when this can be called."""
+        """Do nothing, because no call can be running."""
 
 
 class Processes:
-    """Processes of their own on this machine, a new one for each that dies; to be closed.
+    """A pool of processes on this machine, which replaces each that dies; must be closed.
 
     Args:
         slots: Number of processes.
@@ -90,36 +91,36 @@ class Processes:
 
     @property
     def has_free(self) -> bool:
-        """Whether any is at no call."""
+        """True if a process is free."""
         return any(worker.is_free for worker in self._workers)
 
     def submit(self, call: Callable[..., Answer], *arguments: object) -> Future[Answer]:
-        """Begin a call on a process that is free."""
+        """Start a call on a free process."""
         return next(worker for worker in self._workers if worker.is_free).submit(call, *arguments)
 
     def prepare(self, call: Callable[..., object], *arguments: object) -> None:
-        """Make it here, where what is wrong is raised, and in every process."""
+        """Make the call here, where an error is raised, and in every process."""
         call(*arguments)
-        # A process that dies is replaced when it is given its next call.
+        # A dead process is only replaced at its next call, so its failure is ignored here.
         wait([worker.submit(call, *arguments) for worker in self._workers])
 
     def interrupt(self) -> None:
-        """Send every process at work an interrupt."""
+        """Interrupt every busy process."""
         for worker in self._workers:
             worker.interrupt()
 
     def close(self) -> None:
-        """End the processes, which are idle now or to be given up."""
+        """End the processes. Calls that still run are abandoned."""
         for worker in self._workers:
             worker.close()
 
 
 class Cluster:
-    """Workers of a Dask cluster; a call of a worker that dies is not retried.
+    """A pool of the workers of a Dask cluster. The call of a worker that dies is not retried.
 
     Args:
-        executor: The cluster, as an executor.
-        slots: Number of calls at a time.
+        executor: Executor of the cluster.
+        slots: Number of calls at once.
     """
 
     def __init__(self, executor: Executor, *, slots: int) -> None:
@@ -128,27 +129,27 @@ class Cluster:
         self._running: list[Future[Any]] = []
 
     def submit(self, call: Callable[..., Answer], *arguments: object) -> Future[Answer]:
-        """Begin a call on some worker."""
+        """Start a call on some worker."""
         future = self._executor.submit(call, *arguments)
         self._running = [other for other in self._running if not other.done()] + [future]
         return future
 
     def prepare(self, call: Callable[..., object], *arguments: object) -> None:
-        """Nothing: each worker begins with its first call."""
+        """Do nothing, because each worker starts with its first call."""
 
     def interrupt(self) -> None:
-        """Give up what runs: a cluster has no interrupts."""
+        """Cancel running calls, because a cluster has no interrupts."""
         for future in self._running:
             future.cancel()
 
 
 @contextlib.contextmanager
 def connected(scheduler: str, *, slots: int | None) -> Iterator[Cluster]:
-    """A Dask cluster.
+    """Connect to a Dask cluster, and yield it as a pool.
 
     Args:
-        scheduler: Address of its scheduler.
-        slots: Calls at a time; all that it has workers for where left out.
+        scheduler: Address of the scheduler.
+        slots: Calls at once; by default the number of workers.
 
     Raises:
         EnvironmentProblem: The cluster cannot be used.
@@ -165,7 +166,7 @@ def connected(scheduler: str, *, slots: int | None) -> Iterator[Cluster]:
     except (OSError, ValueError) as error:
         raise EnvironmentProblem(
             f"expected a Dask scheduler at {scheduler!r}, got {error}. Try `dask scheduler`, which "
-            "says its address."
+            "prints its address."
         ) from None
     with client:
         cores = sum(client.ncores().values())
@@ -173,37 +174,39 @@ def connected(scheduler: str, *, slots: int | None) -> Iterator[Cluster]:
             raise EnvironmentProblem(
                 f"expected workers at {scheduler!r}, got none. Try `dask worker {scheduler}`."
             )
-        # Two calls in one process would stand in the way of each other's ranks.
+        # One call per process, because two would get in the way of each other's ranks.
         executor = client.get_executor(pure=False, retries=0)
         yield Cluster(executor, slots=slots or len(client.ncores()))
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error of a call says that its worker is gone, not what the call did."""
+    """Return True if the error means that the worker is gone, instead of a failed call."""
+    # By name, because Dask's classes cannot be imported without Dask.
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, CancelledError) or bool(names & {"BrokenExecutor", "KilledWorker"})
 
 
 class _Worker(Generic[Answer]):
-    """A process of its own, and a new one in its place if it dies; to be closed."""
+    """One process, which is replaced if it dies; must be closed."""
 
-    # A pool breaks as a whole if a process of it dies, so each is a pool of one.
+    # A pool breaks as a whole if one of its processes dies, so each process is a pool of one.
     def __init__(self) -> None:
         self._running: Future[Answer] | None = None
         self._executor, self._pid = _start()
 
     @property
     def is_free(self) -> bool:
-        """Whether it is at no call."""
+        """True if no call runs."""
         return self._running is None or self._running.done()
 
     def submit(self, call: Callable[..., Answer], *arguments: object) -> Future[Answer]:
-        """Begin a call; the future fails if the process dies.
+        """Start a call. The future fails if the process dies.
 
         Args:
-            call: A function of a module; what it takes and gives can be pickled.
-            arguments: What it takes.
+            call: A module's function, with arguments and result that can be pickled.
+            arguments: Arguments of the call.
         """
+        # A dead process breaks its executor for good.
         if self._running is not None and self._running.exception() is not None:
             self.close()
             self._executor, self._pid = _start()
@@ -211,19 +214,21 @@ class _Worker(Generic[Answer]):
         return self._running
 
     def interrupt(self) -> None:
-        """Ask the process to end its call, if it is at work and listens."""
+        """Interrupt the running call, if there is one."""
         if not self.is_free:
             self._signal(FROM_OWNER)
 
     def close(self) -> None:
-        """End the process, which is idle now or to be given up."""
+        """End the process. A call that still runs is abandoned."""
         is_free = self.is_free
+        # A busy worker is not waited for, but killed below.
         self._executor.shutdown(wait=is_free, cancel_futures=True)
         if not is_free:
             self._signal(signal.SIGKILL)
         self._running = None
 
     def _signal(self, number: int) -> None:
+        # A process that has not started yet has no id, and one that died early never gets one.
         if self._pid.done() and self._pid.exception() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid.result(), number)
@@ -232,18 +237,18 @@ class _Worker(Generic[Answer]):
 def share_out(
     call: Callable[..., Answer], tasks: Sequence[tuple[object, ...]], *, jobs: int
 ) -> Generator[tuple[int, Future[Answer]], None, None]:
-    """Make calls on several processes at once; yield each as it ends.
+    """Make calls on several processes, and yield each at its end.
 
-    Closing the iterator ends the processes; a call is begun only while it is asked for the next.
+    Closing the iterator ends the processes. A call only starts while the next result is requested.
 
     Args:
-        call: A function of a module; what it takes and gives can be pickled.
-        tasks: What each call takes, in the order in which they are begun.
-        jobs: Most processes.
+        call: A module's function, with arguments and result that can be pickled.
+        tasks: Arguments of each call, in the order of their start.
+        jobs: Largest number of processes.
 
     Yields:
-        The place of a call in `tasks`, and its future, which is done: it raises `BrokenExecutor`
-        if the process died with it.
+        Index of a call in `tasks`, and its finished future, which raises `BrokenExecutor` if the
+        process died.
     """
     running: dict[Future[Answer], int] = {}
     waiting = iter(enumerate(tasks))
@@ -259,12 +264,12 @@ def share_out(
 
 
 def _start() -> tuple[Executor, Future[int]]:
-    """A process that signals to the whole group do not reach, and its id."""
-    # A fork of a process with threads and torch in it would hang.
+    """Start a process that signals to the process group do not reach; return it and its id."""
+    # By spawn, because a fork of a process with threads and torch would hang.
     executor = ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), initializer=_begin
     )
-    # That a signal is ignored is inherited, so that none comes too early.
+    # The new process inherits ignored signals, so none can end it before `_begin` runs.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     try:
         return executor, executor.submit(os.getpid)
@@ -281,10 +286,10 @@ def _begin() -> None:
 
 
 def end_with_parent() -> None:
-    """Let this process end as soon as its parent has; does nothing where nobody started it.
+    """Make this process end with its parent; does nothing in a process without a parent.
 
-    A pool of `concurrent.futures` whose owner is killed leaves its workers behind: each holds the
-    pipe open that would tell the others.
+    If the owner of a `concurrent.futures` pool is killed, its workers stay: each of them keeps the
+    pipe open whose end the others wait for.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -292,7 +297,7 @@ def end_with_parent() -> None:
 
     def watch() -> None:
         connection.wait([parent.sentinel])
-        # Nobody is left to hear of what runs here, nor to wait for it.
+        # Results and exceptions have no reader any more.
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watchdog", daemon=True).start()

@@ -1,25 +1,25 @@
-"""Measures in which order a backend adds, from its outputs alone.
+"""Measurement of the order in which a backend adds, from its outputs alone.
 
-To be called by every rank of a group, on any backend, before an order model is trusted.
+Every rank of a group calls it, on any backend, before an order model is trusted.
 
 [Note: pairs that cancel]
-Let rank i bring B, rank j bring -B, some others a power of two each, and the rest 0, with B so
-large that what is added to it is rounded away, and the powers so few that their sums are exact.
-Where i and j are joined, all that came to either of them before is lost; what is joined later is
-not. So the bits of the sum are those ranks that lie outside of the least subtree with i and j in
-it. For one i and every j these subtrees are the ancestors of i, one inside the other; what hangs
-between two of them is a smaller tree, measured in the same way. A binary tree is known by the sets
-of leaves of its subtrees, one pair for each: so many calls show that a tree is what it is said to
-be. Elements take no part in each other's sums: each is measured with a pair of its own, and runs of
-elements that are added alike show all pairs in one call.
+Let rank i contribute B, rank j -B, some others a power of two each, and the rest 0. B is so large
+that anything added to it is rounded away, and the powers are so few that their sums are exact. All
+contributions that meet i or j before these two are joined are lost, and those joined later are
+kept. So the bits of the sum are the ranks outside the least subtree that contains i and j. For one
+i and every j these subtrees are the ancestors of i, one inside the other. The ranks between two of
+them form a smaller tree, measured in the same way. A binary tree is determined by the leaf sets of
+its subtrees, with one pair for each, so as many calls verify a tree. Elements do not affect each
+other's sums. So each is measured with its own pair, and a run of elements that are added alike
+shows all pairs in one call.
 
-A tree of N ranks takes N to 2 N pairs, as long as the ranks that stand in for i are well chosen,
-and each pair takes as many calls as a significand has room for the others: 20 for 128 ranks and
-bf16. To see that a model holds takes as many calls as one pair, whatever N.
+A tree of N ranks takes N to 2 N pairs if i is chosen well. Each pair takes as many calls as the
+significand needs to hold the others: 20 for 128 ranks and bf16. Verifying a model takes as many
+calls as one pair, for any N.
 
-Powers and B are chosen twice: so that only the data's own significand is too short for their sum,
-and so that fp32's (fp64's) is, too. Where nothing is lost the first time and all the second, the
-accumulator is wider than the data; where some is, partial sums are kept in more than one dtype.
+Powers and B are chosen twice: so that only the data's significand is too short for their sum, and
+so that fp32's (fp64's) is too. If nothing is lost the first time and all the second time, the
+accumulator is wider than the data. If some is lost, partial sums have more than one dtype.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from torch import Tensor
 from zero_sim.reference.arrangement import ADD, Tree
 
 Values = Callable[[int], Tensor]
-"""What a rank of the group brings, 1D, on the CPU."""
+"""Contribution of a rank of the group: 1D, on the CPU."""
 Reduction = Callable[[Values], Tensor]
-"""Reduces what the ranks bring; returns what came of every element, 1D, on the CPU, the same on
+"""Reduces the ranks' contributions; returns the sum of each element, 1D, on the CPU, equal on
 every rank."""
 
 Kind = Literal["all_reduce", "reduce_scatter", "reduce_scatter_list"]
@@ -46,13 +46,13 @@ Accumulator = Literal["data", "wider", "mixed"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """What is large enough to lose what is small."""
+    """Numbers so large that small ones added to them are rounded away."""
 
     large: float
     small: float
-    """The least power of two that takes part."""
+    """Smallest power of two that is used."""
     room: int
-    """How many powers take part at once."""
+    """Number of powers in one call."""
 
 
 _SCALES: Mapping[torch.dtype, tuple[Scale, Scale]] = {
@@ -62,7 +62,7 @@ _SCALES: Mapping[torch.dtype, tuple[Scale, Scale]] = {
     ),
     torch.float16: (
         Scale(large=2.0**15, small=2.0**-6, room=9),
-        # Numbers below 2 ** -14 may be taken for 0.
+        # Smaller numbers are subnormal, and may be flushed to 0.
         Scale(large=2.0**15, small=2.0**-14, room=5),
     ),
     torch.float32: (
@@ -74,23 +74,23 @@ _SCALES: Mapping[torch.dtype, tuple[Scale, Scale]] = {
         Scale(large=2.0**110, small=1.0, room=50),
     ),
 }
-"""Lost in the data's own significand, and lost beyond fp32's (fp64's)."""
+"""By dtype: scales beyond the data's own significand, and beyond that of fp32 (fp64)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObservedOrder:
-    """How a reduction was seen to add."""
+    """Observed summation order of a reduction."""
 
     trees: tuple[str, ...]
-    """For each run of elements that are added alike, the tree, as `((0+1)+2)`; `?` where the
-    outputs fit none."""
+    """Tree of each run of elements that are added alike, such as `((0+1)+2)`; `?` if no tree
+    fits."""
     starts: tuple[int, ...]
-    """The first element of each run."""
+    """First element of each run."""
     accumulator: Accumulator
-    """Whether partial sums are kept in the data's dtype, in a wider one, or some in either."""
+    """Dtype of partial sums: the data's, a wider one, or both."""
 
     def tree_of(self, element: int) -> str:
-        """The tree of one element."""
+        """Return the tree of one element."""
         return [
             tree for tree, start in zip(self.trees, self.starts, strict=True) if start <= element
         ][-1]
@@ -100,18 +100,21 @@ def observe(reduce: Reduction, *, rank_count: int, elems: int, dtype: torch.dtyp
     """Measure a reduction; see [Note: pairs that cancel].
 
     Args:
-        reduce: What is measured; it is called the same number of times on every rank.
+        reduce: Reduction to measure; called equally often on every rank.
         rank_count: Ranks of the group.
-        elems: What it reduces.
-        dtype: Of the data: bf16, fp16, fp32 or fp64.
+        elems: Elements of the reduction.
+        dtype: Dtype of the data: bf16, fp16, fp32 or fp64.
     """
     narrow, wide = _SCALES[dtype]
     ask = _Asking(reduce, rank_count=rank_count, elems=elems, dtype=dtype)
+    # All elements form one class, until they are seen to be added differently.
     classes = [_Class(elements=torch.arange(elems), rank_count=rank_count)]
+    # Each round measures one subtree of every class, so all ranks make the same calls.
     while any(each.next_set() for each in classes):
         classes = list(_look(ask, classes, wide))
     found = sorted((start, each.text()) for each in classes for start in _starts_of(each.elements))
     trees = [(start, text) for start, text in found]
+    # Join neighbouring runs with the same tree.
     kept = [
         (start, text)
         for (start, text), before in zip(trees, [None, *trees], strict=False)
@@ -125,7 +128,7 @@ def observe(reduce: Reduction, *, rank_count: int, elems: int, dtype: torch.dtyp
 
 
 class _Asking:
-    """Asks a reduction which ranks lie outside of the least subtree with two others in it."""
+    """Queries of a reduction: the ranks outside the least subtree of two given ranks."""
 
     def __init__(
         self,
@@ -138,32 +141,34 @@ class _Asking:
     ) -> None:
         self._reduce, self._ranks, self._elems = reduce, rank_count, elems
         self._dtype = dtype
-        # The elements that are asked; all others bring nothing.
+        # Elements to query. All others contribute 0.
         self._positions = torch.arange(elems) if positions is None else positions
 
     def __call__(
         self, firsts: Tensor, seconds: Tensor, members: Tensor, scale: Scale
     ) -> tuple[Tensor, Tensor]:
-        """Ask for every element that is looked at, in as many calls as it takes.
+        """Query all elements at once, in as many calls as needed.
 
         Args:
             firsts: 1D: a rank, by element.
-            seconds: 1D: another rank, by element; the same where there is nothing to ask.
-            members: 2D (elements, ranks), bool: the ranks that are asked about.
-            scale: What numbers are brought.
+            seconds: 1D: another rank, by element; the same rank for no query.
+            members: 2D (elements, ranks), bool: the ranks to query.
+            scale: Numbers to contribute.
 
         Returns:
-            2D (elements, ranks), bool: who lies outside; and 1D, bool: whether the sum was one of
-            the numbers that it can be.
+            2D (elements, ranks), bool: ranks outside; and 1D, bool: True if the sum was a possible
+            result of some tree.
         """
         rank_ids = torch.arange(self._ranks)
+        # [elements, ranks]: the pair itself contributes B and -B, and no power.
         asked = members & (rank_ids != firsts[:, None]) & (rank_ids != seconds[:, None])
         asked &= (firsts != seconds)[:, None]
-        place = asked.cumsum(1) - 1  # Which of those asked about each rank is, by element.
+        place = asked.cumsum(1) - 1  # (elements, ranks): index among the element's queried ranks.
         outside = torch.zeros_like(asked)
         fits = torch.ones(len(firsts), dtype=torch.bool)
+        # Rounded up, at least one.
         calls = -(-max(1, int(asked.sum(1).max())) // scale.room) if len(firsts) else 0
-        # What every rank calls as often as all others.
+        # The same number on every rank, because each call is a collective.
         for turn in range(calls):
             here = asked & (place // scale.room == turn)
 
@@ -177,9 +182,10 @@ class _Asking:
                 whole[self._positions] = values.to(self._dtype)
                 return whole
 
+            # In units of the smallest power, so that bit k belongs to the rank with power k.
             sums = self._reduce(bring)[self._positions].double() / scale.small
             bits = sums.round().clamp(0, 2.0**scale.room - 1).to(torch.int64)
-            # Of a rank that is not asked about no bit may be there.
+            # Bits of ranks that were not queried must be 0.
             powers = torch.where(here, 1 << (place % scale.room), 0)
             fits &= (bits.double() == sums) & ((bits & ~powers.sum(1)) == 0)
             outside |= here & ((bits[:, None] & powers) != 0)
@@ -187,23 +193,24 @@ class _Asking:
 
 
 class _Class:
-    """Elements that were alike so far, and what is known of their tree."""
+    """Elements that were added alike so far, and the known part of their tree."""
 
     def __init__(self, *, elements: Tensor, rank_count: int) -> None:
         self.elements = elements
         whole = frozenset(range(rank_count))
         self.parts: dict[frozenset[int], tuple[frozenset[int], ...]] = {}
-        """By set of ranks that is a subtree: the subtrees that come together in it, one by one."""
+        """For each known subtree, by its set of ranks: the subtrees joined in it, in order."""
         self._whole = whole
         self.is_tree = True
 
     def next_set(self) -> frozenset[int]:
-        """A subtree that is to be looked into; empty where all are known."""
+        """Return a subtree to measure next; empty if all are known."""
         if not self.is_tree:
             return frozenset()
         waiting = [self._whole]
         while waiting:
             here = waiting.pop()
+            # A subtree of one or two ranks has only one form.
             if len(here) < 3:
                 continue
             if here not in self.parts:
@@ -212,13 +219,14 @@ class _Class:
         return frozenset()
 
     def split(self, elements: Tensor) -> _Class:
-        """The same for some of its elements."""
+        """Return a copy for some of the elements."""
         new = _Class(elements=elements, rank_count=len(self._whole))
+        # What was measured before the split holds for all parts.
         new.parts, new.is_tree = dict(self.parts), self.is_tree
         return new
 
     def text(self) -> str:
-        """The tree in words; `?` where there is none."""
+        """Return the text of the tree; `?` if there is none."""
         return self._text(self._whole) if self.is_tree else "?"
 
     def _text(self, ranks: frozenset[int]) -> str:
@@ -228,12 +236,13 @@ class _Class:
         first, *rest = self.parts[ranks]
         total, least = self._text(first), min(first)
         for part in rest:
+            # The side with the smallest rank first, because a + b is b + a.
             sides = sorted([(least, total), (min(part), self._text(part))])
             total, least = f"({sides[0][1]}+{sides[1][1]})", sides[0][0]
         return total
 
     def pairs(self) -> Iterator[tuple[int, int, frozenset[int]]]:
-        """For each subtree with two ranks or more: one of either side, and the ranks outside."""
+        """Yield for each subtree of two or more ranks: a rank of either side, and those outside."""
         waiting = [self._whole] if self.is_tree else []
         while waiting:
             here = waiting.pop()
@@ -251,19 +260,22 @@ class _Class:
 
 
 def _look(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Iterator[_Class]:
-    """Look into one subtree of each class; classes whose elements differ come apart."""
+    """Measure one subtree of each class, and split classes whose elements differ."""
     elems = sum(len(each.elements) for each in classes)
     ranks = len(classes[0]._whole)
     sets = [each.next_set() for each in classes]
     members = torch.zeros((elems, ranks), dtype=torch.bool)
+    # [elements]: the rank whose ancestors this round measures.
     pivots = torch.zeros(elems, dtype=torch.int64)
     for each, here in zip(classes, sets, strict=True):
         if here:
             members[each.elements[:, None], torch.tensor(sorted(here))] = True
             pivots[each.elements] = _pivot_of(here)
     others = [sorted(here - {_pivot_of(here)}) if here else [] for here in sets]
+    # [pairs, elements, ranks].
     outsides = torch.zeros((max(map(len, others)), elems, ranks), dtype=torch.bool)
     fits = torch.ones(elems, dtype=torch.bool)
+    # All classes share each call, so the class with most pairs decides the number of calls.
     for turn in range(len(outsides)):
         seconds = pivots.clone()
         for each, rest in zip(classes, others, strict=True):
@@ -275,8 +287,10 @@ def _look(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Iterator[_Cl
         if not here:
             yield each
             continue
+        # [elements, pairs * ranks], and whether all sums fitted: equal rows stay in one class.
         seen = outsides[: len(rest), each.elements].permute(1, 0, 2).reshape(len(each.elements), -1)
         seen = torch.cat([seen, fits[each.elements, None]], dim=1)
+        # One new class per distinct row.
         kinds, which = seen.unique(dim=0, return_inverse=True)
         for kind in range(len(kinds)):
             part = each.split(each.elements[which == kind])
@@ -289,17 +303,20 @@ def _look(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Iterator[_Cl
 
 
 def _pivot_of(ranks: frozenset[int]) -> int:
-    """The rank whose ancestors are looked at: the middle one, which is as good as any."""
+    """Return the rank whose ancestors are measured: the middle one, as good as any."""
     return sorted(ranks)[len(ranks) // 2]
 
 
 def _chain_of(
     pivot: int, inside: Mapping[int, frozenset[int]]
 ) -> tuple[frozenset[int], ...] | None:
-    """The subtrees that come to a rank one after another; None where sets are of no tree."""
+    """Return the subtrees joined to a rank, in order; None if the sets belong to no tree."""
+    # From the smallest ancestor to the largest.
     chain, before = [frozenset({pivot})], frozenset({pivot})
     for ancestor in sorted(set(inside.values()), key=len):
         new = ancestor - before
+        # Ancestors are nested, and a rank that joins in one has this one as the least common
+        # subtree.
         if not before < ancestor or any(inside[rank] != ancestor for rank in new):
             return None
         chain.append(new)
@@ -308,7 +325,7 @@ def _chain_of(
 
 
 def _starts_of(elements: Tensor) -> list[int]:
-    """The first element of each run of neighbours."""
+    """Return the first element of each run of neighbours."""
     ordered = elements.sort().values
     is_start = torch.ones_like(ordered, dtype=torch.bool)
     is_start[1:] = ordered[1:] != ordered[:-1] + 1
@@ -316,7 +333,7 @@ def _starts_of(elements: Tensor) -> list[int]:
 
 
 def _accumulator(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Accumulator:
-    """How wide partial sums are: numbers that only the data has no room for are lost, or not."""
+    """Return the width of partial sums, by numbers for which only the data has no room."""
     elems = sum(len(each.elements) for each in classes)
     pairs = [list(each.pairs()) for each in classes]
     ranks = len(classes[0]._whole)
@@ -331,10 +348,12 @@ def _accumulator(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Accum
                 firsts[each.elements], seconds[each.elements] = first, second
                 if outside:
                     wanted[each.elements[:, None], torch.tensor(sorted(outside))] = True
+        # With the narrow scale: only the data's dtype has no room for both numbers.
         got, fits = ask(firsts, seconds, members, scale)
         ids = torch.arange(ranks)
         all_others = (ids != firsts[:, None]) & (ids != seconds[:, None])
         all_others &= (firsts != seconds)[:, None]
+        # Lost exactly as the tree predicts: every partial sum is rounded to the data's dtype.
         are_lost &= bool(fits.all()) and torch.equal(got, wanted)
         are_kept &= bool(fits.all()) and torch.equal(got, all_others)
     if are_lost:
@@ -343,35 +362,37 @@ def _accumulator(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Accum
 
 
 Pieces = Sequence[tuple[int, int, Tree]]
-"""Runs of elements, and the tree that adds each; they tile a reduction."""
+"""Runs of elements that tile a reduction, each with its tree."""
 
 
 def verify(
     reduce: Reduction, pieces: Pieces, *, rank_count: int, elems: int, dtype: torch.dtype
 ) -> int | None:
-    """See whether a reduction adds as a model says, in as many calls as one pair takes.
+    """Check that a reduction adds as a model predicts, in as many calls as one pair takes.
 
-    Neighbours at both ends of a run show its subtrees in turn; a run shorter than its tree has
-    subtrees shows as many as it has elements.
+    Neighbours at both ends of a run test the subtrees in turn. A run with fewer elements than its
+    tree has subtrees tests as many as it has elements.
 
     Args:
-        reduce: What is looked at.
-        pieces: The model.
+        reduce: Reduction to check.
+        pieces: Model.
         rank_count: Ranks of the group.
-        elems: What is reduced.
-        dtype: Of the data.
+        elems: Elements of the reduction.
+        dtype: Dtype of the data.
 
     Returns:
-        The first element that is added otherwise, or in a wider dtype; None where there is none.
+        The first element that is added in another way, or in a wider dtype; None if there is none.
     """
     known: dict[Tree, tuple[Tensor, Tensor, Tensor]] = {}
     where: list[Tensor] = []
     tables: list[tuple[Tensor, ...]] = []
     for start, stop, tree in pieces:
         if tree not in known:
+            # Once per tree, which many runs of a ring share.
             known[tree] = _pairs_of(tree, rank_count)
         pair_count = len(known[tree][0])
         here = torch.arange(start, stop)
+        # Both ends, so that a shifted boundary of a run is seen.
         if len(here) > 2 * pair_count:
             here = torch.cat([here[:pair_count], here[-pair_count:]])
         where.append(here)
@@ -380,8 +401,10 @@ def verify(
     if not where:
         return None
     positions = torch.cat(where)
+    # [positions], [positions], [positions, ranks].
     firsts, seconds, wanted = (torch.cat(column) for column in zip(*tables, strict=True))
     ask = _Asking(reduce, rank_count=rank_count, elems=elems, dtype=dtype, positions=positions)
+    # All other ranks are queried, so one pair per element suffices.
     members = torch.ones_like(wanted)
     got, fits = ask(firsts, seconds, members, _SCALES[dtype][0])
     wrong = ((got != wanted).any(1) | ~fits).nonzero().flatten()
@@ -389,7 +412,7 @@ def verify(
 
 
 def _pairs_of(tree: Tree, rank_count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each sum of a tree: a rank of either side, and bool by rank, who lies outside."""
+    """Return for each sum of a tree: a rank of either side, and by rank, True if outside."""
     stack: list[set[int]] = []
     firsts, seconds, outside = [], [], []
     for step in tree:
@@ -412,20 +435,22 @@ def by_calling(
     device: str = "cpu",
     sizes: Sequence[int] = (),
 ) -> Reduction:
-    """A real reduction over a group.
+    """Return a real reduction over a group.
 
     Args:
-        kind: Which.
-        group: Whose ranks all call it.
-        elems: What it reduces; of a `reduce_scatter` a multiple of the ranks.
-        device: Where.
-        sizes: Of a `reduce_scatter_list`, how much each rank gets.
+        kind: Kind of the reduction.
+        group: Group whose ranks all call it.
+        elems: Elements; for a `reduce_scatter` a multiple of the ranks.
+        device: Device of the data.
+        sizes: For a `reduce_scatter_list`, the elements of each rank.
     """
     rank, rank_count = group.rank(), group.size()
+    # Newer versions of torch have other names for both.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def reduce(values: Values) -> Tensor:
+        # [elems], of which each call reduces all.
         x = values(rank).to(device)
         if kind == "all_reduce":
             dist.all_reduce(x, group=group)
@@ -438,6 +463,7 @@ def by_calling(
             part = torch.empty_like(entries[rank])
             dist.reduce_scatter(part, entries, group=group)
             entries[rank].copy_(part)
+            # Parts of different lengths cannot be gathered, so each rank broadcasts its own.
             for root, entry in enumerate(entries):
                 if len(entry):
                     dist.broadcast(entry, dist.get_global_rank(group, root), group=group)
@@ -447,16 +473,16 @@ def by_calling(
 
 
 def compare(expected: ObservedOrder, observed: ObservedOrder, *, name: str) -> str:
-    """Say whether a backend adds as a model does.
+    """Compare the measured order of a backend with that of a model.
 
     Args:
-        expected: What the model gives, measured with `by_model`.
-        observed: What the backend gives, measured with `by_calling`.
-        name: Of the model.
+        expected: Order of the model, measured with `by_model`.
+        observed: Order of the backend, measured with `by_calling`.
+        name: Name of the model.
 
     Returns:
         `agrees with NAME`; or `drift: expected ..., observed ...`, at the first element that is
-        added otherwise.
+        added in another way.
     """
     if expected.accumulator != observed.accumulator:
         return (

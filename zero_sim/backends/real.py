@@ -1,4 +1,4 @@
-"""One rank of a real backend: its process groups."""
+"""Process groups of one rank of a real backend."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from zero_sim.backends.folding import folding_backend
 from zero_sim.backends.side_channel import SideChannel
 from zero_sim.backends.transports import find_transport
 
+# Time for connections and NCCL's first call, during which the process counts as alive.
 _SET_UP_SECONDS = 300.0
-"""How long making connections, the first call of NCCL included, counts as a sign of life."""
 
 
 class RealRank:
-    """This process as a rank that runs one program after another.
+    """This process as a rank that runs programs one after another.
 
     Args:
         backend: `gloo` or `nccl`.
-        rank: Its place among all processes.
-        store: Shared by all processes; for the side channel, and for groups to find their members.
-        timeout_seconds: How long a collective may take before the backend gives up.
+        rank: Rank among all processes.
+        store: Store shared by all processes, for the side channel and for the set-up of groups.
+        timeout_seconds: Time limit of the backend for a collective.
 
     Raises:
-        EnvironmentProblem: This machine has no such backend.
+        EnvironmentProblem: This machine does not have the backend.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class RealRank:
 
     @property
     def is_setting_up(self) -> bool:
-        """Whether it makes connections, which take long the first time and give no sign of life."""
+        """True while it connects, which is slow the first time and gives no sign of life."""
         return time.monotonic() < self._set_up_by
 
     def begin(self, number: int) -> None:
-        """Start on a program that all processes call by the same number; see `SideChannel`."""
+        """Start a program with a number that is the same on all processes; see `SideChannel`."""
         self.channel.begin(number)
         self.last_words = ""
 
@@ -65,46 +65,51 @@ class RealRank:
     def world(
         self, size: int, *, about: str = "", order: str | None = None, order_seed: int = 0
     ) -> Iterator[None]:
-        """A default group of the first `size` processes, for one program.
+        """Open a default group of the first `size` processes, for one program.
 
-        It is kept for the next program of that size if this one ended well everywhere and made no
-        further groups: connecting anew takes longer than a small case.
+        It is kept for the next program of this size if this one succeeded on all ranks and created
+        no further groups, because connecting takes longer than a small case.
 
         Args:
-            size: Number of ranks; this process has to be one of them. The others call `leave`.
-            about: Which one it is, where a program has several.
-            order: Order in which reductions add, see `zero_sim.backends.folding`; None for whatever
-                the backend itself does.
-            order_seed: What that order draws from, if it draws.
+            size: Number of ranks; this process must be one of them. The others call `leave`.
+            about: Name of the group, if a program opens several.
+            order: Order in which reductions add, see `zero_sim.backends.folding`; None for the
+                backend's own.
+            order_seed: Seed of an order that draws.
         """
         name = self.transport.torch_name
         if order is not None:
             name = folding_backend(self.backend, order, seed=order_seed)
+        # Otherwise the group of the last program serves again.
         if self._open != (size, name):
             self._join(name, size=size, about=about)
             self._open = (size, name)
         try:
             yield
         except BaseException:
-            # Others may sit in a collective for ever: nobody is waited for, and who comes reads it.
+            # Others may hang in a collective, so wait for none. They read this when they get here.
             self.channel.tell(False, about=f"left {about}")
             self.leave(abort=True)
             raise
+        # One group is the default group itself.
         clean = len(dist.distributed_c10d._world.pg_map) == 1
         heard = self.channel.exchange(clean, size=size, about=f"left {about}")
+        # All ranks must decide alike: a group is kept by all or by none.
         if not all(heard):
             self.leave()
 
     def _join(self, backend: str, *, size: int, about: str) -> None:
-        """Connect to the other ranks; when it returns, each of them has done so.
+        """Connect to the other ranks, and return when all have connected.
 
-        A rank that connected and left again at once would cut those that still connect off.
+        A rank that left at once would cut off those that still connect.
         """
         self.leave()
         self._set_up_by = time.monotonic() + _SET_UP_SECONDS
         try:
             dist.init_process_group(
                 backend,
+                # A prefix of its own, because keys of an earlier group of this name may still be
+                # there.
                 store=dist.PrefixStore(f"{self.channel.number}/{about}/{size}", self.store),
                 rank=self.rank,
                 world_size=size,
@@ -113,6 +118,7 @@ class RealRank:
             )
             self.transport.warm_up()
         except BaseException:
+            # Others may wait for this message.
             self.channel.withdraw([f"joined {about}"])
             self.leave(abort=True)
             raise
@@ -128,9 +134,10 @@ class RealRank:
         """Destroy every group of this process.
 
         Args:
-            abort: Whether something may be under way that never comes to an end.
+            abort: True if an operation may be pending that never ends.
         """
         if abort:
+            # After an abort of NCCL, this process may be of no use.
             self.is_spoilt = self.transport.renews
             self.transport.abort()
         elif dist.is_initialized():

@@ -1,6 +1,6 @@
-"""Side channel of a real rank: what ranks tell each other, and signs of life, in a shared store.
+"""Side channel of a real rank: messages between ranks and signs of life, in a shared store.
 
-No process group takes part, so none of the system's collectives is in the way of it.
+It uses no process group, so it does not interfere with the system's collectives.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from zero_sim.errors import ZeroSimError
 
+# Smallest interval between two signs of life.
 _SIGN_SECONDS = 0.25
-"""Least time between two signs of life."""
 
 
 class RankGone(ZeroSimError):
-    """Another rank gave up on the program, so that there is nothing to hear from it any more."""
+    """Another rank gave up on the program, so no message of it will come."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -28,11 +28,11 @@ class RankGone(ZeroSimError):
 
 
 class SideChannel:
-    """One rank's side of the channel, for one program after another.
+    """One rank's side of the channel, for programs one after another.
 
     Args:
         rank: Rank among all processes.
-        store: Shared by all processes.
+        store: Store shared by all processes.
     """
 
     def __init__(self, *, rank: int, store: dist.Store) -> None:
@@ -40,45 +40,46 @@ class SideChannel:
         self.number = -1
         """Number of the program, the same for all ranks."""
         self.on_sign: Callable[[], None] = lambda: None
-        """Called now and then as a sign of life."""
+        """Called from time to time as a sign of life."""
         self.is_listening = False
-        """True while it waits for messages of others: then it must get on."""
+        """True while it waits for messages. Then the others decide how long it takes."""
         self._store = store
         self._last_sign = 0.0
+        # Keys of this program, and of the one before.
         self._told: set[str] = set()
         self._earlier: set[str] = set()
 
     def begin(self, number: int) -> None:
-        """Start on a program that all processes call by the same number.
+        """Start a program with a number that is the same on all processes.
 
         Args:
-            number: Different from all before. What ranks tell each other about one program cannot
-                be taken for what they tell about another.
+            number: Unique number, so that messages of two programs cannot be confused.
         """
-        # Whoever is here has heard all of the program before the last one, as everybody else has.
+        # Each rank that starts this program has read all messages of the program before the last.
         for key in self._earlier:
+            # Stores never forget by themselves, and a campaign has thousands of programs.
             self._store.delete_key(key)
         self._earlier, self._told = self._told, set()
         self.number = number
         self._last_sign = 0.0
 
     def alive(self) -> None:
-        """Give a sign of life, if the last one is some time ago."""
+        """Give a sign of life, unless the last one is recent."""
         now = time.monotonic()
         if now - self._last_sign > _SIGN_SECONDS:
             self._last_sign = now
             self.on_sign()
 
     def exchange(self, what: Any, *, size: int, about: str = "") -> list[Any]:
-        """Tell all ranks something and hear the same from each; no process group takes part.
+        """Send a value to all ranks, and receive that of each.
 
         Args:
-            what: Anything that can be written as JSON.
-            size: Number of ranks that take part, this one among them.
-            about: Which exchange it is, where a program has several.
+            what: Value that can be written as JSON.
+            size: Number of ranks that take part, including this one.
+            about: Name of the exchange, if a program has several.
 
         Returns:
-            What each rank told, in rank order.
+            Values of the ranks, in rank order.
 
         Raises:
             RankGone: A rank withdrew.
@@ -86,6 +87,7 @@ class SideChannel:
         key = self._tell({"says": what}, about=about)
         self.is_listening = True
         try:
+            # Blocks until all keys exist.
             heard = self._store.multi_get([f"{key}/{rank}" for rank in range(size)])
         finally:
             self.is_listening = False
@@ -93,32 +95,32 @@ class SideChannel:
         return [_said(each, rank=rank) for rank, each in enumerate(heard)]
 
     def tell(self, what: Any, *, about: str) -> None:
-        """Tell all ranks something; nobody need hear it.
+        """Send a value to all ranks, none of which has to receive it.
 
         Args:
-            what: Anything that can be written as JSON.
-            about: What it is about, told once in a program.
+            what: Value that can be written as JSON.
+            about: Name of the message, unique in a program.
         """
         self._tell({"says": what}, about=about)
 
     def hear(self, rank: int, *, about: str, seconds: float) -> Any:
-        """What a rank tells; no process group takes part.
+        """Receive a message of a rank.
 
         Args:
-            rank: Who tells it.
-            about: What it is about.
-            seconds: How long to wait for it.
+            rank: Sender.
+            about: Name of the message.
+            seconds: Longest wait.
 
         Raises:
             RankGone: The rank withdrew.
-            TimeoutError: It has told nothing by then.
+            TimeoutError: No message came in time.
         """
         key = f"{self._key(about)}/{rank}"
         self.is_listening = True
         try:
             self._store.wait([key], timedelta(seconds=seconds))
         except dist.DistStoreError:
-            raise TimeoutError(f"rank {rank} told nothing about {about!r}") from None
+            raise TimeoutError(f"rank {rank} sent nothing about {about!r}") from None
         finally:
             self.is_listening = False
         heard = self._store.get(key)
@@ -126,22 +128,22 @@ class SideChannel:
         return _said(heard, rank=rank)
 
     def has_told(self, rank: int, *, about: str) -> bool:
-        """Whether a rank has told something, or that it will not.
+        """Return True if a rank has sent a message, or withdrawn it.
 
         Args:
-            rank: Who would tell it.
-            about: What it is about.
+            rank: Sender.
+            about: Name of the message.
         """
         return self._store.check([f"{self._key(about)}/{rank}"])
 
     def withdraw(self, abouts: Sequence[str]) -> bool:
-        """Let nobody wait for what this rank will not tell any more.
+        """Withdraw messages that this rank will not send, so that no rank waits for them.
 
         Args:
-            abouts: What others may wait for in this program; what was told is passed over.
+            abouts: Names of messages of this program; those already sent are skipped.
 
         Returns:
-            Whether any of it had not been told.
+            True if any had not been sent.
         """
         left = [each for each in abouts if f"{self._key(each)}/{self.rank}" not in self._told]
         for about in left:
@@ -149,20 +151,22 @@ class SideChannel:
         return bool(left)
 
     def _key(self, about: str) -> str:
+        # The program's number keeps late messages of earlier programs apart.
         return f"told/{self.number}/{about}"
 
     def _tell(self, what: Any, *, about: str) -> str:
         key = self._key(about)
+        # Before the key is set, so that `withdraw` never sends a second message for it.
         self._told.add(f"{key}/{self.rank}")
         self._store.set(f"{key}/{self.rank}", json.dumps(what))
         return key
 
 
 def _said(heard: bytes, *, rank: int) -> Any:
-    """What a rank told.
+    """Return the value in a message.
 
     Raises:
-        RankGone: That it will not.
+        RankGone: The rank withdrew the message.
     """
     told = json.loads(heard)
     if "says" not in told:

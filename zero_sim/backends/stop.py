@@ -1,4 +1,4 @@
-"""The end of long work: no further case begins after so long, or after Ctrl-C or SIGTERM."""
+"""The end of long work: no further case starts after a deadline, or after Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from zero_sim.host.signals import interrupt, listening
 
 @dataclass(slots=True)
 class Stop:
-    """When to begin no further case."""
+    """Condition to start no further case."""
 
     deadline: float | None = None
-    """On the clock of `time.monotonic`."""
+    """Deadline on the clock of `time.monotonic`; None for none."""
     asked: bool = False
 
     @property
     def now(self) -> bool:
-        """Whether that is now."""
+        """True if no further case should start."""
         return self.asked or (self.deadline is not None and time.monotonic() >= self.deadline)
 
 
 @contextlib.contextmanager
 def interrupts_ask(stop: Stop) -> Iterator[None]:
-    """Take a signal that ends a command as a wish to end after the case at hand, a second at once.
+    """Stop after the current case at the first signal that ends a command, at once at the second.
 
-    Only the main thread of a process is told of signals; in any other this does nothing.
+    Python delivers signals only to the main thread; in any other thread this does nothing.
 
     Args:
-        stop: What is asked.
+        stop: Set at the first signal.
     """
 
     def ask() -> None:
+        # A case may take long, so a second signal must not wait for it.
         if stop.asked:
             interrupt()
         stop.asked = True

@@ -1,4 +1,4 @@
-"""Teams of worker processes, started once and used job after job."""
+"""Teams of worker processes, started once and reused for many jobs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ import torch.distributed as dist
 
 from zero_sim.errors import EnvironmentProblem
 
+# Each team holds as many processes with torch loaded as it has ranks.
 TEAMS_OPEN_MAX = 4
 _START_SECONDS = 120.0
 _STACK_SECONDS = 5.0
+# Workers use this process's search path, because `-m` would add the current folder to it.
 _FORKSERVER = """
 import json, sys
 from multiprocessing.connection import Connection
@@ -33,29 +35,28 @@ sys.path[:] = [*path, *(each for each in sys.path if each not in path)]
 from zero_sim.backends.forkserver import main
 main(connection)
 """
-"""Workers import what this process can, from where it does; a `-m` would add the current folder."""
+# Interval at which the loss of another process's worker is checked.
 _LOOK = 0.25
-"""How often it is looked whether a worker of another process is lost."""
+# Time for other ranks to notice that one died or gave up.
 _OTHERS_SECONDS = 3.0
-"""How long the others may still take to notice that one of them died or gave up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How one worker's part of a job ended."""
+    """Ending of one worker's part of a job."""
 
     rank: int
     how: Literal["done", "raised", "died", "hung"]
     result: Any = None
-    """What the job returned."""
+    """Result of the job."""
     error: str = ""
-    """What it raised, or how the process died."""
+    """Exception of the job, or description of the process's death."""
     detail: str = ""
-    """A traceback, or where it hung."""
+    """Traceback, or stack of a hang."""
     gave_up: bool = False
-    """Whether the job says that others may wait for this rank in vain."""
+    """True if other ranks may wait for this one in vain."""
     spoilt: bool = False
-    """Whether the process may be of no use for another job."""
+    """True if the process may be unusable for another job."""
 
 
 @dataclass(slots=True)
@@ -70,29 +71,29 @@ _Team = Sequence[_Worker]
 
 @dataclass(kw_only=True, slots=True)
 class JobRank:
-    """The one worker that a process of a larger job keeps."""
+    """The one worker of a process that is part of a larger job."""
 
     rank: int
-    """Of the worker, in the job."""
+    """Rank of the worker in the job."""
     size: int
     """Workers of the whole job."""
     store: tuple[str, int]
-    """Host and port of the store that they all share."""
+    """Host and port of the shared store."""
     generation: int = 0
-    """How often the workers of the job were started anew; the same for all who keep one."""
+    """Restarts of the job's workers so far; equal in all processes."""
     is_lost: Callable[[], bool] = lambda: False
-    """Whether the worker of somebody else died, hangs or gave up at this job."""
+    """Returns True if the worker of another process died, hangs or gave up."""
     note_lost: Callable[[], None] = lambda: None
-    """Says so of this one."""
+    """Reports that this process's worker is lost."""
 
 
 class Teams:
-    """Worker processes in teams, one team for each world size; a broken team is replaced.
+    """Worker processes in teams, one team per world size. A broken team is replaced.
 
     Args:
-        backend: What the workers speak, `gloo` or `nccl`.
+        backend: Backend of the workers, `gloo` or `nccl`.
         preload: Modules to import before the workers are forked.
-        job_rank: Where workers are part of a larger job: which; None where each team is all of it.
+        job_rank: Part of a larger job; None if each team is a whole job.
 
     Example:
         >>> with Teams(backend="gloo") as teams:  # doctest: +SKIP
@@ -112,16 +113,18 @@ class Teams:
         self._numbers = itertools.count()
         self._store = None
         if job_rank is None:
+            # Port 0 lets the system choose a free one.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # One thread a process: ranks share the cores, and the count decides the bits of a product.
+        # One thread per process: ranks share the cores, and the count decides the bits of products.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._requests, theirs = Pipe()
         with theirs:
             self._forkserver = subprocess.Popen(
+                # -P keeps the current folder out of the search path.
                 [sys.executable, "-P", "-c", _FORKSERVER, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                # This process's output is its own; what an imported module prints is no part of it.
+                # Output of imported modules goes to stderr, because stdout is this process's own.
                 stdout=2,
                 env={**os.environ, **threads},
             )
@@ -141,14 +144,14 @@ class Teams:
 
         Args:
             job: `module:name` of a function of the payload and a `RealRank`.
-            payload: Its argument, the same for all; can be written as JSON.
+            payload: Argument, the same for all; must be writable as JSON.
             size: Number of workers.
-            timeout_seconds: After how long without an answer, or a sign of life from any of them,
+            timeout_seconds: Time without a result or a sign of life from any worker, after which
                 workers count as hung.
 
         Returns:
-            How it ended on each rank, in rank order. After a death or a hang the team is gone; the
-            next job of that size gets a new one.
+            Ending of each rank, in rank order. After a death or hang the team is gone, and the next
+            job of this size gets a new one.
 
         Raises:
             EnvironmentProblem: Workers cannot be started.
@@ -159,27 +162,29 @@ class Teams:
             team, message, timeout_seconds=timeout_seconds, job_rank=self._job_rank
         )
         if any(self.ends_with(ending) for ending in endings.values()):
+            # Exit statuses are known only after the processes are reaped.
             deaths = self.renew(size)
+            # With the signal or exit status, which says more than the end of the connection.
             endings = {rank: _with_status(end, deaths[rank]) for rank, end in endings.items()}
         return tuple(endings[rank] for rank in sorted(endings))
 
     @staticmethod
     def ends_with(ending: Ending) -> bool:
-        """Whether the workers are of no use after one of them ended in this way."""
+        """Return True if this ending makes the workers unusable."""
         return ending.how in ("died", "hung") or ending.spoilt
 
     def renew(self, size: int) -> Mapping[int, int]:
-        """End a team, if it is there; the next job of that size gets a new one.
+        """End a team, if it exists. The next job of this size gets a new one.
 
         Returns:
-            The exit status of each worker, by rank, as it was before.
+            Exit status that each worker had before, by rank.
         """
         team = self._teams.pop(size, None)
         return {} if team is None else self._end(team)
 
     def close(self) -> None:
         """End every worker and the fork server."""
-        # Where the fork server has ended, nobody is left to ask how its workers did.
+        # If the fork server has ended, it cannot report exit statuses.
         with contextlib.suppress(EnvironmentProblem):
             for team in self._teams.values():
                 self._end(team)
@@ -190,6 +195,8 @@ class Teams:
     def _team(self, size: int) -> _Team:
         team = self._teams.pop(size, None)
         if team is None:
+            # The first in the dict is the least recently used, because `_team` moves a used one
+            # back.
             while len(self._teams) >= TEAMS_OPEN_MAX:
                 self._end(self._teams.pop(next(iter(self._teams))))
             team = self._start(size)
@@ -208,20 +215,20 @@ class Teams:
         if any(ending.how != "done" for ending in endings):
             deaths = self._end(team)
             endings = [_with_status(ending, deaths[ending.rank]) for ending in endings]
-            # Who gave up says why; the others only that somebody did.
+            # A worker that gave up has the reason; the others only report that one did.
             endings.sort(key=lambda ending: not ending.gave_up)
         for ending in endings:
             if ending.gave_up:
                 raise EnvironmentProblem(ending.error)
             if ending.how != "done":
                 raise EnvironmentProblem(
-                    f"cannot start {size} workers; the one of rank {ending.rank} {ending.how}: "
+                    f"expected {size} workers to start, got rank {ending.rank} that {ending.how}: "
                     f"{ending.error}\n{ending.detail}".rstrip()
                 )
         return team
 
     def _meeting(self, size: int) -> dict[str, Any]:
-        """Where workers find each other: the store, how many they are, and which team it is."""
+        """Return the workers' meeting point: the store, their number, and the team's name."""
         if self._job_rank is None:
             assert self._store is not None
             store = [self._store.host, self._store.port]
@@ -237,36 +244,38 @@ class Teams:
         ours, theirs = Pipe()
         with theirs:
             self._say({"fork": rank})
-            # Where the fork server has ended, no answer comes.
+            # If the fork server has ended, `_hear` reports it.
             with contextlib.suppress(ConnectionError):
                 send_handle(self._requests, theirs.fileno(), self._forkserver.pid)
         return _Worker(rank, self._hear(), ours)
 
     def _end(self, team: _Team) -> dict[int, int]:
-        """Kill a team's workers; the exit status of each, by rank, as it was before."""
+        """Kill a team's workers, and return the exit status that each had before, by rank."""
         statuses = {}
         for worker in team:
             worker.connection.close()
             with contextlib.suppress(ProcessLookupError):
+                # Not by a message: the worker may hang in C++ code.
                 os.kill(worker.pid, signal.SIGKILL)
         for worker in team:
+            # By the fork server, because only a parent can read the exit status.
             self._say({"reap": worker.pid})
             statuses[worker.rank] = self._hear()
         return statuses
 
     def _say(self, message: object) -> None:
-        # Where the fork server has ended, no answer comes.
+        # If the fork server has ended, `_hear` reports it.
         with contextlib.suppress(ConnectionError):
             self._requests.send_bytes(json.dumps(message).encode())
 
     def _hear(self) -> int:
-        """The fork server's answer to the last request."""
+        """Return the fork server's answer to the last request."""
         try:
             return json.loads(self._requests.recv_bytes())
         except (EOFError, ConnectionResetError):
             raise EnvironmentProblem(
-                "expected the process that starts workers to answer, but it ended with "
-                f"{_how(self._forkserver.wait())}. Its error output stands above."
+                "expected an answer from the process that starts workers, got its end with "
+                f"{_how(self._forkserver.wait())}. Read its error output above."
             ) from None
 
 
@@ -277,7 +286,7 @@ def _broadcast(
     timeout_seconds: float,
     job_rank: JobRank | None = None,
 ) -> dict[int, Ending]:
-    """Send a message to all workers and wait for an ending of each; arguments as for `Teams`."""
+    """Send a message to all workers, and collect their endings; arguments as for `Teams`."""
     endings: dict[int, Ending] = {}
     pending: dict[Any, _Worker] = {}
     for worker in team:
@@ -289,7 +298,9 @@ def _broadcast(
     deadline = time.monotonic() + timeout_seconds
     is_lost = bool(endings)
     while pending:
+        # Each sign of life moves the deadline.
         left = deadline - time.monotonic()
+        # A lost worker of another process: this one will hang, so do not wait for the full limit.
         if job_rank is not None and not is_lost and job_rank.is_lost():
             is_lost = True
             deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
@@ -305,12 +316,13 @@ def _broadcast(
         for connection in ready:
             ending = _receive(pending[connection])
             if not isinstance(ending, Ending):
-                # Who waits for what others tell may wait for workers of other processes.
+                # Waiting for messages is no sign of life, unless they come from other processes.
                 if not is_lost and (ending == "alive" or job_rank is not None):
                     deadline = time.monotonic() + timeout_seconds
                 continue
             del pending[connection]
             endings[ending.rank] = ending
+            # The others may hang now, so they get a short time instead of the full limit.
             if (ending.how == "died" or ending.gave_up) and not is_lost:
                 is_lost = True
                 deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
@@ -320,7 +332,7 @@ def _broadcast(
 
 
 def _receive(worker: _Worker) -> Ending | Literal["alive", "listening"]:
-    """A worker's ending, or a sign of life: that it waits for what others tell, or another one."""
+    """Return a worker's ending or sign of life: "listening" if it waits for other ranks."""
     try:
         answer = json.loads(worker.connection.recv_bytes())
     except (EOFError, ConnectionResetError):
@@ -339,7 +351,7 @@ def _receive(worker: _Worker) -> Ending | Literal["alive", "listening"]:
 
 
 def _ask_where(pending: Mapping[Any, _Worker]) -> dict[int, Ending]:
-    """Ask workers that do not answer what they are doing."""
+    """Request the stacks of workers that do not answer."""
     endings = {}
     for connection, worker in pending.items():
         text, error = "", "no answer in time"
@@ -347,6 +359,7 @@ def _ask_where(pending: Mapping[Any, _Worker]) -> dict[int, Ending]:
             connection.send_bytes(json.dumps({"op": "stack"}).encode())
             while connection.poll(_STACK_SECONDS):
                 answer = json.loads(connection.recv_bytes())
+                # Skip signs of life that were sent before.
                 if answer["op"] == "stack":
                     text = answer["text"]
                     break
@@ -358,6 +371,7 @@ def _ask_where(pending: Mapping[Any, _Worker]) -> dict[int, Ending]:
 
 
 def _death(rank: int) -> Ending:
+    # The exit status is not known yet; see `_with_status`.
     return Ending(rank=rank, how="died", error="its process ended")
 
 

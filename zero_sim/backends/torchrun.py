@@ -1,8 +1,8 @@
-"""Jobs that torchrun started, or anything that sets the same variables.
+"""Jobs started by torchrun, or by a launcher that sets the same variables.
 
-Each process of such a job keeps one worker, which is the rank: it trains and judges, and may die or
-hang. The process itself only hands cases on, so that all of them outlive a case that does; then
-every one starts its worker anew.
+Each process of a job keeps one worker, which is the rank: it trains and judges, and may die or
+hang. The process itself only passes cases on, so it survives a case that kills its worker. Then all
+processes start new workers.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _IDLE = f"{__name__}:be_there"
 
 
 def is_launched() -> bool:
-    """Whether this process was started as one rank of several."""
+    """Return True if this process was started as one rank of several."""
     return all(name in os.environ for name in _NEEDED)
 
 
 def place() -> tuple[int, int]:
-    """This process's rank, and how many there are, as the launcher says."""
+    """Return this process's rank and the world size, as set by the launcher."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def be_there(payload: Mapping[str, Any], real_rank: RealRank) -> list[str]:
-    """Say what is fixed about the transport of a worker; a job."""
+    """Return the notes of a worker's transport; run as a job."""
     return list(real_rank.transport.notes(payload["processes"]))
 
 
@@ -44,16 +44,16 @@ def _is_second(problem: str) -> bool:
 
 
 class LaunchedJob:
-    """This process's part of a launched job; to be closed.
+    """This process's part of a launched job; must be closed.
 
     Args:
         backend: `gloo` or `nccl`.
         preload: Modules that the worker imports first.
-        start_seconds: How long workers may take to be there.
+        start_seconds: Time limit for the start of the workers.
 
     Raises:
-        EnvironmentProblem: The variables are not set, or on some machine the device of a rank does
-            not exist, is of another kind than that of others, or is theirs.
+        EnvironmentProblem: Variables are not set, or the device of a rank does not exist, differs
+            in model from others, or is used by another rank.
     """
 
     def __init__(
@@ -66,11 +66,13 @@ class LaunchedJob:
                 f"{'is' if len(missing) == 1 else 'are'} not set. "
                 "Try torchrun --nproc-per-node 4 -m zero_sim run PATH."
             )
+        # torch's own rendezvous, so that all variables mean what they mean under torchrun.
         store, rank, self.count = next(dist.rendezvous("env://"))
         self._store = dist.PrefixStore("zero_sim", store)
-        # It joins no group: it only tells and hears.
+        # This process joins no group. It only exchanges messages.
         self._own = SideChannel(rank=rank, store=dist.PrefixStore("keepers", self._store))
         find_transport(backend).check()
+        # Workers use the launcher's store as well, under other prefixes.
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._job_rank = JobRank(rank=rank, size=self.count, store=address)
         self._teams = Teams(backend=backend, preload=preload, job_rank=self._job_rank)
@@ -89,20 +91,23 @@ class LaunchedJob:
 
         Args:
             job: `module:name`, as for `Teams.run`.
-            payload: What it takes; that of rank 0 counts, with the number of `processes` added.
-            stall_seconds: How long a worker may give no sign of life.
+            payload: Argument of the job. Rank 0's is used, with the number of `processes` added.
+            stall_seconds: Longest time without a sign of life from a worker.
 
         Returns:
-            How it ended on each rank, in rank order.
+            Endings of all ranks, in rank order.
 
         Raises:
             EnvironmentProblem: A worker cannot be started.
         """
         self._number += 1
         self._own.begin(self._number)
-        # Folders are of one machine, which all share or can take no such case: rank 0's.
+        # Paths in it are those of rank 0's machine, so cases with paths need a shared file system.
         shared = {**self._exchange(payload, about="payload")[0], "processes": self.count}
+        # A key per job, so that a loss in an earlier job does not count again.
         self._watch(f"lost/{self._number}")
+        # A problem here is exchanged before it is raised, or the other processes would wait for
+        # this one.
         problem, ending = "", None
         try:
             (ending,) = self._teams.run(job, shared, size=1, timeout_seconds=stall_seconds)
@@ -113,9 +118,10 @@ class LaunchedJob:
         )
         problems: list[str] = [each["problem"] for each in told if each["problem"]]
         if problems:
-            # Who had to leave because another one did says no more than that.
+            # A rank that left because of another one only reports that; prefer the cause.
             raise EnvironmentProblem(min(problems, key=_is_second))
         endings = [Ending(**each["ending"]) for each in told]
+        # All processes see the same endings, so all start new workers, or none does.
         if any(self._teams.ends_with(each) for each in endings):
             self._teams.renew(1)
             self._job_rank.generation += 1
@@ -125,8 +131,8 @@ class LaunchedJob:
         """End the worker.
 
         Args:
-            in_order: Whether all processes close: then they wait for each other, since one of them
-                may keep the store.
+            in_order: True if all processes close. Then they wait for each other, because one of
+                them may host the store.
         """
         self._teams.close()
         if in_order:

@@ -1,8 +1,8 @@
-"""Transports: what carries the collectives of real processes, and on what their ranks compute.
+"""Protocol of transports, which carry the collectives of real processes.
 
-All that differs between gloo and NCCL stands behind one protocol, so that every line around it runs
-with either; what calls CUDA or NCCL itself is one object behind that, `zero_sim.backends.cuda`.
-`zero_sim.backends.transports` knows all there are.
+All differences between gloo and NCCL are behind this protocol, so the code around it runs with
+either. Calls of CUDA and NCCL themselves are one object further, in `zero_sim.backends.cuda`.
+`zero_sim.backends.transports` has all transports.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
-    """One process's place in a group that is to be made."""
+    """One process's membership in a group to be created."""
 
     store: dist.Store
     rank: int
-    """Its rank in the group."""
+    """Rank in the group."""
     ranks: tuple[int, ...]
     """World ranks of all members."""
     name: str
@@ -30,48 +30,48 @@ class Membership:
 
 
 class Transport(Protocol):
-    """What carries the collectives of one process."""
+    """Carrier of one process's collectives."""
 
     name: str
     """`gloo` or `nccl`."""
     own_order: str
-    """The order that it is said to add in by itself, as it is set up here."""
+    """Order in which the transport adds by itself, as it is set up here."""
     device_type: str
-    """Where its ranks compute, `cpu` or `cuda`."""
+    """Device type of its ranks, `cpu` or `cuda`."""
     torch_name: str
-    """What torch calls it."""
+    """Name of its backend in torch."""
     device: torch.device | None
-    """The device of this process, once it is taken; None where it needs none."""
+    """Device of this process, once it is taken; None on the CPU."""
     bound_device: torch.device | None
-    """The same, where torch is to bind groups to it: it connects them when they are made."""
+    """The device, if torch should bind groups to it, and so connect them at their creation."""
     lacks: tuple[str, ...]
-    """Names of reduce operations that it has not."""
+    """Names of reduce operations that it does not have."""
     renews: bool
-    """Whether a process in which a case failed may be of no use for the next one."""
+    """True if a process may be unusable after a failed case."""
 
     @property
     def processes_max(self) -> int | None:
-        """Most processes on this machine; None for any number."""
+        """Largest number of processes on this machine; None for any number."""
         ...
 
     def check(self) -> None:
-        """Check that this machine has it.
+        """Check that this machine has the transport.
 
         Raises:
-            EnvironmentProblem: It has not; says what is missing.
+            EnvironmentProblem: It does not; the message names the missing part.
         """
         ...
 
     def prepare(self, environment: MutableMapping[str, str]) -> None:
-        """Set what has to be set before a process starts to use it.
+        """Set the environment variables that a process needs before it uses the transport.
 
         Raises:
-            EnvironmentProblem: What is set already contradicts it.
+            EnvironmentProblem: A variable contradicts them.
         """
         ...
 
     def take_device(self, local_rank: int) -> None:
-        """Take the device of a process, the so many-th of its machine.
+        """Take the device for the process with this number on its machine.
 
         Raises:
             EnvironmentProblem: There is none.
@@ -79,21 +79,21 @@ class Transport(Protocol):
         ...
 
     def make_group(self, membership: Membership) -> Any:
-        """A process group of this transport alone, which torch does not know of."""
+        """Return a process group of this transport that is not registered with torch."""
         ...
 
     def warm_up(self) -> None:
-        """Make the first call of the default group, which sets up all that takes time."""
+        """Make the first call of the default group, which includes all slow set-up."""
         ...
 
     def abort(self) -> None:
-        """Leave every group of this process at once, whatever is under way in them."""
+        """Leave every group of this process at once, with operations pending."""
         ...
 
     def identity(self) -> Mapping[str, str]:
-        """What must be the same, or different, on the processes of one job."""
+        """Return facts that must be equal, or different, on the processes of one job."""
         ...
 
     def notes(self, process_count: int) -> Sequence[str]:
-        """What is fixed about it, in words, with the device taken."""
+        """Describe the fixed settings, once the device is taken."""
         ...

@@ -1,4 +1,4 @@
-"""Transports by name, one of each in a process; and gloo: any number of ranks, on the CPU."""
+"""Transports by name, one of each per process; and gloo, for any number of ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero_sim.errors import EnvironmentProblem
 
 
 class Gloo:
-    """gloo behind the protocol of transports."""
+    """gloo as a transport."""
 
     name = "gloo"
     own_order = "gloo"
@@ -30,7 +30,7 @@ class Gloo:
     processes_max: int | None = None
 
     def check(self) -> None:
-        """That this torch was built with it."""
+        """Check that this torch was built with gloo."""
         if not dist.is_gloo_available():
             raise EnvironmentProblem(
                 f"expected a torch with gloo, got torch {torch.__version__}, which was built "
@@ -38,14 +38,14 @@ class Gloo:
             )
 
     def prepare(self, environment: MutableMapping[str, str]) -> None:
-        """Let torch's Flight Recorder keep the last calls, which a hang is told with."""
+        """Make torch's Flight Recorder keep the last calls, for reports of hangs."""
         environment.setdefault("TORCH_FR_BUFFER_SIZE", "200")
 
     def take_device(self, local_rank: int) -> None:
-        """None to take."""
+        """Do nothing, because the CPU is shared."""
 
     def make_group(self, membership: Membership) -> Any:
-        """A `ProcessGroupGloo`."""
+        """Return a `ProcessGroupGloo`."""
         store, rank, size = membership.store, membership.rank, len(membership.ranks)
         group = dist.ProcessGroupGloo(store, rank, size, membership.timeout)
         group.options.global_ranks_in_group = list(membership.ranks)
@@ -53,34 +53,35 @@ class Gloo:
         return group
 
     def warm_up(self) -> None:
-        """Nothing: connections are there once groups are."""
+        """Do nothing, because groups connect at their creation."""
 
     def abort(self) -> None:
-        """Destroy the groups: gloo waits for nobody."""
+        """Destroy the groups, which does not wait with gloo."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def identity(self) -> Mapping[str, str]:
-        """The kernels that replay the work of all ranks."""
+        """Return the kernels by which each process replays the work of all ranks."""
         return {
             "torch": torch.__version__,
             "cpu kernels": str(torch.backends.cpu.get_cpu_capability()),
         }
 
     def notes(self, process_count: int) -> Sequence[str]:
-        """None."""
+        """Return no notes."""
         return ()
 
 
+# Made at first use, so that a process that uses gloo never touches CUDA.
 _MAKERS: dict[str, Callable[[], Transport]] = {"gloo": Gloo, "nccl": lambda: Nccl(Cuda())}
 _MADE: dict[str, Transport] = {}
 
 
 def find_transport(name: str) -> Transport:
-    """The transport of this process by name, always the same one.
+    """Return the transport of a name, one object per process.
 
     Raises:
-        EnvironmentProblem: There is none of that name.
+        EnvironmentProblem: There is no such transport.
     """
     if name not in _MAKERS:
         raise EnvironmentProblem(
@@ -93,11 +94,12 @@ def find_transport(name: str) -> Transport:
 
 
 def put_transport(name: str, make: Callable[[], Transport]) -> None:
-    """Put another transport in the place of one, such as a stand-in; in this process alone."""
+    """Replace a transport in this process, for example by a stand-in."""
     _MAKERS[name] = make
+    # The next lookup makes the new one.
     _MADE.pop(name, None)
 
 
 def local_rank_of(environment: Mapping[str, str] = os.environ, *, rank: int) -> int:
-    """Which process of its machine this one is, as a launcher says; else its rank."""
+    """Return the process's number on its machine, as set by a launcher; by default its rank."""
     return int(environment.get("LOCAL_RANK", rank))

@@ -1,7 +1,7 @@
-"""One worker process: runs the jobs it is sent, and says where it hangs when asked.
+"""Worker process: runs the jobs that it receives, and reports its stack on request.
 
-A job names a function, `module:name`, that gets the job's payload and this rank's `RealRank` and
-returns what can be written as JSON. The names come from the process that started the workers.
+A job names a function, `module:name`, of the job's payload and this rank's `RealRank`. Its result
+must be writable as JSON. The names come from the process that started the workers.
 """
 
 from __future__ import annotations
@@ -30,23 +30,28 @@ from zero_sim.backends.transports import local_rank_of
 from zero_sim.errors import EnvironmentProblem
 
 _PACKAGE = str(Path(__file__).parent.parent)
+# Our own process groups, which stacks count as torch's.
 _CALLED = (f"{_PACKAGE}/sim/", f"{_PACKAGE}/backends/folding")
 _FRAMES_MAX = 10
 _TICK_SECONDS = 0.25
+# Pending calls that a report lists.
 _PENDING_MAX = 8
-"""Most pending calls that are told."""
 
 
 def serve(connection: Connection, *, rank: int) -> None:
     """Run jobs until the connection ends.
 
     Args:
-        connection: To the process that sends the jobs, as JSON.
-        rank: This worker's place in its team.
+        connection: Connection to the process that sends jobs, as JSON.
+        rank: Rank of this worker in its team.
     """
+    # One thread, because the count decides the bits of a product. Read back, because torch applies
+    # the process-wide count to a thread at its first computation, and reading counts as one.
     torch.set_num_threads(1)
     torch.get_num_threads()
+    # Messages arrive in a thread, so that a stack can be requested while a job hangs.
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    # Three threads answer, and messages must not mix.
     sending = threading.Lock()
     main_thread = threading.get_ident()
 
@@ -59,7 +64,7 @@ def serve(connection: Connection, *, rank: int) -> None:
             try:
                 message = json.loads(connection.recv_bytes())
             except (EOFError, OSError):
-                # Nobody is left to answer to, and a job may hang for good.
+                # The owner is gone, and a job may hang forever.
                 os._exit(0)
             if message["op"] == "stack":
                 where = [stack_of(main_thread), pending_calls()]
@@ -70,11 +75,14 @@ def serve(connection: Connection, *, rank: int) -> None:
     threading.Thread(target=listen, name="listen", daemon=True).start()
     real_rank: RealRank | None = None
 
+    # From a thread, because the main thread is blocked in the store or in NCCL.
     def tick() -> None:
         while True:
             time.sleep(_TICK_SECONDS)
             if real_rank is not None and real_rank.is_setting_up:
                 answer({"op": "alive"})
+            # A rank that waits for a message gives no other sign of life, but is not the one that
+            # hangs.
             elif real_rank is not None and real_rank.channel.is_listening:
                 answer({"op": "listening"})
 
@@ -86,7 +94,8 @@ def serve(connection: Connection, *, rank: int) -> None:
                 real_rank = _join(message, rank=rank)
                 real_rank.channel.on_sign = lambda: answer({"op": "alive"})
             except (EnvironmentProblem, RankGone) as error:
-                # Of those that could not join, the first is the one that says why.
+                # Only the rank with the actual problem gave up. RankGone is its consequence on
+                # others.
                 first = isinstance(error, EnvironmentProblem)
                 answer({"op": "raised", "error": str(error), "traceback": "", "gave_up": first})
                 continue
@@ -99,15 +108,18 @@ def serve(connection: Connection, *, rank: int) -> None:
 def _join(message: Mapping[str, Any], *, rank: int) -> RealRank:
     host, port = message["store"]
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    # Teams share one store, so each has a prefix.
     own = dist.PrefixStore(f"team-{message['team']}", store)
     real_rank = RealRank(backend=message["backend"], rank=rank, store=own)
     try:
+        # The environment first: NCCL reads it when the device's first communicator is made.
         real_rank.transport.prepare(os.environ)
         real_rank.transport.take_device(local_rank_of(rank=rank))
         identity = dict(real_rank.transport.identity())
     except EnvironmentProblem:
         real_rank.channel.withdraw(["identity"])
         raise
+    # On every rank, so that all of them refuse together.
     check_alike(real_rank.channel.exchange(identity, size=message["size"], about="identity"))
     return real_rank
 
@@ -117,7 +129,7 @@ def _run(message: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any]:
     real_rank.begin(message["payload"]["number"])
     try:
         result = getattr(importlib.import_module(module), name)(message["payload"], real_rank)
-    # The job's failure is its result; the worker itself goes on.
+    # A failed job is a result. The worker continues.
     except Exception as error:  # noqa: BLE001
         return {
             "op": "raised",
@@ -130,28 +142,30 @@ def _run(message: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any]:
 
 
 def stack_of(thread: int) -> str:
-    """What a thread is doing, innermost call last; only the frames below the last one of ours.
+    """Return a thread's stack, innermost call last, without frames up to the last one of ours.
 
-    Where our own process group does what is called, the call counts as torch's.
+    Calls inside our own process group count as torch's.
     """
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "(no stack)"
     frames = traceback.extract_stack(frame)
+    # A stack that ends in our process group shows the caller of the collective last.
     while frames and frames[-1].filename.startswith(_CALLED):
         frames.pop()
+    # Frames below our last one belong to the user's code, or to torch.
     ours = [i for i, entry in enumerate(frames) if entry.filename.startswith(_PACKAGE)]
     below = frames[ours[-1] + 1 :] if ours else frames
     return "".join(traceback.format_list((below or frames)[-_FRAMES_MAX:])).rstrip()
 
 
 def _recorded_calls() -> dict[str, Any]:
-    """All that torch's Flight Recorder has kept, of gloo and NCCL alike.
+    """Return all records of torch's Flight Recorder, for gloo and NCCL.
 
-    Empty where this torch has none, or nothing was recorded: `TORCH_FR_BUFFER_SIZE` says how many
-    calls it keeps.
+    Empty if this torch has none, or nothing is recorded. `TORCH_FR_BUFFER_SIZE` sets the number of
+    calls.
     """
-    # torch 2.11 calls it by NCCL's name.
+    # Until torch 2.11 it had NCCL's name.
     read = getattr(c10d, "_dump_fr_trace_json", None) or getattr(
         c10d, "_dump_nccl_trace_json", None
     )
@@ -159,7 +173,7 @@ def _recorded_calls() -> dict[str, Any]:
 
 
 def pending_calls() -> str:
-    """The calls that have not come to an end, oldest first, one a line; empty where none is."""
+    """List the calls that have not ended, oldest first, one per line; empty if there are none."""
     entries = _recorded_calls().get("entries", ())
     pending = [_in_words(entry) for entry in entries if not _is_over(entry)]
     left = len(pending) - _PENDING_MAX
@@ -168,6 +182,7 @@ def pending_calls() -> str:
 
 
 def _is_over(entry: Mapping[str, Any]) -> bool:
+    # Backends mark the end of a call in one way or the other.
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 

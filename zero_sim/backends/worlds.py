@@ -1,4 +1,4 @@
-"""Simulated worlds kept open from case to case, so that set-up does not dominate a small case."""
+"""Simulated worlds kept open between cases, because set-up would dominate small cases."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from zero_sim.host.garbage import spare_imports
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import Fault, World
 
+# Each world keeps one thread per rank.
 WORLDS_OPEN_MAX = 8
 
 
 class WorldPool:
-    """Open worlds by size; the least recently used one is closed when there are too many."""
+    """Open worlds by size. The least recently used one is closed when there are too many."""
 
     def __init__(self, *, worlds_open_max: int = WORLDS_OPEN_MAX) -> None:
+        # Before the first world is made, because torch's process groups import the compiler.
         defer_dynamo()
         spare_imports()
         self._worlds_open_max = worlds_open_max
@@ -29,19 +31,21 @@ class WorldPool:
         self.close()
 
     def world_for(self, scenario: Scenario) -> World:
-        """A world of the scenario's size, set to all that the scenario says of it.
+        """Return a world of the scenario's size, with all of its settings.
 
         Args:
-            scenario: The case that will run on it; only one case may at a time.
+            scenario: Case that will run on it. Only one case may run at a time.
         """
         size = scenario.world.size
         world = self._worlds.pop(size, None)
+        # A failed case may have closed its world.
         if world is not None and world.closed:
             world = None
         if world is None:
             world = World(size)
             while len(self._worlds) >= self._worlds_open_max:
                 self._worlds.pop(next(iter(self._worlds))).close()
+        # Last in the dict is the most recently used.
         self._worlds[size] = world
         world.configure(
             order=scenario.world.order,
@@ -51,6 +55,7 @@ class WorldPool:
             races=scenario.world.races,
             strict=scenario.world.strict,
             stall_seconds=scenario.run.stall_seconds,
+            # The world does not know records of scenarios.
             faults=[Fault(**asdict(spec)) for spec in scenario.faults],
         )
         return world

@@ -1,4 +1,4 @@
-"""Arguments that a caller passes, checked by type: settings of a world, and programs of ranks."""
+"""Type checks of arguments that a caller passes: settings of a world, and programs of ranks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ WORLD_SETTINGS: Mapping[str, Kind] = {
     "strict": "True or False",
     "faults": "a list",
 }
-"""Settings of `zero_sim.sim.World` by name, with what each may be; the world checks values."""
+"""Kind of each setting of `zero_sim.sim.World`, which checks the values itself."""
 
 
 def is_of_kind(value: object, kind: Kind) -> bool:
-    """Whether an argument has the right type; a bool is no number, and numpy's integers are."""
+    """Return True if an argument has the right type; numpy's integers do, bools are no numbers."""
     match kind:
         case "a name":
             return isinstance(value, str)
         case "an integer":
+            # bool is a subclass of int, so True would pass for 1.
             return isinstance(value, numbers.Integral) and not isinstance(value, bool)
         case "a number":
             return isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -47,23 +48,25 @@ def check_kind(name: str, value: object, kind: Kind) -> None:
     """Check the type of an argument.
 
     Raises:
-        UsageError: It is of another type.
+        UsageError: The argument has another type.
     """
     if not is_of_kind(value, kind):
         raise UsageError(f"expected {name} to be {kind}, got {value!r}")
 
 
 def unrun_function(function: Callable[..., object]) -> str | None:
-    """The kind of a function whose call runs nothing of its body.
+    """Return the kind of a function whose call runs nothing of its body.
 
     Args:
-        function: Also a method, a partial or an object with `__call__`.
+        function: Function, method, partial, or object with `__call__`.
 
     Returns:
         `an async def function` or `a generator function`; None for any other.
     """
+    # A partial has no code of its own.
     while isinstance(function, functools.partial):
         function = function.func
+    # inspect looks at functions only, so an object's own `__call__` is passed instead.
     is_object = not inspect.isroutine(function) and not inspect.isclass(function)
     called = type(function).__call__ if is_object else function
     if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
@@ -72,9 +75,9 @@ def unrun_function(function: Callable[..., object]) -> str | None:
 
 
 def unrun_result(returned: object) -> str | None:
-    """The kind of a result whose body has not run, as of a lambda that calls such a function.
+    """Return the kind of a result whose body has not run, as from a lambda around such a function.
 
-    A coroutine is closed, so that Python does not warn about it too.
+    A coroutine is closed, because Python would warn about it as well.
 
     Returns:
         `an async def function` or `a generator function`, as for `unrun_function`.

@@ -1,19 +1,22 @@
-"""A device that cases compute on: there or not, the same bits each time, drawing from seeds.
+"""Devices that cases compute on: their presence, reproducible bits, and seeds.
 
-The name is any that torch knows: `cpu`, `cuda`, `cuda:1`, or that of a vendor's package, which
-tells torch of its device when torch is imported.
+A name is any that torch knows: `cpu`, `cuda`, `cuda:1`, or that of a vendor's package, which
+registers its device when torch is imported.
 
 [Note: the same bits]
-On a GPU a kernel may add in the order in which its blocks happen to end, and which kernel computes
-a product may be found out by trying. So around every case on a device: torch's deterministic
-algorithms, which refuse what has none; a cuBLAS workspace of a fixed size, without which cuBLAS
-promises nothing where there are several streams; fp32 products in fp32, not in TF32; 16-bit sums
-that are not rounded on their way; cuDNN's deterministic algorithms, chosen without trying.
-Afterwards all is as it was, but for the variable of the environment, which cuBLAS reads once.
+A GPU kernel may add in the order in which its blocks end, and the kernel for a product may be
+chosen by timing. So each case on a device runs with these settings, which are restored afterwards:
+
+- torch's deterministic algorithms, which raise if an operation has none;
+- a cuBLAS workspace of fixed size, without which cuBLAS guarantees nothing for several streams;
+- fp32 products in fp32, not TF32; 16-bit sums without intermediate rounding;
+- cuDNN's deterministic algorithms, chosen without timing.
+
+Only the workspace's environment variable stays, because cuBLAS reads it once.
 
 [Note: the device that is there]
-torch is asked for its accelerator once. Where a script runs with GPUs that are the CPU, torch tells
-it of one, which has no generator and no streams to wait for.
+torch's accelerator is looked up once. In a script whose GPUs are the CPU, torch reports one that
+has no generator and no streams to wait for.
 """
 
 from __future__ import annotations
@@ -32,14 +35,15 @@ from zero_sim.errors import EnvironmentProblem
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
-"""Sizes in KiB and counts with which cuBLAS gives the same bits each time; the first is taken."""
+"""Workspaces (KiB:count) with which cuBLAS is deterministic. The first one is the default."""
 
 _MIB = 1 << 20
+# torch's name of plain fp32, in contrast to TF32.
 _IEEE = "ieee"
 
 
 def check_device(name: str) -> torch.device:
-    """The device of a name.
+    """Return the device of a name.
 
     Raises:
         EnvironmentProblem: This process cannot compute on it.
@@ -49,11 +53,12 @@ def check_device(name: str) -> torch.device:
     except RuntimeError as error:
         known = ", ".join(_present())
         raise EnvironmentProblem(
-            f"expected a device that torch {torch.__version__} knows, got {name!r}; it "
-            f"has {known} here. Try --device cpu, or install the package that brings the device."
+            f"expected a device that torch {torch.__version__} knows, such as {known} here, got "
+            f"{name!r}. Try --device cpu, or install the device's package."
         ) from error
     if device.type == "cpu":
         return device
+    # torch knows names of devices that no package here provides.
     if device.type not in _present():
         what = "a GPU" if device.type == "cuda" else f"a device {device.type!r}"
         raise EnvironmentProblem(
@@ -75,24 +80,25 @@ def _present() -> list[str]:
 
 
 @functools.cache
+# Cached, see [Note: the device that is there].
 def _accelerator() -> torch.device | None:
     return current_accelerator(check_available=True)
 
 
 @contextmanager
 def computing_on(name: str, *, rank_threads: int) -> Iterator[Sequence[str]]:
-    """Let a device give the same bits each time; see [Note: the same bits].
+    """Make a device give the same bits each time; see [Note: the same bits].
 
     Args:
-        name: The device.
-        rank_threads: Threads of this process that compute on it, at most.
+        name: Name of the device.
+        rank_threads: Largest number of threads of this process that compute on it.
 
     Yields:
-        What was settled, in words; nothing for the CPU.
+        Descriptions of the settings; none for the CPU.
 
     Raises:
-        EnvironmentProblem: It is not there, the environment asks for something else, or so many
-            ranks do not fit on it.
+        EnvironmentProblem: The device is absent, the environment contradicts the settings, or its
+            memory does not suffice for so many ranks.
     """
     device = check_device(name)
     if device.type == "cpu":
@@ -114,7 +120,7 @@ def computing_on(name: str, *, rank_threads: int) -> Iterator[Sequence[str]]:
 
 
 def device_in_words(name: str) -> str:
-    """A device with its kind; empty for the CPU, and for one that is not here."""
+    """Describe a device with its model; empty for the CPU, and for an absent device."""
     try:
         device = check_device(name)
     except EnvironmentProblem:
@@ -123,7 +129,7 @@ def device_in_words(name: str) -> str:
 
 
 def use_in_thread(name: str) -> None:
-    """Let a new thread compute on the device of a name: the current device is a thread's own."""
+    """Select a device in a new thread, because the current device belongs to a thread."""
     device = torch.device(name)
     if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
@@ -136,7 +142,7 @@ def _named(device: torch.device) -> str:
 
 
 def _settle(restored: ExitStack) -> None:
-    """Set what decides bits, and leave to a stack to restore it."""
+    """Set everything that decides bits, and register its restoration."""
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
     for place, name, value in (
@@ -151,6 +157,7 @@ def _settle(restored: ExitStack) -> None:
     ):
         restored.callback(setattr, place, name, getattr(place, name))
         setattr(place, name, value)
+    # Restored as it was; within the case, an operation without such an algorithm must raise.
     mere_warning = torch.is_deterministic_algorithms_warn_only_enabled()
     restored.callback(
         torch.use_deterministic_algorithms,
@@ -161,28 +168,29 @@ def _settle(restored: ExitStack) -> None:
 
 
 def _settle_workspaces(device: torch.device, *, rank_threads: int) -> Iterator[str]:
-    """Fix the size of cuBLAS' workspaces, before a thread asks for the first one."""
+    """Fix the size of cuBLAS's workspaces, before a thread creates the first one."""
     chosen = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
     free_bytes, _ = torch.cuda.mem_get_info(device)
     yield workspaces_in_words(chosen, rank_threads=rank_threads, free_bytes=free_bytes)
 
 
 def workspaces_in_words(chosen: str, *, rank_threads: int, free_bytes: int) -> str:
-    """What cuBLAS' workspaces come to, one for each thread.
+    """Describe the memory of cuBLAS's workspaces, one per thread.
 
     Args:
-        chosen: The value of `CUBLAS_WORKSPACE_CONFIG`.
-        rank_threads: How many threads there are.
-        free_bytes: Memory that the device has left.
+        chosen: Value of `CUBLAS_WORKSPACE_CONFIG`.
+        rank_threads: Number of threads.
+        free_bytes: Free memory of the device.
 
     Raises:
-        EnvironmentProblem: cuBLAS is not deterministic with that value, or they do not fit.
+        EnvironmentProblem: cuBLAS is not deterministic with this value, or the memory is too small.
     """
     if chosen not in WORKSPACES:
         raise EnvironmentProblem(
             f"expected {WORKSPACE} to be {' or '.join(WORKSPACES)}, with which cuBLAS gives the "
-            f"same bits each time, got {chosen!r}. Try to leave it unset."
+            f"same bits each time, got {chosen!r}. Unset it."
         )
+    # ":4096:8" is 8 buffers of 4096 KiB.
     kib, count = map(int, chosen.strip(":").split(":"))
     whole = rank_threads * kib * count * 1024
     told = (
@@ -190,6 +198,7 @@ def workspaces_in_words(chosen: str, *, rank_threads: int, free_bytes: int) -> s
         f"({WORKSPACE}={chosen}): {whole / _MIB:,.0f} MiB of {free_bytes / _MIB:,.0f} MiB free"
     )
     if whole > free_bytes:
+        # The second size is smaller, and as deterministic.
         smaller = "fewer ranks" if chosen == WORKSPACES[1] else f"{WORKSPACE}={WORKSPACES[1]}"
         raise EnvironmentProblem(
             f"expected ranks that fit on the device, got {told}. Try {smaller}."
@@ -198,25 +207,25 @@ def workspaces_in_words(chosen: str, *, rank_threads: int, free_bytes: int) -> s
 
 
 def seed_device(device: torch.device, seed: int) -> None:
-    """Seed the generator of a device, the current one of its kind; the CPU's is left alone."""
+    """Seed the current device's generator; the CPU's is not changed."""
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
 
 def random_state() -> Tensor | None:
-    """The state of the current device's generator; None where no device has been used."""
+    """Return the state of the current device's generator; None if no device is in use."""
     module = _module_in_use()
     return None if module is None else module.get_rng_state()
 
 
 def set_random_state(state: Tensor | None) -> None:
-    """Put a state in place that `random_state` told."""
+    """Restore a state returned by `random_state`."""
     if state is not None:
         _module_in_use().set_rng_state(state)
 
 
 def seeded_state(seed: int) -> Tensor | None:
-    """The state that the current device's generator has after being seeded; None as above."""
+    """Return the generator's state after seeding; None if no device is in use."""
     if _module_in_use() is None:
         return None
     accelerator = _accelerator()
@@ -224,12 +233,12 @@ def seeded_state(seed: int) -> Tensor | None:
 
 
 def has_accelerator() -> bool:
-    """True if this process can compute on something else than the CPU."""
+    """Return True if this process can compute on another device than the CPU."""
     return _accelerator() is not None
 
 
 def _module_in_use() -> Any:
-    """What torch has for its accelerator; to look at a GPU that nobody uses would start it."""
+    """Return torch's module of the accelerator; None if it is unused, because a look starts it."""
     accelerator = _accelerator()
     if accelerator is None:
         return None

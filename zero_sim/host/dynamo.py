@@ -1,10 +1,9 @@
-"""torch's compiler, imported when something compiles.
+"""Deferred import of torch's compiler, until something compiles.
 
-torch's optimizers and its `init_process_group` import `torch._dynamo`, 800 modules and more than a
-second of processor time, to tell it that there is nothing to compile. In a process that judges
-cases of eager code that is two fifths of the time to the first verdict. Until somebody asks for
-anything else of it a module that answers just those questions stands in its place; then the real
-one is imported and takes its place for good, and what was wrapped in the meantime goes through it.
+torch's optimizers and `init_process_group` import `torch._dynamo` only to mark functions as not
+compiled. The import of its 800 modules takes more than a second, two fifths of the time to the
+first verdict on eager code. So a stand-in answers these calls. At any other use the real module is
+imported and replaces it for good, and functions wrapped before then go through it.
 """
 
 from __future__ import annotations
@@ -24,18 +23,20 @@ _NAME = "torch._dynamo"
 
 
 def defer_dynamo() -> None:
-    """Put the import of `torch._dynamo` off until something compiles, unless it is there."""
+    """Defer the import of `torch._dynamo` until something compiles, unless it is imported."""
     if _NAME in sys.modules:
         return
     deferred = _Deferred(_NAME, __doc__)
     sys.modules[_NAME] = deferred
+    # torch imports it as an attribute of itself, too.
     torch.__dict__["_dynamo"] = deferred
     sys.meta_path.insert(0, _SubmoduleFinder())
 
 
 def real_dynamo() -> ModuleType:
-    """The real module, imported now if it was not."""
+    """Return the real module, and import it first if necessary."""
     if isinstance(sys.modules.get(_NAME), _Deferred):
+        # First, so that the import below loads the real module instead of finding the stand-in.
         del sys.modules[_NAME]
         del torch.__dict__["_dynamo"]
         sys.meta_path[:] = [
@@ -49,7 +50,7 @@ def _is_deferred() -> bool:
 
 
 class _Deferred(ModuleType):
-    """What stands for `torch._dynamo`: right for code that is not compiled."""
+    """Stand-in for `torch._dynamo`, correct for code that is not compiled."""
 
     def __init__(self, name: str, doc: str | None) -> None:
         super().__init__(name, doc)
@@ -59,11 +60,12 @@ class _Deferred(ModuleType):
 
     @staticmethod
     def graph_break(msg: str = "") -> None:
-        """End a graph, of which there is none."""
+        """Do nothing, because there is no graph to end."""
 
     @staticmethod
     def disable(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Keep a function from being compiled, as `torch._dynamo.disable` does from then on."""
+        """Disable compilation of a function, by `torch._dynamo.disable` once that is imported."""
+        # For these the real function does more than wrap.
         if fn is None or not callable(fn) or isinstance(fn, type | torch.nn.Module):
             return real_dynamo().disable(fn, *args, **kwargs)
         disabled: list[Callable[..., Any]] = []
@@ -71,6 +73,7 @@ class _Deferred(ModuleType):
         @functools.wraps(fn)
         def plainly(*values: Any, **named: Any) -> Any:
             if not disabled:
+                # Still deferred, so nothing compiles and the function can run as it is.
                 if _is_deferred():
                     return fn(*values, **named)
                 disabled.append(real_dynamo().disable(fn, *args, **kwargs))
@@ -83,11 +86,11 @@ class _Deferred(ModuleType):
 
 
 class _DeferredRules(ModuleType):
-    """What stands for `torch._dynamo.trace_rules`."""
+    """Stand-in for `torch._dynamo.trace_rules`."""
 
     @staticmethod
     def clear_lru_cache() -> None:
-        """Forget rules, of which none was looked up."""
+        """Clear the cache of rules, which is empty until the real module is imported."""
         if not _is_deferred():
             real_dynamo().trace_rules.clear_lru_cache()
 
@@ -96,12 +99,12 @@ class _DeferredRules(ModuleType):
 
 
 class _SubmoduleFinder(importlib.abc.MetaPathFinder):
-    """Has the real package imported before any of its modules is."""
+    """Import finder that imports the real package before any of its submodules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """What imports a module of the package; None for everything else."""
+        """Return a spec for a submodule of the package; None for everything else."""
         if not fullname.startswith(f"{_NAME}."):
             return None
         real_dynamo()
@@ -110,16 +113,16 @@ class _SubmoduleFinder(importlib.abc.MetaPathFinder):
 
 
 class _Imported(importlib.abc.Loader):
-    """Loads a module that came to be imported while it was looked for."""
+    """Loader for a module that is imported already."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
         self._spec = module.__spec__
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """The module as it is."""
+        """Return the module."""
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave it so: it has run."""
+        """Restore the module's own spec, without executing it again."""
         module.__spec__ = self._spec

@@ -1,6 +1,6 @@
-"""Files that are written whole or not at all: aside first, then put in place.
+"""Files that are written completely or not at all: under another name first, then renamed.
 
-What stood there before stays where a disk is full, and nobody ever reads half a file.
+So an older file survives a full disk, and no reader sees half a file.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
 
+# Errors of the disk or the machine, for which another path would not help.
 _OF_MACHINE = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -28,30 +29,32 @@ _OF_MACHINE = (
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file; what is there is replaced at once, or left as it is.
+    """Write a file, replacing an existing one at once or not at all.
 
     Args:
-        path: The file. Its folder is made; a link is followed; what is no regular file, such as
-            `/dev/stdout` or a pipe that somebody reads, is written to.
-        data: All that it is to hold.
+        path: File to write. Its folder is created, and links are followed. Anything but a regular
+            file, such as `/dev/stdout` or a pipe with a reader, is written to directly.
+        data: Complete contents.
 
     Raises:
-        OSError: It cannot be written, or is a pipe that nobody reads.
+        OSError: The file cannot be written, or is a pipe without a reader.
     """
     mode = 0o666
     with contextlib.suppress(FileNotFoundError):
-        # Before links are followed: where /dev/stdout leads to may have no path.
+        # Before links are followed, because the target of /dev/stdout may have no path.
         before = path.stat()
         if not stat.S_ISREG(before.st_mode):
             _write_to(path, data)
             return
         mode = stat.S_IMODE(before.st_mode)
-        # Who may not write a file may not replace it either, whoever owns the folder.
+        # A rename only needs a writable folder. Check that the file itself is writable, too.
         os.close(os.open(path, os.O_WRONLY))
+    # Through the link, so that a rename replaces the file and not the link.
     path = Path(os.path.realpath(path))
     _make_folder(path.parent)
     aside = _aside(path)
     try:
+        # With the permissions of the file that it replaces.
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
@@ -63,52 +66,55 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def folder_whole(path: Path) -> Iterator[Path]:
-    """A folder to write in, which is put in place when all is written, and goes otherwise.
+    """Yield a folder to write in, which is renamed to `path` at the end, or removed after an error.
 
     Args:
-        path: Where it is put; nothing, or an empty folder.
+        path: Final path, where nothing or an empty folder is.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The folder cannot be written.
     """
     _make_folder(path.parent)
     aside = _aside(path)
     aside.mkdir()
     try:
         yield aside
+        # Fails if the path is a folder with contents, so nothing is overwritten.
         aside.rename(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def unwritten(what: str, path: Path | str, error: OSError) -> ZeroSimError:
-    """The error for something that could not be written.
+    """Return the error for a file that could not be written.
 
     Args:
-        what: It, such as `a page`.
-        path: Where it should have gone.
-        error: Why not.
+        what: Description of the file, such as `a page`.
+        path: Its path.
+        error: The operating system's error.
 
     Returns:
-        A problem of the machine where the disk is full or fails; else one of the place.
+        A problem of the machine if the disk is full or fails, otherwise one of the path.
     """
     why = f"expected to write {what} to {path}, got: {error.strerror or error}."
     if error.errno in _OF_MACHINE:
-        return EnvironmentProblem(f"{why} What was there is as it was. Try a place with room.")
+        return EnvironmentProblem(f"{why} An existing file is unchanged. Try a place with room.")
     return UsageError(f"{why} Try another place.")
 
 
 def _write_to(path: Path, data: bytes) -> None:
-    """Write to a pipe or a device, which is not waited for until somebody reads it."""
+    """Write to a pipe or a device, without waiting for a reader."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ENXIO and stat.S_ISFIFO(path.stat().st_mode):
-            raise OSError(errno.ENXIO, "a pipe that nobody reads", str(path)) from None
+            raise OSError(errno.ENXIO, "a pipe without a reader", str(path)) from None
         raise
     with open(handle, "wb", buffering=0) as file:
+        # Blocking again: a slow reader is waited for.
         os.set_blocking(handle, True)
         while data:
+            # Unbuffered writes may be partial.
             data = data[file.write(data) :]
 
 
@@ -116,8 +122,10 @@ def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
+        # mkdir reports "File exists" for a file in the way, which would mislead.
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
 
 
 def _aside(path: Path) -> Path:
+    # In the same folder, because a rename cannot cross file systems.
     return path.with_name(f".{path.name[:100]}-{os.getpid()}-{secrets.token_hex(4)}")

@@ -1,4 +1,4 @@
-"""Frames of a traceback that are the user's: neither ours nor those of Python's own machinery."""
+"""Frames of a traceback that belong to the user, and neither to zero_sim nor to Python itself."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ _PYTHON = str(Path(traceback.__file__).parent)
 
 
 def is_of_user(file: str) -> bool:
-    """Whether a file is neither ours nor one of Python's own modules."""
+    """Return True if a file belongs neither to zero_sim nor to Python's own modules."""
     is_pythons = file.startswith("<frozen ") or (
+        # Installed packages may lie below Python's own folder.
         file.startswith(_PYTHON) and "site-packages" not in file
     )
     return not is_pythons and not file.startswith(_PACKAGE)
 
 
 def show_frames(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The user's frames of some, as in a traceback; empty where there are none."""
+    """Format the user's frames as in a traceback; empty if there are none."""
     return "".join(traceback.format_list(_theirs(frames))).rstrip()
 
 
 def show_error(error: BaseException) -> str:
-    """An error and what led to it, as a traceback of the user's frames alone."""
+    """Format an error and its causes, with the user's frames only."""
     told = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()
     cause: traceback.TracebackException | None = told
+    # Causes may form a circle.
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
         cause.stack = traceback.StackSummary.from_list(_theirs(cause.stack))
@@ -37,9 +39,10 @@ def show_error(error: BaseException) -> str:
 
 
 def _theirs(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """The last of the user's frames below the last one of ours; of all, where ours is the last."""
+    """Return the last user frames below our last one; if that is the lowest, of all frames."""
     ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(_PACKAGE)]
     below = frames[ours[-1] + 1 :] if ours else []
+    # Frames above our last one called us; those below were called by us, such as a user's engine.
     for some in (below, frames):
         theirs = [frame for frame in some if is_of_user(frame.filename)]
         if theirs:

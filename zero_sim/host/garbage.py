@@ -1,9 +1,9 @@
-"""Garbage collection in processes of the project's own: never again through what imports made.
+"""Garbage collection in zero_sim's own processes, without repeated passes over imported objects.
 
-Torch and what it loads are 300,000 objects that stay, and a collection takes a quarter of a second
-to walk through them. While they are made several do: a quarter of the time of the imports.
+Torch and its imports create 300,000 permanent objects, and each full collection takes a quarter of
+a second to visit them. Several collections during the imports take a quarter of their time.
 
-How a process of somebody else collects, as that of their tests, is theirs to say: it calls neither
+A foreign process, such as that of a user's tests, keeps its own settings: it calls neither
 `collect_seldom` nor `settle_memory`.
 """
 
@@ -12,31 +12,32 @@ from __future__ import annotations
 import gc
 
 _THRESHOLDS_SELDOM = (50_000, 20, 1_000)
+# Thresholds of this process before `collect_seldom`; empty if they are in place.
 _usual: list[tuple[int, int, int]] = []
-"""The thresholds of this process, while it collects seldom."""
 
 
 def collect_seldom() -> None:
-    """Collect seldom until `spare_imports`; for the first lines of a process."""
+    """Collect rarely until `spare_imports`; called in the first lines of a process."""
     if not _usual:
         _usual.append(gc.get_threshold())
         gc.set_threshold(*_THRESHOLDS_SELDOM)
 
 
 def spare_imports() -> None:
-    """Collect as usual again, but not what is there now; nothing where it does anyway."""
+    """Restore the usual thresholds and exclude present objects, if `collect_seldom` was called."""
     if _usual:
         gc.freeze()
         gc.set_threshold(*_usual.pop())
 
 
 def settle_memory() -> None:
-    """Keep what is alive now out of every later collection, for a process with many cases to run.
+    """Exclude the objects alive now from later collections, in a process that runs many cases.
 
-    What is called later settles what was loaded since.
+    Later calls exclude the objects created since.
     """
     if _usual:
         spare_imports()
         return
+    # Collected first, because frozen garbage would stay forever.
     gc.collect()
     gc.freeze()

@@ -10,10 +10,11 @@ from zero_sim.errors import EnvironmentProblem
 
 @contextlib.contextmanager
 def packages_needed() -> Iterator[None]:
-    """Around imports: a package that is missing is a problem of the machine."""
+    """Turn a failed import of a missing package into an `EnvironmentProblem`."""
     try:
         yield
     except ModuleNotFoundError as error:
+        # One of our own modules is missing, which is a bug.
         if (error.name or "").partition(".")[0] == "zero_sim":
             raise
         raise EnvironmentProblem(

@@ -1,6 +1,6 @@
-"""Signals that end a command: Ctrl-C, SIGTERM of who manages jobs, SIGHUP of a terminal that goes.
+"""Signals that end a command: Ctrl-C, SIGTERM from a job manager, SIGHUP from a closed terminal.
 
-All of them ask for the same. One that is ignored, as `nohup` ignores SIGHUP, stays ignored.
+All of them have the same effect. An ignored one, such as SIGHUP under `nohup`, stays ignored.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FROM_OWNER = signal.SIGUSR1
-"""What a process sends to its workers in place of those, which reach a whole group at once."""
+"""Signal that a process sends to its workers. The others reach a whole process group at once."""
 SAME_SECONDS = 0.5
-"""Signals so close are one: `timeout` and job managers send it to a process and to its group."""
+"""Signals this close count as one: `timeout` and job managers signal a process and its group."""
 
 _last_heard = -SAME_SECONDS
 _heard_count = 0
@@ -26,20 +26,20 @@ _at_second: Callable[[], None] | None = None
 
 
 def heard_count() -> int:
-    """How many signals that end a command have come while something listened."""
+    """Return the number of signals received while something listened."""
     return _heard_count
 
 
 def heard_name() -> str:
-    """The signal that was heard last, such as `SIGTERM`; empty where none was."""
+    """Return the name of the last received signal, such as `SIGTERM`; empty if there was none."""
     return _heard_name
 
 
 def at_second(call: Callable[[], None]) -> None:
-    """What to call when a second signal comes to this process, before it is answered.
+    """Set a function to call at the second signal to this process, before its answer.
 
-    For a process that runs one command: what the answer raises may have to wait for threads that
-    do not end.
+    For a process that runs one command: the exception raised by the answer may have to wait for
+    threads that do not end.
     """
     global _at_second
     _at_second = call
@@ -47,12 +47,12 @@ def at_second(call: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def listening(answer: Callable[[], None]) -> Iterator[None]:
-    """Call a function when a signal comes that ends a command.
+    """Call a function when a signal arrives that ends a command.
 
-    Only the main thread of a process is told of signals; in any other this does nothing.
+    Python delivers signals only to the main thread; in any other thread this does nothing.
 
     Args:
-        answer: Called in the main thread, in the midst of whatever it does; it may raise.
+        answer: Called in the main thread, between any two of its instructions. May raise.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -61,6 +61,7 @@ def listening(answer: Callable[[], None]) -> Iterator[None]:
     def hear(number: int, frame: FrameType | None) -> None:
         global _last_heard, _heard_count, _heard_name
         now = time.monotonic()
+        # The same signal, sent to the process and again to its group.
         if now - _last_heard < SAME_SECONDS:
             return
         _last_heard = now
@@ -70,11 +71,11 @@ def listening(answer: Callable[[], None]) -> Iterator[None]:
             _at_second()
         answer()
 
-    # None is what was not set from Python, and could not be set again.
+    # None is a handler that was not set by Python, and cannot be restored by it.
     listened = [
         number for number in ENDING if signal.getsignal(number) not in (signal.SIG_IGN, None)
     ]
-    # To a process without an owner that signal means nothing: who sends it takes it for another.
+    # Without an owner SIGUSR1 has no meaning here, so it must keep its default effect.
     if _has_owner:
         listened.append(FROM_OWNER)
     before = {number: signal.signal(number, hear) for number in listened}
@@ -86,7 +87,7 @@ def listening(answer: Callable[[], None]) -> Iterator[None]:
 
 
 def interrupt() -> None:
-    """What an interrupt does: raise.
+    """Raise the exception of an interrupt.
 
     Raises:
         KeyboardInterrupt: Always.
@@ -95,8 +96,9 @@ def interrupt() -> None:
 
 
 def leave_to_owner() -> None:
-    """Let signals pass that reach a whole group: who started this process says what follows."""
+    """Ignore signals to the process group from now on, because the parent process decides."""
     global _has_owner
     _has_owner = True
+    # Until `listening` installs a handler for the owner's signal, it must not end the process.
     for number in (*ENDING, FROM_OWNER):
         signal.signal(number, signal.SIG_IGN)

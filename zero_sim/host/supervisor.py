@@ -1,9 +1,9 @@
-"""A process that runs a command in another one and says how it ended.
+"""Supervisor: a process that runs its own command in another process, and reports its ending.
 
-Code of somebody else can end the process that imports it, with a status of success, and nothing in
-that process can say so. So where a command imports such code, the process that was started does
-not: it starts the same command once more, and its exit status is the one that the other process
-confirmed when it was through with the command. One that ends without has not succeeded.
+Foreign code can end the process that imports it, with a status of success, and nothing in that
+process can report this. So if a command imports foreign code, the started process does not: it
+starts the same command again, and exits with the status that the second process confirms at its
+end. A process that ends without confirmation has not succeeded.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from zero_sim.host.signals import ENDING
 from zero_sim.host.terminal import takes_codes
 from zero_sim.untrusted import printable
 
+# As for a usage error, and for a problem of the machine (zero_sim.errors).
 EXIT_ENDED = 2
 EXIT_KILLED = 4
+# Environment variable with the descriptor for messages to the supervisor.
 _CHANNEL = "ZERO_SIM_SUPERVISOR"
-"""Environment variable with the descriptor over which the other process tells."""
 _WATCHED = (*ENDING, signal.SIGCHLD)
+# Interval at which messages are read while nothing ends.
 _POLL_SECONDS = 0.05
-"""How often what is told is read, while nothing ends."""
 
 
 @dataclass(slots=True)
 class _Supervised:
-    """This process, where another one supervises it."""
+    """This process, if another one supervises it."""
 
     channel: socket.socket
     pid: int = field(default_factory=os.getpid)
 
     def tell(self, **what: object) -> None:
-        # What the code under test forks has this channel, too, and nothing to tell over it.
+        # Forks of the code under test inherit the channel, but must not report anything.
         if os.getpid() == self.pid:
             with contextlib.suppress(OSError):
                 self.channel.sendall(json.dumps(what).encode() + b"\n")
@@ -55,13 +56,13 @@ class _Supervised:
 _supervised: _Supervised | None = None
 _cases = 0
 
+# Commands whose arguments may name a user's model, and the form of such a name.
 _TAKE_MODELS = ("memory", "traffic")
 _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-"""Commands that may name a model of somebody else, and what such a name looks like."""
 
 
 def foreign_target(arguments: Sequence[str]) -> str:
-    """What a command line names that somebody else wrote; empty where there is nothing.
+    """Return the foreign code named by a command line; empty if there is none.
 
     Args:
         arguments: All words after the command's own name.
@@ -70,24 +71,25 @@ def foreign_target(arguments: Sequence[str]) -> str:
         return next((word for word in arguments if word.endswith(".py")), "the script")
     if arguments and arguments[0] in _TAKE_MODELS:
         return next((word for word in arguments[1:] if _MODEL.fullmatch(word)), "")
+    # Own targets are plain names. Foreign ones are `module:name`.
     named = [after for word, after in pairwise(arguments) if word == "--target"]
     named += [word.partition("=")[2] for word in arguments if word.startswith("--target=")]
     return next((name for name in named if ":" in name), "")
 
 
 def supervise(target: str) -> int:
-    """Run this process's own command once more in another process.
+    """Run this process's own command again in another process.
 
-    It has the same terminal and streams; signals that do not reach it anyway are passed on.
+    The other process has the same terminal and streams. Signals that do not reach it are passed on.
 
     Args:
-        target: What the command imports.
+        target: Foreign code that the command imports.
 
     Returns:
-        The exit status: what the other process confirmed; 2 where it ended without, 4 where the
-        machine killed it.
+        The exit status confirmed by the other process; 2 if it ended without confirmation, 4 if
+        the machine killed it.
     """
-    # What is blocked is inherited: signals wait until the other process listens for them.
+    # Inherited, so that signals wait until the other process listens for them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     try:
         told, returncode = _run_again()
@@ -95,6 +97,7 @@ def supervise(target: str) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if told.status is not None:
         return told.status
+    # The other process could not clean up.
     _restore_terminal()
     error, status = told.without_confirmation(returncode, target=target)
     print(printable(f"Error: {error}", lines=True), file=sys.stderr, flush=True)  # noqa: T201
@@ -103,9 +106,11 @@ def supervise(target: str) -> int:
 
 def _run_again() -> tuple[_Told, int]:
     ours, theirs = socket.socketpair()
+    # The child's end is closed here at once, so that reads end with the child.
     with ours:
         with theirs:
             child = subprocess.Popen(
+                # The interpreter's own options too, such as -X or -W.
                 [sys.executable, *sys.orig_argv[1:]],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, _CHANNEL: str(theirs.fileno())},
@@ -123,34 +128,36 @@ def _run_again() -> tuple[_Told, int]:
 
 
 def _wait_for_signal() -> int | None:
-    """A signal that the other process may not have got, if one comes within a moment."""
+    """Return a signal that the other process may not have received; None after a short wait."""
     if not hasattr(signal, "sigtimedwait"):
-        # Not everywhere does a signal say where it comes from; two that come at once are one.
+        # Some systems do not report the sender. If the other process gets the signal twice in
+        # a short time, it counts as one.
         time.sleep(_POLL_SECONDS)
         waiting = signal.sigpending() & set(_WATCHED)
         return signal.sigwait(waiting) if waiting else None
     came = signal.sigtimedwait(_WATCHED, _POLL_SECONDS)
-    # The terminal sends to all processes of a command, everybody else to this one.
+    # The terminal sends to all processes of a command (si_code > 0), others only to this one.
     return came.si_signo if came is not None and came.si_code <= 0 else None
 
 
 @dataclass(slots=True)
 class _Told:
-    """What the other process has told so far."""
+    """Messages of the other process so far."""
 
     status: int | None = None
     cases: int = 0
     doing: str = ""
     ending: Mapping[str, Any] = field(default_factory=dict)
-    """The call that ended the process, where it was one that can be seen."""
+    """The call that ended the process, if it was observed."""
     passed_on: bool = False
-    """Whether it was sent a signal that ends it."""
+    """True if a signal was passed on to it."""
     unread: bytes = b""
 
     def read(self, channel: socket.socket) -> None:
-        """Take in what has come."""
+        """Read the messages that have arrived."""
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while part := channel.recv(65536):
+                # A message may arrive in parts.
                 *lines, self.unread = (self.unread + part).split(b"\n")
                 for line in lines:
                     self._take(json.loads(line))
@@ -162,7 +169,7 @@ class _Told:
         self.ending = message.get("ending", self.ending)
 
     def without_confirmation(self, returncode: int, *, target: str) -> tuple[str, int]:
-        """What to say of a process that ended before it was through, and the exit status."""
+        """Return message and exit status for a process that ended without confirmation."""
         number = -returncode
         if self.passed_on and number in ENDING:
             return "interrupted.", 130
@@ -173,74 +180,78 @@ class _Told:
         where = f" at {self.doing}" if self.doing else ""
         count = f"{self.cases} case{'' if self.cases == 1 else 's'}"
         lines = [
-            f"expected the command to come to its end, but the process that imported {target} "
+            f"expected the command to reach its end, but the process that imported {target} "
             f"ended with {how}{where}, after {count}. That is no success, whatever the status."
         ]
+        # No process can catch SIGKILL, so the out-of-memory killer is the likely sender.
         if number == signal.SIGKILL:
-            lines.append("Something killed it; a machine does that when its memory is full.")
+            lines.append("Something killed it, as a machine does when its memory is full.")
             return "\n".join(lines), EXIT_KILLED
         if self.ending:
             lines.append(f"{self.ending['call']} was called here:\n{self.ending['frames']}")
-        lines.append("Code that is judged has to raise, not to end the process.")
+        lines.append("Let judged code raise an exception instead of ending the process.")
         return "\n".join(lines), EXIT_ENDED
 
 
 def _restore_terminal() -> None:
     if takes_codes(sys.stderr):
-        # The line of progress, and the cursor that it hid.
+        # Clear the progress line, and show the cursor again.
         print("\r\x1b[K\x1b[?25h", end="", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def attach() -> bool:
-    """Begin to tell the process that supervises this one; whether one does."""
+    """Connect to the process that supervises this one; return False if there is none."""
     global _supervised
     descriptor = os.environ.pop(_CHANNEL, None)
     if descriptor is None:
         return False
     channel = socket.socket(fileno=int(descriptor))
+    # Not for processes of the code under test.
     channel.set_inheritable(False)
     _supervised = _Supervised(channel)
     threading.Thread(target=_end_with, args=(channel,), name="supervisor", daemon=True).start()
+    # sys.exit raises and can be seen. os._exit ends the process without a trace.
     os._exit = _watched_exit
     return True
 
 
 def listen() -> None:
-    """Let signals come that were held back until somebody listens."""
+    """Unblock signals, once something listens for them."""
     if _supervised is not None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
 
 
 def note(doing: str) -> None:
-    """Say what the process is about to do, in words that follow `at`."""
+    """Report the next action of this process, in words that follow `at`."""
     if _supervised is not None:
         _supervised.tell(doing=doing, cases=_cases)
 
 
 def count_case() -> None:
-    """Say that one more case has ended."""
+    """Count an ended case."""
     global _cases
     _cases += 1
 
 
 def confirm(status: int) -> None:
-    """Say that the command came to its end.
+    """Confirm the end of the command.
 
     Args:
-        status: Its exit status.
+        status: Exit status of the command.
     """
     if _supervised is not None:
         _supervised.tell(finished=status, cases=_cases)
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process at once, with the status of a command that came to its end."""
+    """End this process at once, with the status of a command that reached its end."""
     confirm(status)
     _exit(status)
 
 
 def _end_with(channel: socket.socket) -> None:
-    """End this process with the one that supervises it: nobody else is left to hear of it."""
+    """End this process with its supervisor, because its results would reach no reader."""
+    # The supervisor sends nothing, so this returns only when its end is closed.
     with contextlib.suppress(OSError):
         channel.recv(1)
     _exit(1)
@@ -250,7 +261,7 @@ _exit = os._exit
 
 
 def _watched_exit(status: int) -> NoReturn:
-    """`os._exit`, which says first who calls it."""
+    """Report the caller of `os._exit`, then exit."""
     text = show_frames(traceback.extract_stack()[:-1])
     if _supervised is not None:
         _supervised.tell(ending={"call": f"os._exit({status})", "status": status, "frames": text})

@@ -1,4 +1,4 @@
-"""Terminals: whether what is written there may hold control codes."""
+"""Terminals, and whether output to them may contain control codes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TextIO
 
 
 def takes_codes(stream: TextIO) -> bool:
-    """Whether colours, spinners and lines that are written again belong on a stream.
+    """Return True if colours, spinners and rewritten lines may be written to a stream.
 
-    Not where it is no terminal, or one that knows no codes, and nowhere if the environment says
-    NO_COLOR, which who sets it means of all of them.
+    False if it is no terminal, or TERM is `dumb`, or the environment sets NO_COLOR.
     """
+    # NO_COLOR counts for all kinds of codes: its user wants plain text.
     dumb = os.environ.get("TERM") == "dumb"
     return stream.isatty() and not dumb and not os.environ.get("NO_COLOR")
 

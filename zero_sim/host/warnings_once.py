@@ -1,8 +1,8 @@
-"""Warnings of the code under test: each is told once, however many cases and processes meet it.
+"""Warnings of the code under test, each shown once for all cases and processes.
 
-Torch's and other libraries' own blocks of `warnings.catch_warnings` make Python forget what it
-told, so that thousands of cases tell the same again and again. Who asks for warnings, with `-W` or
-`PYTHONWARNINGS`, gets them as Python gives them.
+Blocks of `warnings.catch_warnings` in torch and other libraries reset Python's memory of shown
+warnings, so thousands of cases would repeat the same one. If `-W` or `PYTHONWARNINGS` is set,
+Python's own behaviour stays.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# Environment variable with a folder, which contains an empty file for each shown warning.
 _CLAIMS = "ZERO_SIM_WARNED"
-"""Environment variable with a folder that has an empty file for each warning that was told."""
 
 
 @contextlib.contextmanager
 def telling_once() -> Iterator[None]:
-    """Tell each warning once inside this block, in this process and those that it starts."""
+    """Show each warning once, in this process and those that it starts."""
+    # The user's own filters, or a parent process that has done this already.
     if sys.warnoptions or _CLAIMS in os.environ:
         yield
         return
     folder = Path(tempfile.gettempdir(), f"zero-sim-warned-{os.getpid()}-{secrets.token_hex(4)}")
+    # In the environment, so that processes started later find it.
     before, os.environ[_CLAIMS] = warnings.showwarning, str(folder)
     tell_once()
     try:
@@ -41,7 +43,7 @@ def telling_once() -> Iterator[None]:
 
 
 def tell_once() -> None:
-    """Tell none, in a process that another one started, that was told in any of them."""
+    """Suppress warnings already shown by a related process, in a process started by another."""
     folder = os.environ.get(_CLAIMS)
     if folder is not None:
         warnings.showwarning = _once(warnings.showwarning, Path(folder))
@@ -53,19 +55,20 @@ def _once(show: Callable[..., None], folder: Path) -> Callable[..., None]:
     def show_once(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any
     ) -> None:
-        # Not the text, which may name a tensor or a number.
+        # Without the text, which may contain the name of a tensor or a number.
         place = f"{category.__name__} {filename} {lineno}"
         key = hashlib.sha256(place.encode(errors="replace")).hexdigest()[:32]
         if key in seen:
             return
         seen.add(key)
         try:
+            # Exclusive creation decides between processes that show the warning at the same time.
             folder.mkdir(exist_ok=True)
             os.close(os.open(folder / key, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return
         except OSError:
-            pass  # Without room it is told once a process.
+            pass  # On a full disk, each process shows it once.
         show(message, category, filename, lineno, *rest)
 
     return show_once

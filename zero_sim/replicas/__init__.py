@@ -1,1 +1,1 @@
-"""Tensors and rows that several ranks of a script have, compared in every run of it."""
+"""Replicated tensors and rows read by the ranks of a script, compared in each of its runs."""

@@ -1,12 +1,12 @@
-"""Compares tensors that should be replicas among the ranks of one run, as forwards use them.
+"""Comparison of tensors that should be replicas, among the ranks of one run, as forwards use them.
 
 Params of DistributedDataParallel, buffers that it broadcasts, and DTensors with replicated
-placements are declared to be replicas. Other tensors of equal name and shape are only suspected to
-be: experts and personal layers may differ rightly.
+placements are declared replicas. Other tensors of equal name and shape are only suspected to be:
+experts and personal layers differ in a correct script.
 
 [Note: the index of a value]
 Ranks reach the same forward at different times, and may call different numbers of forwards. So the
-values compared are those of the first forward after the same number of optimizer steps on the
+compared values are those of the first forward after the same number of optimizer steps on the
 tensor itself. Without an optimizer, forwards whose backward reduces gradients are counted instead.
 """
 
@@ -24,14 +24,14 @@ from torch import Tensor
 from zero_sim.findings.compare import Difference, find_difference
 
 KEPT_BYTES = 1 << 30
-"""Memory of values that wait for other ranks. Beyond it the oldest are dropped, uncompared."""
+"""Limit of the memory of values that wait for other ranks. The oldest are dropped, uncompared."""
 
 
 class ReplicaKey(NamedTuple):
     """A tensor that several ranks have."""
 
     declared: str
-    """What declares it to be a replica, such as `DistributedDataParallel`; empty for nothing."""
+    """Declaration as a replica, such as `DistributedDataParallel`; empty if there is none."""
     name: str
     shape: tuple[int, ...]
     place: tuple[object, ...] = ()
@@ -39,7 +39,7 @@ class ReplicaKey(NamedTuple):
 
 
 class ValueIndex(NamedTuple):
-    """When a value was used; see [Note: the index of a value]."""
+    """Time at which a value was used; see [Note: the index of a value]."""
 
     steps: int
     """Optimizer steps on the tensor."""
@@ -48,7 +48,7 @@ class ValueIndex(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The time in words."""
+        """Description of the time."""
         if self.forwards > 1:
             return f"as forward {self.forwards} used it"
         return f"as the first forward{f' after step {self.steps}' if self.steps else ''} used it"
@@ -61,15 +61,15 @@ class Drift:
     key: ReplicaKey
     index: ValueIndex
     excuse: str
-    """A reason why it may differ rightly; empty for a finding."""
+    """Reason why a correct script may have this difference; empty for a finding."""
     ranks: tuple[int, int]
-    """The first two ranks that were found to differ, the lower first."""
+    """The first two ranks found to differ, the lower one first."""
     difference: Difference
-    """The values of the lower rank are those expected."""
+    """Difference, with the lower rank's values as the expected ones."""
 
     @property
     def text(self) -> str:
-        """The difference in words."""
+        """Description of the difference."""
         of = f" of {self.key.declared}" if self.key.declared else ""
         (one, other), found = self.ranks, self.difference
         return (
@@ -90,21 +90,23 @@ class _Entry:
 
 
 class ReplicaCheck:
-    """Compares the tensors of all ranks of one run.
+    """Comparison of the tensors of all ranks of one run.
 
     Args:
-        allowed: Patterns of names that may differ, as of `fnmatch`.
+        allowed: Patterns of names that may differ, as for `fnmatch`.
     """
 
     def __init__(self, *, allowed: Sequence[str] = ()) -> None:
         self.findings: list[Drift] = []
         """Declared replicas that differ, in the order in which they were found."""
         self.warnings: list[Drift] = []
-        """Tensors that drift apart, and may do so rightly."""
+        """Tensors that drift apart, which a correct script may have."""
         self.compared: set[ReplicaKey] = set()
-        """Declared replicas that were equal on all their ranks whenever they were compared."""
+        """Declared replicas that were equal on all their ranks each time."""
         self._allowed = tuple(allowed)
+        # Undeclared tensors that were equal on all ranks at least once.
         self._agreed: set[ReplicaKey] = set()
+        # Differing tensors, which are reported once.
         self._done: set[ReplicaKey] = set()
         self._entries: OrderedDict[tuple[ReplicaKey, ValueIndex], _Entry] = OrderedDict()
         self._bytes = 0
@@ -123,21 +125,24 @@ class ReplicaCheck:
 
         Args:
             rank: World rank.
-            key: The tensor.
-            index: When it is used.
-            tensor: Its value.
-            count: Number of ranks that have it.
-            excuse: A reason why other ranks may rightly differ; empty for none.
+            key: Tensor.
+            index: Time of the value.
+            tensor: Value.
+            count: Number of ranks with this tensor.
+            excuse: Reason why ranks may differ in a correct script; empty for none.
         """
         if key in self._done:
             return
         if tensor.is_complex():
+            # [..., 2]: real and imaginary parts compare as floats.
             tensor = torch.view_as_real(tensor.resolve_conj())
         entry = self._entries.get((key, index))
         if entry is None:
+            # Cloned, because the next step changes it in place.
             self._keep(key, index, _Entry(rank, tensor.clone(), excuse, {rank}))
             return
         entry.ranks.add(rank)
+        # In rank order, so that a report does not depend on the schedule.
         (low, values), (high, others) = sorted(
             ((entry.rank, entry.values), (rank, tensor)), key=lambda each: each[0]
         )
@@ -145,10 +150,12 @@ class ReplicaCheck:
         if difference is not None:
             self._done.add(key)
             self.compared.discard(key)
+            # Allowed tensors are compared as well, so that they do not count as equal.
             is_allowed = any(fnmatch.fnmatchcase(key.name, pattern) for pattern in self._allowed)
+            # An undeclared tensor that was never equal is no replica: it was drawn per rank.
             if is_allowed or not (key.declared or key in self._agreed):
                 return
-            # One rank that reduced gradients shows that the step was to be common.
+            # If one rank reduced gradients, the step was meant to be the same on all ranks.
             excuse = entry.excuse and excuse
             if not key.declared:
                 excuse = "nothing declares it to be a replica"
@@ -159,7 +166,7 @@ class ReplicaCheck:
         elif len(entry.ranks) == count:
             if key.declared:
                 self.compared.add(key)
-            # Zeros and ones are equal on ranks that have different shards, too.
+            # Zeros and ones are equal on ranks with different shards as well.
             elif key not in self._agreed and bool((tensor != tensor.reshape(-1)[0]).any()):
                 self._agreed.add(key)
             self._drop((key, index))
@@ -168,6 +175,7 @@ class ReplicaCheck:
         self._entries[key, index] = entry
         self._bytes += entry.values.nbytes
         while self._bytes > KEPT_BYTES and len(self._entries) > 1:
+            # The newest always stays, so that a large tensor can be compared at all.
             self._drop(next(iter(self._entries)))
 
     def _drop(self, place: tuple[ReplicaKey, ValueIndex]) -> None:
@@ -175,7 +183,7 @@ class ReplicaCheck:
 
     @property
     def finding(self) -> str:
-        """The finding in words; empty for none."""
+        """Description of the findings; empty if there are none."""
         return _in_words(
             self.findings,
             "replicas differ",
@@ -185,17 +193,17 @@ class ReplicaCheck:
 
     @property
     def warning(self) -> str:
-        """The tensors that drift apart and may do so rightly, in words; empty for none."""
+        """Description of the warnings; empty if there are none."""
         excuse = self.warnings[0].excuse if self.warnings else ""
         return _in_words(
             self.warnings,
             "equal on all ranks at first, then not",
-            f"This may be right, since {excuse}. Then name it",
+            f"This may be right, because {excuse}. If it is, name it",
         )
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The warning in one line, if there is one."""
+        """The warning as one line, in a tuple; empty if there is none."""
         lines = [line.strip().removesuffix(".") for line in self.warning.splitlines()]
         return (". ".join(lines) + ".",) if lines else ()
 

@@ -1,7 +1,7 @@
-"""Rows of data that a rank's outermost forwards read, and dealing one run's rows to another.
+"""Rows of data that a rank's outermost forwards read, and dealing of one run's rows to another.
 
-A slot is one argument of one module, such as `GPT(idx)`. Tensors that need gradients, and those
-without dimensions, hold no rows.
+A slot is an argument of a module, such as `GPT(idx)`. Tensors with gradients, and those without
+dimensions, contain no rows.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from torch import Tensor
 
 from zero_sim.errors import UsageError
 
+# 64 bits: two of a million rows collide with a probability of 3e-8.
 _DIGEST_BYTES = 8
 
 
 class Slot(NamedTuple):
-    """An argument that holds rows."""
+    """An argument that contains rows."""
 
     module: str
     """Class of the module, or name of the loss function."""
     argument: str
-    """Its name, or its position."""
+    """Name or position of the argument."""
 
     def __str__(self) -> str:
         return f"{self.module}({self.argument})"
 
 
 class RowsLack(UsageError):
-    """The run that rows are dealt from read too few."""
+    """The run whose rows are dealt read too few."""
 
 
 def _own_rows(step: int, slot: Slot, rows: Tensor) -> Tensor:
@@ -46,27 +47,27 @@ class RowLog:
 
     rank: int = 0
     sharers: set[int] = field(default_factory=set)
-    """Ranks that share this rank's forwards: those of meshes of the DTensors that it uses there."""
+    """Ranks with the same forwards: those of the meshes of DTensors used in them."""
     keeps_values: bool = False
-    """True to keep the rows themselves, so that they can be dealt."""
+    """True to keep the rows themselves, for dealing."""
     deal: Callable[[int, Slot, Tensor], Tensor] = _own_rows
-    """Returns the rows that a forward gets in place of others, from step and slot."""
+    """Returns the rows for a forward, from step, slot and the rank's own rows."""
     trouble: UsageError | None = None
-    """The reason why rows could not be dealt."""
+    """Reason why rows could not be dealt; None if they could."""
     digests: dict[tuple[int, Slot], list[str]] = field(default_factory=lambda: defaultdict(list))
     epochs: dict[int, int] = field(default_factory=dict)
-    """Passes over DataLoaders that had begun in each step; 0 for rows that no DataLoader gave."""
+    """Passes over DataLoaders begun before each step; 0 for rows from elsewhere."""
     values: dict[tuple[int, Slot], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     evaluations: set[str] = field(default_factory=set)
-    """Digests of the rows that forwards without gradients read."""
+    """Digests of rows read by forwards without gradients."""
     _passes: int = 0
 
     def begin_pass(self) -> None:
-        """Note that a pass over a DataLoader begins."""
+        """Count the start of a pass over a DataLoader."""
         self._passes += 1
 
     def evaluated(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note rows that a forward without gradients read."""
+        """Record the rows of a forward without gradients."""
         for _, tensor in _slots("", args, kwargs):
             self.evaluations.update(_digests(tensor))
 
@@ -79,25 +80,27 @@ class RowLog:
         *,
         trains: bool = True,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Note the rows that an outermost forward reads.
+        """Record the rows of an outermost forward.
 
         Args:
             step: Optimizer steps so far.
             module: Class of the module, or name of the loss function.
             args: Arguments by position.
             kwargs: Arguments by name.
-            trains: False for a teacher, which computes without gradients: its rows are dealt, and
+            trains: False for a teacher, which computes without gradients. Its rows are dealt, but
                 not compared.
 
         Returns:
-            The arguments with the rows that are dealt.
+            The arguments, with dealt rows in place of the rank's own.
         """
         self.epochs.setdefault(step, self._passes)
+        # Positions are slots as well: "0", "1", ...
         given = {**{str(index): each for index, each in enumerate(args)}, **kwargs}
         for slot, tensor in _slots(module, args, kwargs):
             try:
                 rows = given[slot.argument] = self.deal(step, slot, tensor)
             except UsageError as trouble:
+                # Kept as well as raised, because a script may catch it.
                 self.trouble = trouble
                 raise
             if trains:
@@ -108,7 +111,7 @@ class RowLog:
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     def until(self, step: int) -> RowLog:
-        """The log of the steps before one."""
+        """Return the log of the steps before `step`."""
         digests = {key: rows for key, rows in self.digests.items() if key[0] < step}
         return RowLog(
             rank=self.rank, sharers=self.sharers, digests=digests, evaluations=self.evaluations
@@ -116,14 +119,14 @@ class RowLog:
 
 
 class Dealer:
-    """Gives a rank the rows that are its share of those that another run read.
+    """Dealer of one rank's share of the rows that another run read.
 
     The `j`-th forward of rank `r` of N gets the rows from `(j * N + r) * b`, where `b` is the
-    number of rows that the rank would have read. If batches are to be split, that forward gets the
-    `r`-th of N equal parts of the batch that the other run's `j`-th forward read.
+    number of rows that the rank would have read. With `splits`, this forward gets the `r`-th of N
+    equal parts of the batch of the other run's `j`-th forward.
 
     Args:
-        source: Log of the run that read them, with values.
+        source: Log of the other run, with values.
         rank: This rank.
         world_size: Number of ranks.
         splits: True to split each batch, for scripts whose batch per rank cannot be set.
@@ -138,19 +141,19 @@ class Dealer:
         batches: dict[Slot, list[Tensor]] = defaultdict(list)
         for (_, slot), each in source.values.items():
             batches[slot] += each
+        # Arguments that are equal in each forward are no data, for example masks.
         self._constant = {slot: each[0] for slot, each in batches.items() if _are_constant(each)}
-        """Arguments that are no data, such as a mask."""
 
     def deal(self, step: int, slot: Slot, tensor: Tensor) -> Tensor:
-        """The rows that replace a tensor.
+        """Return the rows that replace a tensor.
 
         Raises:
-            UsageError: The other run has none for it.
+            UsageError: The other run read none in this step and slot.
         """
         if (step, slot) not in self._values:
             raise UsageError(
-                f"expected {slot} in step {step + 1} on one rank too, because its rows are to be "
-                "dealt. Run without --feed."
+                f"expected {slot} in step {step + 1} on one rank as well, because its rows are "
+                "dealt, got none. Run without --feed."
             )
         if slot in self._constant and torch.equal(self._constant[slot], tensor):
             return tensor
@@ -160,7 +163,9 @@ class Dealer:
         return deal(step, slot, index, tensor.shape[0]).to(tensor.device)
 
     def _stretch(self, step: int, slot: Slot, index: int, count: int) -> Tensor:
+        # [rows of the step, ...], in the order in which the other run's forwards read them.
         rows = torch.cat(self._values[step, slot])
+        # Ranks take turns, one batch each.
         start = (index * self._world_size + self._rank) * count
         if rows.shape[0] < start + count:
             raise RowsLack(
@@ -193,6 +198,7 @@ def _slots(
         if (
             type(value) is Tensor
             and value.dim()
+            # A batch is a plain tensor with a first dimension of rows, and no input gradient.
             and value.numel()
             and not value.requires_grad
             and value.layout is torch.strided
@@ -204,13 +210,15 @@ def _slots(
 
 def _digests(tensor: Tensor) -> list[str]:
     rows = tensor.detach().contiguous()
+    # The same rows in another dtype, such as bf16 on one side, have the same digest.
     if rows.dtype.is_floating_point:
         rows = rows.to(torch.float64)
+    # [rows, features]: one digest per row, whatever the batch.
     return [digest_of(row) for row in rows.reshape(rows.shape[0], -1)]
 
 
 def digest_of(values: Tensor) -> str:
-    """A hash of the bytes of a tensor."""
-    # A copy, because memory that numpy has seen cannot be resized, as FSDP2 does.
+    """Return a hash of a tensor's bytes."""
+    # Of a copy: memory that numpy refers to cannot be resized, as FSDP2 does.
     content = values.detach().flatten().clone().view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()

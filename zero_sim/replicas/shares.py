@@ -1,13 +1,13 @@
-"""Judges which ranks read which rows, alone and next to another run.
+"""Judgement on the rows that ranks read, for one run, or compared with another run.
 
-Without another run it is not known which rows there are, so rows that several ranks read are a
-note. Next to a run of one rank that reads each row once they are a finding: as many rows are read,
-some by several ranks and others by none. Other rows than those of the other run are no finding, and
+For one run the full set of rows is unknown, so rows read by several ranks are only a note. Compared
+with a run of one rank that reads each row once they are a finding: as many rows are read in total,
+some by several ranks and others by none. Rows that the other run does not have are no finding, but
 leave nothing to compare.
 
 [Note: the time within which a row is read once]
-An epoch, which is a pass over a DataLoader, or a step if no DataLoader gave the rows. Ranks of
-tensor parallelism read the same rows, and a sampler repeats a few rows to fill the last batch.
+An epoch, which is a pass over a DataLoader, or a step if the rows came from elsewhere.
+Tensor-parallel ranks read the same rows, and a sampler repeats a few rows to fill the last batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from zero_sim.replicas.rows import RowLog, Slot
 
 Rows = Counter[str]
-"""How often a rank read each row."""
+"""Number of times a rank read each row."""
 
 
 class _Time(NamedTuple):
@@ -32,11 +32,12 @@ class _Time(NamedTuple):
 
 
 def _rows_of(logs: Sequence[RowLog], *, by_epoch: bool) -> dict[_Time, list[Rows]]:
-    """Each rank's rows, by epoch or step."""
+    """Return each rank's rows, by epoch or step."""
     found: dict[_Time, list[Rows]] = defaultdict(lambda: [Counter() for _ in logs])
     for index, log in enumerate(logs):
         for (step, slot), digests in log.digests.items():
             epoch = log.epochs.get(step, 0) if by_epoch else 0
+            # Steps count from 1 in texts, and 0 is no epoch.
             found[_Time(epoch > 0, epoch or step + 1, slot)][index].update(digests)
     return found
 
@@ -47,31 +48,31 @@ def _read_by_several(ranks: Iterable[Iterable[str]]) -> set[str]:
 
 
 def _are_distinct(ranks: Sequence[Rows]) -> bool:
-    """True if each rank read several rows, and none of them twice."""
+    """Return True if each rank read several rows, and none twice."""
     return all(len(rows) > 1 and max(rows.values()) == 1 for rows in ranks)
 
 
 def shared_rows_note(logs: Sequence[RowLog]) -> str:
-    """The first epoch or step in which several ranks read the same rows; empty for none."""
+    """Describe the first epoch or step in which ranks share some rows; empty if there is none."""
     for time, ranks in sorted(_rows_of(logs, by_epoch=True).items()):
-        # Ranks that read the same rows altogether share the work on them.
+        # Count sets of rows: ranks with equal sets share the work on them, which is no mistake.
         count = len(_read_by_several({frozenset(rows) for rows in ranks}))
-        # A sampler fills the last batch of all ranks with fewer rows than there are ranks.
+        # A sampler may repeat fewer rows than there are ranks, to fill the last batch.
         if _are_distinct(ranks) and count >= len(logs):
             return (
                 f"in {time} {count} of {len(set().union(*ranks))} rows of {time.slot} were read by "
-                "several ranks, whose other rows differ. Check that samplers of all ranks have one "
-                "seed."
+                "several ranks, whose other rows differ. Use one seed for all ranks' samplers."
             )
     return ""
 
 
 def wrongly_dealt(expected: Sequence[RowLog], got: Sequence[RowLog]) -> str:
-    """The reason why ranks deal another run's rows wrongly; empty for none."""
+    """Return how ranks share out another run's rows wrongly; empty if they do not."""
     known = _rows_of(expected, by_epoch=True)
     for time, ranks in sorted(_rows_of(got, by_epoch=True).items()):
         once, read = sum(known[time], Counter()), sum(ranks, Counter())
         missed, shared = once.keys() - read.keys(), _read_by_several(ranks)
+        # Only if each row is due once and no other row occurs can a share be called wrong.
         is_known = max(once.values(), default=0) == 1 and read.keys() <= once.keys()
         if is_known and once.total() == read.total() and _are_distinct(ranks) and missed and shared:
             return (
@@ -85,13 +86,13 @@ def wrongly_dealt(expected: Sequence[RowLog], got: Sequence[RowLog]) -> str:
 def other_rows(
     expected: Sequence[RowLog], got: Sequence[RowLog], *, all_read_all: bool, steps: int | None
 ) -> tuple[str, str] | None:
-    """Reason and remedy if ranks together read other rows than another run, or some twice.
+    """Return reason and remedy if ranks together read other rows than another run, or some twice.
 
     Args:
-        expected: Logs of the ranks to compare with.
-        got: Logs of the ranks that are judged.
-        all_read_all: True if each rank is meant to read all rows, as with tensor parallelism.
-        steps: Number of steps to look at; None for all.
+        expected: Logs of the expected run's ranks.
+        got: Logs of the judged run's ranks.
+        all_read_all: True if each rank should read all rows, as with tensor parallelism.
+        steps: Number of steps to compare; None for all.
     """
     wanted, came = _rows_of(expected, by_epoch=False), _rows_of(got, by_epoch=False)
     differing: dict[_Time, tuple[Rows, list[Rows]]] = {}
@@ -99,6 +100,7 @@ def other_rows(
     for time in sorted({*wanted, *came}):
         if steps is not None and time.number > steps:
             break
+        # Multisets: a row that is due twice must be read twice.
         once = sum(_of_forwards(expected, wanted[time]), Counter())
         each = _of_forwards(got, came[time])
         if once == sum(each, Counter()) or (all_read_all and all(rows == once for rows in each)):
@@ -106,15 +108,17 @@ def other_rows(
         else:
             differing[time] = once, each
     for time, (once, each) in differing.items():
+        # Each rank read the full set: either no sampler, or work on one row is shared.
         is_repeated = all(rows.keys() == once.keys() for rows in each)
-        # Masks and tables of positions are equal in each forward, so all ranks read them.
+        # Not masks and tables of positions, which are equal in each forward, so all ranks read
+        # them.
         if not (is_repeated and (time.number, time.slot.module) in dealt):
             return _other_rows_at(time, once, each, is_repeated=is_repeated)
     return None
 
 
 def _of_forwards(logs: Sequence[RowLog], ranks: Sequence[Rows]) -> list[Rows]:
-    """Each rank's rows, once for ranks that share forwards and read the same."""
+    """Return each rank's rows, once for ranks with the same forwards and rows."""
     kept: list[tuple[RowLog, Rows]] = []
     for log, rows in zip(logs, ranks, strict=True):
         if not any(log.rank in other.sharers and rows == known for other, known in kept):
@@ -130,7 +134,7 @@ def _other_rows_at(
     if is_repeated:
         more = "; every rank read every row"
         remedy = (
-            "Give each rank rows of its own, for example with DistributedSampler and one seed for "
+            "Give each rank its own rows, for example with DistributedSampler and one seed for "
             "all ranks, or pass --all-read-all if ranks share the work on each row, as with tensor "
             "parallelism."
         )
@@ -144,8 +148,8 @@ def _other_rows_at(
         remedy = "Give the other run as many rows with --arguments-of-one."
     else:
         remedy = (
-            "Draw the rows of a step alike for any number of ranks, and share them out; or let "
-            "--feed deal the rows of one rank to all."
+            "Draw the same rows in a step for any number of ranks, and share them out. Or deal the "
+            "rows of one rank to all by --feed."
         )
     reason = (
         f"The data differ: in {time} all ranks together read {read.total()} rows of {time.slot}, "

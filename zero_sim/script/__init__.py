@@ -1,4 +1,4 @@
-"""Scripts as they are: what one starts with torchrun, run as ranks of a simulated world.
+"""Unmodified training scripts, run as ranks of a simulated world instead of by torchrun.
 
 Nothing is imported here, so that `zero_sim.checkpoint_here` costs a script nothing.
 """

@@ -1,8 +1,7 @@
-"""Stand-ins for GPUs, packages of kernels and the compiler, which a machine or a rank lacks.
+"""Stand-ins for GPUs, kernel packages and the compiler, where the machine or a rank lacks them.
 
-A script may ask for any of these and go on without. So nothing is put in their place until a run
-has failed for the lack of it. The compiler alone is off from the start: it keeps one state for the
-process, and ranks that compile at different times break it.
+Many scripts test for these and go on without. So nothing is replaced until a run has failed for the
+lack of it. Only `torch.compile` is off from the start.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from zero_sim.script.record import ScriptRun
 from zero_sim.sim import RankFailed
 from zero_sim.sim.world.rank_threads import rank_state
 
+# Packages of kernels, which run only on GPUs.
 KERNELS = ("flash_attn", "triton")
-"""Packages of kernels, which run on GPUs alone."""
+# Words by which scripts report that something is missing.
 _LACK = re.compile(
     r"\b(no|not|unable|(in)?sufficient|needs?|requires?|required|at least|few)\b", re.IGNORECASE
 )
-"""Words by which scripts report that something is missing."""
 _GPU_WORDS = ("cuda", "gpu", "accelerator", "nccl")
 
 
@@ -46,6 +45,7 @@ def wants_gpus(run: ScriptRun) -> bool:
         if isinstance(run.failure.error, MissingKernel):
             return False
         return any(_names_gpu(text) for text in _texts(run.failure.error))
+    # Some scripts print that they need GPUs and end with status 0, so there is no error to look at.
     is_idle = run.failure is None and not run.collective_count
     return is_idle and any(_names_gpu(line) and _LACK.search(line) for line in run.output)
 
@@ -63,12 +63,13 @@ def _names_gpu(text: str) -> bool:
 
 
 def _texts(error: BaseException | None) -> Iterator[str]:
-    """The messages of an error and of its causes, and the user's lines that it passed through."""
+    """Yield messages of an error and of its causes, and the user's lines in their tracebacks."""
     while error is not None:
         yield str(error)
         trace = error.__traceback__
         while trace is not None:
             file = trace.tb_frame.f_code.co_filename
+            # A line such as `device = torch.device("cuda")` names the GPU if the message does not.
             if is_of_user(file):
                 yield linecache.getline(file, trace.tb_lineno)
             trace = trace.tb_next
@@ -77,7 +78,9 @@ def _texts(error: BaseException | None) -> Iterator[str]:
 
 @contextlib.contextmanager
 def without_compiler(note: Callable[[str], None]) -> Iterator[None]:
-    """Let `torch.compile` leave what it is given as it is.
+    """Make `torch.compile` return its argument unchanged in ranks.
+
+    The compiler keeps one state per process, so ranks that compile at different times break it.
 
     Args:
         note: Called with a note for the user when a rank compiles.
@@ -89,9 +92,11 @@ def without_compiler(note: Callable[[str], None]) -> Iterator[None]:
             return original(model, *args, **options)
         note("torch.compile is off: functions run as they are, uncompiled.")
         if model is None:
+            # The decorator form: `@torch.compile(dynamic=True)`.
             return lambda function: function
         if isinstance(model, torch.nn.Module):
-            # Past the module's own setattr, which would make it its own submodule.
+            # By vars(), because the module's own setattr would register it as a submodule of
+            # itself.
             vars(model)["_orig_mod"] = model
         return model
 
@@ -101,19 +106,20 @@ def without_compiler(note: Callable[[str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stubs_of_kernels() -> Iterator[None]:
-    """Let the user's modules import packages of kernels that are not installed."""
+    """Let the user's modules import kernel packages that are not installed."""
     finder = _Finder()
     sys.meta_path.append(finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
+        # Else a later run would find the stubs and take the packages for installed.
         for name in finder.found:
             sys.modules.pop(name, None)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds such packages, if a module of the user's imports them."""
+    """Import finder of stubs, for imports by the user's modules only."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -121,7 +127,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """A stub's spec. Libraries that probe for a package are to find none."""
+        """Return a stub's spec; None if a library only probes for the package."""
         top = name.partition(".")[0]
         if top not in KERNELS or not (top in self.found or _is_imported_by_user(sys._getframe(1))):
             return None
@@ -129,14 +135,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """A module whose names are stubs."""
+        """Return a module whose names are stubs."""
         return _StubModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to execute."""
+        """Do nothing, since a stub has no code."""
 
 
 def _is_imported_by_user(frame: FrameType | None) -> bool:
+    # Frames of Python's import machinery lie between the import statement and this finder.
     while frame is not None and "importlib" in frame.f_code.co_filename:
         frame = frame.f_back
     return frame is not None and is_of_user(frame.f_code.co_filename)
@@ -150,12 +157,12 @@ class _StubModule(ModuleType):
 
 
 class Stub:
-    """Stands in the place of a function or class of a package that is not installed.
+    """Stand-in for a function or class of a package that is not installed.
 
     Args:
-        name: Its name.
-        is_language: True for decorators and types of kernels, which a module uses when it is
-            imported; only a launch fails. Otherwise each call fails.
+        name: Full name, such as `triton.jit`.
+        is_language: True for decorators and types of kernels, which a module uses while it is
+            imported, so that only a launch fails. For others each call fails.
     """
 
     def __init__(self, name: str, *, is_language: bool) -> None:
@@ -163,10 +170,14 @@ class Stub:
         self._is_language = is_language
 
     def __call__(self, *args: Any, **kwargs: Any) -> Stub:
-        """A decorated kernel, or the failure of a call."""
+        """Return the decorated kernel.
+
+        Raises:
+            MissingKernel: The stub is an ordinary function.
+        """
         if not self._is_language:
             self._fail()
-        # A decorator keeps the name of what it decorates.
+        # A decorator keeps the name of its function, for the message of a launch.
         function = args[0] if len(args) == 1 else None
         if isinstance(function, Stub):
             return function
@@ -178,11 +189,11 @@ class Stub:
         return Stub(f"{self._name}.{name}", is_language=self._is_language)
 
     def __getitem__(self, grid: object) -> NoReturn:
-        """The launch of a kernel."""
+        """Fail, because `kernel[grid]` launches the kernel."""
         self._fail()
 
     def _fail(self) -> NoReturn:
         raise MissingKernel(
-            f"expected an installed package for the kernel {self._name!r}, got none. Let the "
-            "script use torch's own operations, by an option of its own, where there is no GPU."
+            f"expected an installed package for the kernel {self._name!r}, got none. Set the "
+            "script's own option that replaces it by torch's operations, if there is one."
         )

@@ -1,7 +1,7 @@
-"""CUDA in name only: a script that wants GPUs computes on the CPU, each rank as if on its own.
+"""CUDA in name only: scripts that require GPUs compute on the CPU, each rank on a GPU of its own.
 
-Devices named cuda become the CPU wherever torch is called with one; `torch.cuda` says what a script
-wants to hear. Devices that nobody computes on, such as `torch.device("cuda:0")`, stay as they are.
+Devices named cuda become the CPU wherever torch is called with one, and `torch.cuda` reports GPUs.
+A device that no call computes on, such as `torch.device("cuda:0")` itself, keeps its name.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from zero_sim.sim.world.rank_threads import rank_state
 
 _CUDA = re.compile(r"cuda(:\d+)?")
 _CPU = torch.device("cpu")
+# On a GPU these return the tensor itself if it is there already, as all tensors here are.
 _AS_THEY_ARE = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory})
-"""Methods that give the tensor itself, as they do on a GPU that it is on already."""
+# The method whose first argument is a device if it is a number. By name, because the guest of a run
+# may have replaced torch's function.
 _TAKES_NUMBER = "to"
-"""Name of the method whose first argument is a device if it is a number. By name, because a guest
-of the run may have put its own function in the place of torch's."""
+# Statistics of memory: zero, because there is no device memory.
 _MEMORY = (
     "max_memory_allocated",
     "max_memory_reserved",
@@ -43,6 +44,7 @@ _MEMORY = (
     "memory_reserved",
     "utilization",
 )
+# Calls without an effect on a CPU that has no streams, caches or generators of its own.
 _NOTHING_DONE = (
     "_sleep",
     "empty_cache",
@@ -60,21 +62,22 @@ _NOTHING_DONE = (
     "set_rng_state_all",
     "synchronize",
 )
+# As of an A100 with 80 GiB, because scripts choose batch sizes and dtypes by these.
 _MEMORY_BYTES = 80 << 30
 _NAME = "CPU in the place of a GPU"
+# Recent enough for bfloat16 and for the features that scripts check versions for.
 _CUDA_VERSION = "12.8"
 _NCCL_VERSION = (2, 27, 0)
-"""Versions that have bfloat16 and what else scripts look for."""
+# A CUDA generator's state: seed and offset, 8 bytes each.
 _RNG_STATE_BYTES = 16
-"""Of a GPU's generator: its seed and its offset."""
 
 
 class CudaOnCpu:
-    """The GPUs that ranks are told they have.
+    """Pretended GPUs of a node, of which each rank has a current one.
 
     Args:
-        device_count: How many a node has.
-        rank: Says which rank runs.
+        device_count: GPUs of a node.
+        rank: Returns the rank that runs.
     """
 
     def __init__(self, *, device_count: int, rank: Callable[[], int]) -> None:
@@ -83,26 +86,27 @@ class CudaOnCpu:
         self._current: dict[int, int] = {}
 
     def in_rank(self) -> AbstractContextManager[object]:
-        """Around a program of the calling thread: its tensors named cuda are the CPU's."""
+        """Return a context for the calling thread, in which devices named cuda are the CPU."""
         return _Moved()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Let the process find GPUs; to be entered by the thread that runs the ranks."""
+        """Patch torch so that the process finds GPUs; entered by the thread that runs the ranks."""
         self._current.clear()
-        # Remembered from now on, when torch gives our answer.
+        # Cached here, before the patches below make torch report an accelerator.
         has_accelerator()
-        # It looks all functions of torch up by name when it is imported, and again once a process
-        # group was made; ours would stand under several names.
+        # Dynamo maps all functions of torch by name when it is imported, and again after a process
+        # group was made. Built under the patches, the map would hold ours under several names.
         real_dynamo().trace_rules.get_torch_obj_rule_map()
         with contextlib.ExitStack() as stack:
             for place, name, value in self._patches():
+                # Some names exist only in CUDA builds, or only in newer versions of torch.
                 create = place is torch.cuda or place is torch.accelerator
                 stack.enter_context(mock.patch.object(place, name, value, create=create))
             yield
 
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
-        # Half a second, which a run without such ranks does not wait for.
+        # Imported here, because it takes half a second that other runs do not need.
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         answers = self._answers()
@@ -110,6 +114,7 @@ class CudaOnCpu:
         answers |= dict.fromkeys(_NOTHING_DONE, lambda *args, **kwargs: None)
         for name, value in answers.items():
             yield torch.cuda, name, value
+        # torch.accelerator has other names for the same functions, which changed between versions.
         for name, same in (
             ("is_available", "is_available"),
             ("device_count", "device_count"),
@@ -125,10 +130,11 @@ class CudaOnCpu:
         yield dist, "is_nccl_available", lambda: True
         yield torch.cuda.nccl, "version", lambda: _NCCL_VERSION
         yield torch.version, "cuda", _CUDA_VERSION
+        # Scripts import the functions from either module.
         for place in (dist, distributed_c10d):
             for name in ("init_process_group", "new_group"):
                 yield place, name, _without_nccl(getattr(place, name))
-        # Not where methods are looked at: the binding refuses the stream before.
+        # Patched here, because the binding rejects our Stream before `_Moved` could see the call.
         yield torch.Tensor, "record_stream", lambda tensor, stream: None
         yield torch, "load", _mapping(torch.load, ("map_location",))
         yield torch, "set_default_device", _mapping(torch.set_default_device, ("device",))
@@ -136,6 +142,7 @@ class CudaOnCpu:
         yield torch.amp.GradScaler, "__init__", _mapping(torch.amp.GradScaler.__init__, ("device",))
         yield torch.autocast, "__init__", _autocast(torch.autocast.__init__)
         yield DeviceMesh, "__init__", _mapping(DeviceMesh.__init__, ("device_type",))
+        # DDP accepts neither of these for a model on the CPU, nor does a loader pin memory there.
         ddp = _without(DistributedDataParallel.__init__, ("device_ids", "output_device"))
         yield DistributedDataParallel, "__init__", ddp
         fsdp = FullyShardedDataParallel
@@ -154,12 +161,13 @@ class CudaOnCpu:
             "set_device": self._set_device,
             "device": lambda device: contextlib.nullcontext(),
             "get_device_name": lambda device=None: _NAME,
+            # An A100's, the first GPU with bfloat16.
             "get_device_capability": lambda device=None: (8, 0),
             "get_device_properties": lambda device=None: SimpleNamespace(
                 name=_NAME, major=8, minor=0, total_memory=_MEMORY_BYTES, multi_processor_count=1
             ),
             "mem_get_info": lambda device=None: (_MEMORY_BYTES, _MEMORY_BYTES),
-            # Scripts look up statistics by name, and each is zero.
+            # Scripts look statistics up by name, and each is zero.
             "memory_stats": lambda device=None: defaultdict(int),
             "get_rng_state": _rng_state,
             "get_rng_state_all": lambda: [_rng_state() for _ in range(self._device_count)],
@@ -178,13 +186,14 @@ class CudaOnCpu:
             return
         if not 0 <= index < self._device_count:
             raise RuntimeError(
-                f"CUDA error: invalid device ordinal {index}; the node has {self._device_count}"
+                f"CUDA error: invalid device ordinal: expected below {self._device_count}, the "
+                f"number of GPUs of the node, got {index}"
             )
         self._current[self._rank()] = index
 
 
 def _rng_state(device: object = None) -> torch.Tensor:
-    """That of a GPU's generator, which nothing draws from: the CPU's is where draws come from."""
+    """Return a constant state, because all draws come from the CPU's generator."""
     return torch.zeros(_RNG_STATE_BYTES, dtype=torch.uint8)
 
 
@@ -199,7 +208,7 @@ _GPU = torch.device("cuda")
 
 
 class Stream:
-    """What a script does with a stream; all of it is done in order, at once."""
+    """A stand-in for `torch.cuda.Stream`. All work is done at once, in the order of the calls."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._outer: list[Stream] = []
@@ -213,51 +222,51 @@ class Stream:
         _thread.stream = self._outer.pop()
 
     def wait_stream(self, stream: object) -> None:
-        """Nothing is under way."""
+        """Do nothing, because no work is pending."""
 
     def wait_event(self, event: object) -> None:
-        """It has come."""
+        """Do nothing, because a recorded event has occurred."""
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Do nothing, because no work is pending."""
 
     def query(self) -> bool:
-        """Whether all is done."""
+        """Return True, because no work is pending."""
         return True
 
     def is_capturing(self) -> bool:
-        """Whether a graph is being captured."""
+        """Return False, because no graph is captured."""
         return False
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event that has come."""
+        """Record an event, or a new one, and return it."""
         event = event or Event()
         event.record()
         return event
 
 
 class Event:
-    """A moment, which has come when it is recorded."""
+    """A stand-in for `torch.cuda.Event`, which occurs when it is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._seconds = 0.0
 
     def record(self, stream: object = None) -> None:
-        """Now."""
+        """Take the time."""
         self._seconds = time.perf_counter()
 
     def wait(self, stream: object = None) -> None:
-        """It has come."""
+        """Do nothing, because the event has occurred."""
 
     def synchronize(self) -> None:
-        """It has come."""
+        """Do nothing, because the event has occurred."""
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Return True, because the event has occurred."""
         return True
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds up to another one."""
+        """Return the milliseconds from this event to `end`."""
         return (end._seconds - self._seconds) * 1000
 
 
@@ -265,17 +274,17 @@ _DEFAULT_STREAM = Stream()
 
 
 class _Thread(threading.local):
+    # True if devices named cuda are the CPU in this thread.
     moves = False
-    """True if devices named cuda are the CPU."""
+    # The current stream.
     stream = _DEFAULT_STREAM
-    """The current one."""
 
 
 _thread = _Thread()
 
 
 class _Moved(TorchFunctionMode):
-    """Puts the CPU in the place of every device named cuda that torch is called with."""
+    """Replaces each device named cuda by the CPU in calls of torch."""
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -297,19 +306,20 @@ class _Moved(TorchFunctionMode):
         if func in _AS_THEY_ARE:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Its name, by which some libraries tell dtypes of tensors on a GPU.
+            # The type's name: some libraries recognise a tensor's dtype on a GPU by it.
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if "device" in kwargs:
             kwargs["device"] = _moved(kwargs["device"], numbers=True)
         if len(args) > 1 and func.__name__ == _TAKES_NUMBER:
             args = (args[0], _moved(args[1], numbers=True), *args[2:])
+        # A number as any other argument is a size or an axis, not a device.
         else:
             args = tuple([_moved(arg) if type(arg) is torch.device else arg for arg in args])
         return func(*args, **kwargs)
 
 
 def _moved(value: Any, *, numbers: bool = False) -> Any:
-    """A device as it is to be; anything else unchanged."""
+    """Return the CPU for a cuda device, also in the keys and values of a dict; else the value."""
     if isinstance(value, torch.device):
         return _CPU if value.type == "cuda" else value
     if isinstance(value, str):
@@ -324,7 +334,7 @@ def _moved(value: Any, *, numbers: bool = False) -> Any:
 def _mapping(
     original: Callable[..., Any], names: tuple[str, ...], *, numbers: bool = False
 ) -> Callable[..., Any]:
-    """A function that takes devices, moved if the thread's are: by name, and first arguments."""
+    """Wrap a function so that its devices are moved: options in `names`, and first arguments."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -342,7 +352,7 @@ def _mapping(
 
 
 def _without_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes groups, on gloo outside of ranks."""
+    """Wrap a function that makes groups: outside of ranks nccl becomes gloo."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -360,6 +370,7 @@ def _autocast(original: Callable[..., None]) -> Callable[..., None]:
         self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
     ) -> None:
         if _thread.moves and device_type == "cuda":
+            # The dtype as on a GPU (fp16), because autocast's default on the CPU is bf16.
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         original(self, device_type, dtype, *args, **kwargs)
 

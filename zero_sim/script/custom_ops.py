@@ -1,7 +1,7 @@
-"""Operators that every rank of a script defines under one name, of which a process has one.
+"""Operators that each rank defines under the same name, while a process can have only one.
 
-torch puts a later definition in the place of an earlier one, whose callers then crash. So the first
-rank's definition stays, and what is called is the function of the rank that runs.
+If a name is defined again, torch replaces the first definition, whose callers then crash. So the
+first rank's definition stays, and calls the function of the rank that runs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import torch
 
 from zero_sim.sim.world.rank_threads import rank_state
 
-# By qualified name; an operator outlives the run that defined it. Functions by thread.
+# By qualified name, because an operator outlives the run that defined it.
 _definitions: dict[str, Any] = {}
+# By qualified name, then by thread: the function of each rank.
 _functions: dict[str, dict[int, Callable[..., Any]]] = {}
 
 
 @contextlib.contextmanager
 def operators_of_ranks() -> Iterator[None]:
-    """Let ranks define operators of one name with `torch.library.custom_op`."""
+    """Let several ranks define an operator of one name with `torch.library.custom_op`."""
     original = torch.library.custom_op
 
     @functools.wraps(original)
@@ -44,7 +45,7 @@ def operators_of_ranks() -> Iterator[None]:
             functions = _functions.setdefault(name, {})
             functions[threading.get_ident()] = function
             if name not in _definitions:
-                # Of the function itself: a name in its annotations is one of its module.
+                # From the function itself, because its annotations may name globals of its module.
                 known = schema or torch.library.infer_schema(function, mutates_args=mutates_args)
                 _definitions[name] = original(
                     name,
@@ -61,6 +62,7 @@ def operators_of_ranks() -> Iterator[None]:
         mock.patch.object(torch.library, "custom_op", custom_op),
         mock.patch.object(torch.library.Library, "__init__", _explained()),
     ):
+        # Threads of an earlier run are gone, and new ones may get their idents.
         for functions in _functions.values():
             functions.clear()
         yield
@@ -72,12 +74,13 @@ def _explained() -> Callable[..., None]:
     @functools.wraps(original)
     def init(*args: Any, **kwargs: Any) -> None:
         try:
+            # torch allows one Library of kind DEF per namespace and process.
             original(*args, **kwargs)
         except RuntimeError as error:
             if rank_state.join is not None:
                 error.add_note(
-                    "In the simulated world ranks are one process, which can define a library "
-                    "once. Try torch.library.custom_op, which each rank may call."
+                    "All ranks of the simulated world are one process, which can define a "
+                    "library only once. Use torch.library.custom_op, which each rank may call."
                 )
             raise
 
@@ -89,7 +92,7 @@ def _dispatched(
 ) -> Callable[..., Any]:
     @functools.wraps(first)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # A shared module defines it once, in whichever rank imports it first.
+        # In a module that ranks share, only the rank that imports it first defines the operator.
         function = functions.get(threading.get_ident()) or next(iter(functions.values()), first)
         return function(*args, **kwargs)
 

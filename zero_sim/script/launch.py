@@ -1,4 +1,4 @@
-"""Runs of one script on a simulated world, in the place of torchrun."""
+"""Runs of a script on a simulated world, as torchrun would run it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = ["Guest", "Launcher", "NoGuest", "Settings"]
 
 
 class Launcher:
-    """Runs one script as often as is asked; its world stays open in between.
+    """Runs of one script, any number of times. The world stays open in between.
 
     Args:
-        script: What to run.
-        settings: What world to run it on.
-        guest: Looks on from inside.
+        script: File or module, with its arguments.
+        settings: World size, nodes, timing and environment.
+        guest: Observer inside the ranks.
 
     Raises:
-        UsageError: The settings do not fit each other or cannot be.
+        UsageError: The settings are invalid or do not fit together.
     """
 
     def __init__(self, script: Script, settings: Settings, *, guest: Guest | None = None) -> None:
@@ -42,14 +42,14 @@ class Launcher:
                 f"expected to show the output of ranks below {settings.world_size}, got "
                 f"{unknown[0]}"
             )
-        # Not the stream of ranks, which tells who wrote.
+        # Not the patched stream of the ranks, which would put a rank in front of each note.
         self._errors = sys.stderr
         self._notes: set[str] = set()
         self._is_quiet = False
         self._script = script
         self._settings = settings
         self.guest: Guest = guest or NoGuest()
-        """Looks on from inside; may be replaced between runs."""
+        """Observer inside the ranks. Can be replaced between runs."""
         self._state = RankState(
             environment=settings.environment,
             arguments=[script.name, *script.arguments],
@@ -74,26 +74,27 @@ class Launcher:
         self._world.close()
 
     def run(self, *, seed: int, quiet: bool = False, repeats: bool = True) -> ScriptRun:
-        """Run the script to its end, or to what ends it.
+        """Run the script to its end, or to its failure.
 
-        With `repeats` it runs again in another way if it starts its ranks itself, or fails because
-        it wants GPUs or kernels that are not there.
+        A script that starts its ranks itself, or fails for lack of GPUs or kernels, is run again
+        with other settings.
 
         Args:
-            seed: Of drawn schedules, of the hostile timing, and of whatever the script leaves to
-                chance.
-            quiet: Whether to show nothing of what ranks print.
-            repeats: False to run it once in any case.
+            seed: Seed of drawn schedules, of the hostile timing, and of random numbers that the
+                script does not seed.
+            quiet: True to hide the output of ranks.
+            repeats: False to run only once, whatever the failure.
         """
         self._is_quiet = quiet
         run = self._run(seed=seed)
+        # Several rounds: a script may first lack GPUs, and then kernels.
         while repeats and (other := self.other_settings(run)) is not None:
             self._settings = other
             run = self._run(seed=seed)
         return run
 
     def other_settings(self, run: ScriptRun) -> Settings | None:
-        """Settings with which a script gets on that did not with these; None if there are none."""
+        """Return settings that remove the cause of a failed run; None if no change would help."""
         settings, failure, name = self._settings, run.failure, self._script.name
         if isinstance(failure, StartsRanks) and settings.starter != "all":
             self._note(
@@ -104,7 +105,7 @@ class Launcher:
             return replace(settings, starter="all" if failure.all_own else "visible")
         if not settings.cuda_is_cpu and wants_gpus(run):
             self._note(
-                f"{name} wants GPUs, and there is none. It runs again with devices named cuda on "
+                f"{name} needs GPUs, and there are none. It runs again with devices named cuda on "
                 f"the CPU, as with --cuda-is-cpu: {run.ending}"
             )
             return replace(settings, cuda_is_cpu=True)
@@ -130,6 +131,7 @@ class Launcher:
         state = self._state
         scene = Scene(self._settings, self.guest, state_in_place=lambda: state, note=self._note)
         failure: WorldFailure | None = None
+        # Here ranks exist already, so a launcher of more ranks is refused.
         commands = commands_of_ranks((), lambda command: check_may_launch())
         with scene.set_up(writer=lambda: state.current, quiet=self._is_quiet), commands:
             try:
@@ -145,6 +147,7 @@ class Launcher:
         collectives = len(self._world.log.collectives)
         return scene.recorded(seed=seed, failure=failure, collective_count=collectives)
 
+    # Repeated runs would show the same notes again.
     def _note(self, text: str) -> None:
         if text not in self._notes and not self._is_quiet:
             self._notes.add(text)

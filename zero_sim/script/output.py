@@ -1,4 +1,4 @@
-"""Standard streams of ranks: each line is told apart by who wrote it."""
+"""Standard output and error of ranks, with the writing rank in front of each line."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import io
 from collections.abc import Callable, Collection
 from typing import Any, TextIO
 
+# Writers that are no ranks.
 CALLER = -1
+"""The process outside of ranks; its text is written unchanged."""
 STARTER = -2
-"""Writer of a script that starts its ranks, outside of them."""
+"""A script that starts its ranks itself, outside of these."""
 
 
 class RankOutput(io.TextIOBase):
-    """Stands where a stream of the process stood; tells apart who writes.
+    """Replacement of a standard stream, which knows the rank that writes.
 
-    One object for all ranks, since what keeps a stream, as a logging handler does, may be shared.
+    All ranks share one object, because a logging handler that holds a stream may be shared too.
 
     Args:
-        stream: The stream in whose place it stands.
-        writer: Who writes: a rank, -1, whose text goes on unchanged, or -2, the ranks' starter.
+        stream: The replaced stream.
+        writer: Returns the rank that writes, or `CALLER` or `STARTER`.
         shown: Ranks whose lines are shown; None for all.
-        kept: The rank whose lines are kept; -1 for none.
+        kept: Rank whose lines are kept; `CALLER` for none.
     """
 
     def __init__(
@@ -36,32 +38,33 @@ class RankOutput(io.TextIOBase):
         self._writer = writer
         self._shown = shown
         self._kept = kept
+        # The unfinished line of each rank.
         self._begun: dict[int, str] = {}
-        """The line that a rank has not ended yet."""
         self.lines: list[str] = []
-        """What the kept rank wrote."""
+        """Lines of the kept rank, and of a starter."""
+        # Some programs write bytes to `sys.stdout.buffer`.
         self.buffer = _Bytes(self)
 
     @property
     def encoding(self) -> str:  # pyrefly: ignore [bad-override]
-        """The stream's."""
+        """Encoding of the stream."""
         return self._stream.encoding or "utf-8"
 
     @property
     def errors(self) -> str | None:  # pyrefly: ignore [bad-override]
-        """How the stream writes what its encoding lacks."""
+        """Error handler of the stream's encoding."""
         return self._stream.errors
 
     def writable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def fileno(self) -> int:
-        """The stream's, for what other programs write."""
+        """Return the stream's descriptor, which child processes write to."""
         return self._stream.fileno()
 
     def write(self, text: str, /) -> int:
-        """Take in some text, and show the lines that it ends."""
+        """Take text of the rank that runs, and show the lines that it completes."""
         writer = self._writer()
         if writer == CALLER:
             return self._stream.write(text)
@@ -71,11 +74,12 @@ class RankOutput(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream; a line that is not ended waits, lest two ranks be on one."""
+        """Flush the stream."""
+        # An unfinished line stays, because another rank could write behind it on the same line.
         self._stream.flush()
 
     def end_rank(self, rank: int) -> None:
-        """Show the line that a rank has not ended, after its last."""
+        """Show a rank's unfinished line, once it has ended."""
         line = self._begun.pop(rank, "")
         if line:
             self._end_line(rank, line)
@@ -91,7 +95,7 @@ class RankOutput(io.TextIOBase):
 
 
 class _Bytes(io.BufferedIOBase):
-    """The stream of bytes below, for who writes those."""
+    """Stream of bytes under a `RankOutput`."""
 
     def __init__(self, text: RankOutput) -> None:
         super().__init__()
@@ -101,6 +105,7 @@ class _Bytes(io.BufferedIOBase):
         return True
 
     def write(self, data: Any, /) -> int:
+        # "replace", because a program may write the bytes of one character in two parts.
         self._text.write(bytes(data).decode(self._text.encoding, "replace"))
         return len(data)
 

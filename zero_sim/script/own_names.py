@@ -1,8 +1,8 @@
-"""Names of libraries that hold what is a rank's own: globals, class attributes, default arguments.
+"""Rank-local globals of libraries: module globals, class attributes and default arguments.
 
-Under the baton the values of the rank that gets it are put in place, and those of whoever had it
-are taken out. A rank begins with copies of what the caller of `World.run` has; only containers of
-Python are copied, all the way down, and what is in them is the same.
+When the baton passes, the values of the rank that had it are saved, and those of the next rank are
+written. A rank begins with copies of the values of `World.run`'s caller. Only Python's containers
+are copied, at all depths; their elements are shared.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from typing import Any
 
 
 class NoSuchName(Exception):
-    """A name has no place: its module, class, function or argument is not there."""
+    """A name cannot be found: its module, class, function or argument does not exist."""
 
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()
-"""Stands for the value of a name that is not there."""
+"""Value of a name that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where the value of a name stands."""
+    """Location of a named value."""
 
     place: Any
-    """A module, a class, or a function for its default arguments."""
+    """Module or class, or function for one of its default arguments."""
     key: str | int
-    """The name there; the position of the default argument."""
+    """Name in the module or class, or position of the default argument."""
 
     def read(self) -> Any:
-        """The value; `ABSENT` for none."""
+        """Return the value; `ABSENT` if there is none."""
         if isinstance(self.key, int):
             return self.place.__defaults__[self.key]
-        # Not by getattr, which takes a method out of what makes it static.
+        # By vars(), because getattr would unwrap a staticmethod.
         return vars(self.place).get(self.key, ABSENT)
 
     def write(self, value: Any) -> None:
-        """Put a value there, or nothing."""
+        """Write a value; `ABSENT` deletes the name."""
         if isinstance(self.key, int):
+            # A tuple, so it is replaced as a whole.
             defaults = list(self.place.__defaults__)
             defaults[self.key] = value
             self.place.__defaults__ = tuple(defaults)
@@ -54,24 +55,25 @@ class Slot:
 
 
 class OwnNames:
-    """Moves the values of some names between one owner at a time and their saved place.
+    """Values of some names, exchanged between the process and the saved state of each rank.
 
     Args:
         names: `module:name`, `module:Class.attribute`, `module:function(argument)`, or `module:*`
-            for all data of it. A global or an attribute may not be there yet.
+            for all data of a module. A global or attribute need not exist yet.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
         self._slots: list[Slot] = []
         self.caller: list[Any] = []
-        """What the caller has, of which ranks begin with copies."""
+        """The caller's values, which each rank begins with copies of."""
         self._saved: dict[int, list[Any]] = {}
         self.skipped: dict[str, str] = {}
-        """Names without a place, and why: another version of a library may have them."""
+        """Names not found, with the reason. Another version of a library may have them."""
 
     def begin(self, caller: int) -> None:
-        """Forget all ranks, and take out what is in place as `caller`'s."""
+        """Forget all ranks, and save the current values as `caller`'s."""
+        # Once, and not in the constructor, because it imports the modules.
         if not self._slots and not self.skipped:
             for name in self._names:
                 try:
@@ -83,11 +85,11 @@ class OwnNames:
         self.caller = self._saved[caller]
 
     def take_out(self, owner: int) -> None:
-        """Save what is in place as `owner`'s."""
+        """Save the current values as `owner`'s."""
         self._saved[owner] = [slot.read() for slot in self._slots]
 
     def put_in_place(self, owner: int) -> None:
-        """Make what `owner` has the process's."""
+        """Write `owner`'s values; a new owner gets copies of the caller's."""
         values = self._saved.get(owner)
         if values is None:
             values = [copied(value) for value in self.caller]
@@ -95,19 +97,19 @@ class OwnNames:
             slot.write(value)
 
     def saved(self, owner: int) -> list[Any]:
-        """What an owner had when it was taken out, by place of the name."""
+        """Return the values that an owner had when it was taken out, in the order of the slots."""
         return self._saved[owner]
 
     def forget(self) -> None:
-        """Let go of everything that ranks had."""
+        """Drop all saved values."""
         self._saved.clear()
 
 
 def find_slots(name: str) -> list[Slot]:
-    """Where a name stands, or all data of a module; imports it.
+    """Return the slot of a name, or the slots of all data of a module, which is imported.
 
     Raises:
-        NoSuchName: There is no such module, class, function or argument.
+        NoSuchName: The module, class, function or argument does not exist.
     """
     module_name, _, path = name.partition(":")
     if path != "*":
@@ -117,10 +119,11 @@ def find_slots(name: str) -> list[Slot]:
 
 
 def is_data(key: str, value: object) -> bool:
-    """Whether an entry of a module or a class can hold what a rank keeps."""
+    """Return True if an entry of a module or class can hold state of a rank."""
     return not key.startswith("__") and not isinstance(value, _NO_DATA)
 
 
+# Kinds of values that hold no state of a rank.
 _NO_DATA = (
     types.ModuleType,
     types.FunctionType,
@@ -134,16 +137,17 @@ _NO_DATA = (
 
 def _import(module_name: str) -> Any:
     try:
+        # From sys.modules first: a module made by hand has no finder.
         return sys.modules.get(module_name) or importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise NoSuchName(f"no module {error.name!r}") from None
 
 
 def find_slot(name: str) -> Slot:
-    """Where a name stands; imports its module.
+    """Return the slot of a name, and import its module.
 
     Raises:
-        NoSuchName: There is no such module, class, function or argument.
+        NoSuchName: The module, class, function or argument does not exist.
     """
     module_name, _, path = name.partition(":")
     path, _, argument = path.removesuffix(")").partition("(")
@@ -155,6 +159,7 @@ def find_slot(name: str) -> Slot:
             raise NoSuchName(f"no {owner!r} in it")
     if not argument:
         return Slot(place, key)
+    # Behind decorators, and behind the object of a bound method: the function has the defaults.
     function = inspect.unwrap(getattr(place, key, None))  # pyrefly: ignore
     function = getattr(function, "__func__", function)
     positions = default_positions(function)
@@ -164,16 +169,18 @@ def find_slot(name: str) -> Slot:
 
 
 def default_positions(function: object) -> dict[str, int]:
-    """Positional arguments of a function that have a default, by their place among those."""
+    """Return the index in `__defaults__` of each positional argument that has a default."""
     if not isinstance(function, types.FunctionType) or not function.__defaults__:
         return {}
     code = function.__code__
+    # Defaults belong to the last arguments.
     arguments = code.co_varnames[: code.co_argcount][-len(function.__defaults__) :]
     return {name: position for position, name in enumerate(arguments)}
 
 
 def copied(value: Any) -> Any:
-    """Containers of Python anew, all the way down; anything else as it is."""
+    """Copy Python's containers at all depths; return anything else unchanged."""
+    # Exact types: a subclass may keep more than its elements, and be made in another way.
     kind = type(value)
     if kind in (list, set, collections.deque):
         return kind(map(copied, value))

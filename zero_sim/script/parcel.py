@@ -1,6 +1,6 @@
-"""A process object on its way into a rank, which gets a copy of its own as a new process would.
+"""A process object packed for a rank, which gets its own copy, as a new process would.
 
-Queues, locks, pipes and other objects that processes share are passed on as they are.
+Queues, locks, pipes and other objects that processes share are passed on themselves.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _SHARED = (ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 
 
 class Parcel:
-    """A process, packed in the thread that starts it.
+    """A process object, packed in the thread that starts it.
 
     Args:
-        process: The process, not started yet.
-        is_forked: True if a copy of the starting process would run it, with all its variables.
-        main: The `__main__` of the starting process; None if ranks share all modules.
+        process: The process, before its start.
+        is_forked: True if the start method is fork, so that the process inherits all variables.
+        main: `__main__` of the starting process; None if ranks share all modules.
 
     Raises:
-        Exception: It cannot be pickled, and is not forked.
+        Exception: The process cannot be pickled, and is not forked.
     """
 
     def __init__(
@@ -44,35 +44,38 @@ class Parcel:
         self._bytes: bytes | None = None
         self._process = copy.copy(process)
         self._variables: dict[str, Any] = {}
+        # Globals of the starter's functions. A rank's copies of the functions use its own globals.
         self._space: dict[str, Any] = {}
-        """Globals of the starter's functions, which a rank's use in a copy of their own."""
         if is_forked and main is not None:
             self._variables = {name: copied(value) for name, value in vars(main).items()}
             self._space = vars(main)
         buffer = io.BytesIO()
         before = context.get_spawning_popen()
-        # Objects of multiprocessing refuse to be pickled at another time.
+        # Queues and locks of multiprocessing only let themselves be pickled while a process starts.
         context.set_spawning_popen(self)  # pyrefly: ignore [bad-argument-type]
         try:
             _Pickler(buffer, self._keep).dump(process)
         except Exception:
             if not is_forked:
                 raise
-            # A lambda, say, which a fork inherits. Ranks then share what it refers to.
+            # A fork inherits what cannot be pickled, such as a lambda. Ranks then share its
+            # referents.
         else:
             self._bytes = buffer.getvalue()
         finally:
             context.set_spawning_popen(before)
 
     def unpack(self, main: ModuleType | None = None) -> BaseProcess:
-        """The process as the calling rank has it.
+        """Return the calling rank's own copy of the process.
 
         Args:
-            main: The rank's `__main__`, which executed the script's file; gets the variables that
-                a fork would inherit.
+            main: The rank's `__main__` after executing the script's file. It gets the variables
+                that a fork would inherit.
         """
         if main is not None:
             space = vars(main)
+            # Only names that executing the file did not define, such as those of `if __name__`
+            # blocks.
             for name in self._variables.keys() - space.keys():
                 space[name] = self._with_globals(self._variables[name], space)
         if self._bytes is None:
@@ -80,6 +83,7 @@ class Parcel:
         return _Unpickler(io.BytesIO(self._bytes), self._kept).load()
 
     def _with_globals(self, value: Any, space: dict[str, Any]) -> Any:
+        # Imported functions keep the globals of their modules.
         if not isinstance(value, FunctionType) or value.__globals__ is not self._space:
             return value
         own = FunctionType(
@@ -89,21 +93,22 @@ class Parcel:
         return own
 
     def _keep(self, value: Any) -> int | None:
-        """The number of an object that is passed on; None for one that is copied."""
+        """Return the number of a shared object; None for an object to copy."""
         if not _is_shared(value):
             return None
         if isinstance(value, Connection):
-            # The starter may close its end before the rank runs.
+            # Duplicated, because the starter may close its end before the rank runs.
             value = _duplicate(value)
         self._kept.append(value)
         return len(self._kept) - 1
 
 
 def _is_shared(value: Any) -> bool:
+    # Tensors share storage between processes as well (torch.multiprocessing).
     if isinstance(value, (torch.Tensor, *_SHARED)):
         return True
     if isinstance(value, (BaseProcess, bytes, type)):
-        # Bytes: the key by which processes know each other.
+        # Copied. Multiprocessing's authentication key is a subclass of bytes.
         return False
     return any(each.__module__.startswith("multiprocessing.") for each in type(value).__mro__)
 
@@ -117,11 +122,11 @@ class _Pickler(ForkingPickler):
         super().__init__(file)
         self._keep = keep
         self._numbers: dict[int, int] = {}
+        # Keeps the objects whose ids are in `_numbers` alive, so that no id is reused.
         self._alive: list[Any] = []
-        """Keeps the ids in `_numbers` from being given to other objects."""
 
     def persistent_id(self, value: Any) -> int | None:  # pyrefly: ignore [bad-override]
-        """Its number, for an object that is passed on."""
+        """Return the number of a shared object; None to pickle it."""
         number = self._numbers.get(id(value))
         if number is None:
             number = self._keep(value)
@@ -138,7 +143,7 @@ class _Unpickler(pickle.Unpickler):
         self._loaded: dict[int, Any] = {}
 
     def persistent_load(self, number: int) -> Any:
-        """The object of a number; a tensor has storage in common, and a gradient of its own."""
+        """Return the object of a number. A tensor shares its storage, but not its gradient."""
         if number not in self._loaded:
             value = self._kept[number]
             if isinstance(value, torch.nn.Parameter):

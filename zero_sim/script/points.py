@@ -1,4 +1,4 @@
-"""Named points of a training script, at which runs of it are compared."""
+"""Named points of a training script, at which its runs are compared."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Protocol
 
 
 class Recorder(Protocol):
-    """What wants to know of the points that one rank comes to."""
+    """Recorder of the named points that one rank reaches."""
 
     def note(self, name: str, things: tuple[object, ...], *, file: str, line: int) -> None:
-        """Take down what a rank has at a point.
+        """Record a rank's values at a point.
 
         Args:
-            name: Of the point.
-            things: Modules, optimizers, tensors, and dicts, lists and tuples of them.
-            file: Where the call stands.
-            line: Of that file.
+            name: Name of the point.
+            things: Modules, optimizers, tensors, and dicts, lists and tuples of these.
+            file: File of the call.
+            line: Line of the call.
         """
         ...
 
 
 class _Here(threading.local):
+    # Per thread, because each rank is a thread with its own recorder.
     recorder: Recorder | None = None
 
 
@@ -30,15 +31,15 @@ _here = _Here()
 
 
 def checkpoint_here(name: str, *things: object) -> None:
-    """Name a point of a training script, at which runs of it are to be equal bit by bit.
+    """Name a point of a training script, at which its runs must agree bit by bit.
 
-    Under `zero-sim torchrun --runs N` every tensor of what is given is hashed on every rank, and
-    the first that is not the same in all runs is named. Anywhere else this does nothing at all.
+    Under `zero-sim torchrun --runs N` every tensor of the arguments is hashed on every rank, and
+    the first one that differs between runs is reported. Otherwise this does nothing.
 
     Args:
-        name: What the point is called in reports. It may be come to often.
+        name: Name of the point in reports. A run may reach it many times.
         things: Modules, with their gradients; optimizers; tensors; numbers; and dicts, lists and
-            tuples of them.
+            tuples of these.
 
     Example:
         >>> from zero_sim import checkpoint_here
@@ -47,10 +48,11 @@ def checkpoint_here(name: str, *things: object) -> None:
     recorder = _here.recorder
     if recorder is None:
         return
+    # After the early return, so that a script without a recorder pays for one lookup only.
     caller = sys._getframe(1)
     recorder.note(name, things, file=caller.f_code.co_filename, line=caller.f_lineno)
 
 
 def record_with(recorder: Recorder | None) -> None:
-    """Let a recorder know of the points that the calling thread comes to from now on."""
+    """Set the recorder of the points that the calling thread reaches from now on."""
     _here.recorder = recorder

@@ -1,8 +1,8 @@
-"""Calls that concern a process as a whole, where a rank of a script makes them.
+"""Calls by a rank of a script that would affect its whole process: exit, signals, new processes.
 
-What it wants done at its exit is done when it ends. Handlers of signals are taken and never called:
-a signal that ends the command ends it, with all ranks. A rank that starts ranks ends its world, and
-the script then runs as their starter.
+Exit functions run when the rank ends. Signal handlers are stored and never called, because a signal
+that ends the command ends all ranks. A rank that starts ranks ends its world, and the script runs
+again as their starter.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from zero_sim.sim.world.run import Run
 
 class _Rank(threading.local):
     def __init__(self) -> None:
+        # Calls to make at the rank's end, in the order of registration.
         self.at_exit: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self.handlers: dict[int, Any] = {}
 
@@ -40,16 +41,18 @@ _rank = _Rank()
 
 @contextlib.contextmanager
 def calls_of_ranks(owns: Callable[[str], bool]) -> Iterator[None]:
-    """Take such calls from ranks; those of other threads, and of shared modules, are as ever.
+    """Redirect `atexit` and `signal` calls of ranks to state of the rank.
+
+    Calls of other threads, and `atexit` calls of modules that ranks share, are unchanged.
 
     Args:
-        owns: Whether a module is the running rank's own.
+        owns: Returns True if a module is the running rank's own.
     """
     register, unregister = atexit.register, atexit.unregister
     put, get = signal.signal, signal.getsignal
 
     def register_in_rank(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # A shared module is imported once, and not done with when one rank is.
+        # A shared module is imported once, and other ranks need it after the first one has ended.
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if rank_state.join is None or not owns(caller):
             return register(function, *args, **kwargs)
@@ -57,12 +60,14 @@ def calls_of_ranks(owns: Callable[[str], bool]) -> Iterator[None]:
         return function
 
     def unregister_in_rank(function: Callable[..., Any], /) -> None:
+        # Both lists, because the function may be registered by a shared module.
         _rank.at_exit[:] = [each for each in _rank.at_exit if each[0] != function]
         unregister(function)
 
     def put_in_rank(number: int, handler: Any, /) -> Any:
         if rank_state.join is None:
             return put(number, handler)
+        # Only the main thread of a process may set a handler, and ranks are other threads.
         before = get_in_rank(number)
         _rank.handlers[number] = handler
         return before
@@ -83,7 +88,7 @@ def calls_of_ranks(owns: Callable[[str], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def processes_of_ranks() -> Iterator[None]:
-    """End the world where a rank starts ranks; others of its processes run as ever."""
+    """End the world if a rank starts ranks; its other processes start as usual."""
     start, join = BaseProcess.start, BaseProcess.join
     start_processes = torch.multiprocessing.start_processes
     module = sys.modules[start_processes.__module__]
@@ -93,6 +98,7 @@ def processes_of_ranks() -> Iterator[None]:
         if rank_state.join is None:
             start(process)
             return
+        # By process, because a failure is only seen in `join`, far from the start.
         sites[process] = here()
         if is_rank(process, all_own=False):
             raise _started_at(sites[process], all_own=False)
@@ -100,51 +106,61 @@ def processes_of_ranks() -> Iterator[None]:
         try:
             start(process)
         finally:
+            # Only the child runs it. The object here has its own `run` again.
             del process.run
 
     def join_in_rank(process: BaseProcess, timeout: float | None = None) -> None:
+        # The guard in the child refused: its function joins a group in a way that `is_rank` cannot
+        # see.
         join(process, timeout)
         if process in sites and process.exitcode == REFUSED_STATUS:
             raise _started_at(sites[process], all_own=True)
 
     @functools.wraps(start_processes)
     def start_several(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **options: Any) -> Any:
+        # torch would start no process and return at once, and the script end as if all were well.
         if rank_state.join is not None and nprocs == 0 and not torch.cuda.device_count():
-            raise RuntimeError("expected processes to start, got none: the number of GPUs is 0")
+            raise RuntimeError(
+                "expected at least one process to start, got 0, the number of GPUs. Start as many "
+                "processes as ranks, whatever the number of GPUs."
+            )
         return start_processes(fn, args, nprocs, *rest, **options)
 
     with (
         mock.patch.object(BaseProcess, "start", start_in_rank),
         mock.patch.object(BaseProcess, "join", join_in_rank),
         mock.patch.object(torch.multiprocessing, "start_processes", start_several),
-        # The attribute `spawn` of the package is a function; the module of that name calls its own.
+        # In the package `spawn` is a function, but the module of that name looks up its own global.
         mock.patch.object(module, "start_processes", start_several),
     ):
         yield
 
 
 def check_may_launch() -> None:
-    """End the world where a rank launches ranks by a command; the starter of ranks may.
+    """End the world of a rank that launches ranks by a command.
 
     Raises:
-        BaseException: The calling rank is one that torchrun started.
+        BaseException: Always, because torchrun started the calling rank; the script runs again as
+            the starter of its ranks.
     """
     raise _started_at(here(), all_own=False)
 
 
 def _started_at(site: str, *, all_own: bool) -> BaseException:
-    """The error for ranks that the calling rank starts."""
+    """Return the error for ranks that the calling rank starts."""
     world, run = rank_state.c10d_world, rank_state.run
+    # A rank outside of any group may be a plain launcher. One in a group is a rank of torchrun's.
     if isinstance(run, Run) and (world is None or world.default_pg is None):
         run.fail(StartsRanks(site, all_own=all_own))
-        # No Exception, which the script may catch.
+        # No Exception, because the script may catch those.
         return RankEnded()
     return NoRank(no_rank(rank_state.rank, site))
 
 
 def run_at_exit() -> None:
-    """Do what the calling rank wants done at its exit, the latest first."""
+    """Run the calling rank's exit functions, the latest first, as Python does."""
     _rank.handlers.clear()
+    # A loop, because an exit function may register another one.
     while _rank.at_exit:
         function, args, kwargs = _rank.at_exit.pop()
         function(*args, **kwargs)

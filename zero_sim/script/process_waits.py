@@ -1,7 +1,7 @@
-"""Waits for pipes and locks of multiprocessing, in which other ranks get their turns.
+"""Waits for pipes and locks of multiprocessing, during which other ranks run.
 
-A rank that blocked in the operating system would keep the baton, so that whoever is to send never
-runs. It polls instead.
+A rank that blocked in the operating system would keep the baton, so the rank that it waits for
+could never send. It polls instead.
 """
 
 from __future__ import annotations
@@ -20,44 +20,48 @@ from zero_sim.sim import WorldFailure
 from zero_sim.sim.callsite import here
 from zero_sim.sim.world.rank_threads import is_forked, rank_state
 
+# Short, since a message between ranks takes at least one poll.
 _POLL_SECONDS = 0.001
+# Completions of "rank 3 waits ...".
 _PIPE = "to receive from a pipe"
 _PIPES = "for pipes or processes"
 _LOCK = "for a lock of multiprocessing"
 
 
 class Starter(Protocol):
-    """The thread that starts ranks, in which no rank can wait for it."""
+    """The thread that starts ranks. It must run them before it waits for them."""
 
     def is_running(self) -> bool:
-        """True in that thread."""
+        """Return True in this thread."""
         ...
 
     def run(self) -> None:
-        """Run the ranks that it started and that have not run yet."""
+        """Run the ranks that were started and have not run yet."""
         ...
 
 
 class MessageNeverCame(WorldFailure):
-    """A rank waits for a message, or a lock, of another process.
+    """A rank waits too long for a message or a lock of another process.
 
     Args:
         rank: World rank.
-        doing: The wait in words.
-        seconds: How long it waited.
-        site: Place of the wait, `file:line`.
+        doing: Description of the wait, such as "to receive from a pipe".
+        seconds: Length of the wait.
+        site: Call site of the wait, `file:line`.
     """
 
     def __init__(self, rank: int, doing: str, *, seconds: float, site: str) -> None:
         self.rank = rank
         super().__init__(
-            f"rank {rank} waits {doing} at {site}, for more than {seconds:g} seconds\n"
-            "Send what ranks need before the starter waits for them: it waits until they end."
+            f"expected a message within {seconds:g} seconds, got none: rank {rank} waits {doing} "
+            f"at {site}\n"
+            "Send what ranks need before the starter waits for their end."
         )
 
 
 @dataclass(eq=False)
 class _Awaited:
+    # The fields that a deadlock's report reads from a wait: here no rank is known to be missing.
     doing: str
     done: bool = False
     waiters: list[int] = field(default_factory=list)
@@ -67,17 +71,17 @@ class _Awaited:
 def await_in_rank(
     is_ready: Callable[[], bool], doing: str, *, seconds: float | None, stall_seconds: float
 ) -> bool:
-    """Let other ranks run until something is ready; False if it was not in time.
+    """Let other ranks run until a condition holds; return False if the time is over before.
 
     Args:
-        is_ready: Polls it.
-        doing: The wait in words.
+        is_ready: Polls the condition.
+        doing: Description of the wait, for errors.
         seconds: Longest wait; None for no limit.
         stall_seconds: Time after which a wait without limit is an error.
 
     Raises:
-        Deadlock: No other rank can run, and it is not ready after a second.
-        MessageNeverCame: It is not ready after `stall_seconds`.
+        Deadlock: No other rank can run, and the condition does not hold after a second.
+        MessageNeverCame: The condition does not hold after `stall_seconds`.
     """
     run: Any = rank_state.run
     rank, begun = rank_state.rank, time.monotonic()
@@ -90,7 +94,7 @@ def await_in_rank(
         if seconds is None and passed >= stall_seconds:
             raise run.fail(MessageNeverCame(rank, doing, seconds=stall_seconds, site=here()))
         run.baton.advance()
-        # Some other process may be the sender: a turn of other ranks takes no time.
+        # The sender may be another process, which needs real time that turns of ranks do not take.
         time.sleep(_POLL_SECONDS)
         run.baton.poll(rank, awaited, here())
     return True
@@ -98,10 +102,10 @@ def await_in_rank(
 
 @contextlib.contextmanager
 def waits_of_ranks(starter: Starter, *, stall_seconds: float) -> Iterator[None]:
-    """Let waits for other processes poll in ranks, and in their starter run the ranks first.
+    """Make waits for other processes poll in ranks. In their starter, run the ranks first.
 
     Args:
-        starter: Knows which thread started the ranks.
+        starter: The thread that starts the ranks.
         stall_seconds: Time after which a wait without limit is an error.
     """
     receive, receive_bytes, poll = Connection.recv, Connection.recv_bytes, Connection.poll
@@ -110,11 +114,12 @@ def waits_of_ranks(starter: Starter, *, stall_seconds: float) -> Iterator[None]:
     make_methods = semaphore._make_methods
 
     def pause(is_ready: Callable[[], bool], doing: str, seconds: float | None = None) -> bool:
-        """Poll in a rank; False where the wait is to be left to the operating system."""
+        """Poll in a rank. Return False if the operating system shall wait."""
         if starter.is_running():
             if not is_ready():
                 starter.run()
             return False
+        # Threads that are no ranks block as usual, and so does a forked copy of a rank.
         if rank_state.rank is None or is_forked():
             return False
         await_in_rank(is_ready, doing, seconds=seconds, stall_seconds=stall_seconds)
@@ -145,7 +150,7 @@ def waits_of_ranks(starter: Starter, *, stall_seconds: float) -> Iterator[None]:
         make_methods(lock)
         acquire = lock.acquire
 
-        # `acquire` polls with False: a lock that was taken by the poll is held by this thread.
+        # A successful poll by acquire(False) has taken the lock already, so remember it.
         def acquire_in_rank(block: bool = True, timeout: float | None = None) -> bool:
             if acquire(False):
                 return True
@@ -162,6 +167,7 @@ def waits_of_ranks(starter: Starter, *, stall_seconds: float) -> Iterator[None]:
         mock.patch.object(Connection, "poll", poll_in_rank),
         mock.patch.object(multiprocessing.connection, "wait", wait_in_rank),
         mock.patch.object(semaphore, "_make_methods", make_methods_in_rank),
+        # The original enters the C object, past the instance's `acquire`.
         mock.patch.object(semaphore, "__enter__", lambda lock: lock.acquire()),
     ):
         yield

@@ -1,4 +1,4 @@
-"""A script as the program of one rank: its `__main__`, and what Python does around it."""
+"""A script as the program of one rank: its `__main__`, and Python's work before and after it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from zero_sim.script.process_calls import run_at_exit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Script:
-    """What is run: a file, or a module by name."""
+    """A file, or a module by name, with its arguments."""
 
     name: str
-    """As it was given."""
+    """File or module, as on the command line."""
     is_module: bool
     arguments: tuple[str, ...]
     path: str
-    """The file, absolute; empty for a module, which each rank looks for."""
+    """Absolute path of the file; empty for a module, which each rank finds itself."""
     code: CodeType | None
-    """Of the file."""
+    """Compiled file; None for a module."""
 
     @property
     def folder(self) -> str:
-        """What is first on its path: the file's own folder, or the working directory."""
+        """Folder that Python puts first on the path: the file's, or the working directory."""
         return os.getcwd() if self.is_module else os.path.dirname(self.path)
 
 
@@ -40,12 +40,12 @@ def read_script(name: str, *, is_module: bool, arguments: Sequence[str]) -> Scri
     """Read a script.
 
     Args:
-        name: Its file, or with `is_module` the name of a module, as for `python -m`.
-        is_module: Which of the two.
-        arguments: What follows its name on the command line.
+        name: File, or with `is_module` the name of a module, as for `python -m`.
+        is_module: True for a module.
+        arguments: Arguments after the name on the command line.
 
     Raises:
-        UsageError: There is no such file, or it is no Python.
+        UsageError: The file cannot be read, or is not valid Python.
     """
     path, code = "", None
     if not is_module:
@@ -54,10 +54,12 @@ def read_script(name: str, *, is_module: bool, arguments: Sequence[str]) -> Scri
             source = Path(path).read_bytes()
         except OSError as error:
             raise UsageError(
-                f"expected a Python script, got {name!r}: {error.strerror}. Options of zero-sim "
-                "come before it; for the name of a module give -m."
+                f"expected a Python script, got {name!r}: {error.strerror}. Put options of "
+                "zero-sim before it, and use -m for the name of a module."
             ) from None
         try:
+            # In bytes, so that Python reads the encoding from the file; without our own __future__
+            # flags.
             code = compile(source, path, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             raise UsageError(f"expected a Python script, got {name!r}: {error}") from None
@@ -65,7 +67,7 @@ def read_script(name: str, *, is_module: bool, arguments: Sequence[str]) -> Scri
 
 
 class StartReached(BaseException):
-    """A rank that executes the script's file has come to the start of the ranks."""
+    """A rank that executes the script's file has reached the statement that started it."""
 
 
 class Started(Protocol):
@@ -73,15 +75,16 @@ class Started(Protocol):
 
     @property
     def is_forked(self) -> bool:
-        """True if it would be forked, and thus execute no file."""
+        """True if it is forked, and so executes no file."""
         ...
 
     def run_program(self, main: ModuleType) -> None:
-        """Run its function; `main` is the rank's `__main__`."""
+        """Run the process's function; `main` is the rank's `__main__`."""
         ...
 
 
 class _Rank(threading.local):
+    # The process for which this rank executes the script's file; None at other times.
     executes_for: Started | None = None
 
 
@@ -89,12 +92,13 @@ _rank = _Rank()
 
 
 def run_as_started(script: Script, started: Started) -> None:
-    """Execute a script's file as multiprocessing does in a process, then run the process.
+    """Execute a script's file as a new process of multiprocessing does, then run the process.
 
     Args:
-        script: The script that started the calling rank.
-        started: The process.
+        script: Script that started the calling rank.
+        started: Process to run.
     """
+    # The name under which multiprocessing executes the file, so `if __name__` blocks do not run.
     main = ModuleType("__mp_main__")
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     _rank.executes_for = started
@@ -102,7 +106,7 @@ def run_as_started(script: Script, started: Started) -> None:
         try:
             _execute(script, main)
         except StartReached:
-            # A fork has what the file had defined up to here.
+            # A fork inherits only the definitions above the statement that started it.
             pass
         finally:
             _rank.executes_for = None
@@ -112,17 +116,18 @@ def run_as_started(script: Script, started: Started) -> None:
 
 
 def check_not_executing() -> None:
-    """Stop a rank that executes the script's file and starts processes in it.
+    """Stop a rank that starts a process while it executes the script's file.
 
     Raises:
-        StartReached: The rank would be forked.
-        RuntimeError: It would execute the file, which lacks a guard, so that Python refuses it.
+        StartReached: The rank is forked.
+        RuntimeError: The start is not below `if __name__ == "__main__"`, as Python requires.
     """
     started = _rank.executes_for
     if started is None:
         return
     if started.is_forked:
         raise StartReached
+    # Python's own words, from multiprocessing.spawn, so that users find them on the web.
     raise RuntimeError(
         "An attempt has been made to start a new process before the current process has finished "
         "its bootstrapping phase. Start processes below `if __name__ == '__main__':`, because "
@@ -134,10 +139,10 @@ def run_script(script: Script) -> None:
     """Run a script to its end, in the calling rank.
 
     Args:
-        script: What to run.
+        script: File or module to run.
 
     Raises:
-        BaseException: Whatever it raises, except an exit without an error.
+        BaseException: Any exception of the script, except an exit without an error.
     """
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -151,10 +156,12 @@ def run_script(script: Script) -> None:
 
 
 def _execute(script: Script, main: ModuleType) -> None:
+    # The globals that Python's own runpy.run_path and run_module set.
     space = vars(main)
     code, path, spec = script.code, script.path, None
     if script.is_module:
-        # What `python -m` does to find it: parents are imported, here as the rank's own.
+        # Finds the module as `python -m` does. That imports its parents, here as modules of the
+        # rank.
         _, spec, code = runpy._get_module_details(script.name)  # pyrefly: ignore
         path = str(spec.origin)
         sys.argv[0] = path

@@ -1,4 +1,4 @@
-"""Processes of a script that are to be ranks: those whose function joins a process group."""
+"""Processes of a script that should run as ranks, because their function joins a group."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ import torch.multiprocessing
 
 from zero_sim.sim import WorldFailure
 
+# Functions and classes that make the default group: of Accelerate, torch and DeepSpeed.
 _JOINING = frozenset({"Accelerator", "init_device_mesh", "init_distributed", "init_process_group"})
-"""Names of functions and classes that make the default group."""
 _INSTALLED = frozenset({"dist-packages", "site-packages"})
 _STDLIB = os.path.join(os.path.realpath(sysconfig.get_path("stdlib")), "")
+# Bounds the search for such a call, because a large script names thousands of functions.
 _FUNCTIONS_MAX = 500
-"""Bound on the functions that are searched for a call that joins a group."""
 
 
 class StartsRanks(WorldFailure):
-    """A script, run as torchrun would, starts ranks itself; ends the attempt.
+    """A script that runs as under torchrun starts ranks itself, so this attempt ends.
 
     Args:
-        site: Place of the start, `file:line`.
-        all_own: True if also functions of the script that do not visibly join a group are ranks.
+        site: Call site of the start, `file:line`.
+        all_own: True if processes are ranks even if their function does not visibly join a group.
     """
 
     def __init__(self, site: str, *, all_own: bool) -> None:
@@ -40,21 +40,23 @@ class StartsRanks(WorldFailure):
 
 
 def torch_wrap() -> Callable[..., None]:
-    """The function of processes that torch.multiprocessing starts."""
-    # The attribute `spawn` of the package is a function.
+    """Return the target of processes that `torch.multiprocessing.spawn` starts."""
+    # By sys.modules, because the package's attribute `spawn` is the function.
     return sys.modules[torch.multiprocessing.start_processes.__module__]._wrap  # pyrefly: ignore
 
 
 def is_rank(process: BaseProcess, *, all_own: bool) -> bool:
-    """True if a process that was not started yet is to be a rank.
+    """Return True if a process, before its start, should run as a rank.
 
     Args:
         process: The process.
-        all_own: True to take any process for a rank that runs a function of the user's.
+        all_own: True if each process that runs a function of the user is a rank.
     """
     target: Any = vars(process).get("_target")
+    # torch.multiprocessing.spawn gives each process its index, so these are ranks.
     if target is torch_wrap():
         return True
+    # Either a subclass with its own `run`, or a target.
     has_own_run = type(process).run is not BaseProcess.run
     function = _function_of(type(process).run if has_own_run else target)
     if function is None or _is_of_library(function.__code__.co_filename):
@@ -63,6 +65,7 @@ def is_rank(process: BaseProcess, *, all_own: bool) -> bool:
 
 
 def _function_of(target: Any) -> FunctionType | None:
+    # Down to the user's function, through partials, methods, callable objects and decorators.
     while isinstance(target, functools.partial):
         target = target.func
     if isinstance(target, MethodType):
@@ -74,16 +77,20 @@ def _function_of(target: Any) -> FunctionType | None:
 
 
 def _is_of_library(file: str) -> bool:
-    """True for Python's own files, and for torch's apart from its harness of tests."""
+    """Return True for files of Python and of torch, except torch's test harness."""
     file = os.path.realpath(file)
     if not _INSTALLED.isdisjoint(PurePath(file).parts):
+        # Files under torch/testing start ranks for tests of users, who subclass them.
         package = PurePath(os.path.relpath(file, os.path.dirname(torch.__file__))).parts[0]
         return package not in ("..", "testing")
     return file.startswith(_STDLIB)
 
 
 def _joins_group(function: FunctionType) -> bool:
-    """True if a function, or one of the user's that it names, names a call that joins a group."""
+    """Return True if a function, or a user's function that it mentions, mentions a joining call.
+
+    A static search by names, because the process does not run yet.
+    """
     seen: set[CodeType] = set()
     left = [function]
     while left and len(seen) < _FUNCTIONS_MAX:
@@ -94,7 +101,7 @@ def _joins_group(function: FunctionType) -> bool:
         names = set(_names(here.__code__))
         if names & _JOINING:
             return True
-        # Through modules, too: `import train` and `train.main()` name both.
+        # Also through modules: `import train` and `train.main()` mention both names.
         spaces = [here.__globals__, *_own_modules(here.__globals__, names)]
         for space in spaces:
             for name in names & space.keys():
@@ -103,6 +110,7 @@ def _joins_group(function: FunctionType) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
+    # Nested functions and comprehensions are constants of the code around them.
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -125,7 +133,7 @@ def _functions(value: Any) -> Iterator[FunctionType]:
 
 
 def is_of_user(file: str | None) -> bool:
-    """True for a file that belongs to neither Python nor an installed package."""
+    """Return True for a file that belongs to neither Python nor an installed package."""
     if not file:
         return False
     file = os.path.realpath(file)

@@ -1,8 +1,8 @@
-"""State that a process has once and each rank of a script needs for itself, besides torch's.
+"""State of a process that each rank of a script needs for itself, besides torch's.
 
-Its environment, arguments, working directory, own modules, names of shared ones, `print`, logging.
-Under the baton the values of the rank that gets it are put in place, and those of whoever had it
-are taken out.
+Environment, arguments, working directory, own modules, globals of shared ones, `print`, logging.
+When the baton passes, the values of the rank that had it are saved, and those of the next rank are
+written.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import Any
 from zero_sim.script.own_modules import OwnModules
 from zero_sim.script.own_names import OwnNames
 
+# Scripts replace each of these, for example `print` to silence all ranks but the first.
 _SLOTS: tuple[tuple[Any, str], ...] = (
     (sys, "argv"),
     (sys, "path"),
     (sys, "excepthook"),
     (builtins, "print"),
 )
+# Fields of the root logger.
 _LOGGING = ("level", "handlers", "filters", "disabled")
-"""Fields of the root logger."""
 
 
 @dataclass(slots=True)
@@ -35,19 +36,19 @@ class _Saved:
     logging: list[Any]
     loggers: dict[str, Any]
     folder: str
-    """The working directory; empty where it is gone."""
+    # The working directory; empty if it was removed.
 
 
 class RankState:
-    """Moves what is a rank's own between one owner at a time and its saved place.
+    """Process state, exchanged between the process and the saved state of each rank.
 
     Args:
-        environment: What each rank's environment has besides the caller's, by rank.
-        arguments: What `sys.argv` holds at the beginning, of every rank; None for the caller's.
-        folder: Of the script: first on its path, and its modules are each rank's own. None for no
-            such folder.
-        packages: Top-level packages that are each rank's own besides.
-        names: Names of shared modules that each rank has a value of, as of `OwnNames`.
+        environment: Returns the variables of a rank that are added to the caller's environment.
+        arguments: `sys.argv` of each rank at the beginning; None for the caller's.
+        folder: The script's folder: first on its path, with modules that each rank imports for
+            itself. None for no such folder.
+        packages: Further top-level packages that each rank imports for itself.
+        names: Globals of shared modules of which each rank has its own value, as in `OwnNames`.
 
     Raises:
         UsageError: A package cannot be a rank's own.
@@ -63,7 +64,7 @@ class RankState:
         names: Sequence[str] = (),
     ) -> None:
         self.current = -1
-        """Whose state is in place: a rank, or -1 for the caller of `World.run`."""
+        """Owner of the current state: a rank, or -1 for the caller of `World.run`."""
         self._environment = environment
         self._arguments = None if arguments is None else list(arguments)
         self._folder = folder
@@ -73,7 +74,7 @@ class RankState:
         self._saved: dict[int, _Saved] = {}
 
     def begin(self, caller: int) -> None:
-        """Forget all ranks, and take out what is in place as `caller`'s."""
+        """Forget all ranks, and save the current state as `caller`'s."""
         self._saved.clear()
         self._caller = caller
         self._saved[caller] = _read()
@@ -81,33 +82,35 @@ class RankState:
         self._modules.begin(caller)
 
     def take_out(self, owner: int) -> None:
-        """Save what is in place as `owner`'s."""
+        """Save the current state as `owner`'s."""
         self._saved[owner] = _read()
         self._names.take_out(owner)
         self._modules.take_out(owner)
 
     def put_in_place(self, owner: int, *, previous: int) -> None:
-        """Make what `owner` has the process's; `previous`'s was taken out just before."""
+        """Write `owner`'s state; `previous`'s was saved just before."""
         saved = self._saved.get(owner)
         if saved is None:
             saved = self._saved[owner] = self._beginning(owner)
+        # Modules first, because the values of names may be in them.
         self._modules.put_in_place(owner)
         self._names.put_in_place(owner)
         _put(saved, before=self._saved[previous])
         self.current = owner
 
     def owns(self, module: str) -> bool:
-        """Whether a module is the rank's own that has the baton."""
+        """Return True if a module belongs to the rank that runs, instead of to all ranks."""
         return self._modules.owns(module)
 
     def forget(self) -> None:
-        """Let go of everything that ranks had."""
+        """Drop all saved state."""
         self._saved.clear()
         self._names.forget()
         self._modules.forget()
 
     def _beginning(self, rank: int) -> _Saved:
         caller = self._saved[self._caller]
+        # In the encoding of `os.environ._data`: bytes on POSIX.
         own = {
             os.environ.encodekey(name): os.environ.encodevalue(value)  # pyrefly: ignore
             for name, value in self._environment(rank).items()
@@ -118,8 +121,9 @@ class RankState:
         return _Saved(
             slots=[list(argv), list(path), *others],
             environment={**caller.environment, **own},
-            # As in a new process.
+            # Python's defaults, as in a new process: the caller's handlers are not a rank's.
             logging=[logging.WARNING, [], [], False],
+            # A copy of the dict, with the same loggers: libraries hold these in their globals.
             loggers=dict(caller.loggers),
             folder=caller.folder,
         )
@@ -128,11 +132,13 @@ class RankState:
 def _read() -> _Saved:
     try:
         folder = os.getcwd()
+    # The rank has removed its working directory.
     except OSError:
         folder = ""
     root = logging.root
     return _Saved(
         slots=[getattr(place, name) for place, name in _SLOTS],
+        # The dict itself, not a copy: exchanging it costs the same for any number of variables.
         environment=os.environ._data,  # pyrefly: ignore [missing-attribute]
         logging=[getattr(root, name) for name in _LOGGING],
         loggers=root.manager.loggerDict,
@@ -152,7 +158,7 @@ def _put(saved: _Saved, *, before: _Saved) -> None:
         setattr(root, name, value)
     root.manager.loggerDict = saved.loggers
     if saved.logging[0] != before.logging[0]:
-        # Loggers keep what they found by the level of the other.
+        # Each logger caches which levels are enabled, by the root's level.
         root.manager._clear_cache()  # pyrefly: ignore [missing-attribute]
 
 
@@ -160,7 +166,7 @@ def _put_environment(environment: dict[Any, Any], *, before: dict[Any, Any]) -> 
     os.environ._data = environment  # pyrefly: ignore [missing-attribute]
     if os.supports_bytes_environ:
         os.environb._data = environment  # pyrefly: ignore [missing-attribute]
-    # What C code and other programs that a rank starts see.
+    # C code, and programs that a rank starts, read the process's environment instead.
     for name in before.keys() - environment.keys():
         os.unsetenv(name)
     for name, value in environment.items() - before.items():

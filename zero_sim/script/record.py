@@ -1,4 +1,4 @@
-"""The record of one run of a script: how it ended, rank 0's output, what ranks had at points."""
+"""The record of one run of a script: its ending, rank 0's output, digests at named points."""
 
 from __future__ import annotations
 
@@ -16,58 +16,60 @@ from zero_sim.script.settings import Settings
 from zero_sim.sim import WorldFailure, unwatched
 from zero_sim.sim.callsite import site_of
 
+# 128 bits: no two of a run's tensors collide by accident.
 _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One rank's coming to a named point."""
+    """One visit of a rank to a named point."""
 
     name: str
     visit: int
-    """How often the rank had come to it before."""
+    """Earlier visits of the rank to this point."""
     site: str
-    """Where it stands, `file:line`."""
+    """Call site, `file:line`."""
     digests: Mapping[str, bytes]
-    """Of everything the rank had there, by its name."""
+    """Hash of each value at the point, by name."""
 
     @property
     def title(self) -> str:
-        """The point in words."""
+        """Name and visit, for reports."""
         return f"{self.name!r}, visit {self.visit}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScriptRun:
-    """One run."""
+    """One run of a script."""
 
     seed: int
     failure: WorldFailure | None
-    """What ended it; None where every rank came to its end."""
+    """Failure that ended the run; None if every rank reached its end."""
     ending: str
-    """How it ended, in words without what differs from run to run."""
+    """Description of the ending, without details that differ between equal runs."""
     output: tuple[str, ...]
-    """Lines that rank 0 wrote to its standard output."""
+    """Lines of rank 0 on its standard output."""
     points: tuple[tuple[Point, ...], ...]
-    """By rank, in the order in which it came to them."""
+    """Visits of each rank, in their order."""
     collective_count: int
     settings: Settings
-    """Settings that the run came to, for example with CUDA on the CPU."""
+    """Settings of the last attempt, for example with CUDA on the CPU."""
     started: tuple[int, ...] = ()
     """Sizes of the worlds that the script started itself; empty if none."""
 
 
 @dataclass(slots=True)
 class PointRecorder:
-    """Takes down the points that one rank comes to."""
+    """Recorder of the points that one rank reaches."""
 
     points: list[Point] = field(default_factory=list)
     _visits: dict[str, int] = field(default_factory=dict)
 
     def note(self, name: str, things: tuple[object, ...], *, file: str, line: int) -> None:
-        """Hash what the rank has at a point."""
+        """Hash the rank's values at a point."""
         visit = self._visits.get(name, 0)
         self._visits[name] = visit + 1
+        # An optimizer's state is named by its params, which only the modules beside it can name.
         names = {
             id(param): path
             for thing in things
@@ -76,11 +78,12 @@ class PointRecorder:
         }
         digests: dict[str, bytes] = {}
         several = len(things) > 1
+        # Unwatched, because reading tensors for a hash is no data race of the script's.
         with torch.no_grad(), unwatched():
             for index, thing in enumerate(things):
                 for path, value in _values(thing, names, path=""):
                     key = path or f"value {index}"
-                    # Two modules may have a param of one name.
+                    # Two modules may have a param of the same name.
                     if several and key in digests:
                         key = f"{key} of argument {index}"
                     digests[key] = _digest(value)
@@ -88,7 +91,7 @@ class PointRecorder:
 
 
 def _values(thing: object, names: Mapping[int, str], *, path: str) -> Iterator[tuple[str, object]]:
-    """Everything in a thing that can differ, with its name."""
+    """Yield each value in a thing that can differ between runs, with its name."""
     if isinstance(thing, torch.nn.Module):
         for name, param in thing.named_parameters():
             yield name, param
@@ -115,11 +118,12 @@ def _digest(value: object) -> bytes:
     if isinstance(value, torch.Tensor):
         _add_tensor(digest, value)
     elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        # By repr, which is exact for floats and distinguishes -0.0 from 0.0.
         digest.update(repr(value).encode())
     else:
         raise UsageError(
-            "expected checkpoint_here to be given modules, optimizers, tensors, numbers, and "
-            f"dicts, lists and tuples of them; got {type(value).__qualname__}"
+            "expected checkpoint_here to get modules, optimizers, tensors, numbers, and dicts, "
+            f"lists and tuples of these, got {type(value).__qualname__}. Omit it, or convert it."
         )
     return digest.digest()
 
@@ -130,27 +134,30 @@ def _add_tensor(digest: hashlib.blake2b, tensor: torch.Tensor) -> None:
     if local.layout is not torch.strided:
         local = local.to_dense()
     digest.update(f"{local.dtype} {tuple(local.shape)} ".encode())
-    # FSDP frees the memory of params that it has gathered, and keeps their shapes.
+    # FSDP frees the memory of unsharded params, but keeps their shapes.
     if local.is_meta or not local.untyped_storage().nbytes():
         return
+    # [bytes], because numpy has no bf16.
     local = local.cpu().contiguous().reshape(-1)
     digest.update(local.view(torch.uint8).numpy().tobytes())
 
 
+# Ranks that a report lists.
 _RANKS_MAX = 16
 
 
 def first_difference(
     first: ScriptRun, other: ScriptRun, *, ignored: re.Pattern[str] | None = None
 ) -> str:
-    """What differs first between two runs, in words; empty where nothing does.
+    """Return a description of the first difference between two runs; empty if they are equal.
 
-    Points come first, since they are nearest to the cause: of them the earliest, of any rank.
+    Points come before endings and output, because they are nearest to the cause. Among points, the
+    earliest of any rank comes first.
 
     Args:
-        first: One run.
-        other: The other.
-        ignored: Lines of rank 0 in which this is found are left out.
+        first: Reference run.
+        other: Run to compare with it.
+        ignored: Pattern of rank 0's lines to skip.
     """
     return (
         _of_points(first, other)
@@ -167,7 +174,7 @@ def _of_points(first: ScriptRun, other: ScriptRun) -> str:
             for rank, (a, b) in enumerate(
                 zip(_nth(first.points, index), _nth(other.points, index), strict=True)
             )
-            # A run that ended early is told by how it ended.
+            # Points missing after an early end are a consequence. The ending is reported instead.
             if not _same(a, b)
             and not (a is None and first.failure)
             and not (b is None and other.failure)
@@ -203,14 +210,14 @@ def _describe(
             f"{b.title}, at {b.site}, with seed {seeds[1]}"
         )
     keys = [key for key in {**a.digests, **b.digests} if a.digests.get(key) != b.digests.get(key)]
-    lines = [f"at point {a.title}, at {a.site}, rank {rank} has another {keys[0]}"]
+    lines = [f"at point {a.title}, at {a.site}, rank {rank} differs in {keys[0]}"]
     for seed, point in zip(seeds, (a, b), strict=True):
         digest = point.digests.get(keys[0])
         lines.append(f"  seed {seed}: {'not there' if digest is None else digest.hex()}")
     others = len(keys) - 1
     if others:
         shown = ", ".join(keys[1:4]) + (", ..." if others > 3 else "")
-        lines.append(f"  and {others} of {len(a.digests)} others there: {shown}")
+        lines.append(f"  and in {others} of {len(a.digests)} other values: {shown}")
     if len(ranks) > 1:
         shown = ", ".join(map(str, ranks[:_RANKS_MAX])) + (", ..." if ranks[_RANKS_MAX:] else "")
         lines.append(f"  on ranks {shown}")
@@ -221,13 +228,14 @@ def _of_endings(first: ScriptRun, other: ScriptRun) -> str:
     if first.ending == other.ending:
         return ""
     return (
-        f"it ended otherwise\n  seed {first.seed}: {first.ending}\n"
+        f"the runs ended differently\n  seed {first.seed}: {first.ending}\n"
         f"  seed {other.seed}: {other.ending}"
     )
 
 
 def _compared(run: ScriptRun, ignored: re.Pattern[str] | None) -> tuple[int, list[tuple[int, str]]]:
-    """Its seed, and numbered lines of rank 0."""
+    """Return the run's seed, and the numbered lines of rank 0 to compare."""
+    # Numbered before lines are skipped, so that numbers match the output.
     lines = enumerate(run.output, start=1)
     return run.seed, [each for each in lines if ignored is None or not ignored.search(each[1])]
 
@@ -239,7 +247,7 @@ def _of_output(
     for a, b in zip_longest(first[1], other[1], fillvalue=nothing):
         if a[1] != b[1]:
             return (
-                f"line {a[0] or b[0]} of the output of rank 0 is another\n"
+                f"line {a[0] or b[0]} of the output of rank 0 differs\n"
                 f"  seed {first[0]}: {a[1]}\n  seed {other[0]}: {b[1]}"
             )
     return ""

@@ -1,6 +1,6 @@
-"""`torch.distributed.rpc` in ranks, which share the one agent that a process can have.
+"""`torch.distributed.rpc` in ranks, all of which share the one agent of the process.
 
-Test harnesses join it out of habit, so joining is accepted and remote calls are refused.
+Test harnesses join it by default, so joining does nothing, and remote calls are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zero_sim.sim.world.rank_threads import rank_state
 
 @contextlib.contextmanager
 def remote_calls_refused() -> Iterator[None]:
-    """Let ranks join and leave the agent without one; calls of ranks raise `UsageError`."""
+    """Let ranks join and leave the RPC agent without effect; remote calls raise `UsageError`."""
 
     def in_rank(name: str, replacement: Callable[..., None]) -> Any:
         original = getattr(rpc, name)
@@ -32,7 +32,7 @@ def remote_calls_refused() -> Iterator[None]:
         return mock.patch.object(rpc, name, call)
 
     with contextlib.ExitStack() as stack:
-        # A build of torch may lack all of it.
+        # Some builds of torch have no RPC.
         for name in ("init_rpc", "shutdown") if rpc.is_available() else ():
             stack.enter_context(in_rank(name, lambda *args, **kwargs: None))
         for name in ("remote", "rpc_async", "rpc_sync") if rpc.is_available() else ():
@@ -42,6 +42,6 @@ def remote_calls_refused() -> Iterator[None]:
 
 def _refuse(*args: Any, **kwargs: Any) -> None:
     raise UsageError(
-        f"expected ranks without remote calls, got one by rank {rank_state.rank} at {here()}. Use "
-        "collectives, or start real processes."
+        f"expected no remote calls in ranks, got one by rank {rank_state.rank} at {here()}. "
+        "Use collectives, or start real processes."
     )

@@ -1,4 +1,4 @@
-"""The process as ranks of a script find it: streams, calls, devices; and the record of its run."""
+"""The process as a script's ranks find it (streams, calls, devices), and the record of a run."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Scene:
     """One run of a script.
 
     Args:
-        settings: The world.
-        guest: Looks on from inside the ranks.
+        settings: World of the run.
+        guest: Observer inside the ranks.
         state_in_place: Returns the state of the world whose rank runs.
         note: Called with notes for the user.
     """
@@ -44,6 +44,7 @@ class Scene:
         self._guest = guest
         self._state_in_place = state_in_place
         self._recorders: dict[int, PointRecorder] = {}
+        # One GPU per rank by default, as most scripts set device LOCAL_RANK.
         self._cuda = CudaOnCpu(
             device_count=settings.gpus_per_node or settings.ranks_per_node,
             rank=lambda: state_in_place().current,
@@ -55,11 +56,13 @@ class Scene:
         """Set the process up for ranks.
 
         Args:
-            writer: Returns who writes to the streams, as of `RankOutput`.
-            quiet: True to show nothing of what ranks print.
+            writer: Returns the rank that writes to a stream, as for `RankOutput`.
+            quiet: True to hide the output of ranks.
         """
         with contextlib.ExitStack() as stack:
+            # Streams first, so that they are restored last and show messages of all others.
             self._streams = stack.enter_context(self._output(writer, quiet=quiet))
+            # Looked up at each call, because a starter and its ranks have different states.
             owns = lambda module: self._state_in_place().owns(module)  # noqa: E731
             stack.enter_context(calls_of_ranks(owns))
             stack.enter_context(processes_of_ranks())
@@ -73,11 +76,11 @@ class Scene:
             yield
 
     def devices_in_rank(self) -> contextlib.AbstractContextManager[object]:
-        """Around a program whose devices named cuda may be the CPU."""
+        """Return a context for a program, in which devices named cuda may be the CPU."""
         return self._cuda.in_rank() if self._settings.cuda_is_cpu else contextlib.nullcontext()
 
     def run_in_rank(self, world: World, rank: int, program: Callable[[], Any]) -> None:
-        """Run the program of one rank, observed."""
+        """Run the program of one rank under the guest and a recorder of points."""
         world.log.watch = self._guest.called
         record_with(self._recorders.setdefault(rank, PointRecorder()))
         try:
@@ -88,7 +91,7 @@ class Scene:
             self.end_lines(rank)
 
     def end_lines(self, writer: int) -> None:
-        """Show the lines that a writer has not ended."""
+        """Show the unfinished lines of a writer."""
         for stream in self._streams or ():
             stream.end_rank(writer)
 
@@ -100,7 +103,7 @@ class Scene:
         collective_count: int,
         started: tuple[int, ...] = (),
     ) -> ScriptRun:
-        """The record of the run."""
+        """Return the record of the run."""
         assert self._streams is not None
         return ScriptRun(
             seed=seed,
@@ -117,6 +120,7 @@ class Scene:
     def _output(
         self, writer: Callable[[], int], *, quiet: bool
     ) -> Iterator[tuple[RankOutput, RankOutput]]:
+        # Standard error is shown but not kept: its warnings and times differ between equal runs.
         shown: Collection[int] | None = frozenset() if quiet else self._settings.shown
         streams = sys.stdout, sys.stderr
         out, err = (
@@ -131,10 +135,11 @@ class Scene:
 
 
 def ending_of(failure: WorldFailure | None) -> str:
-    """How a run ended, in one line."""
+    """Describe the ending of a run in one line."""
     if failure is None:
-        return "every rank came to its end"
+        return "every rank reached its end"
     if not isinstance(failure, RankFailed):
+        # The first line names the failure. The rest contains stacks, which differ between runs.
         return str(failure).partition("\n")[0]
     site = site_of(*raising_site(failure.error))
     if isinstance(failure.error, SystemExit):

@@ -1,4 +1,4 @@
-"""The world that a script runs on, and who looks on from inside."""
+"""Settings of the world that a script runs on, and the protocol of observers in its ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any, Literal, Protocol
 from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
 
+# Without their own globals, all ranks would find the first rank's.
 KEEP_A_RANK = ("accelerate", "hydra")
-"""Packages that keep the process's rank or settings in globals, so each rank has its own."""
+"""Packages that keep the rank or settings in globals, so each rank imports its own."""
 
 SINGLETONS = (
     "accelerate.state:AcceleratorState._shared_state",
@@ -22,12 +23,12 @@ SINGLETONS = (
     "fairscale.nn.model_parallel.initialize:*",
     "hydra.core.singleton:Singleton._instances",
 )
-"""Names under which packages keep it, for ranks that share the packages."""
+"""Globals with a rank's state, for ranks that share the packages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Everything about the world that a script runs on."""
+    """Settings of a simulated world for a script."""
 
     ranks_per_node: int
     nodes: int = 1
@@ -39,16 +40,16 @@ class Settings:
     strict: bool = True
     stall_seconds: float = 300.0
     packages: tuple[str, ...] = ()
-    """Top-level packages that every rank imports for itself, besides the script's folder and
+    """Top-level packages that each rank imports for itself, besides the script's folder and
     `KEEP_A_RANK`."""
     cuda_is_cpu: bool = False
     gpus_per_node: int | None = None
-    """GPUs that scripts find with `cuda_is_cpu`; None for one a rank."""
+    """GPUs that scripts find with `cuda_is_cpu`; None for one per rank."""
     kernels_are_stubs: bool = False
-    """True if packages of kernels that are not installed are stubs."""
+    """True if kernel packages that are not installed are replaced by stubs."""
     starter: Literal["", "visible", "all"] = ""
-    """Empty for a script whose ranks torchrun starts. Of a script that starts its own: which of its
-    processes are ranks, those that visibly join a group or all that run a function of its own."""
+    """Empty if torchrun starts the ranks. For a script that starts them itself: "visible" if
+    processes that visibly join a group are ranks, "all" if all that run its own functions are."""
     address: str = "localhost"
     port: int = 29500
     shown: frozenset[int] | None = None
@@ -56,16 +57,16 @@ class Settings:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of all nodes."""
+        """Number of ranks on all nodes."""
         return self.ranks_per_node * self.nodes
 
     @property
     def own_packages(self) -> tuple[str, ...]:
-        """Packages that every rank imports for itself."""
+        """Packages that each rank imports for itself."""
         return (*KEEP_A_RANK, *self.packages)
 
     def of_world(self) -> dict[str, Any]:
-        """Arguments of `World`, apart from its size and seed."""
+        """Return the arguments of `World`, except its size and seed."""
         return {
             "order": self.order,
             "schedule": self.schedule,
@@ -74,11 +75,12 @@ class Settings:
             "races": self.races,
             "strict": self.strict,
             "stall_seconds": self.stall_seconds,
+            # The script calls init_process_group itself.
             "initialized": False,
         }
 
     def options(self, *, seed: int) -> list[str]:
-        """Options of `zero-sim torchrun` for such a world, apart from its size."""
+        """Return options of `zero-sim torchrun` for the same world, except its size."""
         flags = (
             ("--races", self.races),
             ("--no-strict", not self.strict),
@@ -95,7 +97,8 @@ class Settings:
         return [*(flag for flag, given in flags if given), *words]
 
     def environment(self, rank: int) -> Mapping[str, str]:
-        """What torchrun puts into the environment of a rank."""
+        """Return the variables that torchrun sets for a rank."""
+        # Ranks are dense by node, as torchrun assigns them.
         node, local_rank = divmod(rank, self.ranks_per_node)
         facts = {
             "RANK": rank,
@@ -109,6 +112,7 @@ class Settings:
             "ROLE_WORLD_SIZE": self.world_size,
             "MASTER_ADDR": self.address,
             "MASTER_PORT": self.port,
+            # torchrun's default, if several ranks share a machine.
             "OMP_NUM_THREADS": 1,
             "TORCHELASTIC_RESTART_COUNT": 0,
             "TORCHELASTIC_MAX_RESTARTS": 0,
@@ -119,19 +123,19 @@ class Settings:
 
 
 class Guest(Protocol):
-    """Looks on at the ranks of a script from inside."""
+    """Observer of a script's ranks, from inside."""
 
     @property
     def needs_all_ranks(self) -> bool:
-        """True if a script whose ranks are in other processes is to be refused."""
+        """True if scripts whose ranks are in other processes must be refused."""
         ...
 
     def in_rank(self, rank: int) -> AbstractContextManager[object]:
-        """A context around one rank's program, entered in its thread."""
+        """Return a context for one rank's program, entered in its thread."""
         ...
 
     def in_starter(self) -> AbstractContextManager[object]:
-        """A context around the main part of a script that starts its ranks, in its thread."""
+        """Return a context for the main part of a script that starts its ranks, in its thread."""
         ...
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
@@ -140,17 +144,17 @@ class Guest(Protocol):
 
 
 class NoGuest:
-    """Leaves ranks alone."""
+    """Observer that does nothing."""
 
     needs_all_ranks = False
 
     def in_rank(self, rank: int) -> AbstractContextManager[object]:
-        """Nothing around the program."""
+        """Return an empty context."""
         return contextlib.nullcontext()
 
     def in_starter(self) -> AbstractContextManager[object]:
-        """Nothing around the main part."""
+        """Return an empty context."""
         return contextlib.nullcontext()
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
-        """Nothing to do."""
+        """Do nothing."""

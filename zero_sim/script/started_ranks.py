@@ -1,8 +1,8 @@
-"""Processes that a script or a test starts, which run as ranks of one world.
+"""Processes that a script or a test starts, and that run as ranks of one world.
 
 [Note: started ranks]
-A process is packed when it is started. Ranks need all of their world at once, so they run when the
-starter waits for the first of them: joins it, asks whether it lives, or receives from a pipe.
+A process is packed when it is started. A world needs all of its ranks at once. So they run when the
+starter first waits for one: joins it, checks if it is alive, or receives from a pipe.
 """
 
 from __future__ import annotations
@@ -34,67 +34,69 @@ from zero_sim.sim.callsite import here
 from zero_sim.sim.world.rank_threads import rank_state
 
 TERMINATED = -15
-"""Exit code of a process that SIGTERM ended."""
+"""Exit code of a process ended by SIGTERM."""
 _FAILED = 1
 _numbers = itertools.count(1)
 
 RunWorld = Callable[[Sequence["RankPopen"]], None]
-"""Runs processes as the ranks of a world; raises its failure."""
+"""Runs processes as the ranks of a world; raises the world's failure."""
 
 
 class RankPopen:
-    """Stands in the place of the operating system's process, behind a `Process` object.
+    """Replacement for the operating system's process behind a `Process` object.
 
     Args:
-        parcel: The process to run.
-        is_forked: True if it would be forked, and thus execute no file.
-        ranks: Runs it.
+        parcel: The packed process.
+        is_forked: True if the start method is fork, so that the rank executes no file.
+        ranks: Runs the process with the other ranks of its world.
     """
 
     def __init__(self, parcel: Parcel, *, is_forked: bool, ranks: StartedRanks) -> None:
         self.is_forked = is_forked
-        # Above any process number of Linux, so that no signal reaches a stranger.
+        # Above all process ids of Linux, so that a signal to it reaches no other process.
         self.pid = (1 << 22) + next(_numbers)
         self.returncode: int | None = None
         self.exit: SystemExit | None = None
+        # A pipe, as behind a real process: the sentinel becomes readable when the other end closes.
         self.sentinel, self._written = os.pipe()
         self._parcel = parcel
         self._ranks = ranks
 
     def poll(self, flag: int = 0) -> int | None:
-        """The exit code, after the ranks have run."""
+        """Run the ranks, and return the exit code."""
         self._ranks.run()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """The exit code, after the ranks have run."""
+        """Run the ranks, and return the exit code."""
         self._ranks.run()
         self.announce()
         return self.returncode
 
     def terminate(self) -> None:
-        """End the process if it has not run yet."""
+        """Drop the process if it has not run yet."""
         self._ranks.drop(self)
 
     kill = terminate
 
     def close(self) -> None:
-        """Let go of its files."""
+        """Close both ends of the sentinel's pipe."""
         self.announce()
         if self.sentinel >= 0:
             os.close(self.sentinel)
             self.sentinel = -1
 
     def announce(self) -> None:
-        """Let waits for the sentinel end."""
+        """Make the sentinel readable, which ends waits for it."""
         if self._written >= 0:
             os.close(self._written)
             self._written = -1
 
     def run_program(self, main: ModuleType | None) -> None:
-        """Run the process's function in the calling rank, and note the exit code."""
+        """Run the process's function in the calling rank, and set the exit code."""
         try:
             process = self._parcel.unpack(main)
+            # torch's wrapper would change signals of the whole process.
             if vars(process).get("_target") is torch_wrap():
                 _run_wrapped(*process._args)  # pyrefly: ignore [missing-attribute]
             else:
@@ -109,10 +111,11 @@ class RankPopen:
 
 
 def _run_wrapped(function: Callable[..., None], index: int, args: Any, error_file: str) -> None:
-    """Run a function as torch's own wrapper does, apart from signals of the process."""
+    """Run a function as torch's wrapper `_wrap` does, but without its signals."""
     try:
         function(index, *args)
     except Exception:
+        # torch reads the traceback from this file for its ProcessRaisedException.
         with open(error_file, "wb") as file:
             pickle.dump(traceback.format_exc(), file)
         raise
@@ -121,15 +124,16 @@ def _run_wrapped(function: Callable[..., None], index: int, args: Any, error_fil
 def _status_of(code: object) -> int:
     if code is None or isinstance(code, int):
         return code or 0
+    # As Python does for `sys.exit("message")`.
     sys.stderr.write(f"{code}\n")
     return _FAILED
 
 
 def _keeping(stores: list[Any]) -> type[dist.FileStore]:
-    """A class of file stores that live as long as a list does.
+    """Return a class of file stores that live as long as a list.
 
-    The last one of a group removes the file. A process ends without that, so the starter may
-    expect the file.
+    The last store of a group removes its file when it is destroyed. A process that ends does not
+    destroy its store, so the starter may expect the file to exist.
     """
 
     class FileStore(dist.FileStore):
@@ -144,8 +148,8 @@ class StartedRanks:
     """Ranks that one thread starts.
 
     Args:
-        run_world: Runs programs as ranks.
-        all_own: True to take every process for a rank that runs a function of the user's.
+        run_world: Runs processes as ranks.
+        all_own: True if each process that runs a function of the user is a rank.
         main: Returns the starter's `__main__`; None if ranks share all modules.
     """
 
@@ -163,20 +167,21 @@ class StartedRanks:
         self._run_world = run_world
         self._all_own = all_own
         self._main = main
-        # A fork of the thread is another one.
+        # With the process id, because a fork keeps the thread's ident.
         self._thread = os.getpid(), threading.get_ident()
         self._pending: list[RankPopen] = []
 
     def is_running(self) -> bool:
-        """True in the thread that starts the ranks."""
+        """Return True in the thread that starts the ranks."""
         return (os.getpid(), threading.get_ident()) == self._thread
 
     def takes(self, process: BaseProcess) -> bool:
-        """True if a process that the starter is about to start is to be a rank."""
+        """Return True if a process that is about to start should run as a rank."""
         return self.is_running() and is_rank(process, all_own=self._all_own)
 
     def start(self, process: BaseProcess) -> None:
-        """Start a process, which will run as a rank."""
+        """Pack a process, which will run as a rank."""
+        # As BaseProcess.start does, with our Popen instead of one of the operating system.
         state: Any = process
         state._check_closed()
         assert state._popen is None, "cannot start a process twice"
@@ -186,32 +191,33 @@ class StartedRanks:
         state._popen = RankPopen(parcel, is_forked=is_forked, ranks=self)
         state._sentinel = state._popen.sentinel
         for name in ("_target", "_args", "_kwargs"):
-            # A reference would keep what the rank has alive.
+            # As BaseProcess.start: a reference would keep the rank's arguments alive.
             vars(process).pop(name, None)
         self._pending.append(state._popen)
 
     def check_may_join(self) -> None:
-        """Refuse that the starter joins the group of ranks that it has started.
+        """Refuse that the starter joins a group of ranks that it has started.
 
         Raises:
-            NoRank: There are such ranks.
+            NoRank: Ranks are pending, and the calling thread is their starter.
         """
         if self.is_running() and self._pending:
             raise NoRank(
                 f"expected all ranks of a group to be started processes, got {len(self._pending)} "
-                f"of them and their starter, which joins at {here()}\n"
+                f"and their starter, which joins at {here()}\n"
                 "Start a process for each rank, also for rank 0, or run the script with "
                 "`zero-sim torchrun --nproc-per-node N` if it can take its rank from there."
             )
 
     def run(self) -> None:
-        """Run the ranks that were started and have not run yet, to their end.
+        """Run all pending ranks to their end, as one world.
 
         Raises:
-            WorldFailure: They deadlock, race or violate the contract.
+            WorldFailure: The ranks deadlock, race or violate the contract.
         """
         if not self.is_running() or not self._pending:
             return
+        # Emptied first, because ranks may start processes themselves.
         pending, self._pending = self._pending, []
         self.sizes.append(len(pending))
         failure: WorldFailure | None = None
@@ -220,7 +226,7 @@ class StartedRanks:
         except WorldFailure as raised:
             failure = _without_cause_in_exits(raised, pending)
             if isinstance(failure, RankFailed):
-                # Also where the rank failed before its function ran.
+                # Set here too, because a rank may fail before its function runs.
                 pending[failure.rank].returncode = _FAILED
         finally:
             for each in pending:
@@ -229,14 +235,15 @@ class StartedRanks:
         failure = failure or _exit_failure(pending)
         self.failure = self.failure or failure
         for each in pending:
-            # The sentinel of a rank that another one ended stays silent until somebody waits for
-            # it: torch reports the rank whose sentinel comes first.
+            # A rank ended by another one's failure keeps its sentinel silent until it is joined:
+            # torch reports the rank whose sentinel becomes ready first, which must be the cause.
             each.returncode = TERMINATED if each.returncode is None else each.returncode
+        # The starter sees a failed rank by its exit code. Other failures have no such form.
         if failure is not None and not isinstance(failure, RankFailed):
             raise failure
 
     def drop(self, popen: RankPopen) -> None:
-        """Do not run a rank, or nothing if it has run."""
+        """Drop a rank that has not run."""
         if popen in self._pending:
             self._pending.remove(popen)
             popen.returncode = TERMINATED
@@ -251,7 +258,7 @@ def _is_forked(process: BaseProcess) -> bool:
 
 
 def _exit_failure(pending: Sequence[RankPopen]) -> WorldFailure | None:
-    """A failure for the first rank that exited with an error."""
+    """Return a failure for the first rank that exited with an error; None if there is none."""
     for rank, each in enumerate(pending):
         if each.returncode and each.exit is not None:
             text = "".join(traceback.format_exception(each.exit))
@@ -262,7 +269,7 @@ def _exit_failure(pending: Sequence[RankPopen]) -> WorldFailure | None:
 def _without_cause_in_exits(
     failure: WorldFailure, pending: Sequence[RankPopen]
 ) -> WorldFailure | None:
-    """The failure; None if ranks only wait for one that exited with an error."""
+    """Return the failure; None if the ranks only wait for a rank that exited with an error."""
     if isinstance(failure, Deadlock) and any(each.returncode for each in pending):
         return None
     return failure
@@ -270,10 +277,10 @@ def _without_cause_in_exits(
 
 @contextlib.contextmanager
 def started_as_ranks(ranks: StartedRanks, *, stall_seconds: float) -> Iterator[None]:
-    """Let processes that a thread starts be ranks.
+    """Run processes that a thread starts as ranks.
 
     Args:
-        ranks: Those of the calling thread.
+        ranks: Ranks of the calling thread.
         stall_seconds: Longest time that a rank may wait for another process.
     """
     start = BaseProcess.start
@@ -282,13 +289,14 @@ def started_as_ranks(ranks: StartedRanks, *, stall_seconds: float) -> Iterator[N
         check_not_executing()
         if ranks.takes(process):
             ranks.start(process)
+        # Data loaders and other helpers of ranks start as real processes.
         elif rank_state.rank is None or ranks.is_running() or not is_rank(process, all_own=False):
             start(process)
         else:
             raise NoRank(no_rank(rank_state.rank, here()))
 
     def checked(original: Callable[..., Any]) -> Callable[..., Any]:
-        # With its signature, which worlds read.
+        # Keep the signature, because worlds read it.
         @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> Any:
             ranks.check_may_join()

@@ -1,7 +1,7 @@
-"""A script that starts its ranks itself: it runs once, and its processes as ranks of worlds.
+"""Scripts that start their ranks themselves: one run of the script, its processes as ranks.
 
-The script's main part runs on a world of one rank, which gives it an environment, modules and
-random numbers of its own. The ranks that it starts begin with copies of those.
+The script's main part runs on a world of one rank, and so has its own environment, modules and
+random numbers. The ranks that it starts begin with copies of these.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from zero_sim.script.settings import Guest, Settings
 from zero_sim.script.started_ranks import RankPopen, StartedRanks, started_as_ranks
 from zero_sim.sim import World, WorldFailure
 
+# Longest delay of an interrupt (Ctrl-C) while ranks run.
 _LOOK_SECONDS = 0.2
 
 
 class StartingScript:
-    """One run of such a script.
+    """One run of a script that starts its ranks.
 
     Args:
         script: The script.
-        settings: Settings of the worlds that it starts; their size comes from the script.
-        guest: Looks on from inside the ranks.
+        settings: Settings of the worlds that it starts, whose size the script decides.
+        guest: Observer inside the ranks.
         seed: Seed of the run.
         note: Called with notes for the user.
     """
@@ -49,7 +50,7 @@ class StartingScript:
         self._note = note
         self._settings = settings
         self._seed = seed
-        # A plain process has none of torchrun's variables.
+        # Without torchrun's variables, as a process started by `python`.
         self._starter_state = RankState(
             environment=lambda rank: {},
             arguments=[script.name, *script.arguments],
@@ -64,7 +65,7 @@ class StartingScript:
         """Run the script to its end.
 
         Args:
-            quiet: True to show nothing of what is printed.
+            quiet: True to hide all output.
         """
         failure: WorldFailure | None = None
         sizes: tuple[int, ...] = ()
@@ -92,7 +93,7 @@ class StartingScript:
                     with started_as_ranks(ranks, stall_seconds=stall_seconds):
                         with self._scene.devices_in_rank(), self._guest.in_starter():
                             run_script(self._script)
-                        # Python joins children that a script leaves behind.
+                        # Python joins remaining children at the end of a script.
                         ranks.run()
                 finally:
                     failure, sizes = ranks.failure, tuple(ranks.sizes)
@@ -101,7 +102,7 @@ class StartingScript:
             try:
                 world.run(program)
             except WorldFailure as raised:
-                # What the script makes of a failure of its ranks follows from it.
+                # The ranks' failure came first. The script's own one is its consequence.
                 failure = failure or raised
             finally:
                 self._starter_state.forget()
@@ -115,19 +116,20 @@ class StartingScript:
     def _before_launch(self, command: str) -> None:
         if self._guest.needs_all_ranks:
             raise UsageError(
-                f"expected a script whose ranks are in one process with it, got one that calls "
-                f"`{command}`. Give `zero-sim torchrun` the script that it launches."
+                f"expected all ranks in one process, got a script that calls "
+                f"`{command}`. Run `zero-sim torchrun` on the script that it launches."
             )
-        self._note(f"`{command}` runs as `zero-sim torchrun`, in a process of its own.")
+        self._note(f"`{command}` runs as `zero-sim torchrun`, in its own process.")
 
     def _writer(self) -> int:
         current = self._state.current
+        # Outside of the ranks' world the starter writes, or the caller if no program runs.
         if self._state is self._starter_state or current == CALLER:
             return STARTER if self._starter_state.current != CALLER else CALLER
         return current
 
     def _run_beside(self, starters: World, processes: Sequence[RankPopen]) -> None:
-        """Run a world in a thread beside the starter's, which is a rank and cannot."""
+        """Run a world in another thread, because the starter's thread is a rank already."""
         failures: list[BaseException] = []
 
         def run() -> None:
@@ -137,10 +139,11 @@ class StartingScript:
                 failures.append(error)
 
         thread = threading.Thread(target=run, name="world-of-a-script", daemon=True)
+        # The starter blocks here for as long as its ranks run, which is no stall.
         with starters.pause_clock():
             thread.start()
             while thread.is_alive():
-                # An interrupt arrives between waits.
+                # In short waits, because Python handles an interrupt only between waits.
                 thread.join(_LOOK_SECONDS)
         if failures:
             raise failures[0]
@@ -158,6 +161,7 @@ class StartingScript:
         with World(
             len(processes), seed=self._seed, rank_local=state, **self._settings.of_world()
         ) as world:
+            # From here on, streams and patches use the ranks' state, not the starter's.
             self._state = state
             try:
                 world.run(lambda rank: self._scene.run_in_rank(world, rank, program_of(rank)))
