@@ -31,6 +31,7 @@ from zero_sim.fuzz.models import (
     drawn_overflow,
     fit_blocks,
     nested_model,
+    recomputed_model,
     with_skipped,
 )
 from zero_sim.fuzz.optimizers import drawn_optimizer
@@ -250,6 +251,8 @@ def _drawn_case(
     scenario = _evaluating(choices, scenario, swarm=swarm)
     model = with_skipped(choices, scenario.model, swarm=swarm)
     scenario = replace(scenario, model=nested_model(choices, model, swarm=swarm))
+    model = recomputed_model(choices, scenario, swarm=swarm)
+    scenario = replace(scenario, model=model)
     for feature in sorted(swarm.chosen):
         choices.note(feature)
     names = [name for name, _ in params_of(scenario.model)]

@@ -27,6 +27,7 @@ OwnModelName = NewType("OwnModelName", str)
 """`own:NAME`, for the model that a target has under NAME in its `models`."""
 AnyModelName = ModelName | OwnModelName
 DtypeName = Literal["fp32", "bf16", "fp16"]
+Recompute = Literal["none", "reentrant", "non-reentrant"]
 OptimizerName = Literal[
     "adamw",
     "adam",
@@ -153,6 +154,10 @@ class ModelSpec:
     that backward of all others gives them no gradient."""
     freeze: tuple[FreezeSpec, ...] = ()
     """Params that are frozen for some steps and not for others."""
+    recompute: Recompute = "none"
+    """`mlp`, `gpt`, `moe`, `transformer-260`: kind of checkpoint, of `torch.utils.checkpoint`, that
+    runs each block or expert again in backward; none to keep activations. Reentrant checkpoints
+    leave out the block that `gpt` uses twice. The reference keeps activations."""
     distinct_start: bool = False
     """Whether every rank but the first that holds it begins with other values of each param and
     each buffer of the module: the system has to spread the first rank's."""

@@ -7,6 +7,7 @@ from zero_sim.workloads.exact import EXACT_MODELS
 from zero_sim.workloads.own_model import OwnModel, known_models, make_known
 from zero_sim.workloads.placed import on_device
 from zero_sim.workloads.protocol import Batch, ExpertWorkload, Workload, build_module
+from zero_sim.workloads.recompute import keep_activations
 from zero_sim.workloads.registry import build_workload, params_of
 from zero_sim.workloads.starts import make_distinct
 
@@ -18,6 +19,7 @@ __all__ = [
     "Workload",
     "build_module",
     "build_workload",
+    "keep_activations",
     "known_models",
     "make_distinct",
     "make_known",
