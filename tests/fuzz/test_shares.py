@@ -110,3 +110,18 @@ def test_two_settings_that_can_meet_meet_a_quarter_as_often_as_by_chance(own):
         and met < by_chance / 4
     }
     assert rare.keys() <= {NEEDS_THREE}
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
+def test_a_hundredth_is_stage_3_with_each_kind_of_activation_checkpoint(own, recompute):
+    def has(case):
+        return case.system.stage == 3 and case.model.recompute == recompute
+
+    assert share(own, has) >= 0.01
+
+
+def test_kinds_of_activation_checkpoints_are_those_of_the_target():
+    only = (("model.recompute", ("none", "non-reentrant")),)
+    able = Capabilities(follows=("model.recompute",), only=only)
+    kinds = {case.model.recompute for case in drawn(Declaring(able), count=200)}
+    assert kinds == {"none", "non-reentrant"}

@@ -170,8 +170,8 @@ def test_what_cannot_be_lost_is_refused(reload, path):
     assert problem.path == path
 
 
-def test_memory_within_a_step_is_not_weighed_where_frozen_params_were_trained_around(pool):
-    """Backward then comes to siblings in another order than the closed form has."""
+def test_gradients_of_params_that_were_frozen_in_lost_training_are_seen_to_arrive(pool):
+    """Else memory within the step would seem to have no reason."""
     model = ModelSpec(
         name="params", shapes=((1,), (1,)), nested=True, tied=("p1",), tied_first=True,
         freeze=(FreezeSpec(param="m0.p0", start=1, stop=2),),

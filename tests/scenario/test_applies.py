@@ -47,6 +47,7 @@ WITHOUT_USE = {
     "model.blocks": case(model=replace(BARE, blocks=99)),
     "model.experts": case(model=replace(MLP, experts=5)),
     "model.fp8_format": case(model=replace(MLP, fp8_format="e4m3")),
+    "model.recompute": case(model=replace(BARE, recompute="reentrant")),
     "model.shapes": case(model=replace(MLP, shapes=((1,),))),
     "model.nested": case(model=replace(MLP, nested=True)),
     "model.tied_first": case(model=replace(BARE, tied_first=True)),

@@ -11,13 +11,14 @@ from zero_sim import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,
+    OptionSpec,
     RunSpec,
     Scenario,
     SystemSpec,
     WorldSpec,
 )
 from zero_sim.sim import World
-from zero_sim.targets import find_target
+from zero_sim.targets import find_target, refusals
 from zero_sim.targets.torch.ddp import DDPEngine, TorchDDP, ZeroRedundancyEngine
 from zero_sim.targets.torch.fsdp2 import FSDP2Engine, TorchFSDP2
 from zero_sim.testing import NotConformant, conformance
@@ -192,3 +193,23 @@ def test_ranks_that_use_different_params_do_not_mix_their_gradients():
     for left, right in of_ranks:
         assert left is None or torch.equal(left, torch.tensor([0.5]))
         assert right is None or torch.equal(right, torch.tensor([1.5]))
+
+
+RECOMPUTED = Scenario(
+    schema=1, model=ModelSpec(name="transformer-260", recompute="reentrant"),
+    world=WorldSpec(size=2), run=RunSpec(steps=1, micro_batches=2),
+)  # fmt: skip
+
+
+def test_fsdp1_loses_gradients_of_a_reentrant_checkpoint_that_reads_params_around_it():
+    as_is = find_target("torch-fsdp1-as-is")
+    case = replace(RECOMPUTED, system=SystemSpec(stage=3))
+    (problem,) = refusals(find_target("torch-fsdp1"), case)
+    assert problem.path == "model.recompute"
+    assert run_case(case, target=as_is).findings[0].check == "equality.grad"
+
+
+def test_ddp_looks_for_no_unused_params_under_a_reentrant_checkpoint():
+    system = SystemSpec(stage=0, options=(OptionSpec(name="find_unused", value="true"),))
+    (problem,) = refusals(find_target("torch-ddp"), replace(RECOMPUTED, system=system))
+    assert "that a reentrant checkpoint uses in backward" in problem.message

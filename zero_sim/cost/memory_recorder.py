@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -30,9 +31,9 @@ Look = Callable[[], Iterable[tuple[str, str, int]]]
 class Moment:
     """A moment of the step, after the hooks of the system."""
 
-    what: Literal["begin", "end", "reach", "grad", "forward", "update"]
-    """A module began or ended, backward reached the output of one, a gradient arrived, a whole
-    forward is over, an optimizer steps."""
+    what: Literal["begin", "end", "again", "reach", "grad", "forward", "update"]
+    """A module began or ended, or began again in backward, backward reached the output of one, a
+    gradient arrived, a whole forward is over, an optimizer steps."""
     micro: int
     module: nn.Module | None = None
     """The module that began or ended."""
@@ -72,6 +73,8 @@ class MemoryRecorder(Observer):
     """The micro-batch; None outside of the step."""
     _ends: int = 0
     _in_backward: bool = False
+    _end_of: dict[nn.Module, int] = field(default_factory=dict)
+    """The last end of each module."""
 
     def findings(self) -> Iterator[Finding]:
         """Yield the first finding of each closed form."""
@@ -138,18 +141,24 @@ class MemoryRecorder(Observer):
         self.moments.append(Moment(what="update", micro=self._micro or 0, bytes=held))
 
     def _begin(self, module: nn.Module, args: object) -> None:
-        # Modules that run again in backward, as with checkpoints, are part of it.
         if not self._in_backward:
             self._note("begin", module=module)
+        elif torch.is_grad_enabled():
+            # A checkpoint runs it again, which is part of backward.
+            self._note("again", module=module)
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
-        if self._micro is None or self._in_backward:
+        if self._micro is None:
             return
-        self._note("end", module=module)
+        if not self._in_backward:
+            self._note("end", module=module)
+            self._end_of[module] = self._ends
+            self._ends += 1
+        # Outputs of a reentrant checkpoint have a gradient the second time alone.
+        end = self._end_of.get(module, 0)
         for tensor in _tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._reach, self._micro, self._ends))
-        self._ends += 1
+                tensor.register_hook(partial(self._reach, self._micro, end))
 
     def _reach(self, micro: int, end: int, grad: Tensor) -> None:
         if micro == self._micro:
@@ -159,7 +168,9 @@ class MemoryRecorder(Observer):
     def _arrive(self, name: str) -> None:
         self._note("grad", param=name)
 
-    def _note(self, what: Literal["begin", "end", "reach", "grad"], **details: Any) -> None:
+    def _note(
+        self, what: Literal["begin", "end", "again", "reach", "grad"], **details: Any
+    ) -> None:
         if self._micro is not None and self.look is not None:
             whole = tuple(each for each in self.look() if each[2])
             self.moments.append(Moment(what=what, micro=self._micro, whole=whole, **details))

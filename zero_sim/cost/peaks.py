@@ -15,7 +15,8 @@ A bucket's params (stage 3), in a forward: from the begin of the first module th
 one up to `system.prefetch` buckets before it, to the end of the last one; what is kept for backward
 beyond that: the last bucket, all without `reshard_after_forward`. In backward: from the output of
 the last module that reads it, or up to as many buckets before, until backward comes to a module
-that ended before the first one began. Buckets that other numbers of ranks shard, as those of
+that ended before the first one began; with a checkpoint also from the second begin of a module.
+Buckets that other numbers of ranks shard, as those of
 experts, are counted apart, ahead and last, since not all ranks have as many of them.
 
 Gradients of an arena (`zero_sim.cost.memory`) are in it, as long as they come in the order of
@@ -78,7 +79,7 @@ class _Reads:
     reached: int | None = None
     """Index of the earliest use that backward has come to; None before it began."""
     ahead: set[int] = field(default_factory=set)
-    """What was due ahead of its use in backward."""
+    """What was due ahead of its use in backward, or is read by a module that runs again."""
 
     def begin(self, buckets: frozenset[int]) -> None:
         if not self.starts:
@@ -183,6 +184,8 @@ class _Replay:
             self.reads.begin(buckets[moment.module])
         elif moment.what == "end" and moment.module is not None:
             self.reads.end(moment.module, buckets[moment.module])
+        elif moment.what == "again" and moment.module is not None:
+            self.reads.ahead |= buckets[moment.module]
         elif moment.what == "reach":
             self.reads.come_to(moment.end)
         elif moment.what == "grad":
@@ -270,7 +273,8 @@ def _in_words(moment: Moment) -> str:
         return f"the gradient of {moment.param} arrived"
     if moment.what == "reach":
         return "backward came to a module"
-    return f"{type(moment.module).__name__} {'began' if moment.what == 'begin' else 'ended'}"
+    how = {"begin": "began", "again": "began again"}.get(moment.what, "ended")
+    return f"{type(moment.module).__name__} {how}"
 
 
 def watch_own_peaks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from zero_sim.fuzz.choices import Choices
 from zero_sim.fuzz.shapes import PARAMS_MAX, param_shapes
@@ -163,6 +163,26 @@ def with_skipped(choices: Choices, model: ModelSpec, *, swarm: Swarm) -> ModelSp
         return model
     skip = SkipSpec(param=f"p{index}", start=start, stop=start + count)
     return replace(model, skip=(skip,))
+
+
+def recomputed_model(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> ModelSpec:
+    """The model of a case with activation checkpoints, or as it is.
+
+    Args:
+        choices: What it is drawn with.
+        scenario: The case, complete otherwise.
+        swarm: What the case has.
+    """
+    model, after = scenario.model, scenario.reload
+    able = dict(swarm.able.only).get("model.recompute", ("non-reentrant", "reentrant"))
+    recompute: Any = choices.among([each for each in able if each != "none"] or ["none"])
+    is_sharded = 3 in (scenario.system.stage, after.stage if after else None)
+    fits = model.name in USED_BY["model.recompute"]
+    fits &= not (scenario.run.own_micro_batches and is_sharded)
+    fits &= not (recompute == "reentrant" and model.name == "gpt" and model.blocks < 2)
+    if not swarm.on("recomputed", fits=fits, often=True):
+        return model
+    return replace(model, recompute=recompute)
 
 
 def nested_model(choices: Choices, model: ModelSpec, *, swarm: Swarm) -> ModelSpec:

@@ -31,6 +31,7 @@ from zero_sim.fuzz.models import (
     drawn_overflow,
     fit_blocks,
     nested_model,
+    recomputed_model,
     with_buffer,
     with_skipped,
 )
@@ -253,6 +254,8 @@ def _drawn_case(
     model = with_buffer(choices, scenario, swarm=swarm)
     model = with_skipped(choices, model, swarm=swarm)
     scenario = replace(scenario, model=nested_model(choices, model, swarm=swarm))
+    model = recomputed_model(choices, scenario, swarm=swarm)
+    scenario = replace(scenario, model=model)
     for feature in sorted(swarm.chosen):
         choices.note(feature)
     names = [name for name, _ in params_of(scenario.model)]

@@ -62,6 +62,7 @@ _PATHS = {
     "pp": "topology.pp",
     "prefetch": "system.prefetch",
     "ranks join": "run.own_micro_batches",
+    "recomputed": "model.recompute",
     "reduce buffers": "system.reduce_buffer_elems",
     "reload": "reload",
     "reverse": "system.param_order",

@@ -290,3 +290,29 @@ def ahead_among_all_units(patch: Patches) -> None:
 def only_the_last_unit_of_all_stays(patch: Patches) -> None:
     """Between forward and backward one unit stays, which on some ranks is one of experts."""
     patch[OnUse.__init__, _KEPT] = "units[-1:] if wrapped.config.reshard_after_forward else units"
+
+
+_HAS_BACKWARD = "torch.is_grad_enabled() or self._saving is not None"
+_WATCH_AGAIN = "self._watch_again(module, output)"
+
+
+@mutant("W60", "ASYNC", "Z3", seen_in="class ASYNC", kill="refusal")
+def reentrant_checkpoints_go_unseen(patch: Patches) -> None:
+    """Only forwards with gradients count as uses, which reentrant checkpoints run in backward."""
+    patch[OnUse._after_forward, _HAS_BACKWARD] = "torch.is_grad_enabled()"
+
+
+@mutant("W61", "ASYNC", "Z3", seen_in="class ASYNC", kill="refusal")
+def gradients_end_with_the_second_forward(patch: Patches) -> None:
+    """A module that a checkpoint ran again ends its gradients, before they come."""
+    patch[OnUse._after_forward, _WATCH_AGAIN] = """
+        for unit in needed:
+            self._end_gradients(unit)"""
+
+
+@mutant("W62", "ACCUM", "Z3", seen_in="class ACCUM")
+def counted_for_each_forward(patch: Patches) -> None:
+    """The gradient of what a reentrant checkpoint returned counts once for each of its forwards."""
+    patch[OnUse._watch_again, "on_gradients_of(output, partial(self._before_backward, use))"] = """
+        ...
+        on_gradients_of(output, lambda grad: grad + grad)"""

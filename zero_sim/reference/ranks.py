@@ -21,7 +21,7 @@ from zero_sim.reference.scaling import LossFactors, LossRows, loss_factor
 from zero_sim.scenario.derived import own_micro_batches
 from zero_sim.scenario.names import check_names
 from zero_sim.scenario.spec import Scenario
-from zero_sim.workloads import Workload, build_module, saved_buffers
+from zero_sim.workloads import Workload, build_module, keep_activations, saved_buffers
 
 Orders = Mapping[str, Sequence[SumSpan]]
 """By param: spans that tile its flattened elements, each with its place in the calls that add."""
@@ -515,7 +515,7 @@ class Ranks:
         return [self._build_replayer(share) for share in range(self._scenario.topology.ep)]
 
     def _build_replayer(self, share: int) -> Replayer:
-        module = build_module(self._workload, expert_index=share)
+        module = keep_activations(build_module(self._workload, expert_index=share))
         params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         return Replayer(
             scenario=self._scenario,

@@ -171,18 +171,7 @@ def _watch_memory(
 
 
 def _has_peaks(scenario: Scenario) -> bool:
-    """Return whether whole gradients or params come and go within a step, by a known form.
-
-    There is none for the order of a backward whose frozen params an engine trained around before
-    the load, when nobody looked on.
-    """
-    after = scenario.reload
-    if (
-        after is not None
-        and scenario.model.freeze
-        and (after.lost_steps or after.lost_micro_batches)
-    ):
-        return False
+    """Return whether whole gradients or params come and go within a step."""
     return scenario.system.stage >= 2 or scenario.system.reduce_buffer_elems is not None
 
 

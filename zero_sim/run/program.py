@@ -290,6 +290,8 @@ def _load(training: _Training, segment: Segment, path: Path) -> None:
         engine.settle()
     if segment.lost_micro_batches:
         _lose(training, segment.start + segment.lost_steps, segment.lost_micro_batches)
+    # No param is frozen before the first step, because observers can set no hook on one that is.
+    _freeze(training, -1)
     engine.load(path, weights_only=segment.weights_only)
 
 

@@ -30,6 +30,7 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "model.blocks": ("mlp", "fp8", "tp-block", "gpt"),
     "model.experts": ("moe",),
     "model.fp8_format": ("fp8",),
+    "model.recompute": ("mlp", "gpt", "moe", "transformer-260"),
     "model.shapes": ("params", "bit-hash"),
     "model.nested": ("params",),
     "model.tied": ("params",),

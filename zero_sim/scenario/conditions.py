@@ -259,6 +259,25 @@ CONDITIONS = (
         holds_after=True,
     ),
     Condition(
+        reads=("model.recompute", "model.name", "model.blocks"),
+        broken=lambda s: (
+            s.model.recompute == "reentrant" and s.model.name == "gpt" and s.model.blocks < 2
+        ),
+        message="expected model.blocks of at least 2, because the first block of 'gpt', which it "
+        "uses twice, has no reentrant checkpoint, got {got}.",
+        suggestion='Try blocks = 2, or "non-reentrant".',
+    ),
+    Condition(
+        reads=("model.recompute", "run.own_micro_batches", "system.stage"),
+        broken=lambda s: (
+            s.model.recompute != "none" and s.system.stage == 3 and bool(s.run.own_micro_batches)
+        ),
+        message="at stage 3 a rank that joins gathers params in the order of a forward and its "
+        "backward, in which no block runs again, got {got}.",
+        suggestion="Leave out run.own_micro_batches, or write stage = 2.",
+        holds_after=True,
+    ),
+    Condition(
         reads=("run.own_micro_batches", "data.nan", "world.size", "topology", "reload"),
         broken=lambda s: not _has_data_to_spoil(s),
         message="the rank of data.nan has no data for its micro-batch of its step, got {got}.",

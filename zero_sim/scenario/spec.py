@@ -28,6 +28,7 @@ OwnModelName = NewType("OwnModelName", str)
 """`own:NAME`, for the model that a target has under NAME in its `models`."""
 AnyModelName = ModelName | OwnModelName
 DtypeName = Literal["fp32", "bf16", "fp16"]
+Recompute = Literal["none", "reentrant", "non-reentrant"]
 OptimizerName = Literal[
     "adamw",
     "adam",
@@ -161,6 +162,10 @@ class ModelSpec:
     value of it, so that a checkpoint must carry it. `rebuilt`: one that is not persistent, which no
     checkpoint has and each process builds. Not for models of experts, of split layers, in fp8, with
     gradients that no order changes, or of a target's own."""
+    recompute: Recompute = "none"
+    """`mlp`, `gpt`, `moe`, `transformer-260`: kind of checkpoint, of `torch.utils.checkpoint`, that
+    runs each block or expert again in backward; none to keep activations. Reentrant checkpoints
+    leave out the block that `gpt` uses twice. The reference keeps activations."""
     distinct_start: bool = False
     """Whether every rank but the first that holds it begins with other values of each param and
     each buffer of the module: the system has to spread the first rank's."""

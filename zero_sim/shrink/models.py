@@ -52,6 +52,7 @@ def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
             name=name,
             dtype=model.dtype,
             shapes=model.shapes if bare else None,
+            recompute="none" if bare else model.recompute,
             distinct_start=model.distinct_start,
         )
         if not bare:

@@ -457,6 +457,7 @@ def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
     yield "run.own_micro_batches", scenario.run.own_micro_batches, ()
     for name in ("tied", "unused", "skip", "one_rank", "freeze"):
         yield f"model.{name}", getattr(scenario.model, name), ()
+    yield "model.recompute", scenario.model.recompute, "none"
     yield "model.distinct_start", scenario.model.distinct_start, False
     yield "reload", scenario.reload, None
     yield "reload.async_steps", scenario.reload.async_steps if scenario.reload else 0, 0

@@ -129,6 +129,7 @@ class SingleDevice:
             "optimizer.clip_norm",
             "optimizer.clip_value",
             "model.tied",
+            "model.recompute",
             "run.micro_batches",
         ),
     )

@@ -14,6 +14,7 @@ from zero_sim.workloads.protocol import (
     loss_terms,
     total_loss,
 )
+from zero_sim.workloads.recompute import keep_activations
 from zero_sim.workloads.registry import build_workload, params_of
 from zero_sim.workloads.starts import make_distinct, make_unloaded, saved_buffers
 
@@ -25,6 +26,7 @@ __all__ = [
     "Workload",
     "build_module",
     "build_workload",
+    "keep_activations",
     "known_models",
     "loss_terms",
     "make_distinct",

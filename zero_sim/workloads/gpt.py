@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zero_sim.scenario.spec import Scenario
+from zero_sim.scenario.spec import Recompute, Scenario
 from zero_sim.workloads.draws import (
     batch_generator,
     plant_nan,
@@ -18,6 +18,7 @@ from zero_sim.workloads.draws import (
 )
 from zero_sim.workloads.linear import build_linear, draw_linear
 from zero_sim.workloads.protocol import Batch
+from zero_sim.workloads.recompute import call_block
 
 VOCABULARY, POSITIONS = 7, 3
 
@@ -57,9 +58,16 @@ class Gpt(nn.Module):
     """Embeddings, blocks of which the first is used twice, a norm, and the embedding as head."""
 
     def __init__(
-        self, tokens: Tensor, positions: Tensor, layers: Iterable[Block], norm: nn.LayerNorm
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layers: Iterable[Block],
+        norm: nn.LayerNorm,
+        *,
+        recompute: Recompute = "none",
     ) -> None:
         super().__init__()
+        self.recompute: Recompute = recompute
         # With given weights, no init is drawn from the global generator.
         self.tokens = nn.Embedding(VOCABULARY, tokens.shape[1], _weight=tokens)
         self.positions = nn.Embedding(POSITIONS, tokens.shape[1], _weight=positions)
@@ -72,7 +80,9 @@ class Gpt(nn.Module):
         """Map `tokens` (rows, positions) to logits (rows, positions, vocabulary)."""
         x = self.tokens(tokens) + self.positions(torch.arange(POSITIONS, device=tokens.device))
         for block in (self.layers[0], *self.layers):
-            x = block(x)
+            # Reentrant checkpoints would give the gradient of a block in two parts, one a use.
+            keeps = self.recompute == "reentrant" and block is self.layers[0]
+            x = call_block(block, x, recompute="none" if keeps else self.recompute)
         return self.head(self.norm(x))
 
 
@@ -83,7 +93,8 @@ class GptWorkload:
         """Draw the initial weights, once.
 
         Args:
-            scenario: Uses `model.hidden`, `model.blocks`, `model.dtype`, `data` and `run.seed`.
+            scenario: Uses `model.hidden`, `model.blocks`, `model.dtype`, `model.recompute`, `data`
+                and `run.seed`.
         """
         self._scenario = scenario
         self._dtype = working_dtype(scenario.model.dtype)
@@ -108,7 +119,8 @@ class GptWorkload:
             norms = (self._norm(), self._norm())
             blocks.append(Block(attention, build_linear(layer), norms))
         tokens, positions = (bits.clone() for bits in self._embeddings)
-        return Gpt(tokens, positions, blocks, self._norm())
+        recompute = self._scenario.model.recompute
+        return Gpt(tokens, positions, blocks, self._norm(), recompute=recompute)
 
     def _norm(self) -> nn.LayerNorm:
         return nn.LayerNorm(self._hidden, dtype=self._dtype)

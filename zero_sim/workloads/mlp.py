@@ -18,6 +18,7 @@ from zero_sim.workloads.draws import (
 )
 from zero_sim.workloads.linear import LinearBits, build_linear, draw_linear
 from zero_sim.workloads.protocol import Batch, share_of
+from zero_sim.workloads.recompute import RecomputedBlocks
 
 _EXPANSION = 4
 
@@ -50,7 +51,8 @@ class MlpWorkload:
         """Draw the initial weights, once.
 
         Args:
-            scenario: Uses `model.hidden`, `model.blocks`, `model.dtype`, `data` and `run.seed`.
+            scenario: Uses `model.hidden`, `model.blocks`, `model.dtype`, `model.recompute`, `data`
+                and `run.seed`.
         """
         self._scenario = scenario
         self._dtype = working_dtype(scenario.model.dtype)
@@ -66,7 +68,9 @@ class MlpWorkload:
 
     def build(self) -> nn.Module:
         """Return the blocks in order; the params start with `0.up.weight`, `0.up.bias`."""
-        return nn.Sequential(*map(ResidualBlock, self._blocks))
+        blocks = map(ResidualBlock, self._blocks)
+        how = self._scenario.model.recompute
+        return nn.Sequential(*blocks) if how == "none" else RecomputedBlocks(*blocks, recompute=how)
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
         """Return inputs and targets, both (rows, hidden) in the working dtype."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zero_sim.errors import UsageError
-from zero_sim.scenario.spec import Scenario
+from zero_sim.scenario.spec import Recompute, Scenario
 from zero_sim.workloads.draws import (
     batch_generator,
     plant_nan,
@@ -23,6 +23,7 @@ from zero_sim.workloads.draws import (
 )
 from zero_sim.workloads.linear import LinearBits, build_linear, draw_linear
 from zero_sim.workloads.protocol import Batch
+from zero_sim.workloads.recompute import call_block
 
 TOKENS_PER_ROW = 4
 
@@ -47,14 +48,22 @@ class MoeNet(nn.Module):
         last: The layer after them.
         router: 2D (hidden, all experts), fp32.
         experts: Those held here, by their number among all.
+        recompute: Checkpoint of each expert.
     """
 
     router: nn.Parameter  # 2D (hidden, all experts), fp32 whatever the others are
 
     def __init__(
-        self, *, first: LinearBits, last: LinearBits, router: Tensor, experts: dict[int, LinearBits]
+        self,
+        *,
+        first: LinearBits,
+        last: LinearBits,
+        router: Tensor,
+        experts: dict[int, LinearBits],
+        recompute: Recompute = "none",
     ) -> None:
         super().__init__()
+        self.recompute: Recompute = recompute
         self.up = build_linear(first)
         self.register_parameter("router", nn.Parameter(router.clone()))
         self.experts = nn.ModuleDict({str(i): Expert(bits) for i, bits in experts.items()})
@@ -74,7 +83,8 @@ class MoeNet(nn.Module):
         for place, expert in enumerate(self.experts.values()):
             # An expert without tokens is called too, as on a rank that got none in an exchange.
             (tokens,) = (chosen == place).nonzero(as_tuple=True)
-            weighed = expert(x[tokens]) * gate[tokens].unsqueeze(-1).to(x.dtype)
+            output = call_block(expert, x[tokens], recompute=self.recompute)
+            weighed = output * gate[tokens].unsqueeze(-1).to(x.dtype)
             mixed = mixed.index_copy(0, tokens, weighed)
         return self.down(x + mixed)
 
@@ -86,8 +96,8 @@ class MoeWorkload:
         """Draw the initial weights of all experts, once.
 
         Args:
-            scenario: Uses `model.hidden`, `model.experts`, `model.dtype`, `topology.ep`, `data` and
-                `run.seed`. The weights do not depend on `topology.ep`.
+            scenario: Uses `model.hidden`, `model.experts`, `model.dtype`, `model.recompute`,
+                `topology.ep`, `data` and `run.seed`. The weights do not depend on `topology.ep`.
 
         Raises:
             UsageError: If the experts cannot be dealt out evenly.
@@ -121,6 +131,7 @@ class MoeWorkload:
             last=self._last,
             router=self._router,
             experts={i: self._experts[i] for i in range(start, start + self._share)},
+            recompute=self._scenario.model.recompute,
         )
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zero_sim.scenario.spec import Scenario
+from zero_sim.scenario.spec import Recompute, Scenario
 from zero_sim.workloads.draws import (
     batch_generator,
     plant_nan,
@@ -22,6 +22,7 @@ from zero_sim.workloads.draws import (
     working_dtype,
 )
 from zero_sim.workloads.protocol import Batch
+from zero_sim.workloads.recompute import call_block
 
 WIDTH, HEADS, INNER, VOCABULARY, TOKENS = 4, 2, 16, 8, 3
 
@@ -103,17 +104,20 @@ class Transformer260(nn.Module):
     b_2: nn.Parameter  # 1D (width,)
     W_vocab: nn.Parameter  # 2D (width, vocabulary)
 
-    def __init__(self, bits: dict[str, Tensor]) -> None:
+    def __init__(self, bits: dict[str, Tensor], *, recompute: Recompute = "none") -> None:
         super().__init__()
+        self.recompute: Recompute = recompute
         for name, initial in bits.items():
             self.register_parameter(name, nn.Parameter(initial.clone()))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` (rows, tokens, width) to logits (rows, tokens, vocabulary)."""
+        return call_block(self._block, x, recompute=self.recompute) @ self.W_vocab
+
+    def _block(self, x: Tensor) -> Tensor:
         x = x + self._attend(normalise(x, weight=self.ln1_weight, bias=self.ln1_bias))
         inner = normalise(x, weight=self.ln2_weight, bias=self.ln2_bias) @ self.W_1 + self.b_1
-        x = x + functional.relu(inner) @ self.W_2 + self.b_2
-        return x @ self.W_vocab
+        return x + functional.relu(inner) @ self.W_2 + self.b_2
 
     def _attend(self, x: Tensor) -> Tensor:
         rows, tokens, _ = x.shape
@@ -155,7 +159,8 @@ class TransformerWorkload:
         """Draw the initial weights, once.
 
         Args:
-            scenario: Uses `model.dtype`, `data` (a row is a sequence of 3 tokens) and `run.seed`.
+            scenario: Uses `model.dtype`, `model.recompute`, `data` (a row is a sequence of 3
+                tokens) and `run.seed`.
         """
         self._scenario = scenario
         self._dtype = working_dtype(scenario.model.dtype)
@@ -163,7 +168,7 @@ class TransformerWorkload:
 
     def build(self) -> nn.Module:
         """Return a fresh `Transformer260`."""
-        return Transformer260(self._bits)
+        return Transformer260(self._bits, recompute=self._scenario.model.recompute)
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
         """Return inputs (rows, 3, 4) and target tokens (rows, 3).

@@ -125,7 +125,11 @@ class _Use:
     start: int
     stop: int
     """Half-open, in begins and ends of calls since the last micro-batch ended."""
+    module: nn.Module
     needed: tuple[Unit, ...]
+    runs_again: bool
+    """True if it ran without gradients, as under a reentrant checkpoint: if it has a backward it is
+    called once more, and gathers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,8 +241,9 @@ class OnUse(StayWhole):
     ) -> None:
         if not self._starts and not self._in_backward:
             self._pending = {unit: set(users) for unit, users in self._users.items()}
-            self._saving = saved_tensors_hooks(self._keep, self._restore)
-            self._saving.__enter__()
+            if torch.is_grad_enabled():
+                self._saving = saved_tensors_hooks(self._keep, self._restore)
+                self._saving.__enter__()
         self._starts.append(self._tick)
         self._tick += 1
         self._gather(needed, ahead=self._after_in_forward(needed))
@@ -257,12 +262,14 @@ class OnUse(StayWhole):
         for unit in needed:
             unit.leave()
         if self._in_backward:
+            self._watch_again(module, output)
             return
         for unit in needed:
             self._pending[unit].discard(module)
-        has_backward = torch.is_grad_enabled()
+        # A reentrant checkpoint runs modules without gradients, and again with them in backward.
+        has_backward = torch.is_grad_enabled() or self._saving is not None
         if has_backward:
-            use = _Use(start, self._tick, needed)
+            use = _Use(start, self._tick, module, needed, not torch.is_grad_enabled())
             self._uses.append(use)
             for unit in needed:
                 self._first_use[unit] = min(start, self._first_use.get(unit, start))
@@ -282,6 +289,13 @@ class OnUse(StayWhole):
         if unit.param_state is ParamState.WHOLE:
             unit.free_params()
 
+    def _watch_again(self, module: nn.Module, output: object) -> None:
+        """Watch what a module returns that ran without gradients and runs again in backward."""
+        for use in self._uses[::-1]:
+            if use.module is module and use.runs_again:
+                on_gradients_of(output, partial(self._before_backward, use))
+                return
+
     def _before_backward(self, use: _Use, grad: Tensor) -> None:
         self._in_backward = True
         later = [index for index, each in enumerate(self._uses) if each is use]
@@ -296,7 +310,8 @@ class OnUse(StayWhole):
             for unit in self._units[::-1]:
                 if self._first_use.get(unit, -1) >= use.stop:
                     self._end_gradients(unit)
-            self._gather(use.needed, ahead=self._before_in_backward(use.needed))
+            if not use.runs_again:
+                self._gather(use.needed, ahead=self._before_in_backward(use.needed))
 
     def _end_gradients(self, unit: Unit) -> None:
         self._grads.close(unit)

@@ -40,6 +40,7 @@ _TOPOLOGY = ("topology.tp", "topology.cp", "topology.pp", "topology.order")
 _CLIPS = ("optimizer.clip_norm", "optimizer.clip_value")
 _FOLLOWS = (
     *OPTIMIZER_SETTINGS, *_CLIPS, "run.micro_batches", "model.tied", "model.distinct_start",
+    "model.recompute",
     *_TOPOLOGY,
 )  # fmt: skip
 NUMERICS = Numerics(
@@ -60,12 +61,19 @@ def why_not_static(scenario: Scenario) -> str:
     return "torch 2.13 fails where the first micro-batch is under no_sync: see scenarios/upstream"
 
 
+def why_not_unused(scenario: Scenario) -> str:
+    """Say why DDP cannot look for unused params in a case; '' if it can."""
+    if scenario.model.recompute != "reentrant":
+        return ""
+    return "DDP finds params unused that a reentrant checkpoint uses in backward, and raises"
+
+
 OPTIONS: Mapping[str, Option] = {
     "hook": Option(default="none", values=tuple(_WIRE)),
     "bucket_bytes": Option(default=25 * _MEGABYTE, values=(1, 40, 200)),
     "bucket_view": Option(default=False, values=(True,)),
     "static_graph": Option(default=False, values=(True,), fits=why_not_static),
-    "find_unused": Option(default=False, values=(True,)),
+    "find_unused": Option(default=False, values=(True,), fits=why_not_unused),
 }
 
 

@@ -218,6 +218,7 @@ class TorchFSDP1:
         follows=(
             *OPTIMIZER_SETTINGS,
             "model.tied",
+            "model.recompute",
             "run.micro_batches",
             "optimizer.clip_norm",
             "system.redundancy",
@@ -282,6 +283,10 @@ class TorchFSDP1:
         return FSDP1Engine(module, scenario=scenario, group=group, options=options)
 
 
+_READS_ROOT = ("gpt", "transformer-260")
+"""Models whose blocks lie in no module that is wrapped by itself."""
+
+
 def _is_whole(scenario: Scenario) -> bool:
     """Return True if nothing is sharded."""
     return scenario.system.stage == 0 or scenario.world.size == 1
@@ -298,6 +303,14 @@ def _known_to_go_wrong(scenario: Scenario) -> Iterator[Problem]:
             "name of a tied fp32 param the 16-bit gradient of an earlier micro-batch, got "
             f"{', '.join(map(repr, tied))}. {UPSTREAM}",
             suggestion="Try fp32, or one micro-batch.",
+        )
+    if scenario.model.recompute == "reentrant" and scenario.model.name in _READS_ROOT:
+        yield Problem(
+            path="model.recompute",
+            message="FSDP1 of torch 2.13 raises, or loses the gradient of earlier micro-batches, "
+            "where a reentrant checkpoint reads params of a module around it, got 'reentrant' with "
+            f"model {scenario.model.name!r}.",
+            suggestion="Try 'non-reentrant', or model 'mlp'.",
         )
     if not _is_whole(scenario):
         yield from stale_after_evaluation(scenario)

@@ -208,6 +208,7 @@ class TorchFSDP2:
             "optimizer.clip_norm",
             "optimizer.clip_value",
             "model.tied",
+            "model.recompute",
             "run.micro_batches",
             "system.redundancy",
             "system.reshard_after_forward",
