@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.judge.ruled import Engine, Target
+from tests.own_models import OwnModelTarget
 from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import Problem, UsageError
 from zero_sim.rules import found as found_rules
@@ -381,3 +382,11 @@ def test_the_factor_of_a_second_loss_is_found(factor, word):
         search._settle_second_loss()
     assert search.search.numerics == {"scale_second": word}
     assert not search.found.left_out
+
+
+def test_a_target_that_trains_its_own_model_alone_is_searched_with_it():
+    with WorldPool() as pool:
+        search = found_rules._Search(target=OwnModelTarget(), pool=pool)
+        search._find_base()
+    assert (search.base.model.name, search.base.world.size) == ("own:tiny", 3)
+    assert search.found.alarms == []

@@ -44,6 +44,7 @@ from zero_sim.scenario.spec import (
 )
 from zero_sim.targets import Capabilities, Numerics, Target, capabilities_of, numerics_of
 from zero_sim.targets.declared import followed, refusals
+from zero_sim.targets.models import own_models_of
 
 _ALIKE_CASES = 8
 """Most cases that rules have to pass alike to be called the same here."""
@@ -168,13 +169,21 @@ class _Search:
     def _settle_base(self, size: int, stage: int, *, sums: bool) -> str:
         """Find rules for a plain case, one that divides by many numbers if the system asks that."""
         world, system, came = {"size": size}, {"stage": stage}, ""
-        for name, model in _PLAIN_MODELS.items():
+        for name, model in self._plain_models().items():
             named = f"{in_ranks(size)}{name}"
             self.base = changed(BASE, named, model=model, world=world, system=system)
             came = self.search.settle(self.base, sums=sums)
             if not self._is_limited():
                 break
         return came
+
+    def _plain_models(self) -> Mapping[str, Any]:
+        """Return models of the plain case: the target's own if it declares no shipped one."""
+        declared = capabilities_of(self.target).models
+        own = [name for name in declared if name in own_models_of(self.target)]
+        if own and set(own) == set(declared):
+            return {f", {name}": ModelSpec(name=name) for name in own}
+        return _PLAIN_MODELS
 
     def _is_limited(self) -> bool:
         return self.base in self.search.limited
