@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -92,9 +93,8 @@ def page(tmp_path_factory):
     from_browser, written_by_it = os.pipe()
 
     def as_three_and_four():
-        # Neither may lie where the other is to come.
-        ours = [os.dup(read_by_it), os.dup(written_by_it)]
-        spare = [os.dup2(each, 20 + i) for i, each in enumerate(ours)]
+        # Copies above both places, so that neither is closed before it is copied.
+        spare = [fcntl.fcntl(each, fcntl.F_DUPFD, 10) for each in (read_by_it, written_by_it)]
         for place, each in zip((3, 4), spare, strict=True):
             os.dup2(each, place)
 

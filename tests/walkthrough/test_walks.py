@@ -10,9 +10,8 @@ from click.testing import CliRunner
 from zero_sim.cli.main import main
 from zero_sim.report.walks import Cell, Step, Table, Walk, render_walk, render_walk_page
 from zero_sim.walkthrough import ring as of_ring
-from zero_sim.walkthrough import walk_lifecycle, walk_ring, walk_step, walk_zero1
+from zero_sim.walkthrough import walk_lifecycle, walk_ring, walk_step
 from zero_sim.walkthrough.lifecycle import run_step as run_life
-from zero_sim.workloads.transformer import W_Q_AFTER_ADAM
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -27,11 +26,6 @@ def step_of(walk, title):
 
 
 @pytest.fixture(scope="module")
-def zero1():
-    return walk_zero1()
-
-
-@pytest.fixture(scope="module")
 def ring():
     return walk_ring()
 
@@ -39,54 +33,6 @@ def ring():
 @pytest.fixture(scope="module")
 def lifecycle():
     return walk_lifecycle()
-
-
-class TestZero1:
-    def test_owners(self, zero1):
-        step = step_of(zero1, "Who owns what")
-        rows = {row[0]: row[1:] for row in words(step.tables[0])}
-        assert rows["W_1"] == ["[80, 144)", "50: [80, 130)", "14: [130, 144)"]
-        assert rows["W_vocab"] == ["[228, 260)", "", "32: [228, 260)"]
-        assert rows["all"] == ["[0, 260)", "130", "130"]
-        told = " ".join(step.text)
-        assert "Element 129 of the buffer is rank 0's last, element 49 of W_1" in told
-        assert "would give rank 0 112 elements and rank 1 148" in told
-
-    def test_forward(self, zero1):
-        step = step_of(zero1, "Forward")
-        assert "mean 0.275 and standard deviation 0.4146" in step.text[0]
-        assert words(step.tables[0])[-1][1:] == ["0.6742", "-0.3063", "0.1007", "0.4420"]
-
-    def test_adam_on_one_element(self, zero1):
-        rows = {row[0]: float(row[1]) for row in words(step_of(zero1, "Adam").tables[0])}
-        # Gradients travel in bf16: 8 bits.
-        assert rows["m"] == pytest.approx(0.002, rel=2**-8)
-        assert rows["v"] == pytest.approx(4e-7, rel=2**-7)
-        assert rows["m_hat"] == pytest.approx(0.02, rel=2**-8)
-        assert rows["v_hat"] == pytest.approx(4e-4, rel=2**-7)
-        assert round(rows["master after"], 3) == 0.119
-
-    def test_masters_after_the_step(self, zero1):
-        rows = words(step_of(zero1, "The owner steps").tables[1])
-        got = [[float(value) for value in row[1:]] for row in rows]
-        for mine, told in zip(got, W_Q_AFTER_ADAM, strict=True):
-            for value, expected in zip(mine, told, strict=True):
-                # bf16 keeps 8 bits of what they begin with.
-                assert abs(value - expected) < 2**-9
-
-    def test_half_of_the_state_is_old_before_the_gather(self, zero1):
-        marks = [
-            {cell.mark for row in table.rows for cell in row if isinstance(cell, Cell)}
-            for table in step_of(zero1, "Half new").tables
-        ]
-        assert marks == [{"new"}, {"sent"}]
-        assert step_of(zero1, "All-gather").text == ["The same bits on both ranks: yes."]
-
-    def test_bytes_and_traffic(self, zero1):
-        step = step_of(zero1, "What it saves")
-        assert words(step.tables[0])[-1] == ["all", "4,160", "2,600"]
-        assert "37.5% less" in step.text[0]
-        assert "1,040 either way" in step_of(zero1, "What it moves").text[1]
 
 
 class TestRing:

@@ -25,21 +25,50 @@ def test_params_lie_at_the_walkthroughs_offsets(workload):
     assert dict(zip(params, (stop - 1 for stop in stops), strict=True)) == last
 
 
-def test_query_weight_starts_as_given(workload):
-    assert torch.equal(workload.build().W_q.detach(), torch.tensor(walkthrough.W_Q))
+def test_given_weights_start_as_given(workload):
+    params = dict(workload.build().named_parameters())
+    for name, values in walkthrough.GIVEN.items():
+        assert torch.equal(params[name].detach(), torch.tensor(values))
 
 
-def test_first_input_row_has_mean_0275_and_std_04146(workload):
-    """Every batch starts with the walkthrough's row; its deviation is not 0.398."""
-    row = workload.batch(step=3, rank=1, micro=0).inputs[0, 0]
-    assert torch.equal(row, torch.tensor([0.5, -0.3, 0.8, 0.1]))
+def test_the_first_batch_of_rank_0_has_the_given_tokens(workload):
+    batch = workload.batch(step=0, rank=0, micro=0)
+    assert torch.equal(batch.inputs[0], torch.tensor(walkthrough.INPUT))
+    assert not torch.equal(batch.inputs[1], batch.inputs[0])
+
+
+@pytest.mark.parametrize("place", [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_all_other_batches_are_drawn(workload, place):
+    step, rank, micro = place
+    batch = workload.batch(step=step, rank=rank, micro=micro)
+    assert not torch.isin(batch.inputs, torch.tensor(walkthrough.INPUT)).any()
+
+
+def test_first_input_row_has_mean_0275_and_std_04146():
+    """Its deviation is not 0.398."""
+    row = torch.tensor(walkthrough.INPUT[0])
     assert row.mean().item() == pytest.approx(0.275)
     assert row.std(correction=0).item() == pytest.approx(0.4146, abs=5e-5)
 
 
+def test_activations_are_noted_as_they_come(workload):
+    module, noted = workload.build(), {}
+    inputs = workload.batch(step=0, rank=0, micro=0).inputs
+    unnoted = module(inputs)
+
+    def note(name, activation):
+        noted[name] = activation
+        return activation
+
+    module.note = note
+    assert torch.equal(module(inputs), unnoted)
+    assert torch.equal(noted["logits"], unnoted)
+    assert noted["softmax"].shape == (4, 2, 3, 3)
+
+
 def test_layer_norm_subtracts_the_mean_and_divides_by_the_deviation():
     """The first row normalised, with identity weights."""
-    row = torch.tensor(walkthrough.INPUT_ROW_0)
+    row = torch.tensor(walkthrough.INPUT[0])
     out = walkthrough.normalise(row, weight=torch.ones(4), bias=torch.zeros(4))
     expected = (row - 0.275) / 0.4146
     assert torch.allclose(out, expected, atol=2e-4)

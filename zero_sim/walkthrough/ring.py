@@ -158,6 +158,7 @@ def _contrast() -> Step:
 def _nodes() -> Step:
     """Effect of copies of the shards if some links are slow, by closed forms."""
     rows = []
+    sent_slow: dict[tuple[int, Ring], float] = {}
     for copies in (1, 2, 4):
         cells = [f"K = {copies}, blocks of {_WORLD // copies}"]
         model = counted_model(_PARAMS, dtype="bf16").with_choice(
@@ -171,12 +172,16 @@ def _nodes() -> Step:
             if ring == _RINGS[0]:
                 whole = sum(flow.total_sent for flow in flows)
                 cells.append(f"{float(whole) / (2 * _PARAMS):g} P")
-            cells.append(f"{float(slow) / (2 * _PARAMS):g} P")
+            sent_slow[copies, ring] = float(slow) / (2 * _PARAMS)
+            cells.append(f"{sent_slow[copies, ring]:g} P")
         # fp32 masters and Adam's two moments, of the share that a rank of a block owns.
         cells.append(f"{12 * copies / _WORLD:g} P")
         rows.append(cells)
     table = prose.table("ring.nodes", rows)
-    return prose.step("ring.nodes", [table], world=_WORLD, node=_NODE)
+    scattered, by_node = (1 - sent_slow[4, ring] / sent_slow[1, ring] for ring in _RINGS)
+    return prose.step(
+        "ring.nodes", [table], world=_WORLD, node=_NODE, scattered=scattered, by_node=by_node
+    )
 
 
 def _chunks(values: Sequence[float]) -> list[str]:

@@ -1,16 +1,15 @@
-"""ZeRO-1 with the 260-parameter transformer on 2 ranks: who owns what, one step, all values.
+"""ZeRO-1 with the 260-parameter transformer on 2 ranks: a whole step, number by number.
 
-The gradients of `W_q` are given, as are its values and the first input row; all else that is shown
-is what the system had, read on each rank while it ran.
+Every value is read from the system on each rank while it runs. A second pass takes the figures in
+the document that the model comes from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zero_sim.calculators.footprint import footprint_of
@@ -18,238 +17,281 @@ from zero_sim.calculators.network import Network
 from zero_sim.calculators.traffic import traffic_of
 from zero_sim.cost.forms import sizes_of
 from zero_sim.report.walks import Cell, Mark, Step, Table, Walk
-from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, Scenario, SystemSpec
-from zero_sim.sim import CollectiveRecord, World
-from zero_sim.sim.call import Call
-from zero_sim.targets.own import ZeroSimTarget
-from zero_sim.targets.protocol import OwnedPart
+from zero_sim.scenario.spec import Scenario, SystemSpec
 from zero_sim.walkthrough import prose
+from zero_sim.walkthrough.document import document_steps
+from zero_sim.walkthrough.matrices import (
+    MarkOf,
+    by_head,
+    by_param,
+    columns,
+    flat,
+    matrix,
+    number,
+)
+from zero_sim.walkthrough.tiny_step import RANKS, RankStep, owned, run_step, scenario_of
 from zero_sim.workloads import build_workload
-from zero_sim.workloads.transformer import (
-    INPUT_ROW_0,
-    SHAPES,
-    W_Q,
-    W_Q_GRADS,
-    WIDTH,
-    normalise,
-)
+from zero_sim.workloads.transformer import GIVEN, HEADS, SHAPES, W_Q
 
-RANKS = 2
-SCENARIO = Scenario(
-    schema=1,
-    name="walkthrough",
-    model=ModelSpec(name="transformer-260", dtype="bf16"),
-    optimizer=OptimizerSpec(name="adam", lr=1e-3),
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """Values of `W_q` on one rank at each point of the step, its parts after it, and its calls."""
-
-    own_grad: Tensor
-    before: Tensor
-    half: Tensor
-    """The working param after its owner has stepped and before anything is gathered."""
-    after: Tensor
-    parts: Mapping[str, OwnedPart]
-    calls: Sequence[CollectiveRecord]
-
-
-def run_step() -> Sequence[Run]:
-    """One step of both ranks, on the given gradients of `W_q` alone."""
-    workload = build_workload(SCENARIO)
-    calls: list[list[CollectiveRecord]] = [[] for _ in range(RANKS)]
-    working: dict[int, Tensor] = {}
-    halves: dict[int, Tensor] = {}
-
-    def called(record: CollectiveRecord, call: Call) -> None:
-        calls[record.rank].append(record)
-        if record.kind == "all_gather":
-            halves[record.rank] = working[record.rank].detach().clone()
-
-    with World(RANKS) as world:
-
-        def program(rank: int) -> Run:
-            group = dist.group.WORLD
-            assert isinstance(group, dist.ProcessGroup)
-            engine = ZeroSimTarget().build(workload.build(), scenario=SCENARIO, group=group)
-            engine.zero_grad()
-            param = dict(engine.module.named_parameters())["W_q"]
-            working[rank] = param
-            before = param.detach().clone()
-            world.log.watch = called
-            given = torch.tensor(W_Q_GRADS[rank]).to(torch.bfloat16)
-            engine.backward((param * given).sum(), last_micro=True, rows=1)
-            engine.step(lr_factor=1.0)
-            return Run(
-                own_grad=given,
-                before=before,
-                half=halves[rank],
-                after=param.detach().clone(),
-                parts={part.place.param: _kept(part) for part in engine.parts()},
-                calls=calls[rank],
-            )
-
-        runs = world.run(program)
-        world.log.watch = None
-    return runs
-
-
-def _kept(part: OwnedPart) -> OwnedPart:
-    """A part as it is now: the run's memory goes with its world."""
-    return OwnedPart(
-        place=part.place,
-        grad=None if part.grad is None else part.grad.clone(),
-        master=part.master.clone(),
-        state={name: value.clone() for name, value in part.state.items()},
-    )
+SCENARIO = scenario_of("bf16")
+_W_Q_AT = 8
+"""Where `W_q` begins in the flat buffer."""
 
 
 def walk_zero1() -> Walk:
-    """The walk."""
-    runs = run_step()
-    return prose.walk(
-        "zero1",
-        [
-            _owners(runs),
-            _forward(),
-            _own_gradients(runs),
-            _reduced(runs),
-            _one_element(runs),
-            _stepped(runs),
-            _half(runs),
-            _gathered(runs),
-            _bytes(),
-            _traffic(runs),
-        ],
-    )
+    """Return the walk."""
+    runs = run_step(SCENARIO)
+    steps = [
+        _owners(runs),
+        _start(runs),
+        *_forward(runs),
+        _loss(runs),
+        _gradients(runs),
+        _buffer(runs),
+        _reduced(runs),
+        _one_element(runs),
+        _stepped(runs),
+        _half(runs),
+        _gathered(runs),
+        _bytes(),
+        _traffic(runs),
+    ]
+    return prose.walk("zero1", [*steps, *document_steps(runs)])
 
 
-def _owners(runs: Sequence[Run]) -> Step:
+def _owners(runs: Sequence[RankStep]) -> Step:
     rows: list[list[Cell | str]] = []
     offset = 0
     for name, shape in SHAPES.items():
         elems = torch.Size(shape).numel()
-        cells: list[Cell | str] = [name, f"[{offset}, {offset + elems})"]
+        row: list[Cell | str] = [name, f"[{offset}, {offset + elems})"]
         for run in runs:
             part = run.parts.get(name)
             if part is None:
-                cells.append("")
+                row.append("")
                 continue
             place = part.place
             assert place.flat_start is not None
             count = place.stop - place.start
             stop = place.flat_start + count
             mark: Mark = "own" if count == elems else "sent"
-            cells.append(Cell(f"{count}: [{place.flat_start}, {stop})", mark))
-        rows.append(cells)
+            row.append(Cell(f"{count}: [{place.flat_start}, {stop})", mark))
+        rows.append(row)
         offset += elems
-    totals = [sum(p.place.stop - p.place.start for p in run.parts.values()) for run in runs]
+    totals = _totals(runs)
     rows.append(["all", f"[0, {offset})", *(str(total) for total in totals)])
     cut = [run.parts["W_1"].place for run in runs]
-    cut_elems = [place.stop - place.start for place in cut]
     assert cut[0].flat_start is not None
     return prose.step(
         "zero1.owners",
         [prose.table("zero1.owners", rows)],
         elems=offset,
         owned=totals,
-        cut=cut_elems,
+        cut=[place.stop - place.start for place in cut],
         last=totals[0] - 1,
         last_of_param=totals[0] - 1 - cut[0].flat_start,
-        halved=[total - elems + 32 for total, elems in zip(totals, cut_elems, strict=True)],
     )
 
 
-def _forward() -> Step:
-    row = torch.tensor(INPUT_ROW_0)
-    mean, deviation = row.mean().item(), row.std(correction=0).item()
-    ones, zeros = torch.ones(WIDTH), torch.zeros(WIDTH)
-    normal = normalise(row, weight=ones, bias=zeros)
-    query = normal @ torch.tensor(W_Q)
-    wrong = 0.398
-    rows = [
-        ["input", *_row(row)],
-        ["normalised", *_row(normal)],
-        [f"if divided by {wrong}", *_row((row - mean) / wrong, mark="wrong")],
-        ["query: normalised @ W_q", *_row(query, mark="new")],
-    ]
-    table = prose.table("zero1.forward", rows, head=_columns(WIDTH))
-    return prose.step("zero1.forward", [table], mean=mean, deviation=deviation, wrong=wrong)
+def _start(runs: Sequence[RankStep]) -> Step:
+    """Everything that the step begins with, given or drawn."""
+    names = [name for name, shape in SHAPES.items() for _ in range(torch.Size(shape).numel())]
 
+    def mark_of(index: int) -> Mark:
+        return "own" if names[index] in GIVEN else "sent" if names[index] in _DRAWN else ""
 
-def _own_gradients(runs: Sequence[Run]) -> Step:
-    tables = [
-        _matrix(run.own_grad, title=f"Gradient of W_q on rank {rank}")
+    title = "Params, the same on both ranks"
+    params = by_param("zero1.start", runs[0].before, title=title, mark_of=mark_of)
+    inputs = [
+        matrix(run.batch.inputs[0], title=f"Inputs of rank {rank}", mark="sent" if rank else "own")
         for rank, run in enumerate(runs)
     ]
-    rounded = torch.tensor(0.023).to(torch.bfloat16).item()
-    return prose.step("zero1.own_gradients", tables, rounded=rounded)
-
-
-def _reduced(runs: Sequence[Run]) -> Step:
-    total = runs[0].parts["W_q"].grad
-    assert total is not None
-    mean = total.float() / RANKS
+    targets = [_targets(run).tolist() for run in runs]
     return prose.step(
-        "zero1.reduced",
+        "zero1.start",
+        [params, *inputs],
+        seed=SCENARIO.run.seed,
+        targets=targets,
+        exact=W_Q[0][0],
+        rounded=number(runs[0].before[_W_Q_AT].item(), digits=8),
+    )
+
+
+_DRAWN = ("W_o", "W_1", "W_2")
+"""Drawn params. All others are given, or begin with 1 (a norm's weight) or 0 (a bias)."""
+
+_FORWARD: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
+    ("norm_1", [("norm 1", "Normalised")]),
+    ("projections", [("Q", "Q"), ("K", "K"), ("V", "V")]),
+    ("scores", [("scores", "Scores, a row for each query")]),
+    ("softmax", [("softmax", "Weights of attention")]),
+    ("mix", [("mix", "Mix, heads joined again")]),
+    ("residual_1", [("W_o", "Mix @ W_o"), ("residual 1", "Added to the input")]),
+    ("norm_2", [("norm 2", "Normalised")]),
+    (
+        "ffn",
         [
-            _matrix(total.view(WIDTH, WIDTH), title="Sum on rank 0", mark="got"),
-            _matrix(mean.view(WIDTH, WIDTH), title="Mean, as fp32", mark="new"),
+            ("inner", "Inner layer: normalised @ W_1 + b_1"),
+            ("relu", "After ReLU"),
+            ("FFN", "ReLU @ W_2 + b_2"),
+            ("residual 2", "Added to the input of the FFN's norm"),
+        ],
+    ),
+    ("logits", [("logits", "Logits")]),
+)
+"""Tables in `prose.toml`, with the activations to show and their titles."""
+
+
+def _forward(runs: Sequence[RankStep]) -> list[Step]:
+    steps = [
+        prose.step(f"zero1.{entry}", [
+            _activation(run.activations[name], f"{title}, rank {rank}")
+            for rank, run in enumerate(runs)
+            for name, title in shown
+        ])
+        for entry, shown in _FORWARD
+    ]  # fmt: skip
+    heads = [
+        by_head(run.activations[name].unflatten(1, (HEADS, -1)).transpose(0, 1),
+                title=f"{name} by heads, rank {rank}")
+        for rank, run in enumerate(runs)
+        for name in ("Q", "K", "V")
+    ]  # fmt: skip
+    at = [entry for entry, _ in _FORWARD].index("scores")
+    return [*steps[:at], prose.step("zero1.heads", heads), *steps[at:]]
+
+
+def _activation(values: Tensor, title: str) -> Table:
+    return by_head(values, title=title) if values.dim() == 3 else matrix(values, title=title)
+
+
+def _loss(runs: Sequence[RankStep]) -> Step:
+    tables = []
+    for rank, run in enumerate(runs):
+        probabilities = run.activations["logits"].float().softmax(-1)
+        rows: list[list[Cell | str]] = []
+        for token, (row, target) in enumerate(zip(probabilities, _targets(run), strict=True)):
+            values = [
+                Cell(number(value), "got" if index == target else "")
+                for index, value in enumerate(row.tolist())
+            ]
+            rows.append([f"token {token}", *values, number(-row[target].log().item())])
+        head = [*columns(probabilities.shape[1]), "loss"]
+        title = f"Probabilities, rank {rank}"
+        tables.append(prose.table("zero1.loss", rows, head=head, title=title))
+    losses = [number(run.loss.item(), digits=6) for run in runs]
+    return prose.step("zero1.loss", tables, losses=losses)
+
+
+def _gradients(runs: Sequence[RankStep]) -> Step:
+    mark_of = _owner_marks(runs)
+    return prose.step(
+        "zero1.gradients",
+        [
+            by_param("zero1.buffer", run.grads, title=f"Gradients on rank {rank}", mark_of=mark_of)
+            for rank, run in enumerate(runs)
         ],
     )
 
 
-def _one_element(runs: Sequence[Run]) -> Step:
+def _buffer(runs: Sequence[RankStep]) -> Step:
+    mark_of = _owner_marks(runs)
+    return prose.step(
+        "zero1.buffer",
+        [
+            flat("zero1.buffer", run.grads, title=f"Buffer of rank {rank}", mark_of=mark_of)
+            for rank, run in enumerate(runs)
+        ],
+        elems=len(runs[0].grads),
+        owned=_totals(runs),
+        cut=[run.parts["W_1"].place.stop - run.parts["W_1"].place.start for run in runs],
+    )
+
+
+def _reduced(runs: Sequence[RankStep]) -> Step:
+    total = owned(runs, lambda part: part.grad)
+    return prose.step(
+        "zero1.reduced",
+        [flat("zero1.buffer", total, title="Sums, each on its owner", mark_of=_owner_marks(runs))],
+        owned=_totals(runs),
+    )
+
+
+def _one_element(runs: Sequence[RankStep]) -> Step:
     part, spec = runs[0].parts["W_q"], SCENARIO.optimizer
     total = part.grad
     assert total is not None
-    gradient = (total[0].float() / RANKS).item()
+    own = [run.grads[_W_Q_AT].item() for run in runs]
+    gradient = total[0].float().item() / RANKS
     m, v = part.state["exp_avg"][0].item(), part.state["exp_avg_sq"][0].item()
     beta1, beta2 = spec.betas
     m_hat, v_hat = m / (1 - beta1), v / (1 - beta2)
-    before = torch.tensor(W_Q).to(torch.bfloat16).float()[0, 0].item()
+    step = spec.lr * m_hat / (v_hat**0.5 + spec.eps)
     rows = [
-        ["gradient g", f"{gradient:.8f}", "the mean over ranks"],
-        ["m", f"{m:.8f}", f"{1 - beta1:.1f} g"],
-        ["v", f"{v:.4e}", f"{1 - beta2:.3f} g^2"],
-        ["m_hat", f"{m_hat:.8f}", f"m / (1 - {beta1})"],
-        ["v_hat", f"{v_hat:.4e}", f"v / (1 - {beta2})"],
-        [
-            "step",
-            f"{spec.lr * m_hat / (v_hat**0.5 + spec.eps):.8f}",
-            "lr m_hat / (v_hat^0.5 + eps)",
-        ],
-        ["master before", f"{before:.8f}", "0.12 in bf16"],
-        ["master after", f"{part.master[0].item():.8f}", "before - step"],
-        ["working param", f"{part.master[0].to(torch.bfloat16).item():.8f}", "that in bf16"],
+        ["gradient of rank 0", number(own[0]), "bf16"],
+        ["gradient of rank 1", number(own[1]), "bf16"],
+        ["sum", number(total[0].item()), "of both, in bf16"],
+        ["g", number(gradient, digits=6), "sum / 2, in fp32"],
+        ["m", number(m, digits=6), f"{1 - beta1:.1f} g"],
+        ["v", number(v, digits=6), f"{1 - beta2:.3f} g^2"],
+        ["m_hat", number(m_hat, digits=6), f"m / (1 - {beta1})"],
+        ["v_hat", number(v_hat, digits=6), f"v / (1 - {beta2})"],
+        ["step", number(step, digits=6), "lr m_hat / (v_hat^0.5 + eps)"],
+        ["master before", number(runs[0].before[_W_Q_AT].item(), digits=8), f"{W_Q[0][0]} in bf16"],
+        ["master after", number(part.master[0].item(), digits=8), "before - step"],
+        ["working param", number(runs[0].after[_W_Q_AT].item(), digits=8), "that in bf16"],
     ]
     return prose.step("zero1.one_element", [prose.table("zero1.one_element", rows)])
 
 
-def _stepped(runs: Sequence[Run]) -> Step:
-    part = runs[0].parts["W_q"]
+def _stepped(runs: Sequence[RankStep]) -> Step:
+    mark_of = _owner_marks(runs)
+    shown = (
+        ("First moments m", owned(runs, lambda part: part.state["exp_avg"]), 4),
+        ("Second moments v", owned(runs, lambda part: part.state["exp_avg_sq"]), 4),
+        ("Masters after the step, fp32", owned(runs, lambda part: part.master), 5),
+    )
     return prose.step(
         "zero1.stepped",
         [
-            _matrix(torch.tensor(W_Q), title="W_q before, as given"),
-            _matrix(part.master.view(WIDTH, WIDTH), title="Masters after", mark="new"),
-            _matrix(part.state["exp_avg"].view(WIDTH, WIDTH), title="First moments"),
+            flat("zero1.buffer", values, title=title, mark_of=mark_of, digits=digits)
+            for title, values, digits in shown
         ],
+        owned=_totals(runs),
     )
 
 
-def _half(runs: Sequence[Run]) -> Step:
-    return prose.step(
-        "zero1.half", [_changed(run.half, run, rank) for rank, run in enumerate(runs)]
+def _half(runs: Sequence[RankStep]) -> Step:
+    """Working params between the optimizer and the all-gather."""
+    boundary = _totals(runs)[0]
+    tables = []
+    for rank, run in enumerate(runs):
+        is_new = (run.half != run.before).tolist()
+
+        def mark_of(at: int, rank: int = rank, is_new: Sequence[bool] = is_new) -> Mark:
+            return "sent" if (at >= boundary) != bool(rank) else "new" if is_new[at] else ""
+
+        title = f"Working params on rank {rank}"
+        tables.append(flat("zero1.half", run.half, title=title, mark_of=mark_of))
+    return prose.step("zero1.half", tables)
+
+
+def _gathered(runs: Sequence[RankStep]) -> Step:
+    is_new = (runs[0].after != runs[0].before).tolist()
+    table = flat(
+        "zero1.gathered",
+        runs[0].after,
+        title="Working params on both ranks",
+        mark_of=lambda at: "new" if is_new[at] else "",
     )
-
-
-def _gathered(runs: Sequence[Run]) -> Step:
-    tables = [_changed(run.after, run, rank) for rank, run in enumerate(runs)]
     same = torch.equal(runs[0].after, runs[1].after)
-    return prose.step("zero1.gathered", tables, same="yes" if same else "no")
+    return prose.step(
+        "zero1.gathered",
+        [table],
+        same="yes" if same else "no",
+        elems=len(is_new),
+        new=sum(is_new),
+    )
 
 
 def _bytes() -> Step:
@@ -275,7 +317,7 @@ def _bytes() -> Step:
     )
 
 
-def _traffic(runs: Sequence[Run]) -> Step:
+def _traffic(runs: Sequence[RankStep]) -> Step:
     sizes = sizes_of(build_workload(SCENARIO).build())
     traffic = traffic_of(sizes, scenario=SCENARIO, rank=0, network=Network())
     rows = [
@@ -290,25 +332,18 @@ def _traffic(runs: Sequence[Run]) -> Step:
     )
 
 
-def _columns(count: int) -> list[str]:
-    return ["", *map(str, range(count))]
+def _totals(runs: Sequence[RankStep]) -> list[int]:
+    """Count each rank's elements."""
+    return [sum(p.place.stop - p.place.start for p in run.parts.values()) for run in runs]
 
 
-def _matrix(values: Tensor, *, title: str, mark: Mark = "") -> Table:
-    rows = [[f"row {index}", *_row(row, mark=mark)] for index, row in enumerate(values)]
-    return Table(head=_columns(values.shape[1]), rows=rows, title=title)
+def _owner_marks(runs: Sequence[RankStep]) -> MarkOf:
+    """Mark rank 0's elements and rank 1's."""
+    first, _ = accumulate(_totals(runs))
+    return lambda index: "own" if index < first else "sent"
 
 
-def _changed(now: Tensor, run: Run, rank: int) -> Table:
-    rows: list[list[Cell | str]] = []
-    for index in range(now.shape[0]):
-        cells: list[Cell | str] = [f"row {index}"]
-        for new, old in zip(now[index].tolist(), run.before[index].tolist(), strict=True):
-            cells.append(Cell(f"{new:.5f}", "new" if new != old else "sent"))
-        rows.append(cells)
-    title = f"W_q on rank {rank}"
-    return prose.table("zero1.changed", rows, head=_columns(now.shape[1]), title=title)
-
-
-def _row(values: Tensor, *, mark: Mark = "") -> list[Cell]:
-    return [Cell(f"{value:.4f}", mark) for value in values.float().tolist()]
+def _targets(run: RankStep) -> Tensor:
+    """Return a target for each token, shape (tokens,)."""
+    assert run.batch.targets is not None
+    return run.batch.targets[0]

@@ -8,6 +8,7 @@ tokens. There is no embedding: the inputs are vectors, 3 to a sequence.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.nn import functional
 from zero_sim.scenario.spec import Recompute, Scenario
 from zero_sim.workloads.draws import (
     batch_generator,
+    data_rank,
     plant_nan,
     rows_of,
     weight_generator,
@@ -43,8 +45,12 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 """Name and shape of each param, in flat order."""
 
-INPUT_ROW_0 = (0.5, -0.3, 0.8, 0.1)
-"""The walkthrough's first input row: mean 0.275, standard deviation 0.4146."""
+INPUT = (
+    (0.5, -0.3, 0.8, 0.1),
+    (0.2, 0.7, -0.1, 0.4),
+    (-0.6, 0.3, 0.5, -0.2),
+)
+"""Rank 0's three tokens in the walkthrough. Row 0 has mean 0.275, standard deviation 0.4146."""
 
 W_Q = (
     (0.12, 0.34, -0.21, 0.05),
@@ -52,7 +58,29 @@ W_Q = (
     (0.30, -0.10, 0.18, 0.27),
     (-0.05, 0.14, -0.33, 0.09),
 )
-"""The walkthrough's initial query weight."""
+
+GIVEN: Mapping[str, Sequence[Sequence[float]]] = {
+    "W_q": W_Q,
+    "W_k": (
+        (0.20, -0.11, 0.07, 0.15),
+        (0.03, 0.28, -0.14, 0.10),
+        (-0.22, 0.06, 0.31, -0.05),
+        (0.17, -0.09, 0.02, 0.24),
+    ),
+    "W_v": (
+        (0.08, 0.19, -0.12, 0.25),
+        (-0.07, 0.33, 0.04, -0.16),
+        (0.21, -0.03, 0.15, 0.11),
+        (-0.14, 0.08, 0.26, -0.02),
+    ),
+    "W_vocab": (
+        (0.11, -0.05, 0.18, 0.03, -0.14, 0.22, -0.09, 0.07),
+        (-0.06, 0.13, 0.02, -0.17, 0.08, 0.04, 0.20, -0.11),
+        (0.15, -0.02, 0.09, 0.21, -0.08, 0.12, -0.03, 0.16),
+        (-0.10, 0.07, -0.13, 0.05, 0.19, -0.06, 0.14, 0.01),
+    ),
+}
+"""The walkthrough's initial weights, as far as it gives them."""
 
 W_Q_GRADS = (
     (
@@ -104,30 +132,44 @@ class Transformer260(nn.Module):
     b_2: nn.Parameter  # 1D (width,)
     W_vocab: nn.Parameter  # 2D (width, vocabulary)
 
+    note: Callable[[str, Tensor], Tensor]
+    """Receives each activation under its name and returns it: a walkthrough copies them here."""
+
     def __init__(self, bits: dict[str, Tensor], *, recompute: Recompute = "none") -> None:
         super().__init__()
         self.recompute: Recompute = recompute
+        self.note = _unnoted
         for name, initial in bits.items():
             self.register_parameter(name, nn.Parameter(initial.clone()))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` (rows, tokens, width) to logits (rows, tokens, vocabulary)."""
-        return call_block(self._block, x, recompute=self.recompute) @ self.W_vocab
+        x = call_block(self._block, x, recompute=self.recompute)
+        return self.note("logits", x @ self.W_vocab)
 
     def _block(self, x: Tensor) -> Tensor:
-        x = x + self._attend(normalise(x, weight=self.ln1_weight, bias=self.ln1_bias))
-        inner = normalise(x, weight=self.ln2_weight, bias=self.ln2_bias) @ self.W_1 + self.b_1
-        return x + functional.relu(inner) @ self.W_2 + self.b_2
+        note = self.note
+        normal = note("norm 1", normalise(x, weight=self.ln1_weight, bias=self.ln1_bias))
+        x = note("residual 1", x + self._attend(normal))
+        normal = note("norm 2", normalise(x, weight=self.ln2_weight, bias=self.ln2_bias))
+        inner = note("inner", normal @ self.W_1 + self.b_1)
+        hidden = note("relu", functional.relu(inner))
+        return note("residual 2", x + note("FFN", hidden @ self.W_2 + self.b_2))
 
     def _attend(self, x: Tensor) -> Tensor:
         rows, tokens, _ = x.shape
         q, k, v = (
-            (x @ weight).view(rows, tokens, HEADS, WIDTH // HEADS).transpose(1, 2)
-            for weight in (self.W_q, self.W_k, self.W_v)
+            self.note(name, x @ weight).view(rows, tokens, HEADS, WIDTH // HEADS).transpose(1, 2)
+            for name, weight in (("Q", self.W_q), ("K", self.W_k), ("V", self.W_v))
         )
-        scores = q @ k.transpose(2, 3) / math.sqrt(WIDTH // HEADS)
-        mixed = scores.softmax(dim=-1) @ v
-        return mixed.transpose(1, 2).reshape(rows, tokens, WIDTH) @ self.W_o
+        scores = self.note("scores", q @ k.transpose(2, 3) / math.sqrt(WIDTH // HEADS))
+        mixed = self.note("softmax", scores.softmax(dim=-1)) @ v
+        joined = self.note("mix", mixed.transpose(1, 2).reshape(rows, tokens, WIDTH))
+        return self.note("W_o", joined @ self.W_o)
+
+
+def _unnoted(name: str, activation: Tensor) -> Tensor:
+    return activation
 
 
 def normalise(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
@@ -136,12 +178,12 @@ def normalise(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _draw_bits(scenario: Scenario) -> dict[str, Tensor]:
-    """Draw all 260 elements: norms are 1, biases 0, `W_q` as given, the rest random."""
+    """Draw all 260 elements: norms are 1, biases 0, some weights given, the rest random."""
     generator, dtype = weight_generator(scenario), working_dtype(scenario.model.dtype)
     bits: dict[str, Tensor] = {}
     for name, shape in SHAPES.items():
-        if name == "W_q":
-            initial = torch.tensor(W_Q)
+        if name in GIVEN:
+            initial = torch.tensor(GIVEN[name])
         elif name.endswith("_weight"):
             initial = torch.ones(shape)
         elif len(shape) == 1:
@@ -173,12 +215,13 @@ class TransformerWorkload:
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
         """Return inputs (rows, 3, 4) and target tokens (rows, 3).
 
-        The first token of the first row is the walkthrough's; all else is drawn N(0, 1).
+        The first row of rank 0's first batch is the walkthrough's; all else is drawn N(0, 1).
         """
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
         rows = rows_of(self._scenario, step=step, rank=rank)
         drawn = torch.randn((rows, TOKENS, WIDTH), generator=generator)
-        drawn[0, 0] = torch.tensor(INPUT_ROW_0)
+        if (step, data_rank(self._scenario, rank=rank), micro) == (0, 0, 0):
+            drawn[0] = torch.tensor(INPUT)
         inputs = drawn.to(self._dtype)
         targets = torch.randint(VOCABULARY, (rows, TOKENS), generator=generator)
         plant_nan(inputs, scenario=self._scenario, step=step, rank=rank, micro=micro)

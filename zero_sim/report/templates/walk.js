@@ -4,6 +4,7 @@ let now = 0;
 function show(index) {
   now = Math.min(Math.max(index, 0), steps.length - 1);
   steps.forEach((step, i) => { step.hidden = i !== now; });
+  document.getElementById('about').hidden = now > 0;
   place.textContent = (now + 1) + ' of ' + steps.length;
   document.getElementById('back').disabled = now === 0;
   document.getElementById('on').disabled = now === steps.length - 1;

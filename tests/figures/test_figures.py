@@ -1,0 +1,80 @@
+"""Each figure of the documents: a command prints it, and a test computes it in another way."""
+
+import ast
+import functools
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from zero_sim.cli.main import main
+from zero_sim.report.walks import SIGNS
+
+ROOT = Path(__file__).parents[2]
+FIGURES = tomllib.loads(Path(__file__).with_name("figures.toml").read_text())["figure"]
+
+
+@functools.cache
+def printed_by(command):
+    """Everything that a command prints, as `unmarked` returns it."""
+    done = CliRunner().invoke(main, shlex.split(command))
+    assert done.exit_code == 0, done.output
+    return unmarked(done.output)
+
+
+def unmarked(text):
+    """Drop the signs after marked cells, and all blanks but one between words."""
+    signs = "".join(SIGNS.values())
+    return " ".join(word.rstrip(signs) or word for word in text.split())
+
+
+def id_of(figure):
+    return figure["figure"]
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=id_of)
+def test_a_command_prints_it(figure, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    shows = unmarked(figure["shows"])
+    # Whole numbers: 0.02 is not in 0.0275.
+    assert re.search(rf"(?<!\S){re.escape(shows)}(?![\w%]|[.,]\d)", printed_by(figure["command"]))
+    assert figure["value"] in shows
+
+
+@pytest.mark.parametrize("path", sorted({figure["test"] for figure in FIGURES}))
+def test_its_test_exists(path):
+    file, _, name = path.partition("::")
+    tree = ast.parse((ROOT / file).read_text())
+    assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_no_figure_stands_twice():
+    names = [figure["figure"] for figure in FIGURES]
+    assert sorted(set(names)) == sorted(names)
+
+
+def test_the_slips_are_known():
+    """All values that differ from the document's, by the figure's name."""
+    slips = {figure["figure"] for figure in FIGURES if figure["document"] != figure["value"]}
+    assert slips == SLIPS
+
+
+SLIPS = {
+    "sent by a rank with K = 1 on 8 ranks",
+    "sent by a rank with K = 2 on 8 ranks",
+    "sent by a rank with K = 4 on 8 ranks",
+    "sent over slow links with K = 1, in a ring across nodes",
+    "sent over slow links with K = 4",
+    "spared over slow links by K = 4, against a ring across nodes",
+    "spared by K = 4 a network card, against a ring node by node",
+    "a bucket of 5e8 elements in 16 bits, bytes",
+    "elements of rank 0 and of rank 1",
+    "elements of W_1 on rank 0 and on rank 1",
+    "standard deviation of input row 0",
+    "input row 0, normalised",
+    "query of row 0",
+    "W_q[2, 0] after the step, from bf16 params",
+}

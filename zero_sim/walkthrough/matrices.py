@@ -1,0 +1,118 @@
+"""Tensors as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from zero_sim.report.walks import Cell, Mark, Table
+from zero_sim.walkthrough import prose
+from zero_sim.workloads.transformer import SHAPES
+
+FLAT_COLUMNS = 10
+"""Elements in a table row; it divides 130, so no row has two owners."""
+
+MarkOf = Callable[[int], Mark]
+"""Maps an element's position to its mark."""
+
+
+def number(value: float, *, digits: int = 4) -> str:
+    """Return a value with so many significant digits; four tell all bf16 values apart."""
+    return f"{value:.{digits}g}"
+
+
+def cells(values: Tensor, *, mark: Mark = "", digits: int = 4) -> list[Cell]:
+    """Return a row's cells.
+
+    Args:
+        values: Shape (columns,), any dtype.
+        mark: For all values.
+        digits: As `number` takes them.
+    """
+    return [Cell(number(value, digits=digits), mark) for value in values.float().tolist()]
+
+
+def matrix(values: Tensor, *, title: str, row: str = "token", mark: Mark = "") -> Table:
+    """Return a matrix as a table.
+
+    Args:
+        values: Shape (rows, columns).
+        title: Above it.
+        row: Row name.
+        mark: For all values.
+    """
+    rows = [[f"{row} {index}", *cells(each, mark=mark)] for index, each in enumerate(values)]
+    return Table(head=columns(values.shape[1]), rows=rows, title=title)
+
+
+def by_head(values: Tensor, *, title: str, row: str = "token") -> Table:
+    """Return the matrices from all attention heads side by side.
+
+    Args:
+        values: Shape (heads, rows, columns).
+        title: Above it.
+        row: Row name.
+    """
+    heads, count, width = values.shape
+    rows = [
+        [f"{row} {index}", *(cell for head in range(heads) for cell in cells(values[head, index]))]
+        for index in range(count)
+    ]
+    head = ["", *(f"head {head}: {column}" for head in range(heads) for column in range(width))]
+    return Table(head=head, rows=rows, title=title)
+
+
+def flat(entry: str, values: Tensor, *, title: str, mark_of: MarkOf, digits: int = 4) -> Table:
+    """Return a flat buffer as a table.
+
+    Args:
+        entry: Table in `prose.toml` with the marks.
+        values: Shape (elements,).
+        title: Above it.
+        mark_of: Gives each element its mark.
+        digits: As `number` takes them.
+    """
+    found = [number(value, digits=digits) for value in values.float().tolist()]
+    marked = [Cell(text, mark_of(index)) for index, text in enumerate(found)]
+    rows: list[Sequence[Cell | str]] = []
+    for start in range(0, len(marked), FLAT_COLUMNS):
+        stop = min(start + FLAT_COLUMNS, len(marked))
+        rows.append([f"[{start}, {stop})", _params(start, stop), *marked[start:stop]])
+    head = ["elements", "of", *map(str, range(FLAT_COLUMNS))]
+    return prose.table(entry, rows, head=head, title=title)
+
+
+def by_param(entry: str, values: Tensor, *, title: str, mark_of: MarkOf) -> Table:
+    """Return a flat buffer with a table row for each row that a param has.
+
+    Args:
+        entry: Table in `prose.toml` with the marks.
+        values: Shape (elements,).
+        title: Above it.
+        mark_of: Gives each element its mark.
+    """
+    rows: list[Sequence[Cell | str]] = []
+    offset, widest = 0, max(shape[-1] for shape in SHAPES.values())
+    found = [number(value) for value in values.float().tolist()]
+    for name, shape in SHAPES.items():
+        for index in range(shape[0] if len(shape) == 2 else 1):
+            stop = offset + shape[-1]
+            label = f"{name}[{index}]" if len(shape) == 2 else name
+            row = [Cell(found[at], mark_of(at)) for at in range(offset, stop)]
+            rows.append([label, *row, *[""] * (widest - len(row))])
+            offset = stop
+    return prose.table(entry, rows, head=columns(widest), title=title)
+
+
+def columns(count: int) -> list[str]:
+    """Return a head for so many columns and, before them, row names."""
+    return ["", *map(str, range(count))]
+
+
+def _params(start: int, stop: int) -> str:
+    """Return the params that a span meets: the first, an ellipsis, the last."""
+    names = [name for name, shape in SHAPES.items() for _ in range(torch.Size(shape).numel())]
+    first, *others = dict.fromkeys(names[start:stop])
+    return ", ".join([first, *(["..."] if others[:-1] else []), *others[-1:]])
