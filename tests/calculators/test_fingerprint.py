@@ -1,6 +1,8 @@
 """Fingerprints: what runs of each stage look like, and what is odd in others."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,7 @@ from zero_sim import run_case
 from zero_sim.calculators.fingerprint import SeenCall, fingerprint, shortened
 from zero_sim.calculators.measure import measure
 from zero_sim.cli.main import main
+from zero_sim.errors import UsageError
 from zero_sim.mutants import find_mutants
 from zero_sim.report.fingerprints import calls_of_log, read_calls
 from zero_sim.report.timeline import read_timeline
@@ -104,6 +107,98 @@ def test_a_gather_too_many():
     step += [call("all_gather", 100), call("all_gather", 200), call("all_gather", 200)]
     found = fingerprint(step * 3)
     assert found.odd == ["1 gathers too many of 800 elements on 4 ranks"]
+
+
+def test_a_first_step_with_other_buckets_is_no_part_of_what_is_repeated():
+    """DDP chooses its buckets anew after the first step."""
+    steps = [
+        [call("all_reduce", elems) for elems in sizes] for sizes in ((70, 20), (60, 30), (60, 30))
+    ]
+    gathers = [call("broadcast", 45), call("broadcast", 45)]
+    found = fingerprint([each for step in steps for each in (*step, *gathers)])
+    assert (found.letters, found.steps) == ("AABB", 2)
+
+
+def test_broadcasts_of_buffers_are_left_out():
+    found = fingerprint([call("broadcast", 30), call("all_reduce", 300)] * 3)
+    assert (found.stage, found.letters, found.steps) == ("stage 0", "A", 3)
+
+
+def test_gathers_that_end_a_single_step_are_no_steps():
+    calls = [call("reduce_scatter", 40 * n) for n in (1, 2, 3)] + [call("all_gather", 20)] * 3
+    assert fingerprint(calls).letters == "RRRGGG"
+
+
+def test_integers_are_left_out():
+    """DDP broadcasts the sizes of its new buckets."""
+    sizes = [call("broadcast", 13, dtype=name) for name in ("int", "long int", "int64")]
+    found = fingerprint([call("all_reduce", 300), *sizes, *[call("all_reduce", 300)] * 2])
+    assert (found.stage, found.letters, found.steps) == ("stage 0", "A", 3)
+
+
+@pytest.fixture(scope="module")
+def real_traces(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traces")
+    command = [sys.executable, "-m", "tests.calculators.real_traces", str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("system", "stage", "letters"),
+    [
+        ("ddp", "stage 0", "A2"),
+        ("zero-redundancy", "stage 1 by all-reduce", "A2 B12"),
+        ("fsdp2", "stage 3", "G5 R G R2"),
+        ("stage-1", "stage 1 or 2", "R3 G3"),
+        ("stage-2", "stage 1 or 2", "R3 G3"),
+        ("stage-3", "stage 3", "G5 R3"),
+    ],
+)
+def test_traces_of_gloo_processes(real_traces, system, stage, letters):
+    found = fingerprint(read_calls(real_traces / f"{system}.json", rank=0))
+    assert (found.stage, shortened(found.letters)) == (stage, letters)
+
+
+OPERATORS = [
+    ("c10d::_allgather_base_", 0, [[8], [4], []]),
+    ("gloo:all_gather", 1, [[4]], "c10::BFloat16"),
+    ("c10d::reduce_scatter_", 4, [[[3], [3, 2]], [], []]),
+    ("c10d::allgather_", 5, [[], [[6]], []]),
+    ("gloo:broadcast", 6, [[6]], "float"),
+    ("c10d::barrier", 7, []),
+    ("c10d::allreduce_", 8, [[[2, 3], [4]], [], []]),
+]
+"""Name, start, shapes of inputs and dtype of a gloo run's events, each of 2 time units."""
+
+
+def trace_of(operators, path):
+    events = [
+        {
+            "name": name, "ts": start, "dur": 2, "cat": "cpu_op", "pid": 71,
+            "args": {"Input Dims": dims, "Input type": list(dtype)},
+        }
+        for name, start, dims, *dtype in operators
+    ]  # fmt: skip
+    content = {"traceEvents": events, "distributedInfo": {"world_size": 2}}
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_operators_of_gloo_are_calls(tmp_path):
+    calls = read_calls(trace_of(OPERATORS, tmp_path / "trace.json"), rank=0)
+    assert [(c.kind, c.ranks, c.elems, c.elem_bytes, c.start, c.stop) for c in calls] == [
+        ("all_gather", 2, 4, 2, 0, 3),
+        ("reduce_scatter", 2, 18, 1, 4, 4),
+        ("all_gather", 2, 6, 4, 5, 8),
+        ("all_reduce", 2, 10, 1, 8, 8),
+    ]
+
+
+def test_operators_without_shapes_name_the_option_that_records_them(tmp_path):
+    path = trace_of([("c10d::allreduce_", 0, None)], tmp_path / "trace.json")
+    with pytest.raises(UsageError, match="record_shapes=True"):
+        read_calls(path, rank=0)
 
 
 def test_what_no_stage_has():

@@ -6,6 +6,14 @@ from pathlib import Path
 
 import pytest
 
+STAGES = """schema = 1
+model = {name = "mlp", hidden = 5}
+run = {steps = 2}
+system = {bucket_elems = 60}
+[matrix]
+"system.stage" = [0, 1, 2, 3]
+"""
+
 
 class TestRun:
     def test_a_failing_case_shows_the_line_that_replays_it(self, invoke, broken):
@@ -80,6 +88,24 @@ class TestTrace:
         assert invoke("run", "several.toml", "--trace", "traces").exit_code == 0
         names = sorted(path.name for path in Path("traces").iterdir())
         assert names == ["0000-several_seed=1.json", "0001-several_seed=2.json"]
+
+    def test_fingerprints_of_a_folder(self, invoke):
+        Path("stages.toml").write_text(STAGES)
+        ran = invoke("run", "stages.toml", "--trace", "traces")
+        assert "traces: 4 files in the folder traces; " in ran.stdout
+        found = json.loads(invoke("fingerprint", "traces", "--json").stdout)["fingerprints"]
+        assert [(each["source"], each["stage"]) for each in found] == [
+            ("traces/0000-stages_stage=0.json", "stage 0"),
+            ("traces/0001-stages_stage=1.json", "stage 1 or 2"),
+            ("traces/0002-stages_stage=2.json", "stage 1 or 2"),
+            ("traces/0003-stages_stage=3.json", "stage 3"),
+        ]
+
+    def test_fingerprints_of_a_folder_without_traces(self, invoke):
+        Path("traces").mkdir()
+        result = invoke("fingerprint", "traces")
+        assert result.exit_code == 2
+        assert "expected traces or dumps in the folder traces" in result.stderr
 
     def test_a_path_that_cannot_be_written_is_a_usage_error(self, invoke):
         Path("folder").mkdir()

@@ -22,7 +22,8 @@ from typing import Final
 from zero_sim.calculators.network import sent_elems
 
 _FEW_ELEMS = 4
-_COUNTS = ("float64", "int64", "double", "long")
+_WIDE_FLOATS = ("float64", "double")
+_INTEGERS = ("int64", "long", "long int", "int32", "int")
 _LETTERS: Final = (
     ("reduce_scatter", "R"),
     ("all_reduce", "A"),
@@ -103,8 +104,9 @@ def fingerprint(calls: Sequence[SeenCall]) -> Fingerprint:
     """
     large = [call for call in calls if _grows(call)]
     first = next((i for i, call in enumerate(large) if _letter(call) in "RAGD"), len(large))
-    large = large[first:]
-    period = _period([(call.kind, call.ranks, call.elems) for call in large])
+    large = _without_buffers(large[first:])
+    begun, period = _repetition([(call.kind, call.ranks, call.elems) for call in large])
+    large = large[begun:]
     step = large[:period]
     letters = _letters(step)
     found = [entry for entry in GRAMMARS if re.fullmatch(entry[0], letters)]
@@ -134,9 +136,22 @@ def shortened(letters: str) -> str:
 
 
 def _grows(call: SeenCall) -> bool:
-    """Whether it moves what grows with the model."""
-    is_few = call.elems <= _FEW_ELEMS or call.dtype.lower() in _COUNTS
-    return _letter(call) != "" and not (is_few and call.kind == "all_reduce")
+    """Return True if it moves params or gradients, not a norm, count or index."""
+    dtype = call.dtype.lower()
+    is_norm = call.elems <= _FEW_ELEMS or dtype in _WIDE_FLOATS
+    is_few = dtype in _INTEGERS or (is_norm and call.kind == "all_reduce")
+    return _letter(call) != "" and not is_few
+
+
+def _without_buffers(calls: Sequence[SeenCall]) -> Sequence[SeenCall]:
+    """Leave out broadcasts of less than half of the gradients.
+
+    DDP broadcasts the buffers of modules before each forward. Params are as many as gradients.
+    """
+    sums = sum(call.elems for call in calls if _letter(call) in "ARD")
+    if 2 * sum(call.elems for call in calls if _letter(call) == "B") >= sums:
+        return calls
+    return [call for call in calls if _letter(call) != "B"]
 
 
 def _letter(call: SeenCall) -> str:
@@ -151,12 +166,35 @@ def _letters(calls: Sequence[SeenCall]) -> str:
     )
 
 
-def _period(tokens: Sequence[object]) -> int:
-    """The length of what is repeated; all, where nothing is."""
-    for length in range(1, len(tokens)):
-        if all(tokens[i] == tokens[i - length] for i in range(length, len(tokens))):
-            return length
-    return len(tokens)
+def _repetition(tokens: Sequence[tuple[str, int, int]]) -> tuple[int, int]:
+    """Start and length of what is repeated up to the end.
+
+    The first step may differ, because DDP chooses its buckets anew after it. All tokens if nothing
+    is repeated.
+    """
+    count = len(tokens)
+    later = (0, count)
+    for length in range(1, count):
+        same = length
+        while same < count and tokens[count - 1 - same] == tokens[count - 1 - same + length]:
+            same += 1
+        if same == count:
+            return 0, length
+        whole = same - same % length
+        is_shortest = later[0] == 0 and length * 2 <= whole
+        if is_shortest and _is_first_step(tokens, begun=count - whole, length=length):
+            later = count - whole, length
+    return later
+
+
+def _is_first_step(tokens: Sequence[tuple[str, int, int]], *, begun: int, length: int) -> bool:
+    """Return True if tokens before a repetition are a step that differs from it.
+
+    A step has calls of each kind. The gathers at the end of a single step are no steps.
+    """
+    kinds = {kind for kind, _, _ in tokens}
+    parts = tokens[:begun], tokens[len(tokens) - length :]
+    return begun <= 2 * length and all({kind for kind, _, _ in part} == kinds for part in parts)
 
 
 def _odd(step: Sequence[SeenCall], letters: str, *, stage: str) -> list[str]:

@@ -13,7 +13,7 @@ from zero_sim.host.packages import packages_needed
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path), metavar="FILE")
+@click.argument("path", type=click.Path(path_type=Path), metavar="FILE|FOLDER")
 @click.option("--case", metavar="ID", help="Which case of a scenario file, where it has several.")
 @click.option(
     "--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose calls."
@@ -23,8 +23,9 @@ from zero_sim.host.packages import packages_needed
 def fingerprint(ctx: click.Context, path: Path, case: str | None, rank: int, as_json: bool) -> None:
     """Identify the ZeRO stage, overlap and odd calls of a trace.
 
-    FILE is a Chrome trace of torch's profiler or of `zero-sim export`, a Flight Recorder dump as
-    JSON, or a scenario file, which is run.
+    FILE is a Chrome trace of torch's profiler (on NCCL, or on gloo with record_shapes=True), of
+    `run --trace` or `export`; a Flight Recorder dump as JSON; a folder of these; or a scenario
+    file, which is run.
 
     \b
     Examples:
@@ -33,7 +34,12 @@ def fingerprint(ctx: click.Context, path: Path, case: str | None, rank: int, as_
     """
     with packages_needed():
         from zero_sim.calculators.fingerprint import fingerprint as look
-        from zero_sim.report.fingerprints import calls_of_log, read_calls, render_fingerprint
+        from zero_sim.report.fingerprints import (
+            calls_of_log,
+            read_calls,
+            render_fingerprint,
+            traces_in,
+        )
     if path.suffix == ".toml":
         from zero_sim.calculators.measure import measure
         from zero_sim.scenario.load import load_scenario
@@ -45,12 +51,15 @@ def fingerprint(ctx: click.Context, path: Path, case: str | None, rank: int, as_
                 f"got {rank}."
             )
         with progress(f"measure {scenario.name}"):
-            calls = calls_of_log(measure(scenario).log, rank=rank)
+            found = {path: look(calls_of_log(measure(scenario).log, rank=rank))}
     else:
         require_with(ctx, "a scenario file", "case", given=False)
-        calls = read_calls(path, rank=rank)
-    found = look(calls)
+        found = {file: look(read_calls(file, rank=rank)) for file in traces_in(path)}
     if as_json:
-        echo_report(found.as_dict())
+        sources = [{"source": str(file), **each.as_dict()} for file, each in found.items()]
+        echo_report({"fingerprints": sources})
+    elif len(found) == 1:
+        click.echo(render_fingerprint(*found.values()))
     else:
-        click.echo(render_fingerprint(found))
+        texts = [f"{file}\n{render_fingerprint(each)}" for file, each in found.items()]
+        click.echo("\n\n".join(texts))

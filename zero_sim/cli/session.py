@@ -67,8 +67,8 @@ class Outputs:
         "--trace",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Write a Chrome trace: a file for one case, a folder for several; to a pipe only "
-        "where somebody reads it.",
+        help="Write a Chrome trace. For several cases, FILE becomes a folder with a trace of each. "
+        "A pipe needs a reader.",
     )
     junit: Path | None = option(
         "--junit",
@@ -111,6 +111,8 @@ class Session:
     selected: Sequence[Case] = ()
     judged: list[_Judged] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
+    traced: int = 0
+    """Trace files written."""
     interrupted: bool = False
     started: float = field(default_factory=time.perf_counter)
     begun: datetime = field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
@@ -283,6 +285,11 @@ class Session:
                 for taken in sorted({note for each in results for note in taken_notes(each)}):
                     click.echo(taken)
             click.echo(summary)
+            if self.traced > 1:
+                click.echo(
+                    f"traces: {self.traced} files in the folder {self.outputs.trace}; "
+                    f"`zero-sim fingerprint {self.outputs.trace}` reads them"
+                )
             for line in left_out_lines(self.passed_over):
                 click.echo(line)
         return status
@@ -368,6 +375,7 @@ class Session:
             path = path / f"{len(self.judged):04}-{words[:TRACE_NAME_CHARS_MAX]}.json"
         try:
             write_chrome_trace(path, result.logs, name=case.id)
+            self.traced += 1
         except ZeroSimError as error:
             click.echo(f"No trace of {case.id}: {error}", err=True)
             self.statuses.append(error.exit_status)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,10 @@ FILE_BYTES_MAX = 2**29
 _ELEM_BYTES = {
     "double": 8, "long": 8, "float64": 8, "int64": 8, "float": 4, "int": 4, "float32": 4,
     "int32": 4, "half": 2, "bfloat16": 2, "float16": 2, "byte": 1, "char": 1, "uint8": 1,
-    "int8": 1, "bool": 1,
+    "int8": 1, "bool": 1, "long int": 8, "signed char": 1, "unsigned char": 1,
 }  # fmt: skip
+_INPUT_SECOND = ("allgather", "reduce_scatter", "alltoall")
+"""Operators of `c10d` whose first argument is the output."""
 _KINDS = (
     ("reduce_scatter", "reduce_scatter"),
     ("allreduce", "all_reduce"),
@@ -61,6 +65,23 @@ def calls_of_log(log: EventLog, *, rank: int) -> list[SeenCall]:
     return calls
 
 
+def traces_in(path: Path) -> list[Path]:
+    """Return a file itself, or the traces and dumps in a folder by name.
+
+    Raises:
+        UsageError: The folder has none.
+    """
+    if not path.is_dir():
+        return [path]
+    files = sorted(f for f in path.iterdir() if f.name.endswith((".json", ".json.gz")))
+    if not files:
+        raise UsageError(
+            f"expected traces or dumps in the folder {path}, got no .json or .json.gz file. Try "
+            "`zero-sim run --trace`, or torch's profiler."
+        )
+    return files
+
+
 def read_calls(path: Path, *, rank: int) -> list[SeenCall]:
     """The calls of one rank in a trace or a dump.
 
@@ -74,7 +95,7 @@ def read_calls(path: Path, *, rank: int) -> list[SeenCall]:
     """
     raw = _load(path)
     if isinstance(raw.get("traceEvents"), list):
-        calls = list(_of_trace(raw["traceEvents"], rank=rank))
+        calls = _of_trace(raw, rank=rank, path=path)
     elif isinstance(raw.get("entries"), list):
         calls = list(_of_dump(raw))
     else:
@@ -140,17 +161,25 @@ def _of_dump(raw: Mapping[str, Any]) -> Iterator[SeenCall]:
         )
 
 
-def _of_trace(events: Sequence[Any], *, rank: int) -> Iterator[SeenCall]:
+def _of_trace(raw: Mapping[str, Any], *, rank: int, path: Path) -> list[SeenCall]:
     """Calls in a trace: one rank's lanes in ours, all in torch's, whose file is of one rank."""
+    events = raw["traceEvents"]
     named = [e for e in events if isinstance(e, dict) and isinstance(e.get("args"), dict)]
-    said = [e for e in named if "Collective name" in e["args"]]
-    pids = {e.get("pid") for e in said}
+    described = [e for e in named if "Collective name" in e["args"]]
+    if not described:
+        return list(_of_operators(named, world_size=_world_size(raw), path=path))
+    pids = {e.get("pid") for e in described}
     if len(pids) > 1 and rank in pids:
-        said = [e for e in said if e.get("pid") == rank]
-    # A kernel has the times of the device; where there are any, they are told alone.
-    kernels = [e for e in said if e.get("cat") == "kernel"]
-    issued = [e for e in said if e.get("cat") == "cpu_op"]
-    for event in kernels or issued:
+        described = [e for e in described if e.get("pid") == rank]
+    # A kernel has the times of the device, so the calls that issued kernels are left out.
+    kernels = [e for e in described if e.get("cat") == "kernel"]
+    issued = [e for e in described if e.get("cat") == "cpu_op"]
+    return list(_of_descriptions(kernels or issued, are_kernels=bool(kernels)))
+
+
+def _of_descriptions(events: Sequence[Any], *, are_kernels: bool) -> Iterator[SeenCall]:
+    """Calls with a description of their collective, as NCCL's and ours have."""
+    for event in events:
         args = event["args"]
         kind = _kind(args["Collective name"])
         if not kind:
@@ -164,8 +193,67 @@ def _of_trace(events: Sequence[Any], *, rank: int) -> Iterator[SeenCall]:
             elem_bytes=_ELEM_BYTES.get(dtype.lower(), 1),
             dtype=dtype,
             start=start,
-            stop=start + (_number(event.get("dur")) if kernels else 0.0),
+            stop=start + (_number(event.get("dur")) if are_kernels else 0.0),
         )
+
+
+def _of_operators(
+    events: Sequence[dict[str, Any]], *, world_size: int, path: Path
+) -> Iterator[SeenCall]:
+    """Calls of gloo, of which the profiler only records the operators of `c10d`.
+
+    Each is done on another thread, in an event `gloo:...` with its dtype and duration. A
+    reduce-scatter may be done by an all-reduce, so the operator says which collective it is.
+    """
+    done = [e for e in events if str(e.get("name")).startswith("gloo:")]
+    done.sort(key=lambda event: _number(event.get("ts")))
+    waiting: dict[int, deque[dict[str, Any]]] = defaultdict(deque)
+    for event in done:
+        waiting[_elems(event["args"].get("Input Dims"))].append(event)
+    operators = [e for e in events if str(e.get("name")).startswith("c10d::")]
+    for event in sorted(operators, key=lambda event: _number(event.get("ts"))):
+        kind, args = _kind(event["name"]), event["args"]
+        if not kind:
+            continue
+        dims = args.get("Input Dims")
+        if not isinstance(dims, list) or len(dims) < 2:
+            raise UsageError(
+                f"expected the sizes of what collectives move in {path}, got none. Try "
+                "torch.profiler.profile(record_shapes=True)."
+            )
+        is_second = any(name in event["name"] for name in _INPUT_SECOND)
+        output, elems = _elems(dims[:1]), _elems(dims[int(is_second) : int(is_second) + 1])
+        ranks = world_size
+        if kind == "reduce_scatter" and not elems:
+            # The profiler does not record lists of lists of tensors.
+            elems = output * ranks
+        elif kind in ("reduce_scatter", "all_gather") and output and elems:
+            ranks = max(output, elems) // min(output, elems)
+        start = _number(event.get("ts"))
+        did = next(_begun_after(start, waiting[elems]), event)
+        types = did["args"].get("Input type")
+        dtype = str(types[0]) if isinstance(types, list) and types else ""
+        yield SeenCall(
+            kind=kind,
+            ranks=ranks,
+            elems=elems,
+            elem_bytes=_ELEM_BYTES.get(dtype.lower().removeprefix("c10::"), 1),
+            dtype=dtype,
+            start=start,
+            stop=start if did is event else _number(did.get("ts")) + _number(did.get("dur")),
+        )
+
+
+def _begun_after(start: float, events: deque[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    while events:
+        event = events.popleft()
+        if _number(event.get("ts")) >= start:
+            yield event
+
+
+def _world_size(raw: Mapping[str, Any]) -> int:
+    info = raw.get("distributedInfo")
+    return int(_number(info.get("world_size"))) if isinstance(info, dict) else 0
 
 
 def _kind(name: object) -> str:
@@ -174,13 +262,12 @@ def _kind(name: object) -> str:
 
 
 def _elems(sizes: object) -> int:
-    total = 0
-    for size in sizes if isinstance(sizes, list) else ():
-        product = 1
-        for dim in size if isinstance(size, list) else ():
-            product *= int(_number(dim))
-        total += product
-    return total
+    """Elements of a tensor by its shape, or of a list of tensors."""
+    if not isinstance(sizes, list) or not sizes:
+        return 0
+    if any(isinstance(size, list) for size in sizes):
+        return sum(map(_elems, sizes))
+    return math.prod(int(_number(size)) for size in sizes)
 
 
 def _number(value: object) -> float:

@@ -301,14 +301,16 @@ def _measured() -> Node:
 
 def _fingerprint() -> Node:
     size = object_of(dict.fromkeys(("bytes_min", "bytes_max", "calls"), _COUNT))
-    return {
-        "stage": _described(_TEXT, "Empty where no grammar fits."),
+    found: dict[str, Node] = {
+        "source": _described(_TEXT, "The file."),
+        "stage": _described(_TEXT, "Empty if no grammar fits."),
         **dict.fromkeys(("why", "letters"), _TEXT),
         "steps": _NUMBER,
         **dict.fromkeys(("copies", "overlapping", "calls"), _COUNT),
         "odd": list_of(_TEXT),
         "sizes": _described(list_of(size), "Calls by the size of their messages."),
     }
+    return {"fingerprints": _described(list_of(object_of(found)), "Of each file, by name.")}
 
 
 def _rules() -> Node:
