@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zero_sim.cli.counts import Count, Counts, joined
 from zero_sim.cli.parts import FILE, echo_report, json_option, option, takes
 from zero_sim.cli.session import progress
 from zero_sim.errors import ScenarioError, UsageError
@@ -17,6 +17,7 @@ from zero_sim.host.packages import packages_needed
 
 if TYPE_CHECKING:
     from zero_sim.calculators.counted import Model
+    from zero_sim.calculators.limits import LimitRow
     from zero_sim.calculators.measure import Measured
     from zero_sim.calculators.network import Network
     from zero_sim.calculators.rows import MemoryRow
@@ -25,35 +26,6 @@ if TYPE_CHECKING:
 PARAMS_MAX = 10**15
 RANKS_MAX = 2**20
 GB = 10**9
-_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_COUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\d{1,2})?)([kmbt]?)", re.IGNORECASE)
-
-
-class _Count(click.ParamType):
-    """A whole number as people write large ones: 7e9, 7_000_000_000, 7b."""
-
-    name = "count"
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number."""
-        if isinstance(value, int):
-            return value
-        found = _COUNT.fullmatch(str(value).strip())
-        number = 0.0
-        if found:
-            digits = re.sub(r"[_,]", "", found[1])
-            scale = _SUFFIXES[found[2].lower()]
-            number = int(digits) * scale if digits.isdecimal() else float(digits) * scale
-        if not 1 <= number <= self._most or number != int(number):
-            self.fail(
-                f"expected a whole number of 1 to {self._most:,}, as 7e9 or 7b, got {value!r}.",
-                param,
-                ctx,
-            )
-        return int(number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,14 +33,15 @@ class _Asked:
     """Ways to train that are asked about; each list makes several rows."""
 
     params: int | None = option(
-        "--params", type=_Count(PARAMS_MAX), metavar="P", help="Number of params: 7e9."
+        "--params", type=Count(PARAMS_MAX), metavar="P", help="Number of params: 7e9."
     )
     ranks: tuple[int, ...] = option(
         "--ranks",
-        type=_Count(RANKS_MAX),
+        type=Counts(RANKS_MAX),
         multiple=True,
-        metavar="N",
-        help="Ranks that train one set of params; several for several rows.",
+        callback=joined,
+        metavar="N,...",
+        help="Ranks that train one set of params: 2,4,1_024.",
     )
     stages: tuple[str, ...] = option(
         "--stage",
@@ -78,10 +51,11 @@ class _Asked:
     )
     redundancies: tuple[int, ...] = option(
         "--redundancy",
-        type=_Count(RANKS_MAX),
+        type=Counts(RANKS_MAX),
         multiple=True,
-        metavar="K",
-        help="Copies of what is sharded; several for several rows.",
+        callback=joined,
+        metavar="K,...",
+        help="Replicas of each shard.",
     )
     dtype: DtypeName | None = option(
         "--dtype",
@@ -95,7 +69,7 @@ class _Asked:
         "--no-masters", is_flag=True, help="The optimizer steps the params themselves, not copies."
     )
     micro_batches: int | None = option(
-        "--micro-batches", type=_Count(10**5), metavar="M", help="In a step."
+        "--micro-batches", type=Count(10**5), metavar="M", help="In a step."
     )
 
     @property
@@ -113,20 +87,20 @@ class _SystemAsked:
     )
     bucket_elems: int | None = option(
         "--bucket-elems",
-        type=_Count(PARAMS_MAX),
+        type=Count(PARAMS_MAX),
         metavar="E",
         help="Elements after which a bucket is closed.",
     )
     reduce_buffer_elems: int | None = option(
         "--reduce-buffer-elems",
-        type=_Count(PARAMS_MAX),
+        type=Count(PARAMS_MAX),
         metavar="E",
         help="Stages 1 and 2: elements of the buffers through which gradients go to their owners; "
         "two of them with --bucket-elems.",
     )
     gather_chunk_elems: int | None = option(
         "--gather-chunk-elems",
-        type=_Count(PARAMS_MAX),
+        type=Count(PARAMS_MAX),
         metavar="E",
         help="Stages 1 and 2: most elements that one call gathers.",
     )
@@ -185,14 +159,20 @@ def memory(
       zero-sim memory my.toml --measure
     """
     from zero_sim.calculators.rows import alone, memory_row
-    from zero_sim.report.costs import render_curve, render_memory, render_waterfall
+    from zero_sim.report.costs import render_curve, render_limits, render_memory
 
+    is_counted = asked.params is not None
+    if source is None and len(asked.ranks) > 1 and not (curve or measure):
+        from zero_sim.calculators.limits import PARAMS
+
+        asked = replace(asked, params=asked.params or PARAMS)
     models = _models(source, asked, system, needs_ranks=not curve)
     chosen, has_masters = _chosen(models, asked, curve=curve), asked.has_masters
+    limits = [] if curve else _limits(models, asked)
     runs = _run_all(chosen, has_masters=has_masters, curve=curve) if measure else []
     rows = [memory_row(model, has_masters=has_masters) for model in chosen]
     baseline = alone(models[0], has_masters=has_masters) if len(models) == 1 else None
-    first, last = rows[0], rows[-1]
+    first = rows[0]
     if as_json:
         told = first.as_dict()
         echo_report(
@@ -205,6 +185,7 @@ def memory(
                 else {
                     name: {**held, "total": sum(held.values())} for name, held in baseline.items()
                 },
+                "limits": [row.as_dict() for row in limits],
                 "measured": _measured_dicts(runs),
             }
         )
@@ -215,14 +196,13 @@ def memory(
 
         texts = [render_memory_ledger(run, row) for run, row in zip(runs, rows, strict=True)]
         click.echo("\n\n".join([render_memory(rows, alone=baseline), *texts]))
+    elif limits and not is_counted:
+        click.echo(render_limits(limits, params=models[0].elems))
     else:
-        click.echo(render_memory(rows, alone=baseline))
-        if last.stage:
-            alike = chosen[-1].with_choice(stage=0, redundancy=1)
-            plain = memory_row(alike, has_masters=has_masters)
-            title = f"{last.model}: stage 0 to stage {last.stage}, {last.ranks:,} ranks"
-            falls = plain.footprint.held, last.footprint.held
-            click.echo(f"\n{render_waterfall(*falls, title=title)}")
+        texts = [render_memory(rows, alone=baseline)]
+        texts += [render_limits(limits, params=models[0].elems)] if limits else []
+        texts += _waterfall(chosen[-1], rows[-1], has_masters=has_masters)
+        click.echo("\n\n".join(texts))
     ctx.exit(int(any(any(run.differences()) for run in runs)))
 
 
@@ -340,6 +320,28 @@ def _chosen(models: Sequence[Model], asked: _Asked, *, curve: bool = False) -> l
         got = "--ranks" if asked.ranks else f"{len(models)} cases"
         raise UsageError(f"expected one case, and no --ranks, with --curve; got {got}.")
     return list(rows.curve(models[0], stages=stages, redundancies=copies))
+
+
+def _limits(models: Sequence[Model], asked: _Asked) -> list[LimitRow]:
+    """Rows of the table by number of ranks, if several are asked about with a number of params."""
+    if len(asked.ranks) < 2 or asked.redundancies or not models[0].counted:
+        return []
+    from zero_sim.calculators.limits import limit_rows
+
+    stages: list[Any] = [int(stage) for stage in asked.stages] or [0, 1, 2, 3]
+    return limit_rows(models[0], ranks=asked.ranks, stages=stages, has_masters=asked.has_masters)
+
+
+def _waterfall(model: Model, row: MemoryRow, *, has_masters: bool) -> list[str]:
+    """A waterfall from stage 0 to a row; none for stage 0 itself."""
+    from zero_sim.calculators.rows import memory_row
+    from zero_sim.report.costs import render_waterfall
+
+    if not row.stage:
+        return []
+    plain = memory_row(model.with_choice(stage=0, redundancy=1), has_masters=has_masters)
+    title = f"{row.model}: stage 0 to stage {row.stage}, {row.ranks:,} ranks"
+    return [render_waterfall(plain.footprint.held, row.footprint.held, title=title)]
 
 
 def _run_all(chosen: Sequence[Model], *, has_masters: bool, curve: bool = False) -> list[Measured]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from zero_sim.calculators.limits import LimitRow
 from zero_sim.calculators.rows import MemoryRow, TrafficRow
 from zero_sim.report.amounts import (
     BAR_CHARS,
@@ -61,6 +62,29 @@ def render_memory(
             f"({binary_bytes(kept)}) where they are kept.",
         ]
     return "\n".join(lines)
+
+
+def render_limits(rows: Sequence[LimitRow], *, params: int) -> str:
+    """A table with a column for each number of ranks: bytes, and how much less that is."""
+    counts = list(rows[0].by_ranks)
+    unit = unit_for(row.unsharded for row in rows)
+    table = [["", "unsharded", *(f"N = {count:,}" for count in counts), "N to infinity", ""]]
+    for row in rows:
+        sharded = [*row.by_ranks.values(), row.limit]
+        table += [
+            [row.name, *(in_unit(b, unit) for b in (row.unsharded, *sharded)), unit[0]],
+            ["", "", *(f"{row.unsharded / b:,.4g}x" if b else "N x" for b in sharded), "less"],
+            ["", "", *(f"{1 - b / row.unsharded:.1%}" for b in sharded), "saved"],
+        ]
+    return "\n".join(
+        [
+            f"{params:,} params on N ranks, bytes of a rank between two steps.",
+            "`fp32, moments alone`: params, gradients and two moments in fp32, only the moments "
+            "sharded.",
+            "",
+            aligned(table, words=(0, len(table[0]) - 1)),
+        ]
+    )
 
 
 def _waterfall(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int, int]]:

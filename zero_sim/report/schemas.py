@@ -236,12 +236,18 @@ def _memory() -> Node:
             "saved": _NUMBER,
         }
     )
+    limit = object_of(
+        {"name": _TEXT, "unsharded": _COUNT, "bytes_by_ranks": _COUNTS, "limit": _COUNT}
+    )
     alone = object_of({"gradients_freed": _COUNTS, "gradients_kept": _COUNTS})
     return {
         "bytes_per_rank": _described(_COUNTS, "Of the first of `rows`."),
         "total": _described(_COUNT, "Likewise."),
         "rows": list_of(row),
         "single_device": _described(_or_null(alone), "One device without buffers."),
+        "limits": _described(
+            list_of(limit), "For several numbers of ranks with a number of params."
+        ),
         "measured": _measured(),
     }
 
