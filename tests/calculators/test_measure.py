@@ -10,6 +10,7 @@ from tests.run.summing import Engine
 from zero_sim.calculators.counted import counted_model
 from zero_sim.calculators.footprint import footprint_of
 from zero_sim.calculators.measure import check_fits, measure
+from zero_sim.calculators.models import case_of
 from zero_sim.calculators.network import Network
 from zero_sim.calculators.traffic import traffic_of
 from zero_sim.errors import EnvironmentProblem
@@ -18,6 +19,8 @@ from zero_sim.scenario.load import load_cases
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, TopologySpec, WorldSpec
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
+PROFILE = Path(__file__).parents[2] / "examples" / "memory"
+KINDS = ("params", "gradients", "masters", "exp_avg", "exp_avg_sq")
 
 
 def case(*, size=4, **system):
@@ -102,6 +105,22 @@ def test_gathered_params_come_and_go_with_the_modules(stage_3):
     assert over.phase == "between steps"
 
 
+@pytest.mark.parametrize(
+    ("index", "held", "alone"),
+    [(0, 146_979_840, 293_959_680), (1, 587_560_960, 1_175_121_920)],
+    ids=["hidden=512", "hidden=1024"],
+)
+def test_ten_mlp_layers_on_4_ranks_hold_half_of_what_one_device_holds(index, held, alone):
+    """Between steps, and at the peak of a step as well."""
+    ranks, device = (
+        measure(load_cases(PROFILE / f"{name}.toml")[index]).ledgers[0]
+        for name in ("mlp", "one-device")
+    )
+    assert sum(ranks.between.get(kind, 0) for kind in KINDS) == held
+    assert sum(device.between.get(kind, 0) for kind in KINDS) == alone
+    assert f"{ranks.peak.total / device.peak.total:.1%}" == "50.0%"
+
+
 def test_gradients_as_fp32_are_there_when_the_norm_is_summed():
     measured = measure(case(stage=1))
     ledger = measured.ledgers[0]
@@ -148,6 +167,20 @@ def test_what_others_do_not_tell_says_so():
     elems = sum(size.elems for size in measured.sizes[0])
     held = ledger.between
     assert {held[name] for name in ("params", "gradients", "exp_avg", "exp_avg_sq")} == {4 * elems}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_number_of_params_is_a_chain_whose_peak_is_the_closed_form(stage):
+    """A bucket a module, so that stage 3 gathers two at a time and takes least."""
+    model = counted_model(13_400, dtype="bf16")
+    model = model.with_choice(ranks=4, stage=stage, bucket_elems=1000)
+    with case_of(model) as chain:
+        measured = measure(chain)
+    assert list(measured.differences()) == []
+    footprint = footprint_of(model.laid_out(), scenario=model.scenario, rank=0)
+    peak = measured.ledgers[0].peak
+    besides = peak.bytes["other"] + 3 * 8  # the number of steps, and the norm's three numbers
+    assert peak.total - besides == footprint.peak == 13_400 * (20, 8, 6.5, 5)[stage]
 
 
 def test_a_run_without_room_is_refused_before_it_is_tried():

@@ -27,6 +27,25 @@ def make():
 
 nothing = 3
 """
+TRAINED = """
+import torch
+from torch import nn
+
+
+def make():
+    return nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 4))
+
+
+made = make()
+
+
+def batch(generator, rows):
+    return torch.randn(rows, 3, generator=generator), torch.zeros(rows, 4)
+
+
+def loss(model, x, y):
+    return (model(x) - y).square().mean()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +54,7 @@ def _files(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("case.toml").write_text(SCENARIO)
     Path("sized_models.py").write_text(MODULE)
+    Path("trained_models.py").write_text(TRAINED)
 
 
 def told(invoke, *words):
@@ -121,7 +141,19 @@ def test_a_table_has_gb_and_gib(invoke):
     text = invoke("memory", *COUNTED).output
     assert "in GB (10^9 bytes)" in text
     row = next(line for line in text.splitlines() if line.startswith("7,000,000,000 params      1"))
-    assert row.split()[-5:] == ["38.50", "35.86", "65.6%", "42.00", "step"]
+    assert row.split()[-6:] == ["38.50", "35.86", "65.6%", "60.7%", "42.00", "step"]
+
+
+def test_savings_of_stage_0_and_of_one_device_differ_by_the_gradient_buffer(invoke):
+    """10 MLP layers of hidden 4096 on 4 ranks."""
+    words = ("--params", "1_342_382_080", "--ranks", "4", "--stage", "1")
+    found = told(invoke, "memory", *words)
+    row, gib = found["rows"][0], 2**30
+    assert f"{found['total'] / gib:.2f}" == "8.75"
+    assert [f"{each['total'] / gib:.2f}" for each in found["single_device"].values()] == [
+        "17.50", "20.00",
+    ]  # fmt: skip
+    assert (f"{row['saved']:.1%}", f"{row['saved_of_one_device']:.1%}") == ("56.2%", "50.0%")
 
 
 def test_memory_of_a_scenario(invoke):
@@ -226,10 +258,9 @@ def test_measured_traffic_of_a_number_of_params(invoke):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("sized_models:tiny",), "expected a scenario, or --params, with --measure"),
+        (("sized_models:tiny",), "with --measure, got no batch. Write batch(generator, rows)"),
         (("case.toml", "--no-masters"), "without --no-masters"),
         (("--params", "1e4", "--curve"), "expected --measure without --curve"),
-        (("--params", "7e9", "--ranks", "8", "--stage", "1"), "expected"),
         (("case.toml", "--ranks", "5000"), "world.size: expected an integer"),
     ],
 )
@@ -237,3 +268,17 @@ def test_what_cannot_be_measured(invoke, words, said):
     done = invoke("memory", *words, "--measure")
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())
+
+
+def test_what_has_no_room(invoke):
+    done = invoke("memory", "--params", "7e12", "--ranks", "8", "--stage", "1", "--measure")
+    assert_ended(done, 4, "expected a run that fits into")
+
+
+@pytest.mark.parametrize("name", ["make", "made"])
+def test_a_module_is_measured_with_the_batch_and_loss_beside_it(invoke, name):
+    found = told(invoke, "memory", f"trained_models:{name}", "--ranks", "2", "--measure")
+    (run,) = found["measured"]
+    assert run["differences"] == []
+    # 3 x 8 + 8 + 8 x 4 + 4 params in fp32.
+    assert [rank["bytes"]["params"] for rank in run["ranks"]] == [4 * 68] * 2

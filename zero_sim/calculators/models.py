@@ -1,26 +1,38 @@
 """Models whose costs are asked for: the cases of a scenario file, or a module of somebody else.
 
-Of a model only the sizes of its params are taken; one of somebody else is built without memory.
+Closed forms take the sizes of params, so a module of somebody else is built without memory. Runs
+take a case: of a number of params, a chain of modules with a bucket each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_sim.calculators.counted import Model
 from zero_sim.cost.forms import sizes_of
-from zero_sim.errors import UsageError
+from zero_sim.errors import ScenarioError, UsageError
 from zero_sim.run.dp_cp_groups import dp_cp_groups_of
 from zero_sim.scenario.load import load_cases
-from zero_sim.scenario.spec import ModelSpec, Scenario
+from zero_sim.scenario.rules import check_scenario
+from zero_sim.scenario.spec import DtypeName, ModelSpec, OwnModelName, Scenario
 from zero_sim.targets.imported import attribute_of, import_module, theirs
 from zero_sim.workloads import build_module, build_workload
+from zero_sim.workloads.own_model import OwnModel, known_while
 
 _NAME = "module:name"
+_MEASURED = OwnModelName("own:measured")
+_DTYPES: dict[str, DtypeName] = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
+_FUNCTIONS = {"batch": "batch(generator, rows)", "loss": "loss(model, *batch)"}
+"""Functions of the Python module of a model that a run needs, as `OwnModel` has them."""
 
 
 def models_of_file(path: Path) -> list[Model]:
@@ -48,11 +60,8 @@ def model_of_name(name: str) -> Model:
     Raises:
         UsageError: There is no such thing, or it is not what it should be.
     """
-    said = f"the model {name}"
-    imported = import_module(name, said=said, form=_NAME)
-    attribute = name.partition(":")[2]
-    with theirs(f"{attribute!r} of {name} to be an nn.Module, or to make one without arguments"):
-        made = attribute_of(imported, attribute, said=said)
+    with theirs(f"the model {name} to be an nn.Module, or to make one without arguments"):
+        made = _attribute(name, name.partition(":")[2])
         if not isinstance(made, nn.Module):
             made = _without_memory(made)
     if not isinstance(made, nn.Module):
@@ -62,6 +71,86 @@ def model_of_name(name: str) -> Model:
         raise UsageError(f"expected {name} to have params that are trained, got none.")
     scenario = Scenario(schema=1, name=name, model=ModelSpec(name="mlp"))
     return Model(sizes=sizes, scenario=scenario, imported=True)
+
+
+@contextmanager
+def case_of(model: Model) -> Iterator[Scenario]:
+    """A scenario that trains a model on all ranks of the world, for as long as it is entered.
+
+    Raises:
+        UsageError: A module of somebody else comes without a batch and a loss.
+        ScenarioError: It would be none, or one that is too large.
+    """
+    scenario, models = model.scenario, {}
+    own = _own_model(model)
+    if own is not None:
+        models = {_MEASURED: own}
+        dtypes = {size.dtype for size in model.sizes}
+        # Of several dtypes each param keeps its own.
+        dtype = _DTYPES.get(dtypes.pop(), "fp32") if len(dtypes) == 1 else "fp32"
+        scenario = replace(scenario, model=ModelSpec(name=_MEASURED, dtype=dtype))
+    parts = scenario.topology.tp * scenario.topology.pp
+    scenario = replace(scenario, world=replace(scenario.world, size=scenario.world.size * parts))
+    with known_while(models):
+        problems = check_scenario(scenario)
+        if problems:
+            raise ScenarioError(scenario.name, problems)
+        yield scenario
+
+
+def _own_model(model: Model) -> OwnModel | None:
+    """What trains params that are only counted, or somebody's module; None for a scenario's."""
+    if model.counted:
+        elems = [size.elems for size in model.laid_out()]
+        return OwnModel(build=partial(_chain, elems), batch=_zeros, loss=_mean)
+    if not model.imported:
+        return None
+    name = model.scenario.name
+    functions: dict[str, Any] = {}
+    for each, form in _FUNCTIONS.items():
+        try:
+            functions[each] = _attribute(name, each)
+        except UsageError:
+            module = name.partition(":")[0]
+            raise UsageError(
+                f"expected functions {' and '.join(_FUNCTIONS.values())} in module {module!r} "
+                f"with --measure, got no {each}. Write {form} beside {name.partition(':')[2]!r}."
+            ) from None
+    return OwnModel(build=partial(_fresh, name), **functions)
+
+
+def _attribute(name: str, attribute: str) -> Any:
+    said = f"the model {name}"
+    return attribute_of(import_module(name, said=said, form=_NAME), attribute, said=said)
+
+
+def _fresh(name: str) -> nn.Module:
+    made = _attribute(name, name.partition(":")[2])
+    return copy.deepcopy(made) if isinstance(made, nn.Module) else made()
+
+
+class _Link(nn.Module):
+    """A param of a chain: it adds its sum, which leaves nothing for backward to keep."""
+
+    def __init__(self, elems: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(elems))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` (rows) plus a number."""
+        return x + self.weight.sum()
+
+
+def _chain(elems: list[int]) -> nn.Module:
+    return nn.Sequential(*map(_Link, elems))
+
+
+def _zeros(generator: torch.Generator, rows: int) -> Tensor:
+    return torch.zeros(rows)
+
+
+def _mean(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x).mean()
 
 
 def _without_memory(make: Callable[[], object]) -> object:

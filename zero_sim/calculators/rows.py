@@ -28,12 +28,19 @@ class MemoryRow:
     bucket_elems: int | None
     footprint: Footprint
     unsharded: int
-    """Bytes that it would hold between two steps with stage 0."""
+    """Bytes that it would hold between two steps with stage 0, its gradient buffer included."""
+    one_device: int
+    """Bytes of one device that frees gradients after a step."""
 
     @property
     def saved(self) -> float:
-        """Part of that which it does not hold."""
+        """Part of the bytes of stage 0 that it does not hold."""
         return 1 - self.footprint.total / self.unsharded if self.unsharded else 0.0
+
+    @property
+    def saved_of_one_device(self) -> float:
+        """Part of the bytes of one device that it does not hold; negative if it holds more."""
+        return 1 - self.footprint.total / self.one_device if self.one_device else 0.0
 
     def as_dict(self) -> dict[str, object]:
         """Ready for JSON."""
@@ -51,6 +58,7 @@ class MemoryRow:
             "peak": footprint.peak,
             "peak_at": footprint.peak_at,
             "saved": self.saved,
+            "saved_of_one_device": self.saved_of_one_device,
         }
 
 
@@ -139,6 +147,7 @@ def memory_row(model: Model, *, has_masters: bool = True, rank: int = 0) -> Memo
         bucket_elems=scenario.system.bucket_elems,
         footprint=footprint_of(sizes, scenario=scenario, rank=rank, has_masters=has_masters),
         unsharded=unsharded.total,
+        one_device=sum(alone(model, has_masters=has_masters)["gradients_freed"].values()),
     )
 
 

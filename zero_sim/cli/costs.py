@@ -12,7 +12,7 @@ import click
 from zero_sim.cli.counts import Count, Counts, joined
 from zero_sim.cli.parts import FILE, echo_report, json_option, option, takes
 from zero_sim.cli.session import progress
-from zero_sim.errors import ScenarioError, UsageError
+from zero_sim.errors import UsageError
 from zero_sim.host.packages import packages_needed
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zero_sim.calculators.measure import Measured
     from zero_sim.calculators.network import Network
     from zero_sim.calculators.rows import MemoryRow
-    from zero_sim.scenario.spec import DtypeName, Scenario
+    from zero_sim.scenario.spec import DtypeName
 
 PARAMS_MAX = 10**15
 RANKS_MAX = 2**20
@@ -355,44 +355,19 @@ def _run_all(chosen: Sequence[Model], *, has_masters: bool, curve: bool = False)
         raise UsageError("expected --measure without --curve, got both. Try one of them.")
     with packages_needed():
         from zero_sim.calculators.measure import check_fits, measure
+        from zero_sim.calculators.models import case_of
     if not has_masters:
         raise UsageError(
             "expected --measure without --no-masters: our own system keeps fp32 masters. "
             "Try one of them."
         )
-    cases = [_case_of(model) for model in chosen]
     for model in chosen:
         check_fits(model)
     measured = []
-    for case in cases:
-        with progress(f"measure {case.name}"):
+    for model in chosen:
+        with case_of(model) as case, progress(f"measure {case.name}"):
             measured.append(measure(case))
     return measured
-
-
-def _case_of(model: Model) -> Scenario:
-    """A scenario that trains a model on all ranks of the world.
-
-    Raises:
-        UsageError: It would be none, or one that is too large.
-    """
-    from zero_sim.scenario.rules import check_scenario
-
-    scenario = model.scenario
-    if model.counted:
-        shapes = tuple((size.elems,) for size in model.laid_out())
-        scenario = replace(scenario, model=replace(scenario.model, shapes=shapes))
-    elif model.imported:
-        raise UsageError(
-            f"expected a scenario, or --params, with --measure, got {scenario.name}: without data "
-            "and a loss it cannot be run. Try --params with its number of params."
-        )
-    parts = scenario.topology.tp * scenario.topology.pp
-    scenario = replace(scenario, world=replace(scenario.world, size=scenario.world.size * parts))
-    problems = check_scenario(scenario)
-    if problems:
-        raise ScenarioError(scenario.name, problems)
-    return scenario
 
 
 def _series(rows: Sequence[MemoryRow]) -> dict[str, list[tuple[int, float]]]:

@@ -6,26 +6,35 @@ from collections.abc import Container, Iterable, Sequence
 
 BAR_CHARS = 40
 """Width of a bar, whatever the terminal's."""
-_TENS = (("GB", 10**9), ("MB", 10**6), ("B", 1))
+_TENS = (("GB", 10**9, 10**9), ("MB", 10**6, 10**7), ("kB", 10**3, 10**4), ("B", 1, 0))
+"""Units with their sizes, and the least amount that is reported in each."""
+_TWOS = {"GB": ("GiB", 2**30), "MB": ("MiB", 2**20), "kB": ("KiB", 2**10)}
 
 
 def unit_for(amounts: Iterable[float]) -> tuple[str, int]:
-    """The unit in which several amounts of bytes are told beside each other, and its size.
+    """The unit for several amounts of bytes beside each other, and its size.
 
-    GB are 10^9 bytes; the greatest amount is at least a tenth of the unit.
+    The greatest amount decides: GB (10^9 bytes) from 1 GB, MB from 10 MB, kB from 10 kB.
     """
     most = max((abs(amount) for amount in amounts), default=0)
-    return next((unit for unit in _TENS if most >= unit[1] / 10), _TENS[-1])
+    return next((name, size) for name, size, least in _TENS if most >= least)
 
 
 def binary_unit(unit: tuple[str, int]) -> tuple[str, int] | None:
     """The power of two beside a unit: GiB for GB; None beside bytes."""
-    return {"GB": ("GiB", 2**30), "MB": ("MiB", 2**20)}.get(unit[0])
+    return _TWOS.get(unit[0])
 
 
 def in_unit(amount: float, unit: tuple[str, int]) -> str:
-    """An amount of bytes in a unit, which the head of its column names."""
-    return f"{amount:,.0f}" if unit[1] == 1 else f"{amount / unit[1]:,.2f}"
+    """An amount of bytes in the unit at the head of its column.
+
+    An amount below a hundredth of that, of which two decimals show nothing, has its own unit.
+    """
+    if unit[1] == 1:
+        return f"{amount:,.0f}"
+    if 0 < abs(amount) < unit[1] / 100:
+        return binary_bytes(amount) if unit in _TWOS.values() else decimal_bytes(amount)
+    return f"{amount / unit[1]:,.2f}"
 
 
 def decimal_bytes(amount: float) -> str:
@@ -36,10 +45,8 @@ def decimal_bytes(amount: float) -> str:
 
 def binary_bytes(amount: float) -> str:
     """Return an amount with its unit, `35.86 GiB`: powers of two."""
-    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if amount >= 1024**power / 10:
-            return f"{amount / 1024**power:,.2f} {name}"
-    return f"{amount:,.0f} B"
+    unit = binary_unit(unit_for([amount]))
+    return f"{amount:,.0f} B" if unit is None else f"{in_unit(amount, unit)} {unit[0]}"
 
 
 def bar(share: float) -> str:

@@ -27,7 +27,7 @@ def render_memory(
     head = ["model", "stage", "N", "K", *names, f"total {unit[0]}"]
     offloads = any(row.footprint.on_cpu for row in rows)
     head += [*([binary[0]] if binary else []), *(["on the CPU"] if offloads else [])]
-    head += ["saved", "at most", "in"]
+    head += ["saved", "of one", "at most", "in"]
     table = [head]
     for row in rows:
         footprint = row.footprint
@@ -42,6 +42,7 @@ def render_memory(
                 *([in_unit(footprint.total, binary)] if binary else []),
                 *([in_unit(footprint.on_cpu, unit)] if offloads else []),
                 f"{row.saved:.1%}",
+                f"{row.saved_of_one_device:.1%}",
                 in_unit(footprint.peak, unit),
                 footprint.peak_at,
             ]
@@ -50,6 +51,8 @@ def render_memory(
         f"Bytes of one rank in {unit[0]}{_size_of(unit)}, held between two steps; `at most`: "
         "with what a step has besides.",
         "Activations, and what kernels need on their way, are not in it.",
+        "`saved`: of stage 0, which keeps gradients in a buffer; `of one`: of one device that "
+        "frees them after a step.",
         "",
         aligned(table),
     ]

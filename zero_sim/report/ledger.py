@@ -25,7 +25,10 @@ def render_memory_ledger(measured: Measured, row: MemoryRow) -> str:
     ledger = measured.ledgers[0]
     unit = unit_for([ledger.peak.total])
     held = row.footprint.held
-    table = [["rank 0", "closed form", f"measured {unit[0]}", "at most", "in", "when"]]
+    peak = ledger.peak
+    table = [
+        ["rank 0", "closed form", f"measured {unit[0]}", "at the peak", "at most", "in", "when"]
+    ]
     for name in dict.fromkeys((*held, *ledger.categories)):
         most = ledger.peak_of(name)
         table.append(
@@ -33,15 +36,14 @@ def render_memory_ledger(measured: Measured, row: MemoryRow) -> str:
                 name,
                 in_unit(held[name], unit) if name in held and measured.is_costed else "",
                 "not told" if name in ledger.unreported else in_unit(_held(ledger, name), unit),
+                in_unit(peak.bytes.get(name, 0), unit),
                 in_unit(most.bytes.get(name, 0), unit),
                 most.phase,
                 most.where,
             ]
         )
-    peak = ledger.peak
-    total = sum(ledger.between.values())
-    told = [in_unit(amount, unit) for amount in (total, peak.total)]
-    table.append(["all", "", told[0], told[1], peak.phase, peak.where])
+    total, most = (in_unit(amount, unit) for amount in (sum(ledger.between.values()), peak.total))
+    table.append(["all", "", total, most, most, peak.phase, peak.where])
     lines = [
         f"Measured: step {measured.step} on {len(measured.ledgers)} simulated ranks.",
         "",

@@ -233,7 +233,8 @@ def _memory() -> Node:
             "within_step": _described(of_step, "What comes on top at most, by moment."),
             "peak": _COUNT,
             "peak_at": _TEXT,
-            "saved": _NUMBER,
+            "saved": _described(_NUMBER, "Of the bytes of stage 0."),
+            "saved_of_one_device": _described(_NUMBER, "Of one that frees gradients."),
         }
     )
     limit = object_of(

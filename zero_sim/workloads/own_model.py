@@ -62,6 +62,17 @@ def make_known(models: Mapping[OwnModelName, OwnModel]) -> None:
     _KNOWN.update(models)
 
 
+@contextmanager
+def known_while(models: Mapping[OwnModelName, OwnModel]) -> Iterator[None]:
+    """Enter models for a while, so that no fuzzer draws them afterwards."""
+    make_known(models)
+    try:
+        yield
+    finally:
+        for name in models:
+            del _KNOWN[name]
+
+
 def known_models() -> tuple[OwnModelName, ...]:
     """Names of all models that targets have brought so far."""
     return tuple(_KNOWN)

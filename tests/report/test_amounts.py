@@ -1,0 +1,25 @@
+"""Amounts of bytes in words."""
+
+import pytest
+
+from zero_sim.report.amounts import binary_bytes, decimal_bytes, in_unit, unit_for
+
+
+@pytest.mark.parametrize(
+    ("amount", "decimal", "binary"),
+    [
+        (38_500_000_000, "38.50 GB", "35.86 GiB"),
+        (670_000_000, "670.00 MB", "638.96 MiB"),
+        (9_999_000, "9,999.00 kB", "9,764.65 KiB"),
+        (9_999, "9,999 B", "9,999 B"),
+        (0, "0 B", "0 B"),
+    ],
+)
+def test_units(amount, decimal, binary):
+    assert (decimal_bytes(amount), binary_bytes(amount)) == (decimal, binary)
+
+
+def test_a_small_amount_in_a_column_of_large_ones_has_its_own_unit():
+    unit = unit_for([2 * 10**9, 4_000_000, 0])
+    cells = [in_unit(each, unit) for each in (2 * 10**9, 4_000_000, 0)]
+    assert (unit[0], cells) == ("GB", ["2.00", "4,000.00 kB", "0.00"])
