@@ -155,6 +155,7 @@ def memory(
     \b
     Examples:
       zero-sim memory --params 7e9 --ranks 8
+      zero-sim memory --ranks 2,4,8,64,1024
       zero-sim memory --params 7e9 --curve --stage 3
       zero-sim memory my.toml --measure
     """
