@@ -63,6 +63,7 @@ def test_the_slips_are_known():
 
 
 SLIPS = {
+    "saved by ZeRO-1 on 4 ranks, of one device with 10 layers of 4096",
     "sent by a rank with K = 1 on 8 ranks",
     "sent by a rank with K = 2 on 8 ranks",
     "sent by a rank with K = 4 on 8 ranks",
