@@ -30,8 +30,9 @@ class FlatAdamW:
     """
 
     def __init__(
-        self, params, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, clip_norm=None
-    ):
+        self, params, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, clip_norm=None,
+        buffers=(),
+    ):  # fmt: skip
         self.params = [p for p in params if p.requires_grad]
         self.lr, self.betas, self.eps = lr, betas, eps
         self.weight_decay, self.clip_norm = weight_decay, clip_norm
@@ -42,7 +43,8 @@ class FlatAdamW:
         for p, view in zip(self.params, self._views(self.flat), strict=True):
             view.copy_(p.data)
             p.data = view
-        dist.broadcast(self.flat, src=0)
+        for tensor in (self.flat, *buffers):
+            dist.broadcast(tensor, src=0)
         self.first = self.rank * self.shard_size
         self.shard = self.flat[self.first : self.first + self.shard_size]
         self.master = self.shard.float().clone()

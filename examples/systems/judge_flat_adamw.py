@@ -18,7 +18,7 @@ class Engine:
     def __init__(self, module, spec):
         self.module, self.named, self.lr = module, dict(module.named_parameters()), spec.lr
         settings = {name: getattr(spec, name) for name in (*SETTINGS, "clip_norm")}
-        self.own = FlatAdamW(self.named.values(), **settings)
+        self.own = FlatAdamW(self.named.values(), buffers=module.buffers(), **settings)
         self.zero_grad = self.own.zero_grad
 
     def backward(self, loss, *, last_micro, rows):

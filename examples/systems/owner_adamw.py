@@ -43,6 +43,8 @@ class DataParallel(torch.nn.Module):
         self.module = module
         self.sync = True
         self.in_flight = []
+        for buffer in module.buffers():
+            dist.broadcast(buffer, src=0)
         for p in module.parameters():
             dist.broadcast(p.data, src=0)
             if p.requires_grad:

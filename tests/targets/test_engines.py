@@ -21,6 +21,7 @@ from zero_sim.targets import (
     Numerics,
     WholeParamEngine,
     class_of,
+    flat_parts,
     param_groups,
     plain_optimizer,
     settings_of,
@@ -221,3 +222,12 @@ def test_a_shard_that_ends_early_is_named_by_its_elements():
             return parts[1:] if self.group.rank() == 0 else parts
 
     assert first(judged(flat(Late))) == "invariant.ownership"
+
+
+def test_parts_of_a_flat_shard_have_its_range_with_the_padding():
+    """A norm of the shard has other bits if the padding after its last param is left out."""
+    params = {"a": torch.zeros(3), "b": torch.zeros(2)}
+    shard = torch.zeros(4)
+    (part,) = flat_parts(params, first=4, master=shard, grad=None, state={})
+    assert (part.place.shard_start, part.place.shard_stop) == (4, 8)
+    assert (part.place.param, part.place.start, part.place.stop) == ("b", 1, 2)

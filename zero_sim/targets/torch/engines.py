@@ -310,7 +310,14 @@ def flat_parts(
             here = slice(low - first, high - first)
             yield OwnedPart(
                 place=Place(
-                    param=name, start=low - start, stop=high - start, flat_start=low, buffer=buffer
+                    param=name,
+                    start=low - start,
+                    stop=high - start,
+                    flat_start=low,
+                    buffer=buffer,
+                    # With its padding: a norm of the shard rounds by where its elements lie.
+                    shard_start=first,
+                    shard_stop=first + len(master),
                 ),
                 grad=None if grad is None else grad[here],
                 master=master.detach()[here],
