@@ -30,7 +30,8 @@ def allow_rank_fixtures(item: pytest.Item) -> None:
     from hypothesis import HealthCheck, Phase, settings
 
     function = getattr(item.obj, "__func__", item.obj)  # type: ignore[attr-defined]
-    now = getattr(function, "_hypothesis_internal_use_settings", settings.default)
+    # settings() and not settings.default, which Hypothesis declares as possibly None.
+    now = getattr(function, "_hypothesis_internal_use_settings", settings())
     needless = set(now.suppress_health_check)
     if hasattr(item, "callspec"):
         # Each parametrized test of a method has an instance of its own.
