@@ -1,4 +1,4 @@
-"""Faults of optimizers that need unsharded params, such as Muon, LAMB and LARS."""
+"""Faults of optimizers that need unsharded params, such as Muon and LAMB."""
 
 from __future__ import annotations
 
