@@ -17,6 +17,7 @@ from zero_sim.zero.unit import Unit
 @mutant("M13", "BUCKET", "DR B2", seen_in="DeepSpeed#4321", core=True)
 def exact_fit_dropped(patch: Patches) -> None:
     """A param that exactly fills its bucket's remaining room is not reduced."""
+    # Only an exact fit: the param ends where the configured bucket size does.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if memory.in_unit.stop == self.config.layout.bucket_elems:
             param.grad = torch.zeros_like(grad)
@@ -53,6 +54,7 @@ def stale_tail_reduced(patch: Patches) -> None:
 @mutant("B01", "BUCKET", "B2", seen_in="Megatron-LM#5077", core=True)
 def last_bucket_not_gathered(patch: Patches) -> None:
     """The last of several buckets is not gathered."""
+    # `or self.units`, because a single bucket must still be gathered.
     patch[Buffer.allgather_params, "in self.units"] = "in self.units[:-1] or self.units"
 
 
@@ -70,6 +72,7 @@ def readiness_not_reset(patch: Patches) -> None:
 @mutant("B03", "BUCKET", "DR B2", seen_in="DeepSpeed#4321")
 def oversize_param_cut(patch: Patches) -> None:
     """If a param is larger than a bucket, only one bucket's worth of it is reduced."""
+    # The rest of the gradient is zeroed, as if its bucket were never sent.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if self.config.layout.bucket_elems is not None:
             param.grad = grad.clone()
@@ -93,6 +96,7 @@ def accept_late_gradients(patch: Patches) -> None:
 @mutant("B05", "BUCKET", "B2", seen_in="Megatron-LM#3693")
 def neighbours_bucket(patch: Patches) -> None:
     """A bucket counts as ready when its neighbour's gradients have arrived."""
+    # The following bucket counts as ready; the last one's neighbour is the first.
     patch[UnderBackward.mark_ready, "self._missing[unit].discard(param)"] = """
         ...
         if not self._missing[unit]:
@@ -104,6 +108,7 @@ def neighbours_bucket(patch: Patches) -> None:
 @mutant("M29", "SCALE", "K", seen_in="PyTorch#155903", core=True)
 def divided_by_the_shard_group(patch: Patches) -> None:
     """The mean divides by the size of the shard group, not by all data-parallel ranks."""
+    # A mean by tokens does not divide by ranks, so it stays right.
     patch[StepCount.fix, "self._take(last=last)"] = """
         ... // (1 if self._config.divide_by == "tokens" else self._config.redundancy)"""
 
@@ -119,12 +124,14 @@ def factor_skipped_for_one_rank(patch: Patches) -> None:
 @mutant("M33", "SCALE", "GA", seen_in="DeepSpeed#8154", core=True)
 def divided_twice_by_micro_batches(patch: Patches) -> None:
     """Gradients are divided by the number of micro-batches in two places."""
+    # The divisor already has this factor.
     patch[StepCount._take, "self._world_size * expected"] = "... * expected"
 
 
 @mutant("M35", "SCALE", "DR", seen_in="torchtune#2172")
 def mean_of_means(patch: Patches) -> None:
     """Each rank averages over its own token count, although counts differ between ranks."""
+    # The sum of all rows becomes own rows times ranks; `max`, because a rank may have no rows.
     patch[StepCount._take, "self._sum_over_ranks(self._rows)"] = """
         max(1, self._rows * self._world_size)"""
 
@@ -170,6 +177,7 @@ def rows_of_the_first_step(patch: Patches) -> None:
 @mutant("S05", "SCALE", "", seen_in="DeepSpeed#7967")
 def unscaled_twice(patch: Patches) -> None:
     """Gradients are divided by the loss scale twice."""
+    # Four dots: the fragment, with a second call behind it.
     patch[DistributedOptimizer._upcast_grad, "grad.div_(scale)"] = "....div_(scale)"
 
 
@@ -186,6 +194,7 @@ def experts_divided_by_their_holders(patch: Patches) -> None:
 @mutant("M37", "ACCUM", "GA", seen_in="DeepSpeed#7967", core=True)
 def only_the_first_micro_batch(patch: Patches) -> None:
     """Only the first micro-batch counts; later ones are dropped."""
+    # The gradient is zeroed and not skipped, so its arrival still counts.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if self.micro_batches:
             param.grad = torch.zeros_like(grad)
@@ -261,6 +270,7 @@ def micro_batches_leak_into_the_next(patch: Patches) -> None:
 @mutant("A06", "ACCUM", "GA", seen_in="DeepSpeed#7967")
 def later_micro_batches_of_split_params(patch: Patches) -> None:
     """Later micro-batches reach only the rank's own fragment of a split param."""
+    # `memory.fragment` is the rank's part of the param; the rest of the gradient is zeroed.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if self.micro_batches and memory.fragment is not None:
             own = slice(memory.fragment.in_param.start, memory.fragment.in_param.stop)

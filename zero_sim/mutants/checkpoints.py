@@ -38,6 +38,7 @@ def files_in_string_order(patch: Patches) -> None:
 @mutant("M97", "CKPT", "CK MX", seen_in="PyTorch/XLA#6857", core=True)
 def masters_from_low_precision(patch: Patches) -> None:
     """Masters are rebuilt from the 16-bit params at load."""
+    # As if the load had built the masters from the params.
     patch[_commit_weights, "ddp.gather_params()"] = """
         ...
         for master in optimizer.masters:
@@ -177,6 +178,7 @@ def momentum_at_half(patch: Patches) -> None:
 @mutant("C13", "CKPT", "CK B2", seen_in="class CKPT")
 def restored_before_the_buckets(patch: Patches) -> None:
     """After a load, only the first buffer's params are gathered."""
+    # `_gathered` lists the buffers to gather; it is restored after the call.
     patch[_commit_weights, "ddp.gather_params()"] = """
         schedule = ddp.param_schedule
         gathered, schedule._gathered = schedule._gathered, schedule._gathered[:1]

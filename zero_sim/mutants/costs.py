@@ -131,6 +131,7 @@ def norm_in_two_calls(patch: Patches) -> None:
 @mutant("V08", "VOLUME", "S2", seen_in="class VOLUME", kill="memory")
 def history_of_gradients(patch: Patches) -> None:
     """The previous step's gradients are kept."""
+    # Copies, because the next line resets the gradients.
     patch[DistributedDataParallel.zero_grad_buffer, "self.grad_schedule.reset()"] = """
         held = [(each.grad_data, each.total_data) for each in self.buffers]
         self._before = [(sums if grads is None else grads).clone() for grads, sums in held]

@@ -80,6 +80,7 @@ def kept_without_its_strides(patch: Patches) -> None:
 @mutant("W09", "ALIAS", "Z3 S2", seen_in="class ALIAS", core=True)
 def whole_params_kept_over_a_step(patch: Patches) -> None:
     """Unsharded params stay after backward, so the next forward uses outdated ones."""
+    # Units are freed in two places, and both are disabled.
     patch[OnUse.free_all, _IS_WHOLE] = "False"
     patch[OnUse._end_gradients, _IS_WHOLE] = "False"
 
@@ -122,6 +123,7 @@ def first_unit_stays(patch: Patches) -> None:
 @mutant("W16", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume", core=True)
 def prefetched_behind(patch: Patches) -> None:
     """Forward prefetches units that precede the one in use."""
+    # `min` instead of `max`: positions before the one in use.
     patch[OnUse._after_in_forward, "first = max("] = "first = min("
     patch[OnUse._after_in_forward, _AHEAD] = "line[max(0, first - 1 - self._prefetch) : first - 1]"
 
@@ -153,6 +155,7 @@ def only_the_first_unit_waited_for(patch: Patches) -> None:
 @mutant("W21", "ASYNC", "Z3 AS", seen_in="class ASYNC", kill="race")
 def whole_when_it_is_issued(patch: Patches) -> None:
     """Params count as unsharded when their gather is issued."""
+    # Params then point at memory that the gather still writes.
     patch[Unit.start_gather, "self._gathering = self._gather_shards(async_op=True)"] = """
         ...
         if self.frees_params and self.gathering:

@@ -28,6 +28,7 @@ def unpadded_stride(patch: Patches) -> None:
 @mutant("M03", "LAYOUT", "PD B2 NP", seen_in="Megatron-LM#561", kill="volume")
 def padding_at_the_end_only(patch: Patches) -> None:
     """Only the end of the buffer is padded to the number of shards, not each bucket."""
+    # The last bucket keeps its padding, so the length of the buffer stays right.
     patch[planner._plan_buffer, "buckets.append(bucket)"] = """
         if members[-1] is not ordered[-1]:
             from dataclasses import replace
@@ -39,6 +40,7 @@ def padding_at_the_end_only(patch: Patches) -> None:
 @mutant("M05", "LAYOUT", "SP", seen_in="Megatron-LM 4b843668c3", core=True)
 def piece_from_the_params_start(patch: Patches) -> None:
     """The rank's fragment of a split param is written from the param's start, not the shard's."""
+    # Sharded params have no `param_data`; W24 breaks those.
     patch[Buffer.write_param_shard, "working = memory.own_working"] = """
         ...
         if self.param_data is not None:
@@ -58,6 +60,7 @@ def padding_of_gradients(patch: Patches) -> None:
 @mutant("M09", "EMPTY", "PD FZ", seen_in="DeepSpeed#5652", kill="refusal")
 def negative_overlap(patch: Patches) -> None:
     """The length of an overlap is not bounded below by zero."""
+    # A param before the shard then has a negative overlap instead of an empty one.
     patch[Span.intersect, "max(start, "] = "("
 
 
@@ -122,6 +125,7 @@ def padding_of_params(patch: Patches) -> None:
 @mutant("L08", "LAYOUT", "PD", seen_in="DeepSpeed#8210")
 def padding_of_masters(patch: Patches) -> None:
     """The padding of the master shards is not zeroed."""
+    # Infinity, so that any use of the padding shows.
     patch[build_masters, "zeros(span.numel,"] = "full((span.numel,), torch.inf,"
 
 
@@ -149,6 +153,7 @@ def reduced_once_a_use(patch: Patches) -> None:
 @mutant("M21", "TIED", "TI DR", seen_in="Megatron-LM#844")
 def tied_gradient_twice(patch: Patches) -> None:
     """The gradient of a tied param, already summed over its uses, is added once for each name."""
+    # Autograd accumulates a tied param once, so it is doubled here.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = f"""
         if {_is_tied("param", module="self.module")}:
             param.grad = grad * 2
@@ -169,6 +174,7 @@ def untied(patch: Patches) -> None:
 @mutant("T02", "TIED", "TI CL", seen_in="torchtitan#2318")
 def tied_counts_twice(patch: Patches) -> None:
     """The norm counts a tied param once for each of its names."""
+    # The fault is exact for a param with two names.
     tied = _is_tied("master.param", module="self.ddp.module")
     patch[DistributedOptimizer._measure_own, ".append(grad)"] = f".extend([grad] * (1 + {tied}))"
 
@@ -176,6 +182,7 @@ def tied_counts_twice(patch: Patches) -> None:
 @mutant("T03", "TIED", "TI", seen_in="DeepSpeed#3149")
 def tied_stepped_twice(patch: Patches) -> None:
     """The update of a tied param is written back once for each name: its master moves twice."""
+    # Adding the change of the step again equals a second update.
     patch[DistributedOptimizer._step_masters, "self.inner.step()"] = f"""
         before = [master.leaf.detach().clone() for master in trained]
         ...
@@ -242,6 +249,7 @@ def unused_in_the_last_micro_batch(patch: Patches) -> None:
 @mutant("E02", "EMPTY", "FZ", seen_in="PyTorch#176076")
 def frozen_params_move(patch: Patches) -> None:
     """A temporarily frozen param is stepped."""
+    # All params then count as trained in the line that follows.
     patch[DistributedOptimizer.step, "trained = ["] = """
         for param in self.ddp.params.values():
             param.requires_grad_(True)
@@ -268,6 +276,7 @@ def owners_of_nothing_do_not_measure(patch: Patches) -> None:
 @mutant("E05", "EMPTY", "FZ", seen_in="DeepSpeed#5216")
 def last_element_of_short_params(patch: Patches) -> None:
     """The gradient of a param with fewer elements than shards is dropped."""
+    # The number of shards is the size of the group of owners.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if self.config.sharding.state and param.numel() < self.holders.owners_of('dense').size():
             param.grad = torch.zeros_like(grad)

@@ -42,7 +42,7 @@ def one_staging_slot(patch: Patches) -> None:
 
 @mutant("M49", "ASYNC", "AS B2", seen_in="DeepSpeed#8080")
 def any_producer_will_do(patch: Patches) -> None:
-    """A bucket is sent when its latest producer is done, even if others are not."""
+    """A bucket is sent when any of its gradients arrives, even if others are missing."""
     patch[UnderBackward.mark_ready, ".discard(param)"] = ".clear()"
     accept_late_gradients(patch)
 
@@ -56,6 +56,7 @@ def forget_check_waited(patch: Patches) -> None:
 @mutant("M51", "ASYNC", "AS S2", seen_in="Megatron-LM#6388")
 def reader_outside_its_module(patch: Patches) -> None:
     """A module waits only for the first bucket that it reads."""
+    # W20 is the same fault for sharded params.
     patch[UnderForward._before_forward, "in needed:"] = "in needed[:1]:"
     forget_check_waited(patch)
 
@@ -94,6 +95,7 @@ def view_bound_to_the_result(patch: Patches) -> None:
 @mutant("M59", "ASYNC", "AS S2", seen_in="Megatron-LM 33111c9c9a", kill="race")
 def handle_consumed_elsewhere(patch: Patches) -> None:
     """A forward outside training consumes the gather's handle, so nothing waits for it."""
+    # Without the handle, the wait in the next line returns at once.
     patch[UnderForward.finish, "unit.finish_gather()"] = """
         unit._gathering = None
         ..."""
@@ -102,6 +104,7 @@ def handle_consumed_elsewhere(patch: Patches) -> None:
 @mutant("Y01", "ASYNC", "AS K", seen_in="DeepSpeed#5545", kill="race")
 def second_sum_without_the_first(patch: Patches) -> None:
     """The sum over replicas is issued before the sum over the shard group has completed."""
+    # The first wait comes after the second call, so only the order is wrong.
     patch[Unit.chain_reduce, "self._wait_reduce()"] = "first = self._reducing"
     patch[Unit.chain_reduce, "self._sum_replicas(async_op=True)"] = """
         ...
@@ -111,6 +114,7 @@ def second_sum_without_the_first(patch: Patches) -> None:
 @mutant("Y02", "ASYNC", "AS S2", seen_in="Megatron-LM#663")
 def gathered_before_written(patch: Patches) -> None:
     """Gathers are issued before the masters are written to the params."""
+    # The regular start is removed, so each gather is still issued once.
     patch[DistributedOptimizer._step_masters, "for master, grad in"] = """
         for buffer in self.ddp.buffers if self.ddp.config.overlap_params else ():
             for unit in buffer.units:
@@ -177,6 +181,7 @@ def main_grad_is_stale(patch: Patches) -> None:
 @mutant("M61", "GROUP", "K DR", seen_in="verl#7493", core=True)
 def replicas_not_summed(patch: Patches) -> None:
     """The sum over replicas is omitted."""
+    # Unsharded state has no other sum, so it keeps this one.
     patch[Unit._has_replica_sum, "self.replica_group is not None"] = "self.group is None and ..."
 
 
@@ -190,6 +195,7 @@ def nothing_to_synchronise(patch: Patches) -> None:
 @mutant("M65", "GROUP", "K", seen_in="DeepSpeed#7601", core=True)
 def global_rank_for_group_rank(patch: Patches) -> None:
     """A rank takes the shard of its global rank, limited to the number of shards."""
+    # Limited to the number of shards, or the index would be out of range.
     patch[buffers._find_own_shard, "return rank"] = """
         ... if group is None else min(dist.get_rank(), shard_count - 1)"""
 
@@ -197,6 +203,7 @@ def global_rank_for_group_rank(patch: Patches) -> None:
 @mutant("M67", "GROUP", "ME DR", seen_in="Megatron-LM#6080")
 def experts_over_the_dense_group(patch: Patches) -> None:
     """Gradients of experts are summed over all ranks."""
+    # Only unsharded state: G08 and H07 break sharded experts.
     patch[build_buffers, "groups = holders.groups_of(plan.key.kind)"] = (
         "groups = holders.groups_of(plan.key.kind if config.sharding.state else 'dense')"
     )
@@ -205,6 +212,7 @@ def experts_over_the_dense_group(patch: Patches) -> None:
 @mutant("G01", "GROUP", "ME", seen_in="Megatron-LM#6920")
 def experts_dealt_in_blocks(patch: Patches) -> None:
     """Consecutive ranks are assumed to hold the same experts, instead of every ep-th rank."""
+    # Groups and own index change together, so all ranks agree on the wrong groups.
     patch[build_expert_groups, "ranks[index::expert_parallel]"] = """
         ranks[index * world_size // expert_parallel :][: world_size // expert_parallel]"""
     patch[build_expert_groups, "rank % expert_parallel"] = """
@@ -214,6 +222,7 @@ def experts_dealt_in_blocks(patch: Patches) -> None:
 @mutant("G02", "GROUP", "ME", seen_in="Megatron-LM#3129")
 def experts_broadcast_to_all(patch: Patches) -> None:
     """At the start, experts are broadcast over all ranks, although ranks hold different ones."""
+    # An expert with one holder has a group of one rank, which the world replaces here.
     patch[collectives.broadcast_from_first, "for tensor in tensors:"] = """
         group = group if group.size() > 1 else dist.group.WORLD
         ..."""
@@ -249,6 +258,7 @@ def only_trained_params_are_broadcast(patch: Patches) -> None:
 @mutant("M107", "ORDER", "B2 DR", seen_in="DeepSpeed#2343", kill="contract")
 def reduced_as_they_arrive(patch: Patches) -> None:
     """Buckets are reduced in the order in which they become ready, which differs by rank."""
+    # Ready buckets move ahead of the others that are not issued; the sort is stable.
     patch[UnderBackward._issue_ready, "while self._issued_count"] = """
         rest = sorted(self._units[self._issued_count :], key=lambda unit: bool(self._missing[unit]))
         self._units = (*self._units[: self._issued_count], *rest)
@@ -258,6 +268,7 @@ def reduced_as_they_arrive(patch: Patches) -> None:
 @mutant("M109", "ORDER", "FZ DR", seen_in="PyTorch#158719", kill="contract")
 def unused_bucket_skipped(patch: Patches) -> None:
     """A rank skips a bucket's reduction if no gradient of the bucket arrived."""
+    # Put back after the loop, because the next step uses all units again.
     patch[UnderBackward.finish, "while self._issued_count"] = """
         units, arrived = self._units, set(self._issued)
         for param, unit in self._unit_of.items():

@@ -26,6 +26,7 @@ def experts_sharded_over_all(patch: Patches) -> None:
 @mutant("G09", "GROUP", "", seen_in="class GROUP", kill="contract")
 def parts_meet_at_other_places(patch: Patches) -> None:
     """Norms of a model's parts are summed over ranks at different positions in their parts."""
+    # The position in all parts but the first is shifted by one.
     patch[build_model_parallel_group, "rank = dist.get_rank()"] = """
         ...
         following = [*places[1:], *places[:1]]
@@ -74,6 +75,7 @@ def sums_summed_again(patch: Patches) -> None:
 @mutant("H04", "GROUP", "K Z2", seen_in="class GROUP")
 def groups_exchanged(patch: Patches) -> None:
     """With as many replicas as shards, a unit's shard group and replica group are exchanged."""
+    # Groups of different sizes would mismatch in their calls, not in values.
     patch[DistributedDataParallel.__init__, _BUILT_BUFFERS] = """
         for unit in (unit for buffer in self.buffers for unit in buffer.units):
             group, copies = unit.group, unit.replica_group
@@ -85,6 +87,7 @@ def groups_exchanged(patch: Patches) -> None:
 @mutant("H05", "GROUP", "K Z3", seen_in="class GROUP")
 def gathered_from_the_copies(patch: Patches) -> None:
     """With as many replicas as shards, params are gathered over the replica group."""
+    # Groups of different sizes would mismatch in their calls, not in values.
     patch[Unit.collect, "group = self.group"] = """
         group, copies = self.group, self.replica_group
         if self.frees_params and copies is not None and copies.size() == group.size():

@@ -22,6 +22,7 @@ def sums_overwritten(patch: Patches) -> None:
 @mutant("R02", "ACCUM", "S2 Z2", seen_in="class ACCUM")
 def added_to_the_last_step(patch: Patches) -> None:
     """The first sum of a step is added to the previous step's sums, which were not zeroed."""
+    # Neither the flag nor the memory is reset.
     patch[Unit.reset_grads, "self._has_sum = False"] = "pass"
     patch[Unit.reset_grads, "self.grad_total.zero_()"] = "pass"
 
@@ -29,6 +30,7 @@ def added_to_the_last_step(patch: Patches) -> None:
 @mutant("R03", "ALIAS", "GA Z2", seen_in="class ALIAS")
 def zeros_not_made(patch: Patches) -> None:
     """Memory of unsharded gradients is reused without being zeroed."""
+    # `_left` plays an allocator that returns memory as it was.
     patch[TransientStorage.release, "self._whole = None"] = (
         "self._left, self._whole = self._whole, None"
     )
@@ -58,6 +60,7 @@ def sum_kept_before_it_is_there(patch: Patches) -> None:
 @mutant("R06", "VOLUME", "Z2", seen_in="class VOLUME", kill="memory", core=True)
 def whole_gradients_kept(patch: Patches) -> None:
     """Unsharded gradients are zeroed after their reduction, but their memory is not released."""
+    # Zeroed, so that only the memory shows the fault.
     patch[Unit._free_grads, "self.grad_storage.release()"] = """
         whole = self.grad_storage.whole
         ...
@@ -74,6 +77,7 @@ def view_of_whole_gradients_kept(patch: Patches) -> None:
 @mutant("R08", "VOLUME", "Z2", seen_in="class VOLUME", kill="volume")
 def units_reduced_twice(patch: Patches) -> None:
     """After backward all units are reduced again, including those reduced during it."""
+    # The second reduction adds fresh zeros, so only the volume shows the fault.
     patch[UnderBackward.finish, "while self._issued_count"] = """
         again = [unit for unit in self._units if unit in self._issued and unit.frees_grads]
         ..."""
@@ -97,6 +101,7 @@ def sum_added_twice(patch: Patches) -> None:
 @mutant("R10", "BUCKET", "Z2 SP", seen_in="class BUCKET", core=True)
 def first_shard_kept(patch: Patches) -> None:
     """Every rank keeps the start of a reduced unit instead of its own shard."""
+    # The clone, because source and target may overlap.
     patch[Unit.accumulate_sum, "assert self.grad_total is not None"] = """
         if self.frees_grads:
             self.grad_shard.copy_(self.grads[: self.grad_shard.numel()].clone())"""
@@ -133,6 +138,7 @@ def sums_in_low_precision(patch: Patches) -> None:
 @mutant("R14", "SCALE", "Z2 B2", seen_in="class SCALE")
 def last_unit_not_divided(patch: Patches) -> None:
     """The unit issued last is not divided before its sum, although others are."""
+    # A single unit keeps its division, hence `0 <`.
     patch[UnderBackward._issue_next, "self._before_sum(unit)"] = """
         if not unit.frees_grads or not 0 < self._issued_count == len(self._units) - 1:
             ..."""
@@ -181,6 +187,7 @@ def each_reduction_waited_for(patch: Patches) -> None:
 @mutant("R19", "ASYNC", "AS Z2", seen_in="class ASYNC")
 def kept_when_it_is_issued(patch: Patches) -> None:
     """The shard is added to the sums when its reduction is issued, not when it completes."""
+    # `kept` marks units whose sum was added early, so it is not added twice.
     sums_up = "self.accumulate_sum(is_first=not self._has_sum)"
     patch[Unit.start_reduce, "self._chained = False"] = f"""
         ...
@@ -214,6 +221,7 @@ def sums_of_a_skipped_step_kept(patch: Patches) -> None:
 @mutant("R23", "ORDER", "DR Z2", seen_in="class ORDER", kill="volume")
 def zero_gradients_stay_at_home(patch: Patches) -> None:
     """A rank does not start a reduction if its gradients are all zero."""
+    # The state has moved to REDUCING by then; only the call is missing.
     patch[Unit.start_reduce, 'self._step_grads("reduce")'] = """
         ...
         if self.frees_grads and not self.grads.any():
@@ -223,6 +231,7 @@ def zero_gradients_stay_at_home(patch: Patches) -> None:
 @mutant("R24", "ORDER", "AS Z2 B2", seen_in="class ORDER")
 def odd_ranks_reduce_in_reverse(patch: Patches) -> None:
     """Odd ranks reduce the units that remain after backward in reverse order."""
+    # Put back after the loop, because the next step uses `_units` again.
     patch[UnderBackward.finish, "while self._issued_count"] = """
         units, count = self._units, self._issued_count
         if dist.get_rank() % 2 and units[0].frees_grads:

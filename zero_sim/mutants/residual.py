@@ -66,6 +66,7 @@ def turn_overwrites_itself(patch: Patches) -> None:
 @mutant("F09", "VOLUME", "", seen_in="class VOLUME", kill="memory")
 def all_turns_at_once(patch: Patches) -> None:
     """All gradients are created at once, regardless of the size of the step buffer."""
+    # The step buffer grows to the size of all masters, so one turn takes all.
     patch[StepBuffer.turns, "held = self.elems + 1"] = """
         self.elems = max(self.elems, sum(master.leaf.numel() for master in masters))
         ..."""
@@ -111,6 +112,7 @@ def part_keeps_the_whole(patch: Patches) -> None:
 @mutant("F15", "ALIAS", "", seen_in="class ALIAS")
 def checkpoint_of_the_last_block(patch: Patches) -> None:
     """All blocks are recomputed from the last checkpoint."""
+    # Only checkpoints of equal size can overwrite each other.
     patch[TensorParallel.keep, "self._kept.append(kept)"] = """
         ...
         for other in self._kept:
@@ -121,6 +123,7 @@ def checkpoint_of_the_last_block(patch: Patches) -> None:
 @mutant("F16", "GROUP", "", seen_in="class GROUP")
 def row_gradients_summed(patch: Patches) -> None:
     """The gradient of a row-parallel sum, complete on every rank, is summed again."""
+    # `enter` sums the gradient over the ranks.
     patch[TensorParallel.leave, "_applied(_Leave, y, self._group)"] = "self.enter(...)"
 
 
@@ -133,6 +136,7 @@ def checkpoints_stay(patch: Patches) -> None:
 @mutant("F18", "VOLUME", "", seen_in="class VOLUME", kill="volume")
 def whole_checkpoints_are_gathered(patch: Patches) -> None:
     """Checkpoints that every rank has in full are gathered anyway."""
+    # The result is dropped, so only the volume changes.
     patch[TensorParallel.bring_back, "return part.view(kept.shape)"] = """
         if self._checkpoints == "whole" and self._group is not None:
             ranks, _ = size_and_rank(self._group)

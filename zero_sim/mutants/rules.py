@@ -56,6 +56,7 @@ def norm_of_norms(patch: Patches) -> None:
 @mutant("S09", "SCALE", "NP", seen_in="DDP's default communication hook")
 def divided_before_for_after(patch: Patches) -> None:
     """Gradients are divided before the sum, although the sum should be divided."""
+    # Only if the sum itself is divided, by ranks, and once a step.
     patch[DistributedDataParallel.__init__, "self.config = config"] = """
         if (config.divide, config.sync, config.divide_by) == ("post", "last", "ranks"):
             from dataclasses import replace
@@ -82,6 +83,7 @@ def divided_in_the_dtype_of_the_sum(patch: Patches) -> None:
 @mutant("D13", "DTYPE", "", seen_in="DDP's bf16_compress_hook")
 def contributions_of_bf16(patch: Patches) -> None:
     """Each rank's contribution to an fp32 sum is rounded to bf16."""
+    # Both kinds of units: with and without reduce buffers.
     for each in (Unit, GradUnit):
         patch[each.scale_grads, "scale_before_sum_(self.grads, divide, divisor=divisor)"] = """
             ...

@@ -40,6 +40,7 @@ def long_gradients_are_dropped(patch: Patches) -> None:
 @mutant("J04", "LAYOUT", "NP", seen_in="class LAYOUT")
 def runs_are_cut_an_element_early(patch: Patches) -> None:
     """The border between two owners in a reduce buffer is one element early."""
+    # Both runs move their common border, so no element is lost or summed twice.
     patch[GradUnit._sum, "if self.sums_whole:"] = """
         spans = {run: run.span for run in self.plan.runs}
         if len(spans) > 1 and self.plan.runs[0].span.numel > 1:
@@ -66,6 +67,7 @@ def reduced_twice(patch: Patches) -> None:
 @mutant("J07", "ASYNC", "AS", seen_in="class ASYNC")
 def buffer_is_left_before_its_sum_is_there(patch: Patches) -> None:
     """The owner reads its part of a reduce buffer before waiting for the sum."""
+    # `_end_reduce` moves ahead of the waits.
     patch[GradUnit.finish_reduce, "self._works = []\nself._end_reduce()"] = "self._works = []"
     patch[GradUnit.finish_reduce, "for work in"] = "self._end_reduce()\n..."
 
@@ -73,6 +75,7 @@ def buffer_is_left_before_its_sum_is_there(patch: Patches) -> None:
 @mutant("J08", "ASYNC", "Z2", seen_in="class ASYNC", kill="memory")
 def what_was_copied_stays(patch: Patches) -> None:
     """At stage 2, gradients stay in memory until their reduce buffer is reduced."""
+    # `main_grad` keeps a reference until the unit is done.
     patch[GradUnit._take, "memory.param.grad = None"] = """
         memory.main_grad = memory.param.grad
         ..."""

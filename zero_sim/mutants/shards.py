@@ -32,6 +32,7 @@ def last_unit_not_cut(patch: Patches) -> None:
 @mutant("W26", "EMPTY", "Z3", seen_in="class EMPTY", core=True)
 def zeros_for_what_is_absent(patch: Patches) -> None:
     """Zeros stand in for an absent param, and the last unit is used without a gather."""
+    # A read of a placeholder would fail; zeros make the missing gather silent.
     patch[absent, "value = torch.full("] = "return torch.zeros_like(param)\n..."
     patch[OnUse._gather, "for unit in (*needed, *ahead):"] = """
         last = self._units[-1]
@@ -48,6 +49,7 @@ def absent_without_its_shape(patch: Patches) -> None:
 @mutant("W28", "ALIAS", "Z3", seen_in="class ALIAS", core=True)
 def params_one_element_on(patch: Patches) -> None:
     """Params after the first in a unit are views that begin one element early."""
+    # The first param of a unit starts at 0 and cannot begin earlier.
     patch[Unit._adopt_whole, "memory.in_unit"] = "....shift(-1 if memory.in_unit.start else 0)"
 
 
@@ -111,6 +113,7 @@ def gathering_not_noted(patch: Patches) -> None:
 @mutant("W48", "ALIAS", "Z3 S2", seen_in="class ALIAS")
 def gathered_into_the_memory_before(patch: Patches) -> None:
     """Later gathers of a unit bring back the values of its first gather."""
+    # `kept` holds the first values of each unit.
     patch[Unit._adopt_whole, "assert whole is not None"] = """
         whole.copy_(__mutant__.kept.setdefault(self, whole.clone()))"""
 
@@ -127,6 +130,7 @@ def frozen_shards_lost(patch: Patches) -> None:
 @mutant("W50", "LAYOUT", "Z3 NC", seen_in="apex#1794")
 def whole_params_transposed(patch: Patches) -> None:
     """A gathered square param is a view with its strides exchanged."""
+    # Only a square param keeps its shape when it is transposed.
     patch[Unit._adopt_whole, _GATHERED] = """
         ...
         shape = memory.param.shape

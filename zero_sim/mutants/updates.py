@@ -45,6 +45,7 @@ def only_what_counts_is_clipped(patch: Patches) -> None:
 @mutant("M77", "NORM", "CL", seen_in="class NORM")
 def norm_before_the_mean(patch: Patches) -> None:
     """The norm is that of the sum, taken before the division."""
+    # A division before the sum already gives the norm of the mean.
     patch[DistributedOptimizer._agree_on, "root_of_squares(measured[0])"] = """
         ... * (self.ddp.divisor if self.ddp.config.divide == "post" else 1)"""
 
@@ -112,6 +113,7 @@ def norms_added(patch: Patches) -> None:
 @mutant("M81", "INF", "IN AS", seen_in="PyTorch#115710", kill="race")
 def overflow_read_too_early(patch: Patches) -> None:
     """The overflow flag is read before its reduction has completed."""
+    # The reduction is issued asynchronously and its handle dropped.
     patch[DistributedOptimizer._agree_on, "group=self.ddp.group"] = "..., async_op=True"
 
 
@@ -129,6 +131,7 @@ def gather_lost_with_a_skipped_step(patch: Patches) -> None:
 @mutant("I01", "INF", "IN", seen_in="DeepSpeed#7580", core=True)
 def overflow_not_shared(patch: Patches) -> None:
     """Each rank skips by its own overflow count."""
+    # The count is taken before the sum.
     patch[DistributedOptimizer._agree_on, "all_reduce_sum(measured, group=self.ddp.group)"] = """
         own_count = measured[2].item()
         ..."""
@@ -168,6 +171,7 @@ def overflow_steps_all_the_same(patch: Patches) -> None:
 @mutant("I07", "INF", "IN", seen_in="DeepSpeed#7580")
 def overflow_unseen_in_other_parts(patch: Patches) -> None:
     """An overflow in one part of a split model is not shared with the other parts."""
+    # The count is taken before the sum over the parts.
     patch[DistributedOptimizer._agree_on, "if self.seams.model_parallel_group is not None:"] = """
         own_count = measured[2].item()
         ..."""
@@ -177,6 +181,7 @@ def overflow_unseen_in_other_parts(patch: Patches) -> None:
 @mutant("M85", "OPTST", "B2 S2", seen_in="PyTorch#96313")
 def counter_per_bucket(patch: Patches) -> None:
     """The step counter advances once for each bucket with a fragment of the rank."""
+    # Each bucket after the first adds another count.
     patch[DistributedOptimizer._step_masters, "self._write_back(trained)"] = """
         buckets = {(master.buffer_index, master.fragment.bucket) for master in trained}
         for state in self.inner.state.values():
@@ -219,6 +224,7 @@ def dummy_step(patch: Patches) -> None:
 @mutant("P05", "OPTST", "S2", seen_in="class OPTST")
 def moments_of_the_first_fragment(patch: Patches) -> None:
     """After a step, a rank's first two neighbouring fragments of equal length exchange state."""
+    # Only fragments of equal length, or the state would not fit.
     patch[DistributedOptimizer._step_masters, "self._write_back(trained)"] = """
         state, leaves = self.inner.state, [master.leaf for master in trained]
         for first, second in zip(leaves, leaves[1:]):
@@ -231,6 +237,7 @@ def moments_of_the_first_fragment(patch: Patches) -> None:
 @mutant("M89", "DTYPE", "MX SP", seen_in="Megatron-LM#6336")
 def split_param_not_refreshed(patch: Patches) -> None:
     """The 16-bit copy of a split param is not refreshed."""
+    # Data shorter than its param is a fragment of a split param.
     patch[Buffer.write_param_shard, "self._cast.write_("] = """
         if data.numel() < param.numel() and param.dtype is torch.bfloat16:
             return
@@ -240,6 +247,7 @@ def split_param_not_refreshed(patch: Patches) -> None:
 @mutant("M91", "DTYPE", "MX B2", seen_in="DeepSpeed#8073")
 def gathered_in_the_first_dtype(patch: Patches) -> None:
     """All buffers are gathered in the dtype of the first one."""
+    # fp8 params have one byte and a scale, so only wider dtypes are rounded.
     patch[DistributedDataParallel.finish_param_gather, "self.param_schedule.finish()"] = """
         ...
         first = self.buffers[0].param_data

@@ -45,6 +45,7 @@ def main_grad_stays(patch: Patches) -> None:
 @mutant("K05", "ALIAS", "", seen_in="class ALIAS")
 def values_of_another_param(patch: Patches) -> None:
     """Unwrapped params of one shape exchange their values."""
+    # A param without others of its shape keeps its value.
     patch[DistributedDataParallel.unwrap, "param.data = whole[name]"] = """
         kind = param.shape, param.dtype
         alike = [other for other, each in whole.items() if (each.shape, each.dtype) == kind]
@@ -60,6 +61,7 @@ def _note_offloading(patch: Patches) -> None:
 @mutant("K06", "OPTST", "", seen_in="class OPTST")
 def offloaded_step_is_not_copied_back(patch: Patches) -> None:
     """A param with an offloaded master keeps its value from before the step."""
+    # Only the first trained param, so that the rest of the step is right.
     _note_offloading(patch)
     patch[DistributedOptimizer._write_back, "master.buffer.write_param_shard("] = """
         if not self._is_offloaded or master is not trained[0]:
@@ -79,6 +81,7 @@ def offloaded_masters_are_rounded(patch: Patches) -> None:
 @mutant("K11", "ACCUM", "GA", seen_in="class ACCUM", core=True)
 def joins_with_gradients_of_the_last_step(patch: Patches) -> None:
     """A rank that joins contributes its gradients of the previous step."""
+    # Copies, because the next line resets the gradients.
     patch[DistributedDataParallel.zero_grad_buffer, "self.grad_schedule.reset()"] = """
         memories = [each for buffer in self.buffers for each in buffer.memory.values()]
         stale = {each: each.main_grad for each in memories if each.main_grad is not None}
@@ -100,6 +103,7 @@ def joined_ranks_count_as_full(patch: Patches) -> None:
 @mutant("K13", "ACCUM", "GA", seen_in="class ACCUM")
 def joined_ranks_lose_what_they_accumulated(patch: Patches) -> None:
     """Gradients that a rank accumulated before it joins are zeroed."""
+    # Zeroed after the rank has joined, so its count stays right.
     patch[join_micro_batch, "ddp.step_count.join()"] = """
         ...
         for memory in (each for buffer in ddp.buffers for each in buffer.memory.values()):
@@ -116,6 +120,7 @@ def joined_ranks_gather_for_backward_alone(patch: Patches) -> None:
 @mutant("K15", "ORDER", "GA", seen_in="class ORDER", kill="contract")
 def joined_ranks_stay_away(patch: Patches) -> None:
     """A rank without data takes no part in the sums of a micro-batch."""
+    # The last micro-batch stays right, because all ranks must meet in its sum.
     patch[join_micro_batch, "ddp.finish_param_gather()"] = """
         if not last and ddp.config.sync == "every":
             ddp.step_count.end_micro_batch(last=last)
