@@ -81,6 +81,7 @@ def find_worse(
     found = []
     for row in measurements:
         values = [run[row.name] for run in history[-_RUNS:] if row.name in run]
+        # Other units depend on the machine and its load.
         if row.unit != "x" or not values:
             continue
         # The median of earlier runs against the best of this one: noise must not look like a loss.

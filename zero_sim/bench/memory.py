@@ -63,6 +63,7 @@ def print_many_ranks(world_size: int) -> None:
 
 
 def _branching(rank: int) -> None:
+    # Ranks branch, as in programs with different work on each rank.
     if rank % 2:
         torch.zeros(rank)
     dist.all_reduce(torch.tensor([float(rank)]))
@@ -81,6 +82,7 @@ def print_memory() -> None:
     # fp32 params and grads: 8 bytes on each rank. Masters and two moments: 12 bytes in all shards.
     held_bytes = size * 8 * numel + 12 * numel
     del module
+    # After a small case and the construction of the workload, so that neither counts.
     before_bytes = _resident_bytes()
     with World(size) as world:
         simulated_seconds(world, scenario, workload)

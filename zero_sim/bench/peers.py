@@ -137,6 +137,7 @@ class Asked:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("\n")
             self._process.stdin.flush()
+        # An empty answer means that the process has ended.
         answer = self._process.stdout.readline()
         if not answer:
             _, said = self._process.communicate()

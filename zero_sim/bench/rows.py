@@ -36,6 +36,7 @@ class Row:
             value = in_seconds * 1e3 if figure.unit == "ms" else in_seconds
             goal, ok = figure.goal, None
             if goal is not None:
+                # Rates must reach their goal, times must not exceed it.
                 ok = value >= goal if figure.at_least else value <= goal
             yield replace(figure, value=round(value, 4), ok=ok)
 

@@ -22,6 +22,7 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog, Moment
 from zero_sim.untrusted_json import InvalidField, show
 
+# Ids of checks are printed and used in file names, so nothing else may pass.
 _CHECK = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\.[a-z0-9]+(-[a-z0-9]+)*)?")
 _CHECK_CHARS_MAX = 80
 
@@ -129,6 +130,7 @@ def check_evidence(evidence: Evidence, *, where: str) -> None:
     sides = evidence.expected, evidence.got
     # Readers compare the sides element by element.
     for side in sides:
+        # The writer keeps flat windows around the first difference.
         if side.ndim != 1 or side.numel() > EVIDENCE_ELEMS_MAX:
             raise InvalidField(
                 f"{where}: expected tensors of one dimension, of at most {EVIDENCE_ELEMS_MAX} "
@@ -151,6 +153,7 @@ def check_moment(moment: Moment, log: EventLog, *, where: str) -> None:
     rank = log.collectives[moment.record].rank
     if moment.rank != rank:
         raise InvalidField(f"{where}.rank: expected {rank}, the call's, got {moment.rank}")
+    # Ticks count calls into the world, so they never decrease.
     least = log.moments[-1].tick if log.moments else 0
     if moment.tick < least:
         raise InvalidField(f"{where}.tick: expected at least {least}, got {moment.tick}")

@@ -27,6 +27,7 @@ def frozen_path(bundle: Bundle, *, folder: Path, name: str = "", force: bool = F
         UsageError: If the file exists, or the name is no valid file name.
     """
     name = name or f"{bundle.findings[0].check.replace('.', '-')}-{bundle.id[:6]}"
+    # Names may come from bundles of others: no folders, hidden files or control characters.
     if Path(name).name != name or name.startswith(".") or printable(name) != name:
         raise UsageError(
             "expected the name of a file, without a folder and without control characters, got "
@@ -69,6 +70,7 @@ def _description(bundle: Bundle) -> str:
     ]
     place = f" ({', '.join(where)})" if where else ""
     said = f"{first.check}: {first.message}{place}; found{day} by zero_sim "
+    # The case's own description comes last, because the limit may cut it.
     before = bundle.scenario.description
     text = f"{said}{bundle.environment.zero_sim}{f'; {before}' if before else ''}"
     return printable(text, lines=True)[:DESCRIPTION_CHARS_MAX]

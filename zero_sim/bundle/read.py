@@ -77,6 +77,7 @@ def find_bundle(name: str, *, folder: Path) -> Path:
     Raises:
         BundleError: If no bundle or several match.
     """
+    # A path wins over an id of the same name.
     if os.path.isdir(name):
         return Path(name)
     known = sorted(path.parent.name for path in folder.glob(f"*/{BUNDLE_FILE}"))
@@ -121,6 +122,7 @@ def find_bundles(names: Sequence[str], *, folder: Path) -> list[Path]:
             f"{folder}: expected bundles, got none. "
             "Try --bundles with the folder that `zero-sim run` wrote to."
         )
+    # Each once: a bundle may be named by path and by id.
     return list(dict.fromkeys(found))
 
 
@@ -199,11 +201,13 @@ def _read(path: Path) -> Bundle:
     files = _read_files(path, head.files)
     scenario = _scenario(path, head.scenario)
     ran = Ran(target=head.target, device=head.device, backend=head.backend)
+    # Imported targets only run in the simulated world.
     if ran.target and ran.backend != "sim":
         raise InvalidField(f"target: expected none with backend {ran.backend}, got {ran.target!r}")
     findings = list(head.findings)
     if not findings:
         raise InvalidField("findings: expected at least one, got none")
+    # The id is computed again, so a changed scenario or finding shows.
     if head.id != (own := bundle_id(scenario, findings[0], ran=ran)):
         raise InvalidField(
             f"id: expected {own}, the id of the scenario and the first finding, got {head.id!r}"
@@ -211,6 +215,7 @@ def _read(path: Path) -> Bundle:
     rank_stop = max(world_sizes(scenario))
     for index, finding in enumerate(findings):
         check_finding(finding, where=f"findings[{index}]", rank_stop=rank_stop)
+    # Not hashed: comments in the file may change, the case may not.
     case = _decoded(_read_file(path / CASE_FILE, bytes_max=FILE_BYTES_MAX), CASE_FILE)
     check_case(case, scenario, seed=head.seed)
     for index, evidence in _evidence(head.evidence, files, finding_count=len(findings)).items():
@@ -272,6 +277,7 @@ def _decoded(data: bytes, where: str) -> str:
 
 def _read_files(path: Path, named: Mapping[str, _File]) -> dict[str, bytes]:
     """Return the content of the files named in the head, checked by size and hash."""
+    # Only fixed names, so a head cannot name files elsewhere.
     needed, known = {TURNS_FILE, EVENTS_FILE}, {TURNS_FILE, EVENTS_FILE, TENSORS_FILE}
     if not needed <= named.keys() <= known:
         raise InvalidField(
@@ -295,6 +301,7 @@ def _scenario(path: Path, raw: dict[str, object]) -> Scenario:
         where = printable(f"{path}: expected a valid scenario in {BUNDLE_FILE}, got:")
         raise BundleError(f"{where}\n{lines}")
     names = (*target_names(), *library_target_names())
+    # Registered names only; others would have to be imported.
     if scenario.system.target not in names:
         raise InvalidField(
             f"scenario.system.target: expected a registered target ({', '.join(names)}), "
@@ -341,6 +348,7 @@ def _logs(
     sizes = world_sizes(scenario)
     for i, log in enumerate(logs):
         log.turns = integers(turns[i], stop=sizes[i], where=f"{TURNS_FILE}[{i}]")
+    # Groups by index, separately for each world.
     groups: list[list[_Group]] = [[] for _ in worlds]
     for number, line in enumerate(files[EVENTS_FILE].splitlines(), 1):
         where = f"{EVENTS_FILE} line {number}"
@@ -357,6 +365,7 @@ def _logs(
                 f"worlds[{i}]: expected {world.calls} calls, {world.moments} moments and "
                 f"{world.turns} turns, got {counts[0]}, {counts[1]} and {counts[2]}"
             )
+        # The call at which the world ended.
         if world.refused is not None:
             integers([world.refused], stop=len(log.collectives), where=f"worlds[{i}].refused")
         log.refused = world.refused

@@ -103,6 +103,7 @@ def replay_bundle(
     device = device or ran.device
     started = time.perf_counter()
     outcome: Outcome
+    # Real processes record no events to compare.
     same_events: bool | None = None if ran.backend != "sim" else False
     try:
         if ran.backend == "sim":

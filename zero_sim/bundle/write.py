@@ -83,6 +83,7 @@ def write_bundle(
 
 def _move(source: Path, target: Path) -> None:
     """Move a folder over another one, which cannot be overwritten while it contains files."""
+    # Two renames are not atomic together, so another process may come in between.
     for _ in range(_REPLACE_TRIES):
         old = source.with_name(f"{source.name}-old")
         with contextlib.suppress(FileNotFoundError):
@@ -164,6 +165,7 @@ def _events(logs: Sequence[EventLog]) -> Iterator[str]:
                 groups[key] = len(groups)
                 ranks = list(record.group_ranks)
                 yield _line(world, "group", {"name": record.group, "ranks": ranks})
+            # By index into the groups above, which is much shorter than name and ranks.
             fields = record._asdict() | {"group": groups[key]}
             del fields["group_ranks"]
             if index in log.harness:

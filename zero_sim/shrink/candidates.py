@@ -31,6 +31,7 @@ _RANKS_TRIED = 8
 _SEEDS = range(4)
 _TINY_ELEMS = 2
 _FEW_ELEMS = (1, 2, 8)
+# With a large step, a rounding fault shows in more draws.
 _LARGE_LR = 0.1
 _MORE_SEEDS = range(24)
 """Seeds for tiny cases, which cost next to nothing to run."""
@@ -57,6 +58,7 @@ def fewer_ranks(scenario: Scenario) -> Iterator[Scenario]:
                 if after is None:
                     yield repaired(flat)
                     continue
+                # The world after the reload: unchanged, as before it, then small ones.
                 for reloaded in dict.fromkeys((after.world_size, None, 1, 2, ranks)):
                     if reloaded is None or reloaded <= max(ranks, after.world_size or 0):
                         yield repaired(replace(flat, reload=replace(after, world_size=reloaded)))
@@ -64,6 +66,7 @@ def fewer_ranks(scenario: Scenario) -> Iterator[Scenario]:
 
 def _scaled(scenario: Scenario, *, by: int) -> Scenario:
     """Change sizes by as much as the number of ranks changes."""
+    # Networks have no sizes that follow the number of ranks.
     shapes, bucket = scenario.model.shapes, scenario.system.bucket_elems
     if shapes is None:
         return scenario
@@ -82,6 +85,8 @@ def leaps(scenario: Scenario) -> Iterator[Scenario]:
     dropped = [section for section in _SECTIONS if section not in ("world", "system")]
     model = replace(scenario.model, tied=(), unused=(), skip=(), one_rank=(), freeze=())
     plain = replace(scenario, reload=None, faults=(), model=model)
+    # Each base keeps more features than the one before it, so the plainest failing one is found
+    # first.
     of_system = reduce(_plain, dropped, plain)
     bare = reduce(_plain, ("world", "system"), of_system)
     watched = changed(changed(bare, "world.races", True), "system.bucket_elems", 1)
@@ -124,6 +129,7 @@ def fewer_features(scenario: Scenario) -> Iterator[Scenario]:
 def plainer_values(scenario: Scenario) -> Iterator[Scenario]:
     """Yield the case with smaller numbers, earlier choices and small seeds."""
     for path, value, _, choices in _values(scenario):
+        # Anything else than a choice or an integer has no order of plainness.
         if value in choices:
             # Choices are declared with the plainest first.
             options: Iterable[object] = choices[: choices.index(value)]
@@ -169,6 +175,7 @@ def bare_with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _other_seeds(scenario: Scenario) -> Iterator[Scenario]:
+    # More seeds for tiny cases, because few draws of one or two elements show a rounding fault.
     is_tiny = size_of(scenario).elements <= _TINY_ELEMS
     seeds = _MORE_SEEDS if is_tiny else _SEEDS
     yield from (changed(scenario, "run.seed", seed) for seed in seeds)

@@ -72,6 +72,7 @@ def key_of(result: CaseResult) -> Key | None:
         phase=first.phase or "",
         kind="" if first.param is None else kind_of(first.param),
         manner=first.manner or _template(first.message),
+        # The first part that is not the whole buffer; later ones are less specific.
         place=next((name for name, tells in _places(result).items() if tells), ""),
     )
 
@@ -86,6 +87,7 @@ def how_far_apart(result: CaseResult) -> float:
         `BEYOND_VALUES` if the finding is no difference of finite values.
     """
     evidence = result.findings[0].evidence if result.findings else None
+    # Shapes or calls differ, so there are no values to compare.
     if evidence is None or evidence.expected.numel() != evidence.got.numel():
         return BEYOND_VALUES
     return min(relative_difference(evidence.expected, evidence.got), BEYOND_VALUES)
@@ -100,6 +102,7 @@ def keeps_apart(result: CaseResult, *, before: CaseResult) -> bool:
     """
     then, now = how_far_apart(before), how_far_apart(result)
     evidence = before.findings[0].evidence if before.findings else None
+    # Integers and infinities have no rounding that could explain a smaller difference.
     if evidence is None or not evidence.expected.is_floating_point() or then == BEYOND_VALUES:
         return True
     rounding = torch.finfo(evidence.expected.dtype).eps
@@ -115,6 +118,7 @@ def may_become(key: Key, result: CaseResult) -> bool:
         result: Result of the smaller one.
     """
     other = key_of(result)
+    # All but the place must be equal.
     if other is None or other[:4] != key[:4]:
         return False
     return not key.place or key.place in _places(result)
@@ -184,6 +188,7 @@ def _within(differ: Iterable[tuple[int, int]], spans: Iterable[tuple[int, int]])
 
 def _template(message: str) -> str:
     """Remove the details of one case from a message: names, numbers, groups, folders."""
+    # Order matters: paths and asides contain numbers, and quoted names may contain both.
     text = _QUOTED.sub("#", message)
     text = _PATH.sub("", text)
     text = _ASIDE.sub("", text)

@@ -28,6 +28,7 @@ _PLAINER: dict[AnyModelName, tuple[AnyModelName, ...]] = {
     "multi-token": ("mlp",),
     "tp-block": ("mlp",),
 }
+# Limits the number of candidates for large networks.
 _KEPT_MAX = 6
 _BUCKET_ELEMS_MAX = 3
 _GRID = ((1, range(1, 5)), (2, range(4)), (3, range(3)))
@@ -44,6 +45,7 @@ def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
                 yield with_bare_params(scenario, ((elems,),) * count)
         yield with_bare_params(scenario, [(math.prod(shape),) for shape in shapes])
         yield with_bare_params(scenario, shapes)
+        # This network ties, skips and leaves params unused; bare params can do each alone.
         if model.name == "unusual":
             yield from _as_awkward(scenario)
     for name in _PLAINER.get(model.name, ()):
@@ -103,6 +105,7 @@ def smaller_params(scenario: Scenario) -> Iterator[Scenario]:
     if shapes is None:
         return
     flat = [(math.prod(shape),) for shape in shapes]
+    # All at once first, which saves most of the single steps.
     for most in (1, 2, 3):
         yield from with_buckets(with_bare_params(scenario, [(min(n, most),) for (n,) in flat]))
     yield from with_buckets(with_bare_params(scenario, flat))
@@ -136,6 +139,7 @@ def tiny_models(scenario: Scenario) -> Iterator[Scenario]:
 
 def _with_params(scenario: Scenario, kept: Sequence[int]) -> Scenario:
     shapes = scenario.model.shapes or ()
+    # Settings name params by position, so survivors get the names of their new positions.
     heirs = {f"p{index}": f"p{place}" for place, index in enumerate(kept)}
     if scenario.model.nested:
         heirs |= {f"m{index}.p{index}": f"m{place}.p{place}" for place, index in enumerate(kept)}
@@ -151,6 +155,7 @@ def with_bare_params(scenario: Scenario, shapes: Sequence[Shape]) -> Scenario:
         shapes: Shape of each param.
     """
     model = scenario.model
+    # Models of bare params keep their name; a network becomes the simplest of these.
     name = model.name if model.shapes is not None else SIMPLEST_MODEL
     bare = ModelSpec(
         name=name,

@@ -130,6 +130,7 @@ class _Search:
         self.stopped = self._why_end()
         if self.stopped is not None:
             return False
+        # Known before it runs, so that a skipped case is not tried again either.
         self.known.add(candidate)
         if not self.may_ask(candidate):
             return False

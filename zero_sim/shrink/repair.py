@@ -45,6 +45,7 @@ def repaired(scenario: Scenario) -> Scenario:
     """
     topology = scenario.topology
     counts = (topology.tp, topology.pp, topology.cp, topology.ep, scenario.system.redundancy)
+    # Divisors below would fail.
     if min(counts) < 1:
         return scenario
     scenario = _repair_world(scenario)
@@ -63,6 +64,7 @@ def repaired(scenario: Scenario) -> Scenario:
             step=min(nan.step, steps - 1),
             micro_batch=max(0, micro_batch),
         )
+    # `size` is the smaller world of a reload, so these ranks exist in both.
     faults = tuple(replace(each, rank=min(each.rank, size - 1)) for each in scenario.faults)
     data = replace(scenario.data, nan=nan)
     scenario = _repair_joins(replace(scenario, data=data, reload=after, faults=faults))
@@ -97,6 +99,7 @@ def _repair_world(scenario: Scenario) -> Scenario:
         shared=topology.shared if topology.tp > 1 else (),
         tied=topology.tied if topology.pp > 1 else (),
     )
+    # Replicas must divide the ranks that hold the same experts.
     redundancy = largest_divisor(ranks // topology.ep, system.redundancy)
     system = replace(system, redundancy=redundancy)
     return replace(scenario, topology=topology, system=system)
@@ -185,6 +188,7 @@ def with_model(
 
 def _readers(before: ModelSpec, after: ModelSpec, heirs: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings of tied, unused and one-rank params, by the names of their heirs."""
+    # Only bare params can be tied, unused or read by one rank.
     if after.name != "params":
         return {"tied": (), "unused": (), "skip": (), "one_rank": ()}
     return {

@@ -82,12 +82,14 @@ def shrink_finding(
         best = judged
         return True
 
+    # A new setting could bring in a cause of its own.
     had = settings_of(scenario) | _PLAIN_NUMBERS
 
     def may_be(other: Scenario) -> bool:
         return all(_is_of(path, had) for path in settings_of(other)) and may_ask(other)
 
     reduced = shrink(scenario, fails=has_it, may_ask=may_be, limits=limits, is_over=is_over)
+    # Nothing smaller fails, so the case keeps its name.
     if reduced.scenario == scenario:
         return reduced, best
     named = titled(reduced.scenario, before=scenario, check=key.check)

@@ -74,6 +74,7 @@ def order_of(scenario: Scenario) -> Order:
 
     The order is total: two cases compare equal only if they differ in nothing but their names.
     """
+    # Breaks ties of equal sizes: smaller numbers and plainer choices first.
     bulk = sum(weight for _, weight in _features(scenario))
     anonymous = replace(
         # The seed comes last by itself, so it must not affect the length of the text.

@@ -61,6 +61,7 @@ def _bases(scenario: Scenario) -> Iterator[Scenario]:
         if ranks < scenario.world.size:
             yield fewer
     if scenario.run.steps > 1:
+        # A reload needs several steps, so drop it for a single one.
         yield changed(one_world(scenario), "run.steps", 1)
         yield repaired(changed(scenario, "run.steps", scenario.run.steps - 1))
 
