@@ -120,6 +120,7 @@ def pytest_configure(config: pytest.Config) -> None:
         f"{MARK}(*sizes, **settings): run the test on every rank of a simulated world, once for "
         "each size. The settings are those of zero_sim.sim.World.",
     )
+    # Before anything is opened, so that wrong options cost nothing.
     check_options(config)
     for path in config.getini("zero_sim_scenarios"):
         if not path.exists():
@@ -215,6 +216,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
         return None
     # Before the run, which may raise: it shows that no other plugin took the test.
     pyfuncitem.stash[_RUN] = True
+    # Set only in the session of a worker.
     inside = pyfuncitem.config.stash.get(ON_RANK, None)
     resources = pyfuncitem.config.stash[RESOURCES]
     if inside is not None:
@@ -273,6 +275,7 @@ def pytest_runtest_makereport(
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     """Collect scenario files that are named or configured."""
+    # pyproject.toml lies in most roots and is never a scenario.
     if file_path.suffix != ".toml" or file_path.name == "pyproject.toml":
         return None
     folders: list[Path] = parent.config.getini("zero_sim_scenarios")

@@ -17,6 +17,7 @@ from zero_sim.host.arguments import WORLD_SETTINGS, check_kind, is_of_kind, unru
 MARK = "world_size"
 WANTED: pytest.StashKey[Wanted] = pytest.StashKey()
 _HINT = f"Try @pytest.mark.{MARK}(4)."
+# Names that users give to the number of ranks; the error then shows the right form.
 _SIZE_WORDS = ("size", "world_size", "n", "ranks", "nprocs", "num_ranks")
 
 
@@ -115,6 +116,7 @@ def parametrize_sizes(metafunc: pytest.Metafunc) -> None:
     # A wrong mark is refused during setup, where its line can be shown.
     if len(sizes) < 2 or not are_sizes(sizes):
         return
+    # pytest only parametrizes fixtures that the test uses.
     if MARK not in metafunc.fixturenames:
         metafunc.fixturenames.append(MARK)
     metafunc.parametrize(MARK, sizes, ids=[f"{size}-ranks" for size in sizes], indirect=True)
@@ -142,6 +144,7 @@ def _check_kind(item: pytest.Item) -> None:
             f"expected {MARK} on a test function, got it on {item.name!r}, a "
             f"{type(item).__name__}, which does not run on ranks. Remove the mark.",
         )
+    # unittest calls the method itself, past pytest_pyfunc_call.
     if item.cls is not None and issubclass(item.cls, unittest.TestCase):
         raise Refused(
             item,
@@ -154,6 +157,7 @@ def _check_kind(item: pytest.Item) -> None:
         raise Refused(item, f"{is_async()} Use a plain function that calls asyncio.run(...).")
     if unrun is not None:
         raise Refused(item, "expected a test function, got a generator. Remove `yield`.")
+    # Plugins for async tests override it, and would run the test outside of the ranks.
     if type(item).runtest is not pytest.Function.runtest:
         raise Refused(
             item,

@@ -73,6 +73,7 @@ def run_on_processes(resources: SessionResources, item: pytest.Function, wanted:
     about = f"{wanted.size} {resources.backend} processes" + (f", order {order}" if order else "")
     item.user_properties.append(("zero_sim.world", about))
     config = item.config
+    # Plain data only, because it is sent to the workers.
     payload = {
         "nodeid": item.nodeid,
         "rootdir": str(config.rootpath),
@@ -174,9 +175,11 @@ def run_on_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, An
         f"{Path(str(payload['rootdir']), path)}{separator}{rest}",
         f"--rootdir={payload['rootdir']}",
         *payload["options"],
+        # Workers would write the same cache at once.
         "-pno:cacheprovider",
     ]
     if payload["inifile"]:
+        # The same ini file, or markers and options would differ from the main session.
         arguments += ["-c", str(payload["inifile"])]
     if not any(point.value == _PLUGIN for point in entry_points(group="pytest11")):
         # Not installed, but loaded with -p. pytest refuses a plugin under two names.
@@ -221,6 +224,7 @@ class OnRank:
         # The same seeds as for the ranks of a simulated world.
         torch.manual_seed(base + rank)
         random.seed(base + rank)
+        # numpy only takes seeds below 2**32.
         np.random.seed((base + rank) % 2**32)
         order = wanted.settings.get("order")
         with self._real_rank.world(wanted.size, order=order, order_seed=base):

@@ -30,6 +30,7 @@ class ProcessEnded(BaseException):
     __module__ = "builtins"
 
 
+# Fixtures that replace sys.stdout: a prefix would change what the test reads.
 _CAPTURES = {"capsys", "capfd", "capsysbinary", "capfdbinary"}
 SKIPS = (pytest.skip.Exception, unittest.SkipTest)
 

@@ -46,6 +46,7 @@ class ScenarioCase(pytest.Item):
         from zero_sim.targets import find_target, library_target_names, why_missing
 
         resources = self.config.stash[RESOURCES]
+        # A missing library skips the case, like an optional dependency.
         if self.scenario.system.target in library_target_names():
             why = why_missing(find_target(self.scenario.system.target))
             if why:
@@ -59,6 +60,7 @@ class ScenarioCase(pytest.Item):
         if result.verdict == "pass":
             return
         reproduce, replay, bundle = self._reproduce(), "", ""
+        # Before the bundle is written, which may fail.
         self.user_properties.append(("zero_sim.reproduce", reproduce))
         try:
             bundle = resources.write_bundle(result.twin or self.scenario, result)

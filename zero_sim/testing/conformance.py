@@ -106,6 +106,7 @@ def conformance(
     Raises:
         UsageError: If there is no target of that name, or the object is no target.
     """
+    # Import or check at once, so that a wrong name fails at collection.
     if isinstance(target, str):
         judged = import_target(target)
     else:
@@ -169,6 +170,7 @@ class _Came:
         self.params_only += result.passes_by_params_only
         if result.verdict in ("pass", "inconclusive"):
             return
+        # Only the worst case is kept, because results contain tensors.
         if (apart := how_far_apart(result)) > self.apart:
             self.worst, self.apart = (scenario, result), apart
         key = key_of(result)
@@ -185,6 +187,7 @@ class _Came:
 
     def heading(self) -> str:
         """Return the number of failing cases by check and manner; empty for a single failure."""
+        # For one failure, the finding itself has all of this.
         if sum(manners.total() for manners in self.manners.values()) < 2:
             return ""
         lines = []
@@ -200,6 +203,7 @@ class _Came:
 
 def _require_pass(verdicts: Counter[str], target: Target, *, cases: int) -> None:
     __tracebackhide__ = True
+    # The target's capabilities allowed no case at all.
     if not verdicts and cases:
         raise AssertionError(f"{why_none_fits(target)}.")
     if not verdicts["pass"]:
@@ -248,6 +252,7 @@ def _shrunk(
         judge=asked.judge,
         may_ask=lambda other: not refusals(asked.target, other),
         limits=asked.limits,
+        # A case that our own system fails as well may be too small, not the target wrong.
         right=right_judge(asked.target, pool=asked.pool),
     )
     result = marked(result, scenario)
@@ -265,6 +270,7 @@ def _led(scenario: Scenario, result: CaseResult, asked: _Asked) -> str:
         each.name: getattr(numerics_of(asked.target, scenario), each.name)
         for each in fields(Numerics)
     }
+    # Only non-default rules, in the form in which they are declared.
     other = {name: value for name, value in declared.items() if value != getattr(PLAIN, name)}
     said = ", ".join(f"{name}={value!r}" for name, value in other.items())
     silent = ", ".join(result.unobserved)
@@ -286,6 +292,7 @@ def _proposal(
     telling = _telling_cases(scenario, result, asked)
     candidates = declared_by(result)
     for change in candidates if telling else ():
+        # A rule may fit one case by chance, so it must also pass cases that distinguish rules.
         now, cases = with_change(other, change), [scenario, *telling]
         if "norm" in change or "clip" in change:
             # The judged case may not clip, so check rules of the norm with cases that do.

@@ -54,6 +54,7 @@ class _Following:
     def choices(self) -> tuple[int, ...]:
         """Return the choice at every pick of the run."""
         taken = self._choices[: len(self._schedule.widths)]
+        # Picks beyond the given choices took the first ready rank.
         return (*taken, *(0 for _ in self._schedule.widths[len(taken) :]))
 
     def following(self) -> tuple[int, ...] | None:
@@ -161,4 +162,5 @@ def _error_of(
 
 
 def _interleaving(log: EventLog) -> int:
+    # Without the tick, which differs between schedules that are otherwise the same.
     return hash(tuple(moment[1:] for moment in log.moments))
