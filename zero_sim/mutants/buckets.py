@@ -167,7 +167,7 @@ def rows_of_the_last_micro_batch(patch: Patches) -> None:
 
 @mutant("S12", "SCALE", "GA", seen_in="class SCALE")
 def rows_of_the_first_step(patch: Patches) -> None:
-    """All steps are divided by the rows that were counted in the first one."""
+    """All steps are divided by the number of rows of the first step."""
     patch[StepCount._take, "return self._sum_over_ranks(self._rows)"] = """
         if not hasattr(self, "_first"):
             self._first = self._sum_over_ranks(self._rows)

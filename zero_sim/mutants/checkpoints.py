@@ -163,7 +163,7 @@ def module_buffers_not_loaded(patch: Patches) -> None:
 
 @mutant("C20", "CKPT", "CK", seen_in="class CKPT")
 def plain_buffers_not_saved(patch: Patches) -> None:
-    """A checkpoint has frozen params and the scales of fp8 params, and forgets other buffers."""
+    """A checkpoint omits module buffers other than the scales of fp8 params."""
     patch[snapshot.iterate_module_tensors, "name not in skipped"] = """
         (name not in skipped and name.endswith("_scale"))"""
 

@@ -308,13 +308,13 @@ _WATCH_AGAIN = "self._watch_again(module, output)"
 
 @mutant("W60", "ASYNC", "Z3", seen_in="class ASYNC", kill="refusal")
 def reentrant_checkpoints_go_unseen(patch: Patches) -> None:
-    """Only forwards with gradients count as uses, which reentrant checkpoints run in backward."""
+    """A forward without gradients does not count as a use, so reentrant checkpoints are missed."""
     patch[OnUse._after_forward, _HAS_BACKWARD] = "torch.is_grad_enabled()"
 
 
 @mutant("W61", "ASYNC", "Z3", seen_in="class ASYNC", kill="refusal")
 def gradients_end_with_the_second_forward(patch: Patches) -> None:
-    """A module that a checkpoint ran again ends its gradients, before they come."""
+    """A module that a checkpoint recomputes ends its gradients before they arrive."""
     patch[OnUse._after_forward, _WATCH_AGAIN] = """
         for unit in needed:
             self._end_gradients(unit)"""
@@ -322,7 +322,7 @@ def gradients_end_with_the_second_forward(patch: Patches) -> None:
 
 @mutant("W62", "ACCUM", "Z3", seen_in="class ACCUM")
 def counted_for_each_forward(patch: Patches) -> None:
-    """The gradient of what a reentrant checkpoint returned counts once for each of its forwards."""
+    """The gradient of a reentrant checkpoint's output counts once for each of its forwards."""
     patch[OnUse._watch_again, "on_gradients_of(output, partial(self._before_backward, use))"] = """
         ...
         on_gradients_of(output, lambda grad: grad + grad)"""

@@ -218,7 +218,7 @@ def _judge_all(scenarios: Iterable[Scenario], judge: Judge, *, target: Target) -
     came = _Came()
     for index, scenario in enumerate(scenarios):
         result = judge(scenario)
-        # A pass by params only is repeated with SGD, which shows if gradients were averaged.
+        # Some passes by params only are repeated with SGD, which shows if gradients were averaged.
         if index % TWIN_EVERY == 0:
             result = with_twin(result, scenario, judge=judge, find=lambda: target)
         came.add(result.twin or scenario, result)
