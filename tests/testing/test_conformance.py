@@ -184,10 +184,10 @@ def what_is_said(target, *, ranks, seed):
     with WorldPool() as pool:
         judge = partial(run_case, pool=pool, target=target)
         result = judge(case)
-        asked = conformance_module._Asked(
+        subject = conformance_module._Subject(
             target=target, name="", judge=judge, pool=pool, limits=Limits()
         )
-        return conformance_module._led(case, result, asked), result.findings[0].detail
+        return conformance_module._explain_rules(case, result, subject), result.findings[0].detail
 
 
 def test_a_rule_is_proposed_where_cases_of_sgd_on_several_ranks_confirm_it():

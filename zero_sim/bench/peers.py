@@ -105,7 +105,7 @@ PROGRAMS: Mapping[str, Program] = {
 }
 
 
-class Asked:
+class PeerProcess:
     """A process that runs a program in one way; close it with `with`."""
 
     def __init__(self, way: str, program: str) -> None:
@@ -116,7 +116,7 @@ class Asked:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self._what = f"{program} {way}"
+        self._name = f"{program} {way}"
 
     def __enter__(self) -> Self:
         # The first run includes imports and warm-up.
@@ -140,9 +140,9 @@ class Asked:
         # An empty answer means that the process has ended.
         answer = self._process.stdout.readline()
         if not answer:
-            _, said = self._process.communicate()
-            why = said.strip().splitlines()[-1:] or ["no message"]
-            raise EnvironmentProblem(f"expected {self._what} to run, got {why[0]}")
+            _, stderr = self._process.communicate()
+            why = stderr.strip().splitlines()[-1:] or ["no message"]
+            raise EnvironmentProblem(f"expected {self._name} to run, got {why[0]}")
         return float(answer)
 
 
@@ -157,12 +157,12 @@ def ratio_of(program: str, *, peer: str, repeats: int) -> float:
     Raises:
         EnvironmentProblem: If the peer cannot run it here.
     """
-    with Asked(peer, program) as other, Asked("simulated", program) as own:
+    with PeerProcess(peer, program) as other, PeerProcess("simulated", program) as own:
         return statistics.median(other.seconds() / own.seconds() for _ in range(repeats))
 
 
 def main(way: str, program: str) -> None:
-    """Run the body of the process that `Asked` starts: one run for each line of its input."""
+    """Run the body of the process that `PeerProcess` starts: one run for each line of its input."""
     torch.set_num_threads(1)
     with WAYS[way](PROGRAMS[program]) as run:
         for _ in sys.stdin:

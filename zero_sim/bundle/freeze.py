@@ -69,8 +69,8 @@ def _description(bundle: Bundle) -> str:
         if value is not None
     ]
     place = f" ({', '.join(where)})" if where else ""
-    said = f"{first.check}: {first.message}{place}; found{day} by zero_sim "
+    found = f"{first.check}: {first.message}{place}; found{day} by zero_sim "
     # The case's own description comes last, because the limit may cut it.
     before = bundle.scenario.description
-    text = f"{said}{bundle.environment.zero_sim}{f'; {before}' if before else ''}"
+    text = f"{found}{bundle.environment.zero_sim}{f'; {before}' if before else ''}"
     return printable(text, lines=True)[:DESCRIPTION_CHARS_MAX]

@@ -122,7 +122,7 @@ def _options_of(config: pytest.Config) -> list[str]:
 
 
 def _conclude(wanted: Wanted, endings: tuple[Ending, ...]) -> None:
-    bad, told = list[str](), list[dict[str, Any]]()
+    bad, failures = list[str](), list[dict[str, Any]]()
     alike: dict[str, list[Ending]] = {}
     skips, ended = dict[int, str](), set[int]()
     for ending in endings:
@@ -133,7 +133,7 @@ def _conclude(wanted: Wanted, endings: tuple[Ending, ...]) -> None:
         elif outcome == "skipped":
             skips[rank] = ending.result["text"]
         elif outcome in ("failed", "xfailed"):
-            told.append(ending.result)
+            failures.append(ending.result)
             alike.setdefault(ending.result["crash"], []).append(ending)
         else:
             bad.append(f"rank {rank} {ending.how}: {ending.error}\n{ending.detail}".rstrip())
@@ -146,8 +146,8 @@ def _conclude(wanted: Wanted, endings: tuple[Ending, ...]) -> None:
     bad += [f"rank {rank} skipped: {reason}" for rank, reason in skips.items()] if bad else []
     # Skips explain a failure, but alone they are judged below.
     if bad:
-        is_expected = all(each["outcome"] == "xfailed" for each in told) if told else None
-        reason = told[0]["reason"] if is_expected else ""
+        is_expected = all(each["outcome"] == "xfailed" for each in failures) if failures else None
+        reason = failures[0]["reason"] if is_expected else ""
         raise RanksFailed("\n".join(bad), is_expected=is_expected, reason=reason)
     if len(skips) == wanted.size:
         pytest.skip(skips[0])
@@ -185,10 +185,10 @@ def run_on_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, An
         # Not installed, but loaded with -p. pytest refuses a plugin under two names.
         arguments += ["-p", _PLUGIN]
     # The main session shows the output.
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         pytest.main(arguments, plugins=[inside])
-    return inside.outcome(said.getvalue())
+    return inside.outcome(printed.getvalue())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,11 +252,11 @@ class OnRank:
         if report.failed:
             self._not_collected.append(report.longreprtext)
 
-    def outcome(self, said: str) -> dict[str, Any]:
+    def outcome(self, printed: str) -> dict[str, Any]:
         """Return the outcome of the test on this rank; see [Note: outcome of a rank].
 
         Args:
-            said: Output of the session.
+            printed: Output of the session.
         """
         ends = [_end_of(phase) for phase in self._phases if phase.before != "passed"]
         # A failure outweighs an expected one, and both outweigh a skip, in any phase.
@@ -266,7 +266,7 @@ class OnRank:
                     return {**end, "output": self._output()}
         if self._ended:
             return {"outcome": "passed", "text": "", "output": self._output()}
-        text = "\n".join(self._not_collected) or said[-_OUTPUT_CHARS_MAX:]
+        text = "\n".join(self._not_collected) or printed[-_OUTPUT_CHARS_MAX:]
         return {"outcome": "failed", "text": text, "crash": "the worker did not run it"}
 
     def _output(self) -> dict[str, str]:

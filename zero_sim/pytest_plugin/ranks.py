@@ -153,11 +153,11 @@ def _run_on_ranks(
         # Raise the rank's own exception, so that pytest shows its assertion and line.
         error = failed.error
         error.add_note(f"on rank {failed.rank} of {settings}")
-        for line in _said(skips):
+        for line in _skip_lines(skips):
             error.add_note(line)
         raise error from None
     except WorldFailure as failed:
-        lines = [str(failed), f"in a world of {settings}", *_said(skips)]
+        lines = [str(failed), f"in a world of {settings}", *_skip_lines(skips)]
         raise pytest.fail.Exception("\n".join(lines), pytrace=False) from None
     if exits:
         # Raised again here, because the test may have caught it.
@@ -237,7 +237,7 @@ def check_all_ran(wanted: Wanted, *, skips: Mapping[int, str], ended: set[int]) 
     """
     if skips:
         others = ", ".join(map(str, sorted(ended)))
-        lines = [*_said(skips), f"not skipped on: {others}"]
+        lines = [*_skip_lines(skips), f"not skipped on: {others}"]
         pytest.fail("\n".join(["expected a skip on all ranks or on none:", *lines]), pytrace=False)
     lacking = sorted(set(range(wanted.size)) - ended)
     if lacking:
@@ -247,7 +247,7 @@ def check_all_ran(wanted: Wanted, *, skips: Mapping[int, str], ended: set[int]) 
         )
 
 
-def _said(skips: Mapping[int, object]) -> list[str]:
+def _skip_lines(skips: Mapping[int, object]) -> list[str]:
     return [f"rank {rank} skipped: {reason}" for rank, reason in sorted(skips.items())]
 
 

@@ -66,8 +66,8 @@ class ScenarioCase(pytest.Item):
             bundle = resources.write_bundle(result.twin or self.scenario, result)
         except OSError as error:
             # A full disk must not hide the verdict.
-            said = f"no bundle in {resources.bundles}: {error.strerror}"
-            self.add_report_section("call", "zero_sim", said)
+            note = f"no bundle in {resources.bundles}: {error.strerror}"
+            self.add_report_section("call", "zero_sim", note)
         if bundle:
             replay = replay_command(bundle, bundles=resources.bundles)
             self.user_properties += [("zero_sim.bundle", bundle), ("zero_sim.replay", replay)]

@@ -19,7 +19,7 @@ from zero_sim.targets import Target, find_target
 OURS = "zero_sim"
 _PLAIN_NUMBERS = frozenset({"optimizer.lr", "data.rows"})
 """Settings that may change even if the case has their defaults: any value is as good."""
-_SAID = frozenset(
+_OMITTED_FIELDS = frozenset(
     {"schema", "name", "description", "model.name", "model.dtype", "model.shapes", "world.size",
      "system.target", "run.steps", "run.seed", "run.stall_seconds"}
 )  # fmt: skip
@@ -196,7 +196,7 @@ def _settings(table: Mapping[str, object], prefix: str) -> Iterator[str]:
         elif isinstance(value, dict):
             # An empty table, all of whose settings are defaults.
             yield path
-        elif path not in _SAID and value is not None:
+        elif path not in _OMITTED_FIELDS and value is not None:
             yield f"{path} = {show(value)}"
 
 

@@ -120,8 +120,8 @@ def _settings(record: Any, prefix: str) -> Iterator[tuple[str, Any, tuple[object
             yield from _settings(value, f"{path}.")
             continue
         # A field without a default is part of its table, which counts already.
-        is_owed = default is dataclasses.MISSING and path != "model.name"
-        if value == default or is_owed:
+        is_required = default is dataclasses.MISSING and path != "model.name"
+        if value == default or is_required:
             continue
         # These two are one value each, not lists of settings.
         is_list = isinstance(value, tuple) and path not in ("model.shapes", "optimizer.betas")

@@ -121,16 +121,16 @@ def conformance(
             judge = partial(run_case, pool=pool, target=judged)
             drawn = drawn_cases(judged, ranks_max=world_size_max, steps_max=steps_max)
             scenarios = islice(draws(drawn, seed=_series(seed)), cases)
-            came = _judge_all(scenarios, judge, target=judged)
-            if came.worst is not None:
+            results = _judge_all(scenarios, judge, target=judged)
+            if results.worst is not None:
                 limits = Limits(seconds=shrink_seconds)
                 name = target if isinstance(target, str) else name_of(judged)
-                asked = _Asked(target=judged, name=name, judge=judge, pool=pool, limits=limits)
-                failed = _shrunk(*came.worst, asked, heading=came.heading())
+                subject = _Subject(target=judged, name=name, judge=judge, pool=pool, limits=limits)
+                failed = _shrunk(*results.worst, subject, heading=results.heading())
         if failed is not None:
             raise failed
-        _require_pass(came.verdicts, judged, cases=cases)
-        vars(test_conformance)[PROPERTIES] = properties = came.properties()
+        _require_pass(results.verdicts, judged, cases=cases)
+        vars(test_conformance)[PROPERTIES] = properties = results.properties()
         # pytest captures it and prints it with -rA.
         print(printable(f"conformance of {judged.name}: {properties['verdicts']}"))  # noqa: T201
 
@@ -146,7 +146,7 @@ def _series(seed: int | None) -> str:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Came:
+class _Results:
     """Collected results of cases."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
@@ -213,22 +213,22 @@ def _require_pass(verdicts: Counter[str], target: Target, *, cases: int) -> None
         )
 
 
-def _judge_all(scenarios: Iterable[Scenario], judge: Judge, *, target: Target) -> _Came:
+def _judge_all(scenarios: Iterable[Scenario], judge: Judge, *, target: Target) -> _Results:
     """Judge cases, up to the first finding that is no difference of values."""
-    came = _Came()
+    results = _Results()
     for index, scenario in enumerate(scenarios):
         result = judge(scenario)
         # Some passes by params only are repeated with SGD, which shows if gradients were averaged.
         if index % TWIN_EVERY == 0:
             result = with_twin(result, scenario, judge=judge, find=lambda: target)
-        came.add(result.twin or scenario, result)
-        if came.apart >= BEYOND_VALUES:
+        results.add(result.twin or scenario, result)
+        if results.apart >= BEYOND_VALUES:
             break
-    return came
+    return results
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
+class _Subject:
     """Subject of the test."""
 
     target: Target
@@ -240,64 +240,64 @@ class _Asked:
 
 
 def _shrunk(
-    scenario: Scenario, result: CaseResult, asked: _Asked, *, heading: str
+    scenario: Scenario, result: CaseResult, subject: _Subject, *, heading: str
 ) -> NotConformant:
     """Shrink a failing case; a case that could not be judged is shown unchanged."""
     key = key_of(result)
     if key is None or result.verdict == "error" or not may_shrink(key):
-        return _shown(scenario, asked, f"{render_case(result)}\n\nThe case")
+        return _failure(scenario, subject, f"{render_case(result)}\n\nThe case")
     reduced, result = shrink_finding(
         scenario,
         result,
-        judge=asked.judge,
-        may_ask=lambda other: not refusals(asked.target, other),
-        limits=asked.limits,
+        judge=subject.judge,
+        may_ask=lambda other: not refusals(subject.target, other),
+        limits=subject.limits,
         # A case that our own system fails as well may be too small, not the target wrong.
-        right=right_judge(asked.target, pool=asked.pool),
+        right=right_judge(subject.target, pool=subject.pool),
     )
     result = marked(result, scenario)
-    led = _led(reduced.scenario, result, asked)
-    said = (
-        f"{heading}{render_case(without_advice(result))}\n{render_reduced(reduced)}\n\n{led}\n\n"
+    explanation = _explain_rules(reduced.scenario, result, subject)
+    text = (
+        f"{heading}{render_case(without_advice(result))}\n{render_reduced(reduced)}\n\n{explanation}\n\n"
         "The smallest case that was found"
     )
-    return _shown(reduced.scenario, asked, said)
+    return _failure(reduced.scenario, subject, text)
 
 
-def _led(scenario: Scenario, result: CaseResult, asked: _Asked) -> str:
+def _explain_rules(scenario: Scenario, result: CaseResult, subject: _Subject) -> str:
     """Return the omitted quantities, the declared rules, and a proposed declaration."""
     declared = {
-        each.name: getattr(numerics_of(asked.target, scenario), each.name)
+        each.name: getattr(numerics_of(subject.target, scenario), each.name)
         for each in fields(Numerics)
     }
     # Only non-default rules, in the form in which they are declared.
     other = {name: value for name, value in declared.items() if value != getattr(PLAIN, name)}
-    said = ", ".join(f"{name}={value!r}" for name, value in other.items())
+    rules = ", ".join(f"{name}={value!r}" for name, value in other.items())
     silent = ", ".join(result.unobserved)
     lines = [
         f"Not compared, because the target does not report it: {silent}"
         if silent
         else "Everything that a target can report was compared.",
-        f"Assumed rules: Numerics({said})"
-        + ("" if said else ", because none is declared, and those of the case"),
+        f"Assumed rules: Numerics({rules})"
+        + ("" if rules else ", because none is declared, and those of the case"),
     ]
-    lines.append(_proposal(scenario, result, asked, other=other))
+    lines.append(_proposal(scenario, result, subject, other=other))
     return "\n".join(lines)
 
 
 def _proposal(
-    scenario: Scenario, result: CaseResult, asked: _Asked, *, other: Mapping[str, Any]
+    scenario: Scenario, result: CaseResult, subject: _Subject, *, other: Mapping[str, Any]
 ) -> str:
     """Propose at most one declaration with which this case and other cases pass."""
-    telling = _telling_cases(scenario, result, asked)
+    distinguishing = _distinguishing_cases(scenario, result, subject)
     candidates = declared_by(result)
-    for change in candidates if telling else ():
+    for change in candidates if distinguishing else ():
         # A rule may fit one case by chance, so it must also pass cases that distinguish rules.
-        now, cases = with_change(other, change), [scenario, *telling]
+        now, cases = with_change(other, change), [scenario, *distinguishing]
         if "norm" in change or "clip" in change:
             # The judged case may not clip, so check rules of the norm with cases that do.
-            cases += _clipping_cases(scenario, asked)
-        if _all_pass(cases, now, asked):
+            cases += _clipping_cases(scenario, subject)
+        if _all_pass(cases, now, subject):
             words = ", ".join(f"{name}={value!r}" for name, value in now.items())
             return (
                 f"If this is intended, declare Numerics({words}): with it, this case passes and "
@@ -305,7 +305,7 @@ def _proposal(
             )
     if not candidates:
         return "No other known rule makes it pass."
-    if telling:
+    if distinguishing:
         return "No rule is proposed: rules that fit this case do not fit others of several ranks."
     return (
         "No rule is proposed: the target supports no case that distinguishes rules, with several "
@@ -313,7 +313,9 @@ def _proposal(
     )
 
 
-def _telling_cases(scenario: Scenario, result: CaseResult, asked: _Asked) -> list[Scenario]:
+def _distinguishing_cases(
+    scenario: Scenario, result: CaseResult, subject: _Subject
+) -> list[Scenario]:
     """Return the supported cases that distinguish rules, with the first suitable optimizer."""
     optimizers = [OptimizerSpec(name=name) for name in SEES_FACTORS]
     if PARTS not in result.unobserved:
@@ -321,39 +323,39 @@ def _telling_cases(scenario: Scenario, result: CaseResult, asked: _Asked) -> lis
         optimizers.append(scenario.optimizer)
     for optimizer in optimizers:
         cases = telling_cases(scenario, optimizer=replace(optimizer, lr=0.1))
-        if taken := [case for case in cases if not refusals(asked.target, case)]:
+        if taken := [case for case in cases if not refusals(subject.target, case)]:
             # Most candidates fail with several micro-batches, so those cases come first.
             return sorted(taken, key=lambda case: -case.run.micro_batches)
     return []
 
 
-def _clipping_cases(scenario: Scenario, asked: _Asked) -> list[Scenario]:
+def _clipping_cases(scenario: Scenario, subject: _Subject) -> list[Scenario]:
     base = changed(
         BASE, model={"dtype": scenario.model.dtype}, system={"stage": scenario.system.stage}
     )
-    return [case for case in clip_cases(base) if not refusals(asked.target, case)]
+    return [case for case in clip_cases(base) if not refusals(subject.target, case)]
 
 
-def _all_pass(cases: Sequence[Scenario], said: Mapping[str, Any], asked: _Asked) -> bool:
+def _all_pass(cases: Sequence[Scenario], numerics: Mapping[str, Any], subject: _Subject) -> bool:
     try:
-        target = Asked(asked.target, Numerics(**said))
+        target = Asked(subject.target, Numerics(**numerics))
     except UsageError:
         return False  # These rules exclude each other.
-    return all(run_case(case, pool=asked.pool, target=target).verdict == "pass" for case in cases)
+    return all(run_case(case, pool=subject.pool, target=target).verdict == "pass" for case in cases)
 
 
-def _shown(scenario: Scenario, asked: _Asked, said: str) -> NotConformant:
+def _failure(scenario: Scenario, subject: _Subject, text: str) -> NotConformant:
     """Return the failure with the case as TOML and the command that repeats it."""
     registered = (*target_names(), *library_target_names())
-    if asked.name not in registered:
+    if subject.name not in registered:
         # A file can only name a registered target; for others the command names the target.
         system = replace(scenario.system, target=SystemSpec().target)
         scenario = replace(scenario, system=system)
-    named = [] if asked.name in registered else ["--target", asked.name or "MODULE:NAME"]
+    named = [] if subject.name in registered else ["--target", subject.name or "MODULE:NAME"]
     command = shlex.join(["zero-sim", "run", _FILE, *named])
-    where = "" if asked.name else ", with the importable name of this target"
+    where = "" if subject.name else ", with the importable name of this target"
     return NotConformant(
-        f"{said}, as a scenario file:\n\n{to_chosen_toml(scenario)}\n"
+        f"{text}, as a scenario file:\n\n{to_chosen_toml(scenario)}\n"
         f"Saved as {_FILE}, this repeats it{where}:\n\n    {command}\n",
         scenario=scenario,
     )
