@@ -102,7 +102,7 @@ def set_(*keys, to):
         (set_("version", to=0), "version: expected 1, got 0"),
         (set_("more", to=1), "bundle.json.more: expected no field of this name"),
         (lambda head: head.pop("worlds"), "bundle.json.worlds: expected a value, got none"),
-        (set_("id", to="0" * 12), "which goes with the scenario and the first finding"),
+        (set_("id", to="0" * 12), "the id of the scenario and the first finding"),
         (
             set_("verdict", to="pass"),
             "verdict: expected 'fail', 'error' or 'inconclusive', got 'pass'",

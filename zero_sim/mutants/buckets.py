@@ -61,6 +61,7 @@ def last_bucket_not_gathered(patch: Patches) -> None:
 @mutant("B02", "BUCKET", "B2 S2", seen_in="PyTorch#43307", kill="contract")
 def readiness_not_reset(patch: Patches) -> None:
     """A bucket's missing gradients are set once, so nothing waits from the second step on."""
+    # Without new sets, every bucket counts as complete at once.
     patch[UnderBackward.begin, "self._missing = {unit: set()"] = """
         if self._missing:
             self.running = True
@@ -218,6 +219,7 @@ def synchronised_at_the_first(patch: Patches) -> None:
 @mutant("M41", "ACCUM", "GA S2", seen_in="DeepSpeed#6550")
 def counter_starts_one_early(patch: Patches) -> None:
     """From the second step on, the first micro-batch of each step is ignored."""
+    # The gradient is zeroed and not skipped, so its arrival still counts.
     # The constructor has no such counter, hence the default.
     patch[DistributedDataParallel.zero_grad_buffer, "self.step_count.reset()"] = """
         ...
@@ -293,6 +295,7 @@ def gradients_of_the_last_step(patch: Patches) -> None:
 @mutant("S07", "SCALE", "", seen_in="class SCALE", core=True)
 def mean_over_the_shards(patch: Patches) -> None:
     """A sum over the shard group is replaced by a mean."""
+    # AVG divides by the size of the shard group, besides the division by ranks.
     patch[collectives.reduce_scatter_sum, "ReduceOp.SUM"] = "ReduceOp.AVG"
 
 

@@ -99,6 +99,7 @@ def good_steps_not_restored(patch: Patches) -> None:
 @mutant("C04", "CKPT", "CK", seen_in="DeepSpeed#4702")
 def moments_swapped(patch: Patches) -> None:
     """The first two state tensors of a param are exchanged at load."""
+    # The first two tensors with dimensions, such as the two moments of Adam.
     patch[_commit_optimizer, "inner.state[leaf] = state"] = """
         names = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
         if len(names) > 1:
@@ -135,6 +136,7 @@ def last_owner_writes(patch: Patches) -> None:
 @mutant("C08", "CKPT", "CK SP", seen_in="class CKPT")
 def gathered_to_the_wrong_place(patch: Patches) -> None:
     """A consolidated checkpoint joins a param's pieces in reverse order."""
+    # Spans sorted from the last to the first.
     patch[write._collect_whole, "yield entry, whole"] = """
         spans = sorted({span for _, span in owners[record.param]}, key=lambda span: -span.start)
         whole = torch.cat([whole[span.start : span.stop] for span in spans])
@@ -171,6 +173,7 @@ def plain_buffers_not_saved(patch: Patches) -> None:
 @mutant("C12", "CKPT", "CK", seen_in="Megatron-LM#5976")
 def momentum_at_half(patch: Patches) -> None:
     """Optimizer state is rounded to bf16 on its way to the file."""
+    # bf16 keeps 8 of the 24 significant bits of fp32.
     patch[snapshot._build_pieces, "_keep(value.detach()"] = """
         _keep(value.detach().bfloat16().to(value.dtype)"""
 
@@ -220,6 +223,7 @@ def masters_are_views(patch: Patches) -> None:
 @mutant("C18", "CKPT", "CK", seen_in="class CKPT")
 def half_old_half_new(patch: Patches) -> None:
     """An asynchronous save copies half of the params and writes final values of the others."""
+    # Half of the masters, rounded up.
     _write_last(patch)
     patch[snapshot._build_pieces, "leaf = master.leaf"] = """
         ...

@@ -22,12 +22,14 @@ def all_reduced_and_sliced(patch: Patches) -> None:
 @mutant("M113", "VOLUME", "", seen_in="DeepSpeed#2665", kill="memory")
 def gradients_kept(patch: Patches) -> None:
     """The fp32 copies of the gradients outlive the step."""
+    # `leaf.grad` is the fp32 copy that the optimizer step reads.
     patch[DistributedOptimizer._write_back, "master.leaf.grad = None"] = "pass"
 
 
 @mutant("V15", "VOLUME", "MX", seen_in="class VOLUME", kill="volume", core=True)
 def gathered_in_fp32(patch: Patches) -> None:
     """Params are gathered in fp32 and cast back: as many elements, twice the bytes."""
+    # fp32 params are gathered in fp32 anyway.
     patch[Unit.collect, "call = partial(all_gather, whole, part"] = """
         if self.plan.is_even and whole.dtype in (torch.bfloat16, torch.float16):
             wide = torch.empty(whole.shape, dtype=torch.float32, device=whole.device)
@@ -65,6 +67,7 @@ def reductions_issued_one_gradient_late(patch: Patches) -> None:
 @mutant("V12", "VOLUME", "B2 FZ", seen_in="class VOLUME", kill="overlap")
 def frozen_params_are_waited_for(patch: Patches) -> None:
     """A bucket waits for the gradient of a temporarily frozen param, which never arrives."""
+    # `True` also waits for frozen params.
     patch[UnderBackward.begin, "param.requires_grad or not self._by_arrival"] = "True"
 
 
@@ -83,6 +86,7 @@ def copies_summed_one_by_one(patch: Patches) -> None:
 @mutant("V02", "VOLUME", "", seen_in="DeepSpeed#3306", kill="memory", core=True)
 def full_masters_on_every_rank(patch: Patches) -> None:
     """Every rank keeps an unsharded fp32 copy of the params beside its master shard."""
+    # Attributes of the optimizer keep the copies alive.
     patch[DistributedOptimizer.__init__, "self._scale_of_step = 1.0"] = """
         ...
         whole = [buffer.param_data for buffer in ddp.buffers if buffer.param_data is not None]
@@ -92,12 +96,14 @@ def full_masters_on_every_rank(patch: Patches) -> None:
 @mutant("V03", "VOLUME", "", seen_in="class VOLUME", kill="volume")
 def gathered_twice(patch: Patches) -> None:
     """Params are gathered twice."""
+    # The fragment runs twice.
     patch[Buffer.allgather_params, "unit.gather()"] = "...\n..."
 
 
 @mutant("V04", "VOLUME", "IN", seen_in="class VOLUME", kill="volume")
 def gathered_after_a_skipped_step(patch: Patches) -> None:
     """Params are gathered after a skipped step, too."""
+    # A skipped step changes no params, so only the volume shows the fault.
     patch[DistributedOptimizer.step, "return StepResult("] = """
         if skipped:
             self.ddp.start_param_gather()

@@ -54,6 +54,7 @@ def freed_twice(patch: Patches) -> None:
 @mutant("W05", "ASYNC", "Z3", seen_in="class ASYNC", core=True)
 def forward_does_not_gather(patch: Patches) -> None:
     """The last unit is not gathered before a module uses it."""
+    # The module then reads placeholders.
     patch[OnUse._before_forward, "self._gather(needed"] = """
         self._gather([unit for unit in needed if unit is not self._units[-1]]"""
 
@@ -99,6 +100,7 @@ def gathered_where_a_step_was_skipped(patch: Patches) -> None:
 @mutant("W12", "VOLUME", "Z3", seen_in="class VOLUME", kill="volume", core=True)
 def last_unit_freed_after_forward(patch: Patches) -> None:
     """The last unit is freed after forward as well, so backward must gather it again."""
+    # By default the last unit is kept, because backward needs it first.
     patch[OnUse.__init__, _KEPT] = "() if wrapped.config.reshard_after_forward else units"
 
 
@@ -140,6 +142,7 @@ def prefetched_and_not_waited_for(patch: Patches) -> None:
 @mutant("W19", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
 def gathered_by_every_module(patch: Patches) -> None:
     """Every module gathers its units, even if they are already unsharded."""
+    # Another gather changes no value, only the volume.
     patch[OnUse._gather, _ALL_ISSUED] = """
         for unit in needed:
             unit.gather()
@@ -166,6 +169,7 @@ def whole_when_it_is_issued(patch: Patches) -> None:
 @mutant("W22", "ORDER", "Z3 B2", seen_in="class ORDER", kill="contract")
 def odd_ranks_do_not_prefetch(patch: Patches) -> None:
     """Odd ranks do not prefetch, so their gathers and reductions interleave differently."""
+    # The factor is 0 on odd ranks.
     patch[OnUse.__init__, "self._prefetch = wrapped.config.prefetch"] = (
         "... * (1 - dist.get_rank() % 2)"
     )

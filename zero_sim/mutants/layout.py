@@ -67,6 +67,7 @@ def negative_overlap(patch: Patches) -> None:
 @mutant("M11", "LAYOUT", "NC", seen_in="apex#1794")
 def flattened_in_memory_order(patch: Patches) -> None:
     """A transposed param is flattened in memory order but read in logical order."""
+    # The strides of a contiguous tensor over the memory of a transposed one.
     patch[Buffer._adopt, "unit = units.get(placed.bucket)"] = """
         ...
         if not param.is_contiguous():
@@ -105,6 +106,7 @@ def bytes_taken_for_elements(patch: Patches) -> None:
 @mutant("L05", "LAYOUT", "", seen_in="class LAYOUT", core=True)
 def fragments_at_the_shards_start(patch: Patches) -> None:
     """Every fragment is placed at the start of its shard."""
+    # Spans then overlap at the start of the shard.
     patch[BucketPlan.fragments, "in_buffer.shift(-shard_span.start)"] = "Span(0, in_buffer.numel)"
 
 
@@ -194,6 +196,7 @@ def tied_stepped_twice(patch: Patches) -> None:
 @mutant("M23", "EMPTY", "FZ", seen_in="DeepSpeed#545", core=True)
 def followers_shift(patch: Patches) -> None:
     """Params without a gradient are omitted when a bucket is flattened, so later params shift."""
+    # `_arrived` collects the params with a gradient, in place of a mask.
     # Reductions under backward have sent their units before this point, so they stay right.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         self.__dict__.setdefault("_arrived", set()).add(param)
@@ -259,6 +262,7 @@ def frozen_params_move(patch: Patches) -> None:
 @mutant("E03", "EMPTY", "FZ", seen_in="PyTorch#158719", kill="contract")
 def owners_of_nothing_do_not_gather(patch: Patches) -> None:
     """A rank that owns no elements skips the gathers."""
+    # The other ranks wait for it in the gather.
     patch[DistributedOptimizer.step, "self.ddp.start_param_gather()"] = """
         if self.masters:
             ..."""
@@ -267,6 +271,7 @@ def owners_of_nothing_do_not_gather(patch: Patches) -> None:
 @mutant("E04", "EMPTY", "FZ", seen_in="DeepSpeed#2343", kill="contract")
 def owners_of_nothing_do_not_measure(patch: Patches) -> None:
     """A rank that owns no elements returns early from the norm."""
+    # The other ranks wait for it in the all-reduce of the norm.
     patch[DistributedOptimizer._measure, "return self._agree_on"] = """
         if not self.masters:
             return torch.zeros(()), 0, False
@@ -286,12 +291,14 @@ def last_element_of_short_params(patch: Patches) -> None:
 @mutant("E06", "EMPTY", "FZ B2", seen_in="DeepSpeed#5216", kill="volume")
 def empty_params_fill_buckets(patch: Patches) -> None:
     """A param without elements counts as one element of a bucket."""
+    # `or 1` turns an element count of 0 into 1.
     patch[planner._cut_into_buckets, "held_elems += spec.numel"] = "... or 1"
 
 
 @mutant("E07", "EMPTY", "FZ GA", seen_in="PyTorch#43259")
 def gradient_of_an_unused_param_kept(patch: Patches) -> None:
     """A param unused in a step keeps its gradient from the previous step."""
+    # `kept` is read before the reset and written after it, in two edits of one function.
     # One is added because the kept gradient could be zero, which would hide the fault.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         self.__dict__.setdefault("_used", set()).add(param)

@@ -20,6 +20,7 @@ from zero_sim.zero.variants.model_groups import build_expert_groups
 @mutant("M45", "ASYNC", "AS", seen_in="PyTorch#144535", kill="race", core=True)
 def gradient_read_without_a_wait(patch: Patches) -> None:
     """The reduced gradient is read without waiting for the reduction."""
+    # If the reduction completes late, the memory still holds the local gradient.
     patch[Unit._wait_reduce, "self._reducing.wait()"] = "pass"
 
 
@@ -73,6 +74,7 @@ def not_zeroed_while_gathering(patch: Patches) -> None:
 @mutant("M55", "ALIAS", "ME", seen_in="Megatron-LM#4800")
 def gathered_into_the_others_gradients(patch: Patches) -> None:
     """Dense params are gathered into memory that still holds the gradients of experts."""
+    # Only buffers with unsharded params have a `param_data`.
     # One element shows the overwrite without needing real shared memory.
     patch[DistributedOptimizer._upcast_grad, "return grad"] = """
         dense = self.ddp.buffers[0].param_data
@@ -152,6 +154,7 @@ def param_is_a_copy(patch: Patches) -> None:
 @mutant("Z02", "ALIAS", "", seen_in="class ALIAS", core=True)
 def reduced_gradient_divided_in_place(patch: Patches) -> None:
     """The optimizer's gradient shares memory with the buffer instead of copying it."""
+    # With `copy=True` an fp32 gradient is copied too; 16-bit ones are copied by the cast.
     patch[AllAtOnce.copy, "torch.float32, copy=True"] = "torch.float32"
 
 
@@ -246,6 +249,7 @@ def replica_sum_on_the_first_block_only(patch: Patches) -> None:
 @mutant("G05", "GROUP", seen_in="replicas with different initial values", core=True)
 def every_rank_begins_with_its_own(patch: Patches) -> None:
     """At the start nothing is broadcast, so every rank trains from its own initial values."""
+    # With equal seeds ranks begin alike; cases with `distinct_start` show it.
     patch[DistributedDataParallel.__init__, "if broadcast_params:"] = "if False:"
 
 
@@ -284,6 +288,7 @@ def unused_bucket_skipped(patch: Patches) -> None:
 @mutant("O01", "ORDER", "B2", seen_in="class ORDER", kill="contract", core=True)
 def odd_ranks_in_reverse(patch: Patches) -> None:
     """Odd ranks gather their buckets in reverse."""
+    # A stride of -1 reverses the list.
     patch[Buffer.allgather_params, "in self.units"] = "...[:: -1 if dist.get_rank() % 2 else 1]"
 
 

@@ -15,6 +15,7 @@ from zero_sim.zero.variants.root_reduce import AllReducedUnit, SummedAtFirstUnit
 @mutant("Q01", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
 def rows_are_cut(patch: Patches) -> None:
     """A param sharded by rows is padded only to even shards, so a row is cut in two."""
+    # A row has as many elements as the dimensions after the first.
     patch[planner._row_elems, "math.prod(shape[1:])"] = "1"
 
 
@@ -45,6 +46,7 @@ def reduced_to_a_neighbour(patch: Patches) -> None:
 @mutant("Q06", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
 def owner_lacks_the_last(patch: Patches) -> None:
     """The last element of a unit with one owner is assigned to the next rank."""
+    # The shard of the rank after the owner starts one element early.
     patch[Partition.start, "return self.numel"] = (
         "... - (shard == self.owner + 1 < self.shard_count)"
     )

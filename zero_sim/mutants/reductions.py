@@ -51,6 +51,7 @@ def padding_of_whole_gradients(patch: Patches) -> None:
 @mutant("R05", "ASYNC", "AS Z2", seen_in="class ASYNC", kill="race", core=True)
 def sum_kept_before_it_is_there(patch: Patches) -> None:
     """The shard of a reduction in flight is used, and its memory released, without a wait."""
+    # Nothing then waits before `accumulate_sum` reads the shard.
     patch[Unit.finish_reduce, "self._wait_reduce()"] = """
         if not self.frees_grads:
             ...
@@ -122,6 +123,7 @@ def micro_batches_let_go(patch: Patches) -> None:
 @mutant("R12", "ALIAS", "GA Z2", seen_in="class ALIAS")
 def added_to_memory_let_go(patch: Patches) -> None:
     """From the second use on, gradients are added to the memory of the first use."""
+    # `kept` maps the memory of each param to its first gradient.
     patch[Unit.fill, "memory.main_grad = grad"] = """
         memory.main_grad = __mutant__.kept.setdefault(memory, grad)"""
 
@@ -207,6 +209,7 @@ def sums_at_the_shards_start(patch: Patches) -> None:
 @mutant("R21", "INF", "IN S2 Z2", seen_in="class INF")
 def sums_of_a_skipped_step_kept(patch: Patches) -> None:
     """After a skipped step nothing is zeroed."""
+    # Reset what a step needs, but no memory.
     patch[DistributedOptimizer.step, "return StepResult("] = """
         self._has_skipped = skipped
         ..."""
@@ -273,6 +276,7 @@ def first_gradient_lost(patch: Patches) -> None:
 @mutant("R29", "VOLUME", "B2 Z2", seen_in="class VOLUME", kill="memory", core=True)
 def reductions_pile_up(patch: Patches) -> None:
     """Units are issued without waiting for the previous one, so over two stay unsharded."""
+    # This wait limits the unsharded gradients to those of two units.
     patch[UnderBackward._issue_next, "unit.frees_grads and self._issued_count"] = "False"
 
 
@@ -285,6 +289,7 @@ def first_counts_itself_twice(patch: Patches) -> None:
 @mutant("X02", "ORDER", "DR", seen_in="class ORDER")
 def added_from_the_last(patch: Patches) -> None:
     """The root rank adds in reverse rank order."""
+    # Another order of summation rounds differently.
     patch[_SumAtFirst._add, "self.flat.copy_("] = "parts = parts[::-1]\n..."
 
 

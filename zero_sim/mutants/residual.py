@@ -75,6 +75,7 @@ def all_turns_at_once(patch: Patches) -> None:
 @mutant("F10", "NORM", "CL", seen_in="class NORM")
 def turns_clipped_by_their_own_norm(patch: Patches) -> None:
     """Each turn is clipped by the local norm of its own gradients."""
+    # `_measure_own` returns the local sum of squares first.
     patch[StepBuffer._step_in_turns, "norm=norm"] = """
         norm=optimizer._measure_own(turn, grads)[0].sqrt().to(norm.dtype)"""
 
@@ -92,6 +93,7 @@ def second_time_unscaled_by_the_next_scale(patch: Patches) -> None:
 @mutant("F12", "GROUP", "", seen_in="class GROUP", core=True)
 def column_gradients_not_summed(patch: Patches) -> None:
     """The input gradient of column-parallel layers is not summed over the ranks."""
+    # Backward then has no all-reduce of the input gradient.
     patch[TensorParallel.enter, "self._group is None"] = "True"
 
 
@@ -106,6 +108,7 @@ def part_of_another_rank(patch: Patches) -> None:
 @mutant("F14", "VOLUME", "", seen_in="class VOLUME", kill="memory")
 def part_keeps_the_whole(patch: Patches) -> None:
     """A partitioned checkpoint is a view, so it keeps the unpartitioned memory alive."""
+    # The new tensor has full length, and the part is a view of it.
     patch[TensorParallel.keep, "flat.new_zeros(each)"] = "flat.new_zeros(flat.numel())[:each]"
 
 

@@ -26,6 +26,7 @@ def bound_times_a_reciprocal(patch: Patches) -> None:
 @mutant("N10", "NORM", "CL", seen_in="Megatron-LM's clip_grad_by_total_norm_fp32")
 def coefficient_in_fp64(patch: Patches) -> None:
     """The coefficient of a clip is computed in fp64 and rounded once."""
+    # `item()` returns a Python float, so the division runs in fp64.
     patch[norm.clip_by_norm_, _COEFFICIENT] = """
         torch.full_like(norm, min(1.0, max_norm / (norm.item() + 1e-6)))"""
 
@@ -93,6 +94,7 @@ def contributions_of_bf16(patch: Patches) -> None:
 @mutant("D14", "DTYPE", "CL", seen_in="class DTYPE")
 def gradients_as_stepped(patch: Patches) -> None:
     """The gradient buffer keeps the divided and clipped gradients of the optimizer."""
+    # The copy overwrites the shard in the gradient buffer.
     patch[DistributedOptimizer._step_masters, "self.inner.step()"] = """
         for master, grad in zip(trained, grads):
             master.buffer.get_grad_shard(master.param).copy_(grad)

@@ -15,12 +15,14 @@ from zero_sim.zero.variants.reduce_buffers import ReduceBuffers
 @mutant("J01", "ASYNC", "AS B2", seen_in="class ASYNC", core=True)
 def both_turns_use_one_buffer(patch: Patches) -> None:
     """The reduce buffers do not alternate: one is refilled while its sum is in flight."""
+    # All turns use the first buffer.
     patch[ReduceBuffers._storage_of, "plan.turn % turns"] = "0"
 
 
 @mutant("J02", "BUCKET", "B2", seen_in="class BUCKET", core=True)
 def last_buffer_is_not_sent(patch: Patches) -> None:
     """The last, partly filled reduce buffer is not reduced."""
+    # Marked at set-up; the sum of a marked unit is empty.
     patch[ReduceBuffers.__init__, "self.unit_of = {"] = """
         if self.units and self.units[-1].plan.numel < self._elems:
             __mutant__.kept[self.units[-1]] = True
@@ -88,12 +90,14 @@ def what_was_copied_stays(patch: Patches) -> None:
 @mutant("J09", "ACCUM", "GA", seen_in="class ACCUM")
 def sums_of_micro_batches_replace_each_other(patch: Patches) -> None:
     """The sum of each micro-batch replaces the earlier ones."""
+    # Each sum then counts as the first of the step.
     patch[GradUnit._end_reduce, "self._has_sum = True"] = "pass"
 
 
 @mutant("J11", "VOLUME", "NP", seen_in="class VOLUME", kill="volume")
 def runs_end_with_their_param(patch: Patches) -> None:
     """Neighbouring params of one owner are reduced in separate calls."""
+    # Each run ends after one param.
     patch[grad_plan._runs, "while index < len(owned) and owned[index][0] == shard:"] = "if True:"
 
 
@@ -106,6 +110,7 @@ def buffers_stay_after_backward(patch: Patches) -> None:
 @mutant("J13", "ORDER", "B2", seen_in="class ORDER", kill="memory")
 def sent_when_backward_is_over(patch: Patches) -> None:
     """A full reduce buffer is not reduced until backward ends."""
+    # By name, because the module of the schedule does not import this variant.
     patch[UnderBackward._issue_ready, "while self._issued_count"] = """
         if type(self._units[0]).__name__ == "GradUnit":
             return

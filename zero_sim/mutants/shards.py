@@ -65,6 +65,7 @@ def last_shard_not_written(patch: Patches) -> None:
 @mutant("W30", "CKPT", "Z3 CK", seen_in="class CKPT", core=True)
 def shards_not_loaded(patch: Patches) -> None:
     """A load into sharded params sets the masters but not the shards."""
+    # Unsharded params are still written.
     patch[_commit_weights, "master.buffer.write_param_shard("] = """
         if master.buffer.shard_data is None:
             ..."""
@@ -81,6 +82,7 @@ def scalars_stay_absent(patch: Patches) -> None:
 @mutant("W36", "DTYPE", "Z3", seen_in="class DTYPE")
 def gathered_in_low_precision(patch: Patches) -> None:
     """Params gathered on use are rounded to bf16."""
+    # Only fp32 params lose bits.
     patch[Unit._adopt_whole, "assert whole is not None"] = """
         if whole.dtype is torch.float32:
             whole.copy_(whole.to(torch.bfloat16))"""
@@ -121,6 +123,7 @@ def gathered_into_the_memory_before(patch: Patches) -> None:
 @mutant("W49", "EMPTY", "Z3 FZ", seen_in="class EMPTY")
 def frozen_shards_lost(patch: Patches) -> None:
     """Freeing a unit zeroes the shards of temporarily frozen params."""
+    # `own_working` is the fragment in the rank's shard.
     patch[Unit.free_params, "memory.param.data = absent(memory.param)"] = """
         ...
         if not memory.param.requires_grad:

@@ -66,6 +66,7 @@ def replicas_counted_each(patch: Patches) -> None:
 @mutant("N02", "NORM", "", seen_in="Megatron-LM#3478")
 def squares_summed_in_fp32(patch: Patches) -> None:
     """Sums of squares are rounded to fp32 before they are exchanged."""
+    # fp32 keeps 24 of the 53 significant bits of fp64.
     patch[norm.measure_grads, "dtype=torch.float64, device=device)"] = """
         dtype=torch.float32, device=device).to(torch.float64)"""
 
@@ -106,6 +107,7 @@ def shared_params_counted_in_each_part(patch: Patches) -> None:
 @mutant("N08", "NORM", "", seen_in="fairscale#517")
 def norms_added(patch: Patches) -> None:
     """Ranks add norms instead of squares."""
+    # The sums are those of norms, and no root is taken.
     patch[norm.measure_grads, "tensor([squares"] = "tensor([math.sqrt(squares)"
     patch[norm.root_of_squares, ".sqrt()"] = ""
 
@@ -120,6 +122,7 @@ def overflow_read_too_early(patch: Patches) -> None:
 @mutant("M83", "INF", "IN S2", seen_in="Megatron-LM 33111c9c9a")
 def gather_lost_with_a_skipped_step(patch: Patches) -> None:
     """A skipped step marks the gathers as done, so the next step's are omitted."""
+    # `_after_a_skip` passes the mark to the next step.
     patch[DistributedOptimizer.step, "self.ddp.start_param_gather()"] = """
         if not getattr(self, "_after_a_skip", False):
             ..."""
@@ -141,6 +144,7 @@ def overflow_not_shared(patch: Patches) -> None:
 @mutant("I02", "INF", "IN", seen_in="class INF")
 def nan_is_no_overflow(patch: Patches) -> None:
     """Only infinities count as an overflow; NaN does not."""
+    # A NaN makes the sum of squares NaN, which is not infinite.
     patch[norm.measure_grads, "not math.isfinite(squares)"] = "math.isinf(squares)"
 
 
@@ -153,6 +157,7 @@ def scale_never_shrinks(patch: Patches) -> None:
 @mutant("I04", "INF", "IN S2", seen_in="class INF")
 def good_steps_survive_a_skip(patch: Patches) -> None:
     """An overflow does not reset the count of good steps."""
+    # Without the reset, the next growth of the scale comes too early.
     patch[LossScaler.update, "self.good_steps = 0\nreturn"] = "return"
 
 
@@ -206,6 +211,7 @@ def groups_merged(patch: Patches) -> None:
 @mutant("P02", "OPTST", "S2", seen_in="nanotron 4cc62ae8")
 def warm_up_compounds(patch: Patches) -> None:
     """The schedule's factor multiplies the last learning rate, not the initial one."""
+    # The factor then compounds from step to step.
     patch[DistributedOptimizer.set_lr_factor, "base_lr * factor"] = 'group["lr"] * factor'
 
 
@@ -292,6 +298,7 @@ def scale_of_the_own_part(patch: Patches) -> None:
 @mutant("D05", "DTYPE", "MX", seen_in="DeepSpeed#4540")
 def gradients_rounded_on_the_way_in(patch: Patches) -> None:
     """The reduced gradient is rounded to bf16 before it reaches the optimizer."""
+    # bf16 keeps 8 of the 24 significant bits of fp32.
     patch[DistributedOptimizer._upcast_grad, "return grad"] = (
         "....to(torch.bfloat16).to(grad.dtype)"
     )

@@ -16,12 +16,14 @@ def own_part_from_the_start(patch: Patches) -> None:
 @mutant("U02", "OPTST", "SP", seen_in="class OPTST", kill="volume")
 def part_taken_for_the_whole(patch: Patches) -> None:
     """Each owner orthogonalizes its shard, or takes its norm, as if it were the unsharded param."""
+    # `whole_of` keeps its default, which treats each leaf as an unsharded param.
     patch[whole_params._attach, "inner.whole_of ="] = "_ ="
 
 
 @mutant("U03", "EMPTY", "NP", seen_in="class EMPTY", kill="contract")
 def gathers_only_with_a_part(patch: Patches) -> None:
     """A rank without elements in a bucket skips its gather."""
+    # Only this rank skips the gather, so the calls mismatch.
     patch[whole_params.whole_of_unit, "if unit.plan.partition"] = """
         if not shard.any():
             return shard.new_zeros(unit.plan.span.numel)

@@ -114,6 +114,7 @@ def joined_ranks_lose_what_they_accumulated(patch: Patches) -> None:
 @mutant("K14", "ORDER", "GA Z3", seen_in="class ORDER", kill="contract")
 def joined_ranks_gather_for_backward_alone(patch: Patches) -> None:
     """A rank that joins takes no part in the gathers of other ranks' forwards."""
+    # No forward of the others is repeated.
     patch[RepeatableOnUse.repeat_forward, "in self._last_calls"] = "in ()"
 
 

@@ -160,12 +160,7 @@ class _Results:
     """Number of cases by manner of the difference, for each check."""
 
     def add(self, scenario: Scenario, result: CaseResult) -> None:
-        """Add a result.
-
-        Args:
-            scenario: The case.
-            result: Its result.
-        """
+        """Add the result of a case."""
         self.verdicts[result.verdict] += 1
         self.params_only += result.passes_by_params_only
         if result.verdict in ("pass", "inconclusive"):
