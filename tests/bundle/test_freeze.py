@@ -25,7 +25,7 @@ def test_the_file_is_the_case_and_says_what_was_found(bundle, tmp_path):
 def test_a_file_that_is_there_is_not_replaced_unless_forced(bundle, tmp_path):
     path = frozen_path(bundle, folder=tmp_path, name="mine")
     path.write_text("x")
-    with pytest.raises(UsageError, match=r"mine\.toml: expected no such file yet.*--force"):
+    with pytest.raises(UsageError, match=r"mine\.toml: expected a new file.*--force"):
         frozen_path(bundle, folder=tmp_path, name="mine")
     assert frozen_path(bundle, folder=tmp_path, name="mine.toml", force=True) == path
 

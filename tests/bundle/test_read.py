@@ -102,7 +102,7 @@ def set_(*keys, to):
         (set_("version", to=0), "version: expected 1, got 0"),
         (set_("more", to=1), "bundle.json.more: expected no field of this name"),
         (lambda head: head.pop("worlds"), "bundle.json.worlds: expected a value, got none"),
-        (set_("id", to="0" * 12), "which goes with the scenario and the first finding"),
+        (set_("id", to="0" * 12), "the id of the scenario and the first finding"),
         (
             set_("verdict", to="pass"),
             "verdict: expected 'fail', 'error' or 'inconclusive', got 'pass'",
@@ -135,7 +135,7 @@ def set_(*keys, to):
         (set_("scenario", "world", "size", to=0), "world.size: expected an integer at least 1"),
         (set_("scenario", "model", "nmae", to="mlp"), "model.nmae: unknown field"),
         (set_("scenario", "system", "target", to="os:system"), "expected a registered target"),
-        (set_("seed", to=99), "seed: expected 7, that of the scenario, got 99"),
+        (set_("seed", to=99), "seed: expected 7, the scenario's, got 99"),
         (set_("worlds", 0, "digest", to="0"), "worlds[0].digest: expected that of"),
         (set_("findings", 1, "step", to=-1), "findings[1].step: expected an integer of at least 0"),
         (set_("findings", 1, "rank", to=3), "findings[1].rank[0]: expected 0 to 2"),

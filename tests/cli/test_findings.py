@@ -75,7 +75,7 @@ class TestFreeze:
             return invoke("replay", bundle, *options)
 
         assert freeze("--json").exit_code == 0
-        assert_ended(freeze(), 2, "kept/mine.toml: expected no such file yet", on="stderr")
+        assert_ended(freeze(), 2, "kept/mine.toml: expected a new file", on="stderr")
         assert freeze("--force").exit_code == 0
 
     def test_json_names_the_file(self, invoke, bundle):

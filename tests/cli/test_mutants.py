@@ -25,7 +25,7 @@ def test_one_that_survives_is_described():
     result = invoke("M95", "--cases", "1", "--jobs", "1")
     assert result.exit_code == 1
     assert "M95   CKPT    SURVIVED after 1 case" in result.stdout
-    assert "written as strings. [DeepSpeed#5342]" in result.stdout
+    assert "string order of their numbers. [DeepSpeed#5342]" in result.stdout
 
 
 def test_json_and_nothing_else():

@@ -19,9 +19,12 @@ pytest_plugins = ["pytester"]
         ("2, 'lazy'", "world_size(2, 'lazy'): expected *positive integers. Name other settings. *"),
         ("[]", "world_size([[]]): expected one or several numbers of ranks*"),
         ("5000", "expected world_size between 1 and 4096, got 5000."),
-        ("size=2", "world_size(size=2): there is no setting 'size'. The number of ranks comes *"),
-        ("2, timming='lazy'", "*no setting 'timming'; did you mean 'timing'? It takes order, *"),
-        ("2, colour=3", "*there is no setting 'colour'. It takes order, schedule, timing, seed*"),
+        (
+            "size=2",
+            "world_size(size=2): there is no setting 'size'. Give the number of ranks first*",
+        ),
+        ("2, timming='lazy'", "*no setting 'timming'; did you mean 'timing'? Settings: order, *"),
+        ("2, colour=3", "*there is no setting 'colour'. Settings: order, schedule, timing, seed*"),
         ("2, seed='x'", "*expected seed to be an integer, got 'x'."),
         ("2, races=1", "*expected races to be True or False, got 1."),
         ("2, timing='lasy'", "expected timing to be one of * got 'lasy'."),
@@ -134,14 +137,14 @@ SAID = (
     "*async def functions are not natively supported*",
     "*async def functions are not natively supported*",
     "*got a generator, whose body never ran.",
-    "*expected the test to return None, it returned False. Did you mean to assert it?",
-    "*got it on a method of TestUnit, a unittest.TestCase*Try a plain class*",
+    "*expected the test to return None, got False. Did you mean to assert it?",
+    "*got it on a method of TestUnit, a unittest.TestCase*Use a plain class*",
     "*async def functions are not natively supported*",
     "*expected one mark in a place, got world_size(3) and world_size(2). For several sizes*",
     "*expected one mark in a place, got world_size(2) and world_size(3). *",
-    "*expected `world_size` to be what the mark world_size(2) makes it, got 4 *",
-    "*expected `rank` to be what the mark world_size(2) makes it, got 0 *",
-    "*the fixture `of_rank` asks for `rank`, but fixtures are set up outside of the ranks.*",
+    "*expected `world_size` to be the fixture of the mark world_size(2), got 4 *",
+    "*expected `rank` to be the fixture of the mark world_size(2), got 0 *",
+    "*expected fixtures without `rank`, because *set up outside of the ranks, got `of_rank`.*",
 )
 NAMES = (
     "test_coroutine", "test_async_generator", "test_wrapped_coroutine",
@@ -231,7 +234,7 @@ def test_a_test_that_another_plugin_ran_is_not_green(pytester, run):
     """)
     result = run()
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*but another plugin ran it, and on no rank*"])
+    result.stdout.fnmatch_lines(["*got a run by another plugin, on no rank*"])
 
 
 def test_a_skipped_test_may_be_marked_wrongly(pytester, run):

@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "tests-on-ranks.md").read_text()
 def test_the_tests_that_it_shows_pass(pytester, run):
     code, _ = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     pytester.makepyfile(code)
-    run().assert_outcomes(passed=4, skipped=1)
+    run().assert_outcomes(passed=6, skipped=1)
 
 
 def test_it_says_of_every_setting_what_processes_make_of_it():

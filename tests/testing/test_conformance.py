@@ -113,11 +113,11 @@ class Premultiplies(Ruled):
 def test_a_failure_leads_to_the_rules_of_the_system():
     failed = failure_of(Premultiplies(), cases=40, shrink_seconds=AMPLE)
     said = str(failed)
-    assert "Not compared, since the target does not tell it: " in said
+    assert "Not compared, because the target does not report it: " in said
     assert "reduced gradients" in said
-    assert "Rules that were assumed: Numerics(), as nothing is declared" in said
+    assert "Assumed rules: Numerics(), because none is declared" in said
     (proposed,) = re.findall("declare Numerics.*", said)
-    rule = r"declare Numerics\(divide='premul(-fp32)?'\): with it this case passes, and so do "
+    rule = r"declare Numerics\(divide='premul(-fp32)?'\): with it, this case passes and so do "
     assert re.match(rule, proposed)
 
 
@@ -184,23 +184,23 @@ def what_is_said(target, *, ranks, seed):
     with WorldPool() as pool:
         judge = partial(run_case, pool=pool, target=target)
         result = judge(case)
-        asked = conformance_module._Asked(
+        subject = conformance_module._Subject(
             target=target, name="", judge=judge, pool=pool, limits=Limits()
         )
-        return conformance_module._led(case, result, asked), result.findings[0].detail
+        return conformance_module._explain_rules(case, result, subject), result.findings[0].detail
 
 
 def test_a_rule_is_proposed_where_cases_of_sgd_on_several_ranks_confirm_it():
     led, _ = what_is_said(Sums(("adamw", "sgd")), ranks=2, seed=1)
     assert led.endswith(
-        "If this is intended, declare Numerics(divide='none'): with it this case passes, and so "
-        "do 12 others that tell rules apart."
+        "If this is intended, declare Numerics(divide='none'): with it, this case passes and so "
+        "do 12 others that distinguish rules."
     )
 
 
 def test_no_rule_is_proposed_of_an_optimizer_that_hides_factors():
     led, detail = what_is_said(Sums(("adamw",)), ranks=2, seed=1)
-    assert "No rule is proposed: the target takes no case that tells rules apart" in led
+    assert "No rule is proposed: the target supports no case that distinguishes rules" in led
     assert "these are the bits of divide = 'none'.\nNo rule is proposed: params that a" in detail
     assert "declare Numerics" not in led + detail
 
@@ -209,7 +209,7 @@ def test_no_rule_is_proposed_that_fits_one_rank_alone():
     led, detail = what_is_said(ByTokens(("adamw", "sgd")), ranks=1, seed=6)
     assert "bits of divide = 'none' or divide_by = 'ranks' or divide_by = 'micro-ba" in detail
     assert "No rule is proposed: a case of one rank does not tell rules apart" in detail
-    assert "No rule is proposed: those that fit this case do not fit others" in led
+    assert "No rule is proposed: rules that fit this case do not fit others" in led
     assert "declare Numerics" not in led + detail
 
 
@@ -346,7 +346,7 @@ def test_cases_that_could_have_shown_nothing_are_no_pass(monkeypatch):
         return CaseResult(id=scenario.name, verdict="inconclusive", seconds=0.0)
 
     monkeypatch.setattr(conformance_module, "run_case", judge)
-    with pytest.raises(AssertionError, match="nothing was shown"):
+    with pytest.raises(AssertionError, match="which prove nothing"):
         conformance(Idle(), cases=2)()
 
 

@@ -1,4 +1,4 @@
-"""The benchmark: what zero_sim costs, beside what it should, beside its peers and what it was."""
+"""Benchmarks: zero_sim's own cost, beside goals, other libraries and earlier runs."""
 
 from zero_sim.bench.history import append_history, find_worse, read_history
 from zero_sim.bench.rows import run_benchmarks

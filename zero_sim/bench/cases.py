@@ -1,8 +1,7 @@
-"""Figures of worlds, cases, layouts and training: processor time, and ratios taken in turns.
+"""Figures of worlds, cases, layouts and training: processor time and ratios.
 
-Processor time, of this process and of all that it started, does not change on a busy machine; the
-wall clock does. A ratio is taken of two things that are done in turns, so that what slows the
-machine down slows both.
+Processor time, of this process and all processes it starts, does not change on a busy machine; the
+wall clock does. The two parts of a ratio run in turns, so a slowdown of the machine affects both.
 """
 
 from __future__ import annotations
@@ -50,19 +49,19 @@ Work = Callable[[], object]
 
 
 def tree_seconds() -> float:
-    """Processor seconds of this process and of all that it started, living or reaped."""
+    """Return processor seconds of this process and all its descendants, living or reaped."""
     reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
     own = time.process_time() + reaped.ru_utime + reaped.ru_stime
     return own + sum(map(_process_seconds, _descendants(os.getpid())))
 
 
 def median_seconds(work: Work, repeats: int) -> float:
-    """Median processor seconds of a piece of work in this process."""
+    """Return the median processor seconds of `work` in this process."""
     return statistics.median(_seconds(work) for _ in range(repeats))
 
 
 def pairs(one: Work, other: Work, repeats: int) -> list[tuple[float, float]]:
-    """Processor seconds of two pieces of work, done in turns; all processes of this one counted."""
+    """Return processor seconds of two pieces of work done in turns, descendants included."""
     taken = []
     for _ in range(repeats):
         began = tree_seconds()
@@ -74,7 +73,7 @@ def pairs(one: Work, other: Work, repeats: int) -> list[tuple[float, float]]:
 
 
 def ratio(taken: list[tuple[float, float]]) -> float:
-    """How often the second of each pair fits into the first: the median."""
+    """Return the median quotient of first over second."""
     return statistics.median(first / second for first, second in taken)
 
 
@@ -85,11 +84,11 @@ def _seconds(work: Work) -> float:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Processes that a process started, and that those did; Linux."""
+    """Return the ids of a process's descendants; Linux only."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            # The name of the process, in parentheses, may hold anything.
+            # The name of the process, in parentheses, may contain spaces and parentheses.
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue  # It ended meanwhile.
@@ -103,7 +102,8 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _process_seconds(pid: int) -> float:
-    """Processor seconds of all threads of a process so far, to the nanosecond; 0 once it ended."""
+    """Return processor seconds of all threads of a process so far; 0 after its end."""
+    # schedstat counts nanoseconds; stat counts ticks of 10 ms, too coarse for one all_reduce.
     nanoseconds = 0
     for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         try:
@@ -117,12 +117,12 @@ _DRAWN = 100
 
 
 def small_case(*, hidden: int = 8, steps: int = 3, rows: int = 4) -> Scenario:
-    """The case that the others are measured by: 4 ranks of a small network.
+    """Return the case that others are measured by: 4 ranks of a small network.
 
     Args:
         hidden: Width of its layers, in elements.
         steps: Optimizer steps.
-        rows: Of data, for each rank and step.
+        rows: Rows of data, for each rank and step.
     """
     return Scenario(
         schema=1,
@@ -142,22 +142,23 @@ def _all_reduce(rank: int) -> float:
 
 
 def all_reduce_seconds(world_size: int, repeats: int) -> float:
-    """Of one all_reduce of ranks that are there already."""
+    """Return the seconds of one all_reduce on warm ranks."""
     with World(world_size) as world:
         world.run(_all_reduce)
         return median_seconds(lambda: world.run(_all_reduce), repeats)
 
 
 def case_seconds() -> float:
-    """Of the small case, all state judged."""
+    """Return the seconds of the small case, with all state judged."""
     scenario = small_case()
     with WorldPool() as pool:
+        # The first run opens the world and fills caches.
         run_case(scenario, pool=pool)
         return median_seconds(lambda: run_case(scenario, pool=pool), 40)
 
 
 def case_over_torch() -> float:
-    """The small case over its system's own work in plain torch: built, trained, a shard stepped."""
+    """Return the small case over its work in plain torch: build, train, step a shard."""
     scenario = small_case()
     workload = build_workload(scenario)
     with WorldPool() as pool:
@@ -167,7 +168,7 @@ def case_over_torch() -> float:
 
 
 def failing_seconds(world_size: int) -> float:
-    """Of a run that ends with a mismatch of two ranks, or of many with one that never comes."""
+    """Return the seconds of a run that fails: a mismatch of 2 ranks, or a missing one of many."""
 
     def program(rank: int) -> None:
         if world_size > 2 and rank == 1:
@@ -185,7 +186,7 @@ def failing_seconds(world_size: int) -> float:
 
 
 def cost_of(world: WorldSpec) -> float:
-    """The small case on such a world, over the same on a plain one."""
+    """Return the small case in a world with these settings, over the same in a plain world."""
     plain = small_case()
     other = dataclasses.replace(plain, world=world)
     with WorldPool() as pool:
@@ -196,11 +197,11 @@ def cost_of(world: WorldSpec) -> float:
 
 
 def gloo_figures(*, hidden: int = 8, repeats: int = 20) -> tuple[float, float, float]:
-    """Processor seconds of a case on gloo workers; over simulated; and wall over wall.
+    """Return processor seconds of a case on gloo workers, over simulated, and wall over wall.
 
     Args:
         hidden: As for `small_case`.
-        repeats: How often it is done.
+        repeats: Number of repeats.
     """
     scenario = small_case(hidden=hidden)
     with WorldPool() as pool, on_workers(Setup(backend="gloo"), explainer=EXPLAINER) as judge:
@@ -220,11 +221,12 @@ def _wall_seconds(work: functools.partial[object]) -> float:
 
 
 def overhead(hidden: int) -> float:
-    """Training on simulated ranks, over the same work done rank after rank in a plain loop."""
+    """Return training on simulated ranks over the same work in a plain loop over ranks."""
     scenario = small_case(
         hidden=hidden, steps=20 if hidden < 64 else 5, rows=16 if hidden < 64 else 64
     )
     workload = build_workload(scenario)
+    # Warm up the draws, which both sides make.
     for rank in range(scenario.world.size):
         for step in range(scenario.run.steps):
             workload.batch(step=step, rank=rank, micro=0)
@@ -237,15 +239,16 @@ def overhead(hidden: int) -> float:
 
 
 def simulated_seconds(world: World, scenario: Scenario, workload: Workload) -> float:
-    """Of all steps of a case on simulated ranks, without a judge.
+    """Return the seconds of all steps of a case on simulated ranks, without a judge.
 
     Args:
-        world: Of the size of the case.
-        scenario: What it trains, and for how many steps.
+        world: World of the case's size.
+        scenario: The case to train.
         workload: Its workload.
     """
     target = find_target("zero_sim")
     times: list[float] = []
+    # All ranks share the process's clock: from the first rank's start to the last rank's end.
 
     def program(rank: int) -> None:
         assert dist.group.WORLD is not None
@@ -265,14 +268,15 @@ def simulated_seconds(world: World, scenario: Scenario, workload: Workload) -> f
 
 
 def _train_plainly(scenario: Scenario, workload: Workload) -> float:
-    """Forward, backward and a rank's share of the optimizer, once a rank, without communication.
+    """Run forward, backward and a rank's share of the optimizer, rank by rank, without calls.
 
     Returns:
-        Processor seconds, without what is built first.
+        Processor seconds, without the construction.
     """
     size = scenario.world.size
     modules = [workload.build() for _ in range(size)]
     numel = sum(param.numel() for param in modules[0].parameters())
+    # Ceiling division: the share of a rank, padding included.
     masters = [torch.zeros(-(-numel // size), requires_grad=True) for _ in range(size)]
     optimizers = [torch.optim.AdamW([master], foreach=False) for master in masters]
     started = time.process_time()
@@ -286,9 +290,10 @@ def _train_plainly(scenario: Scenario, workload: Workload) -> float:
 
 
 def drawn_seconds() -> tuple[float, float]:
-    """Mean of a drawn case, drawing included, on warm worlds; and of drawing alone."""
+    """Return mean seconds of a drawn case on warm worlds, with drawing, and of drawing alone."""
     cases_from = drawn_cases(ranks_max=8, steps_max=5).filter(lambda case: case.world.size > 1)
     with WorldPool() as pool:
+        # Once without measuring, so that the worlds of all sizes are open.
         for case in itertools.islice(draws(cases_from, seed="bench"), _DRAWN):
             run_case(case, pool=pool)
         began = time.process_time()
@@ -300,10 +305,10 @@ def drawn_seconds() -> tuple[float, float]:
 
 
 def layouts_rate(count: int) -> float:
-    """Layouts a second that are drawn, planned and seen to give every element one owner.
+    """Return the layouts per second that are drawn, planned and checked for unique owners.
 
     Args:
-        count: How many.
+        count: Number of layouts.
     """
     seen = 0
 
@@ -327,10 +332,10 @@ def layouts_rate(count: int) -> float:
 
 
 def require_cover(layout: Layout) -> None:
-    """Refuse a drawn layout in which some element of a param has no owner, or two.
+    """Check that every element of a param has exactly one owner.
 
     Raises:
-        LayoutError: Names the first such element.
+        LayoutError: Names the first element that has none or two.
     """
     _, policy, buffers = layout
     for buffer in buffers:
@@ -340,21 +345,21 @@ def require_cover(layout: Layout) -> None:
                 for fragment in bucket.fragments(shard):
                     if fragment.in_buffer.start != reached:
                         raise LayoutError(
-                            f"Expected element {reached} to be owned once, but bucket "
-                            f"{bucket.index} of buffer {buffer.key} goes on with {fragment}."
+                            f"expected element {reached} to be owned once, got bucket "
+                            f"{bucket.index} of buffer {buffer.key}, which has {fragment} next."
                         )
                     reached = fragment.in_buffer.stop
             if reached != bucket.padding.start:
                 raise LayoutError(
-                    f"Expected an owner of every element, but nobody has those of "
+                    f"expected an owner of every element, got none for "
                     f"[{reached}, {bucket.padding.start}) of buffer {buffer.key}."
                 )
 
 
 def first_verdict_seconds() -> float:
-    """Of `zero-sim run` with one case, from its start to its end, imports and all.
+    """Return the seconds of `zero-sim run` with one case, imports included.
 
-    Once before it is measured, which compiles what Python keeps compiled for the next time.
+    A first run is not measured, because it compiles the modules.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "case.toml")
@@ -369,4 +374,5 @@ def first_verdict_seconds() -> float:
             return tree_seconds() - began
 
         judge()
+        # The least of three, because all noise only adds.
         return min(judge() for _ in range(3))

@@ -1,7 +1,7 @@
-"""The history of a machine's benchmarks: a line for each run, and what has got worse since.
+"""History of a machine's benchmarks: a line for each run, and regressions since.
 
-Only ratios are held against earlier ones: of two things done in turns on one machine. What is worse
-is measured again before it is believed.
+Only ratios of two pieces of work done in turns are compared, because other figures depend on the
+machine's load. A regression is measured again before it is reported.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from zero_sim.report.records import Measurement, WorseRatio
 
 WORSE_PERCENT = 15.0
 _RUNS = 5
-"""Earlier runs that count: the last ones."""
+"""Number of latest runs to compare with."""
 _AGAIN = 2
-"""How often what looks worse is measured again."""
+"""Number of further measurements of an apparent regression."""
 
 
 def read_history(path: Path) -> list[dict[str, float]]:
-    """Values by name of each run on record; none where there is no file yet.
+    """Return the values of each recorded run, by name; empty if there is no file yet.
 
     Raises:
-        UsageError: It is no history.
+        UsageError: If the file is no history.
     """
     if not path.exists():
         return []
@@ -38,22 +38,22 @@ def read_history(path: Path) -> list[dict[str, float]]:
             runs.append({str(row["name"]): float(row["value"]) for row in rows})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"expected {path} to hold a line of JSON for each run of the benchmark, got "
-            f"{type(error).__name__}: {error}. Try another file for --history."
+            f"expected {path} to contain a line of JSON for each run of the benchmark, got "
+            f"{type(error).__name__}: {error}. Choose another file for --history."
         ) from None
     return runs
 
 
 def append_history(path: Path, measurements: Sequence[Measurement], **about: str) -> None:
-    """Add a run.
+    """Append a run to the history.
 
     Args:
-        path: The file; made where it is not there.
-        measurements: What was measured.
-        about: What else is to be known of the run, such as versions.
+        path: The file, created if missing.
+        measurements: The measurements.
+        about: Further facts of the run, such as versions.
 
     Raises:
-        UsageError: It cannot be written.
+        UsageError: If the file cannot be written.
     """
     line = json.dumps({**about, "measurements": [asdict(each) for each in measurements]})
     try:
@@ -70,19 +70,21 @@ def find_worse(
     again: Callable[[str], Measurement],
     worse_percent: float = WORSE_PERCENT,
 ) -> list[WorseRatio]:
-    """Find the ratios that are worse than on record, also when they are measured again.
+    """Find the ratios that are worse than in the history, also when measured again.
 
     Args:
-        measurements: Of this run.
-        history: Of earlier ones.
+        measurements: Measurements of this run.
+        history: Values of earlier runs, by name.
         again: Measures the figure of a name once more.
-        worse_percent: By how much a ratio may be worse.
+        worse_percent: Tolerated loss, in percent.
     """
     found = []
     for row in measurements:
         values = [run[row.name] for run in history[-_RUNS:] if row.name in run]
+        # Other units depend on the machine and its load.
         if row.unit != "x" or not values:
             continue
+        # The median of earlier runs against the best of this one: noise must not look like a loss.
         before, best, tries = statistics.median(values), row.value, _AGAIN
         while _is_worse(best, before, row=row, percent=worse_percent) and tries:
             value, tries = again(row.name).value, tries - 1

@@ -1,4 +1,4 @@
-"""Memory: what a process takes beside what its ranks hold, and what many ranks take."""
+"""Memory figures: overhead over the tensors of ranks, and the cost of many ranks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from zero_sim.workloads import build_workload
 
 
 def memory_ratio() -> float:
-    """Peak growth of a fresh process that trains 4 ranks, over the tensors that they keep."""
+    """Return the peak growth of a fresh process that trains 4 ranks, over its ranks' tensors."""
     return float(_printed_by("print_memory()"))
 
 
 def many_ranks(world_size: int) -> tuple[float, float]:
-    """Processor seconds and growth in MB of a fresh process's world: opened, run once, closed.
+    """Return processor seconds and growth in MB of a world that is opened, run once and closed.
 
     Args:
-        world_size: Its ranks, of which every second one calls something else before all meet.
+        world_size: Number of ranks; the odd ones make another call before all meet.
     """
     call = f"print_many_ranks({world_size})"
-    # What memory is told by takes time: each in a process of its own.
+    # The malloc setting that makes memory exact costs time, so measure in two processes.
     seconds, _ = _printed_by(call, in_use=False).split()
     _, grown = _printed_by(call).split()
     return float(seconds), float(grown)
@@ -42,16 +42,17 @@ def _printed_by(call: str, *, in_use: bool = True) -> str:
         check=True,
         capture_output=True,
         text=True,
-        # Without a fixed threshold glibc keeps freed tensors in its heap and fragments it; what is
-        # asked of memory is what is in use.
+        # Without a fixed threshold glibc keeps freed tensors in its heap and fragments it, so
+        # resident memory would exceed the memory in use.
         env={**os.environ, **({"MALLOC_MMAP_THRESHOLD_": "65536"} if in_use else {})},
     )
     return done.stdout
 
 
 def print_many_ranks(world_size: int) -> None:
-    """Body of the process that `many_ranks` starts."""
+    """Run the body of the process that `many_ranks` starts."""
     torch.set_num_threads(1)
+    # A small world first, so that imports and caches do not count.
     with World(2) as world:
         world.run(_branching)
     before_bytes, began = _resident_bytes(), time.process_time()
@@ -62,13 +63,14 @@ def print_many_ranks(world_size: int) -> None:
 
 
 def _branching(rank: int) -> None:
+    # Ranks branch, as in programs with different work on each rank.
     if rank % 2:
         torch.zeros(rank)
     dist.all_reduce(torch.tensor([float(rank)]))
 
 
 def print_memory() -> None:
-    """Body of the process that `memory_ratio` starts."""
+    """Run the body of the process that `memory_ratio` starts."""
     torch.set_num_threads(1)
     with WorldPool() as pool:
         run_case(small_case(), pool=pool)
@@ -77,8 +79,10 @@ def print_memory() -> None:
     module = workload.build()
     numel = sum(param.numel() for param in module.parameters())
     size = scenario.world.size
-    held_bytes = size * 8 * numel + 12 * numel  # fp32 params and grads; masters and moments sharded
+    # fp32 params and grads: 8 bytes on each rank. Masters and two moments: 12 bytes in all shards.
+    held_bytes = size * 8 * numel + 12 * numel
     del module
+    # After a small case and the construction of the workload, so that neither counts.
     before_bytes = _resident_bytes()
     with World(size) as world:
         simulated_seconds(world, scenario, workload)
@@ -90,6 +94,6 @@ def _peak_bytes() -> int:
 
 
 def _resident_bytes() -> int:
-    """Memory that the process holds right now; Linux."""
+    """Return the resident bytes of this process; Linux only."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()

@@ -1,9 +1,9 @@
 """Peers: the same programs on torch's own ways of running many ranks in one process.
 
-Its threaded process group has a thread a rank and no baton; what it computes depends on which
-thread comes first where they share random numbers. `LocalTensorMode` has all ranks in one thread,
-in lock-step, and runs no program that branches on its rank. Each replaces what torch keeps once a
-process, so each way has a process of its own, and they are asked in turns.
+The threaded process group has a thread per rank and no baton, so results depend on the timing of
+threads if they share random numbers. `LocalTensorMode` runs all ranks in one thread, in lock-step,
+so it cannot run programs that branch on the rank. Each replaces global state of torch. Therefore
+each runs in a separate process, and measurements alternate between the processes.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ _STEPS = 3
 
 Program = Callable[[int], object]
 Way = Callable[[Program], AbstractContextManager[Callable[[], object]]]
-"""Gives what runs a program once on ranks that are there already, if the way has such."""
+"""Context manager that yields a function that runs a program once on warm ranks, if the peer can
+keep ranks warm."""
 
 
 def all_reduce(rank: int) -> None:
-    """One all_reduce of one element."""
+    """Call one all_reduce of one element."""
     dist.all_reduce(torch.tensor([float(rank)]))
 
 
 def train_fsdp2(rank: int) -> None:
-    """Three AdamW steps of FSDP2, each layer sharded by itself."""
+    """Train three AdamW steps with FSDP2, with each layer sharded separately."""
     model = _model()
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -53,23 +54,23 @@ def train_fsdp2(rank: int) -> None:
 
 
 def train_ddp(rank: int) -> None:
-    """Three AdamW steps of DDP."""
+    """Train three AdamW steps with DDP."""
     _train(DistributedDataParallel(_model()), rank)
 
 
 @contextlib.contextmanager
 def simulated(program: Program) -> Iterator[Callable[[], object]]:
-    """Simulated ranks that stay."""
+    """Run on simulated ranks, which stay between runs."""
     with World(RANKS) as world:
         yield lambda: world.run(program)
 
 
 @contextlib.contextmanager
 def threaded(program: Program) -> Iterator[Callable[[], object]]:
-    """A threaded process group, torch's: threads and groups anew each time, as in its tests."""
+    """Run on torch's threaded process group; as in torch's tests, each run starts new threads."""
     from torch.testing._internal.distributed import multi_threaded_pg as peer
 
-    # The ways into it have no types.
+    # torch's functions for this have no types.
     install: Callable[[], object] = peer._install_threaded_pg
     install()
     isolate: Callable[[bool], object] = getattr(c_bindings, "_set_thread_isolation_mode")  # noqa: B009
@@ -79,7 +80,7 @@ def threaded(program: Program) -> Iterator[Callable[[], object]]:
 
 @contextlib.contextmanager
 def in_lock_step(program: Program) -> Iterator[Callable[[], object]]:
-    """`LocalTensorMode`, whose ranks have a group that is made for nothing else."""
+    """Run with `LocalTensorMode`, in a fake process group."""
     from torch.distributed._local_tensor import LocalTensorMode
 
     store = FakeStore()
@@ -104,8 +105,8 @@ PROGRAMS: Mapping[str, Program] = {
 }
 
 
-class Asked:
-    """A way of running a program, in a process of its own; to be closed."""
+class PeerProcess:
+    """A process that runs a program in one way; close it with `with`."""
 
     def __init__(self, way: str, program: str) -> None:
         self._process = subprocess.Popen(
@@ -115,9 +116,10 @@ class Asked:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self._what = f"{program} {way}"
+        self._name = f"{program} {way}"
 
     def __enter__(self) -> Self:
+        # The first run includes imports and warm-up.
         self.seconds()
         return self
 
@@ -125,41 +127,42 @@ class Asked:
         self._process.communicate()
 
     def seconds(self) -> float:
-        """Processor seconds of running it once more.
+        """Run the program once more, and return its processor seconds.
 
         Raises:
-            EnvironmentProblem: It cannot be run here.
+            EnvironmentProblem: If it cannot run here.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("\n")
             self._process.stdin.flush()
+        # An empty answer means that the process has ended.
         answer = self._process.stdout.readline()
         if not answer:
-            _, said = self._process.communicate()
-            why = said.strip().splitlines()[-1:] or ["nothing said"]
-            raise EnvironmentProblem(f"expected {self._what} to run, got {why[0]}")
+            _, stderr = self._process.communicate()
+            why = stderr.strip().splitlines()[-1:] or ["no message"]
+            raise EnvironmentProblem(f"expected {self._name} to run, got {why[0]}")
         return float(answer)
 
 
 def ratio_of(program: str, *, peer: str, repeats: int) -> float:
-    """How often a program on simulated ranks fits into the same on a peer; the median of pairs.
+    """Return the seconds of a program on a peer over those on simulated ranks, as a median.
 
     Args:
-        program: One of `PROGRAMS`.
-        peer: One of `WAYS`.
-        repeats: How many pairs.
+        program: Name in `PROGRAMS`.
+        peer: Name in `WAYS`.
+        repeats: Number of pairs of runs.
 
     Raises:
-        EnvironmentProblem: The peer cannot run it here.
+        EnvironmentProblem: If the peer cannot run it here.
     """
-    with Asked(peer, program) as other, Asked("simulated", program) as own:
+    with PeerProcess(peer, program) as other, PeerProcess("simulated", program) as own:
         return statistics.median(other.seconds() / own.seconds() for _ in range(repeats))
 
 
 def main(way: str, program: str) -> None:
-    """Body of the process that `Asked` starts: a run of the program for each line that it reads."""
+    """Run the body of the process that `PeerProcess` starts: one run for each line of its input."""
     torch.set_num_threads(1)
     with WAYS[way](PROGRAMS[program]) as run:
         for _ in sys.stdin:
@@ -175,6 +178,7 @@ def _on_threads(program: Program) -> None:
 
     def on_rank(rank: int) -> None:
         torch.set_num_threads(1)
+        # Single-threaded autograd runs backward in the rank's thread, which has the group.
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)

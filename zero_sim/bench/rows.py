@@ -1,7 +1,7 @@
-"""The rows of the benchmark, each a figure beside what it should be.
+"""Rows of the benchmark, each a figure beside its goal.
 
-All but a few are processor time, which a busy machine inflates by a tenth or two and not by what
-else runs; ratios compare what was done in turns. An absolute figure tells of the machine as well.
+Nearly all are processor time. A busy machine inflates it by 10 to 20 %, whatever else runs; ratios
+compare work done in turns. Absolute figures also depend on the machine.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from zero_sim.scenario.suggest import did_you_mean
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Figures that are taken together, beside their goals."""
+    """Figures that are measured together, with their goals."""
 
     figures: tuple[Measurement, ...]
-    """Without values yet."""
+    """Figures without values."""
     take: Callable[[], float | tuple[float, ...]]
-    """Gives one value, or as many as there are figures; times in seconds."""
+    """Measures one value per figure; times are in seconds."""
 
     def measure(self) -> Iterator[Measurement]:
-        """Take the figures."""
+        """Measure the figures."""
         taken = self.take()
         values = taken if isinstance(taken, tuple) else (taken,)
         for figure, in_seconds in zip(self.figures, values, strict=True):
             value = in_seconds * 1e3 if figure.unit == "ms" else in_seconds
             goal, ok = figure.goal, None
             if goal is not None:
+                # Rates must reach their goal, times must not exceed it.
                 ok = value >= goal if figure.at_least else value <= goal
             yield replace(figure, value=round(value, 4), ok=ok)
 
@@ -128,10 +129,10 @@ def run_benchmarks(*, only: str = "") -> Iterator[Measurement]:
     """Take every measurement, one after another.
 
     Args:
-        only: A part of the names of those to take; all where it is empty.
+        only: Part of the names to measure; empty for all.
 
     Raises:
-        UsageError: No figure has that in its name.
+        UsageError: If no figure's name contains it.
     """
     names = [figure.name for row in ROWS for figure in row.figures]
     if not any(only in name for name in names):
@@ -140,6 +141,7 @@ def run_benchmarks(*, only: str = "") -> Iterator[Measurement]:
             f"expected a part of a figure's name, got {only!r}.{did_you_mean(only, words)} "
             f"Figures: {'; '.join(names)}."
         )
+    # One thread, so that processor time does not depend on the number of cores.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

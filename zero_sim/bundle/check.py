@@ -1,7 +1,8 @@
-"""Checks across the parts of a bundle: numbers lie within the case, parts fit each other.
+"""Checks across the parts of a bundle: numbers lie within the case, and parts fit each other.
 
-Whoever can write a bundle can write any hash into it as well. So what is read of it is held to what
-the case allows, and its parts to each other: what shows or repeats a bundle need not ask again.
+A hash proves nothing here, because the author of a bundle can write any hash into it. So each part
+is checked against the case and the other parts. Code that shows or replays a bundle need not check
+again.
 """
 
 from __future__ import annotations
@@ -21,56 +22,59 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog, Moment
 from zero_sim.untrusted_json import InvalidField, show
 
+# Ids of checks are printed and used in file names, so nothing else may pass.
 _CHECK = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\.[a-z0-9]+(-[a-z0-9]+)*)?")
 _CHECK_CHARS_MAX = 80
 
 
 def integers(value: object, *, stop: int, where: str) -> list[int]:
-    """Return a list of integers from 0 up to but without `stop`.
+    """Check that a value is a list of integers from 0 to `stop - 1`, and return it.
 
     Raises:
-        InvalidField: It is none.
+        InvalidField: If it is not.
     """
     if not isinstance(value, list):
         raise InvalidField(f"{where}: expected a list, got {show(value)}")
     for index, item in enumerate(value):
+        # `type` and not `isinstance`, because JSON's true is an instance of int.
         if type(item) is not int or not 0 <= item < stop:
             raise InvalidField(f"{where}[{index}]: expected 0 to {stop - 1}, got {show(item)}")
     return value
 
 
 def world_sizes(scenario: Scenario) -> tuple[int, ...]:
-    """Ranks of each world that a case runs in."""
+    """Return the number of ranks of each world in which a case runs: one, or two with a reload."""
     if scenario.reload is None:
         return (scenario.world.size,)
     return scenario.world.size, scenario.reload.world_size or scenario.world.size
 
 
 def check_case(text: str, scenario: Scenario, *, seed: int) -> None:
-    """Check that the case for people to read is the one that is repeated.
+    """Check that the readable case file describes the case that a replay runs.
 
     Args:
-        text: What stands in the file of the case.
+        text: Content of the case file.
         scenario: The case itself.
-        seed: The seed that is said beside it.
+        seed: The seed beside it.
 
     Raises:
-        InvalidField: One of them was changed.
+        InvalidField: If one of them was changed.
     """
     if seed != scenario.run.seed:
         raise InvalidField(
-            f"seed: expected {scenario.run.seed}, that of the scenario, got {seed}: this is not "
-            "the bundle that was written"
+            f"seed: expected {scenario.run.seed}, the scenario's, got {seed}: the bundle was "
+            "changed after it was written"
         )
     try:
         (written,) = parse_cases(text, source="case.toml", stem="case")
     except (ScenarioError, ValueError) as error:
         first = str(error).splitlines()[-1].strip()
         raise InvalidField(f"case.toml: expected the case of this bundle, got: {first}") from None
+    # Names are excluded: that of a case file comes from the file.
     if _anonymous(written) != _anonymous(scenario):
         raise InvalidField(
-            "case.toml: expected the case of bundle.json, got another one: this is not the bundle "
-            "that was written. To change a case, copy the file elsewhere"
+            "case.toml: expected the case of bundle.json, got another one: the bundle was changed "
+            "after it was written. To change a case, edit a copy of the file elsewhere"
         )
 
 
@@ -78,12 +82,12 @@ def check_finding(finding: Finding, *, where: str, rank_stop: int) -> None:
     """Check a finding by itself.
 
     Args:
-        finding: What was read.
-        where: Place in the file, for the message.
+        finding: The finding as read.
+        where: Position in the file, for the message.
         rank_stop: One past the last rank of the largest world.
 
     Raises:
-        InvalidField: A name or number that no finding has.
+        InvalidField: If a name or number is impossible for a finding.
     """
     if not _CHECK.fullmatch(finding.check) or len(finding.check) > _CHECK_CHARS_MAX:
         raise InvalidField(
@@ -98,7 +102,7 @@ def check_buffer_map(buffer_map: BufferMap, *, rank_stop: int) -> None:
     """Check a buffer map by itself.
 
     Raises:
-        InvalidField: A part of it lies outside the buffer, or a rank outside the world.
+        InvalidField: If a part lies outside the buffer, or a rank outside the world.
     """
     if not 0 <= buffer_map.start < buffer_map.stop <= buffer_map.elems:
         raise InvalidField(
@@ -118,13 +122,15 @@ def check_buffer_map(buffer_map: BufferMap, *, rank_stop: int) -> None:
 
 
 def check_evidence(evidence: Evidence, *, where: str) -> None:
-    """Check what was compared.
+    """Check the tensors of a comparison.
 
     Raises:
-        InvalidField: The sides are not what a comparison keeps.
+        InvalidField: If the sides are not such as a comparison keeps.
     """
     sides = evidence.expected, evidence.got
+    # Readers compare the sides element by element.
     for side in sides:
+        # The writer keeps flat windows around the first difference.
         if side.ndim != 1 or side.numel() > EVIDENCE_ELEMS_MAX:
             raise InvalidField(
                 f"{where}: expected tensors of one dimension, of at most {EVIDENCE_ELEMS_MAX} "
@@ -138,30 +144,31 @@ def check_evidence(evidence: Evidence, *, where: str) -> None:
 
 
 def check_moment(moment: Moment, log: EventLog, *, where: str) -> None:
-    """Check a moment beside the call that it is of, and the moments before it.
+    """Check a moment against its call and the previous moment.
 
     Raises:
-        InvalidField: There is no such call, it is not of its rank, or time runs backwards.
+        InvalidField: If there is no such call, it has another rank, or time runs backwards.
     """
     integers([moment.record], stop=len(log.collectives), where=f"{where}.record")
     rank = log.collectives[moment.record].rank
     if moment.rank != rank:
         raise InvalidField(f"{where}.rank: expected {rank}, the call's, got {moment.rank}")
+    # Ticks count calls into the world, so they never decrease.
     least = log.moments[-1].tick if log.moments else 0
     if moment.tick < least:
         raise InvalidField(f"{where}.tick: expected at least {least}, got {moment.tick}")
 
 
 def check_logs(logs: Sequence[EventLog], scenario: Scenario) -> None:
-    """Check that there is a log for no more worlds than the case runs in.
+    """Check that there are no more logs than worlds of the case.
 
     Raises:
-        InvalidField: There are more.
+        InvalidField: If there are more.
     """
     most = len(world_sizes(scenario))
     if len(logs) > most:
         raise InvalidField(
-            f"worlds: expected at most {most}, which the case runs in, got {len(logs)}"
+            f"worlds: expected at most {most}, the worlds of the case, got {len(logs)}"
         )
 
 

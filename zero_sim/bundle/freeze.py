@@ -1,4 +1,4 @@
-"""Frozen cases: the case of a bundle as a scenario file of its own, to be run from then on."""
+"""Frozen cases: the case of a bundle as a separate scenario file, for regression tests."""
 
 from __future__ import annotations
 
@@ -15,41 +15,43 @@ from zero_sim.untrusted import printable
 
 
 def frozen_path(bundle: Bundle, *, folder: Path, name: str = "", force: bool = False) -> Path:
-    """Where the case of a bundle is to be frozen.
+    """Return the path for the frozen case of a bundle.
 
     Args:
         bundle: The bundle.
-        folder: Where the file goes.
-        name: What it is called, without `.toml`; by default after the check and the bundle's id.
-        force: Whether a file that is there may be replaced.
+        folder: Folder of the file.
+        name: Name of the file without `.toml`; by default, the check and the bundle's id.
+        force: True to allow an existing file.
 
     Raises:
-        UsageError: There is such a file, or the name is no name of a file.
+        UsageError: If the file exists, or the name is no valid file name.
     """
     name = name or f"{bundle.findings[0].check.replace('.', '-')}-{bundle.id[:6]}"
+    # Names may come from bundles of others: no folders, hidden files or control characters.
     if Path(name).name != name or name.startswith(".") or printable(name) != name:
         raise UsageError(
             "expected the name of a file, without a folder and without control characters, got "
-            f"{name!r}."
+            f"{name!r}. Choose another --name."
         )
     path = folder / f"{name.removesuffix('.toml')}.toml"
+    # lexists, so that a dangling link counts too.
     if os.path.lexists(path) and not force:
-        raise UsageError(f"{path}: expected no such file yet, got one. Try --force, or --name.")
+        raise UsageError(f"{path}: expected a new file, got an old one. Use --force, or --name.")
     return path
 
 
 def freeze(bundle: Bundle, path: Path) -> None:
-    """Write the case of a bundle, with a line that says what was found and when.
+    """Write the case of a bundle, with a description of its first finding.
 
     Args:
         bundle: The bundle.
-        path: The file; one that is there is replaced.
+        path: The file; an existing one is replaced.
 
     Raises:
-        UsageError: It cannot be written there.
-        EnvironmentProblem: There is no room for it.
+        UsageError: If the file cannot be written.
+        EnvironmentProblem: If the disk is full.
     """
-    # The file's name is the case's.
+    # Without a name, a case is named after its file.
     scenario = dataclasses.replace(bundle.scenario, name="", description=_description(bundle))
     text = f"# Frozen from bundle {bundle.id}.\n{to_chosen_toml(scenario)}"
     try:
@@ -67,7 +69,8 @@ def _description(bundle: Bundle) -> str:
         if value is not None
     ]
     place = f" ({', '.join(where)})" if where else ""
-    said = f"{first.check}: {first.message}{place}; found{day} by zero_sim "
+    found = f"{first.check}: {first.message}{place}; found{day} by zero_sim "
+    # The case's own description comes last, because the limit may cut it.
     before = bundle.scenario.description
-    text = f"{said}{bundle.environment.zero_sim}{f'; {before}' if before else ''}"
+    text = f"{found}{bundle.environment.zero_sim}{f'; {before}' if before else ''}"
     return printable(text, lines=True)[:DESCRIPTION_CHARS_MAX]

@@ -1,4 +1,4 @@
-"""The reader of bundles, which may come from anybody: all is checked and nothing is executed."""
+"""Reader of bundles from untrusted sources: everything is checked and nothing is executed."""
 
 from __future__ import annotations
 
@@ -56,9 +56,10 @@ from zero_sim.untrusted_json import (
 
 HEAD_BYTES_MAX = 1 << 26
 FILE_BYTES_MAX = 1 << 30
-"""What is larger was not written by us, and need not be read to know it."""
+"""Limits of files, in bytes. zero_sim writes no larger ones, so those are refused unread."""
 
 _IDS_SHOWN = 5
+# Shown in commands, never imported from a bundle; the pattern keeps such a command harmless.
 _TARGET = matching(
     r"(?!.{201})([^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*)?", "a name such as module:name"
 )
@@ -67,18 +68,20 @@ _DAY = matching(r"(\d{4}-\d\d-\d\d)?", "a day such as 2026-07-31")
 
 
 def find_bundle(name: str, *, folder: Path) -> Path:
-    """The folder of a bundle.
+    """Return the folder of a bundle.
 
     Args:
-        name: A path to it, or its id or the beginning of it.
-        folder: Where bundles are kept.
+        name: A path, the bundle's id, or the beginning of the id.
+        folder: Folder of all bundles.
 
     Raises:
-        BundleError: There is none, or several begin like this.
+        BundleError: If no bundle or several match.
     """
+    # A path wins over an id of the same name.
     if os.path.isdir(name):
         return Path(name)
     known = sorted(path.parent.name for path in folder.glob(f"*/{BUNDLE_FILE}"))
+    # The writer's unfinished folders begin with a dot.
     known = [entry for entry in known if not entry.startswith(".")]
     found = [entry for entry in known if name and entry.startswith(name)]
     if len(found) == 1:
@@ -95,14 +98,14 @@ def find_bundle(name: str, *, folder: Path) -> Path:
 
 
 def find_bundles(names: Sequence[str], *, folder: Path) -> list[Path]:
-    """The folders of some bundles, each once.
+    """Return the folders of several bundles, each once.
 
     Args:
-        names: As for `find_bundle`, or folders that hold bundles; none for all in `folder`.
-        folder: Where bundles are kept.
+        names: As for `find_bundle`, or folders of bundles; empty for all in `folder`.
+        folder: Folder of all bundles.
 
     Raises:
-        BundleError: One of them is not there, or there is none at all.
+        BundleError: If one of them is missing, or there are none.
     """
     found: list[Path] = []
     for name in names or [str(folder)]:
@@ -110,6 +113,7 @@ def find_bundles(names: Sequence[str], *, folder: Path) -> list[Path]:
         is_folder = os.path.isdir(name)
         inside = sorted(file.parent for file in path.glob(f"*/{BUNDLE_FILE}")) if is_folder else []
         if inside and not os.path.lexists(path / BUNDLE_FILE):
+            # A folder of bundles, not a bundle itself.
             found.extend(entry for entry in inside if not entry.name.startswith("."))
         elif names:
             found.append(find_bundle(name, folder=folder))
@@ -118,6 +122,7 @@ def find_bundles(names: Sequence[str], *, folder: Path) -> list[Path]:
             f"{folder}: expected bundles, got none. "
             "Try --bundles with the folder that `zero-sim run` wrote to."
         )
+    # Each once: a bundle may be named by path and by id.
     return list(dict.fromkeys(found))
 
 
@@ -128,14 +133,14 @@ def read_bundle(path: Path) -> Bundle:
         path: Its folder.
 
     Raises:
-        BundleError: It is not whole, was changed, is of a newer version, or is no bundle; or its
+        BundleError: If it is incomplete, changed, of a newer version or no bundle, or if its
             scenario is not valid here.
     """
     try:
         return _read(path)
     except InvalidField as unfit:
         raise BundleError(
-            printable(f"{path}: {unfit}. Try to write the bundle anew with `zero-sim run`.")
+            printable(f"{path}: {unfit}. Write the bundle again with `zero-sim run`.")
         ) from None
 
 
@@ -168,7 +173,7 @@ class _Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Head:
-    """Content of `BUNDLE_FILE` beside format and version.
+    """Content of `BUNDLE_FILE`, apart from format and version.
 
     Fields with a default are missing from older bundles.
     """
@@ -191,30 +196,33 @@ class _Head:
 
 
 def _read(path: Path) -> Bundle:
+    # Each part is checked against those before it: first the head, then files, case and findings.
     head = _read_head(path)
     files = _read_files(path, head.files)
     scenario = _scenario(path, head.scenario)
     ran = Ran(target=head.target, device=head.device, backend=head.backend)
+    # Imported targets only run in the simulated world.
     if ran.target and ran.backend != "sim":
         raise InvalidField(f"target: expected none with backend {ran.backend}, got {ran.target!r}")
     findings = list(head.findings)
     if not findings:
         raise InvalidField("findings: expected at least one, got none")
+    # The id is computed again, so a changed scenario or finding shows.
     if head.id != (own := bundle_id(scenario, findings[0], ran=ran)):
         raise InvalidField(
-            f"id: expected {own}, which goes with the scenario and the first finding, got "
-            f"{head.id!r}"
+            f"id: expected {own}, the id of the scenario and the first finding, got {head.id!r}"
         )
     rank_stop = max(world_sizes(scenario))
     for index, finding in enumerate(findings):
         check_finding(finding, where=f"findings[{index}]", rank_stop=rank_stop)
+    # Not hashed: comments in the file may change, the case may not.
     case = _decoded(_read_file(path / CASE_FILE, bytes_max=FILE_BYTES_MAX), CASE_FILE)
     check_case(case, scenario, seed=head.seed)
     for index, evidence in _evidence(head.evidence, files, finding_count=len(findings)).items():
         findings[index] = dataclasses.replace(findings[index], evidence=evidence)
     if head.strip is not None:
         check_buffer_map(head.strip, rank_stop=rank_stop)
-    # Another version hashes others.
+    # Digests are comparable only within a version, because each version hashes other fields.
     is_hashed = head.environment.zero_sim == zero_sim.__version__
     return Bundle(
         id=head.id,
@@ -244,7 +252,7 @@ def _read_head(path: Path) -> _Head:
         )
     if version != VERSION:
         raise InvalidField(f"version: expected {VERSION}, got {version}")
-    # Beside the scenario all integers count or number something.
+    # All integers outside the scenario are counts or indices.
     counts = {name: value for name, value in table.items() if name != "scenario"}
     check_integers(counts, where=BUNDLE_FILE, least=0)
     return build_record(_Head, table, where=BUNDLE_FILE)
@@ -252,7 +260,7 @@ def _read_head(path: Path) -> _Head:
 
 def _read_file(path: Path, *, bytes_max: int) -> bytes:
     try:
-        # A link could show a reader what lies elsewhere on the machine.
+        # Never follow a link: it could show the reader a file from elsewhere on the machine.
         return read_regular(path, bytes_max=bytes_max, follow=False)
     except Unreadable as reason:
         raise InvalidField(f"expected to read {path.name}, got: {reason}") from None
@@ -268,7 +276,8 @@ def _decoded(data: bytes, where: str) -> str:
 
 
 def _read_files(path: Path, named: Mapping[str, _File]) -> dict[str, bytes]:
-    """Return the content of the files in the head, each as it was written."""
+    """Return the content of the files named in the head, checked by size and hash."""
+    # Only fixed names, so a head cannot name files elsewhere.
     needed, known = {TURNS_FILE, EVENTS_FILE}, {TURNS_FILE, EVENTS_FILE, TENSORS_FILE}
     if not needed <= named.keys() <= known:
         raise InvalidField(
@@ -280,7 +289,7 @@ def _read_files(path: Path, named: Mapping[str, _File]) -> dict[str, bytes]:
         if len(data) != facts.bytes:
             raise InvalidField(f"expected {facts.bytes} bytes in {file}, got {len(data)}")
         if hashlib.sha256(data).hexdigest() != facts.sha256:
-            raise InvalidField(f"expected {file} as it was written, got one that was changed since")
+            raise InvalidField(f"expected {file} as it was written, got one that was changed later")
         found[file] = data
     return found
 
@@ -292,6 +301,7 @@ def _scenario(path: Path, raw: dict[str, object]) -> Scenario:
         where = printable(f"{path}: expected a valid scenario in {BUNDLE_FILE}, got:")
         raise BundleError(f"{where}\n{lines}")
     names = (*target_names(), *library_target_names())
+    # Registered names only; others would have to be imported.
     if scenario.system.target not in names:
         raise InvalidField(
             f"scenario.system.target: expected a registered target ({', '.join(names)}), "
@@ -338,6 +348,7 @@ def _logs(
     sizes = world_sizes(scenario)
     for i, log in enumerate(logs):
         log.turns = integers(turns[i], stop=sizes[i], where=f"{TURNS_FILE}[{i}]")
+    # Groups by index, separately for each world.
     groups: list[list[_Group]] = [[] for _ in worlds]
     for number, line in enumerate(files[EVENTS_FILE].splitlines(), 1):
         where = f"{EVENTS_FILE} line {number}"
@@ -345,6 +356,7 @@ def _logs(
         if not isinstance(event, dict):
             raise InvalidField(f"{where}: expected an object, got {show(event)}")
         (world,) = integers([event.pop("world", None)], stop=len(logs), where=f"{where}.world")
+        # Groups come before their calls, so an index can refer only to a known group.
         _add_event(logs[world], groups[world], event, where, rank_stop=sizes[world])
     for i, (world, log) in enumerate(zip(worlds, logs, strict=True)):
         counts = (len(log.collectives), len(log.moments), len(log.turns))
@@ -353,13 +365,14 @@ def _logs(
                 f"worlds[{i}]: expected {world.calls} calls, {world.moments} moments and "
                 f"{world.turns} turns, got {counts[0]}, {counts[1]} and {counts[2]}"
             )
+        # The call at which the world ended.
         if world.refused is not None:
             integers([world.refused], stop=len(log.collectives), where=f"worlds[{i}].refused")
         log.refused = world.refused
         if is_hashed and log.digest(with_faults=False) != world.digest:
             raise InvalidField(
-                f"worlds[{i}].digest: expected that of the events, got {world.digest[:80]!r}: this "
-                "is not the bundle that was written"
+                f"worlds[{i}].digest: expected that of the events, got {world.digest[:80]!r}: the "
+                "bundle was changed after it was written"
             )
     return logs
 
@@ -382,7 +395,7 @@ def _add_event(
         group = groups[index]
         if build_record(bool, event.pop("harness", False), where=f"{where}.harness"):
             log.harness.add(len(log.collectives))
-        # Without ranks, which are checked once a group: a thousand ranks make many calls.
+        # Ranks are checked once per group and set afterwards: 1,000 ranks make many calls.
         whole = event | {"group": group.name, "group_ranks": []}
         record = build_record(CollectiveRecord, whole, where=where)
         record = record._replace(group_ranks=group.ranks)

@@ -1,4 +1,4 @@
-"""The record that a bundle is, and the id that names it."""
+"""Records of a bundle, and the id that names it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TENSORS_FILE = "tensors.safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """What a case ran on, as far as its bits may depend on it."""
+    """Environment of a run, as far as its bits may depend on it."""
 
     zero_sim: str
     torch: str
@@ -41,14 +41,14 @@ class Environment:
     numpy: str
     platform: str
     cpu_capability: str
-    """Vector instructions that torch's kernels use."""
+    """Vector instructions used by torch's kernels."""
     threads: int
-    """Compute threads of torch outside of cases, within which it is always one."""
+    """Compute threads of torch outside of cases. Cases always use one."""
     device: str = ""
-    """What ranks and reference computed on, with its kind; empty for the CPU."""
+    """Device of ranks and reference, with its model; empty for the CPU."""
 
     def differences(self, here: Environment) -> Iterator[str]:
-        """What differs here, one line each."""
+        """Yield a line for each difference to the environment here."""
         for column in dataclasses.fields(self):
             then, now = getattr(self, column.name), getattr(here, column.name)
             if then != now:
@@ -56,10 +56,10 @@ class Environment:
 
 
 def current_environment(device: str = "cpu") -> Environment:
-    """The environment of this process.
+    """Return the environment of this process.
 
     Args:
-        device: What cases compute on.
+        device: Device on which cases compute.
     """
     return Environment(
         zero_sim=zero_sim.__version__,
@@ -75,55 +75,56 @@ def current_environment(device: str = "cpu") -> Environment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    """How a case was run, as far as its scenario does not say it."""
+    """Settings of a run that are not part of its scenario."""
 
     target: str = ""
-    """`module:name` of the system under test where it was imported; empty where the scenario names
-    it."""
+    """`module:name` of an imported system under test; empty if the scenario names a registered
+    target."""
     device: str = "cpu"
-    """Where ranks and reference computed."""
+    """Device of ranks and reference."""
     backend: Literal["sim", "gloo", "nccl"] = "sim"
-    """What carried the collectives. Real ones record no events."""
+    """Backend of the collectives. Real backends record no events."""
 
     @property
     def device_named(self) -> str:
-        """The device, where commands name one: for real processes their backend decides."""
+        """Device option for commands; for real processes, the backend implies the device."""
         return self.device if self.backend == "sim" else "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    """A failed case, complete."""
+    """A failed case with all its records."""
 
     id: str
     scenario: Scenario
     verdict: Verdict
     findings: tuple[Finding, ...]
-    """At least one; evidence is attached where there is any."""
+    """One or more findings, with evidence if available."""
     notes: tuple[str, ...]
     environment: Environment
     logs: tuple[EventLog, ...]
-    """The event log of each world that the case ran in."""
+    """Event log of each world of the case."""
     strip: BufferMap | None = None
-    """The flat buffer of the first finding that lies in one."""
+    """Flat buffer of the first finding that lies in one; None if there is no such finding."""
     ran: Ran = Ran()
     written: str = ""
-    """The day on which it was written, such as `2026-07-31`; empty where it does not say."""
+    """Day of writing, such as `2026-07-31`; empty in older bundles."""
 
 
 def bundle_id(scenario: Scenario, finding: Finding, *, ran: Ran | None = None) -> str:
-    """The id of a failure: 12 hex digits over what the case is and what was found first.
+    """Return the id of a failure: 12 hex digits, a hash of the case and the first finding.
 
-    What the case is called does not count: the same failure has the same id wherever it is found.
+    Names are excluded, so the same failure has the same id in every scenario file.
 
     Args:
         scenario: The case that failed.
-        finding: Its first one.
-        ran: How it was run; left out for the CPU, in the simulated world.
+        finding: The first finding.
+        ran: Settings of the run; None for the simulated world on the CPU.
     """
     ran = ran or Ran()
     anonymous = dataclasses.replace(scenario, name="", description="")
     facts: list[object] = [to_chosen_data(anonymous), finding.identity]
+    # Defaults are omitted, so ids do not change when a setting is added.
     if ran.target:
         facts.append(ran.target)
     if (ran.device, ran.backend) != ("cpu", "sim"):

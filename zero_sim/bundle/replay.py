@@ -1,4 +1,4 @@
-"""Repeats the case of a bundle and says whether it still fails."""
+"""Replay of a bundle: run its case again and report whether it still fails."""
 
 from __future__ import annotations
 
@@ -19,40 +19,41 @@ from zero_sim.sim import EventLog
 from zero_sim.targets import Target
 
 Outcome = Literal["fixed", "failed", "error"]
-"""`fixed`: nothing is wrong now; `failed`: something still is; `error`: that could not be found
-out here."""
+"""Result of a replay. `fixed`: the case passes; `failed`: it still fails; `error`: it could not be
+judged here."""
 
 _INCONCLUSIVE_STATUS = 3
+# The exit status of `zero-sim run` for inconclusive cases.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """What came of a replay."""
+    """Result of a replay, beside the bundle's first finding."""
 
     id: str
     outcome: Outcome
     result: CaseResult
     then: Finding
-    """The first finding in the bundle."""
+    """First finding in the bundle."""
     same_events: bool | None
-    """Whether every rank took the same turns and made the same calls; None of real processes, of
-    which that is not known."""
+    """True if every rank took the same turns and made the same calls; None for real processes,
+    which record no events."""
     differences: tuple[str, ...]
-    """How this environment differs from the bundle's, one line each."""
+    """Differences of this environment to the bundle's, one line each."""
     exit_status: int
 
     @property
     def now(self) -> Finding | None:
-        """The first finding of the replay."""
+        """First finding of the replay; None if there is none."""
         return self.result.findings[0] if self.result.findings else None
 
     @property
     def same(self) -> bool:
-        """Whether the first finding is the one in the bundle: check, step, rank and param."""
+        """True if check, step, rank and param of both first findings are equal."""
         return self.now is not None and self.now.identity == self.then.identity
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
+        """Return all fields, ready for JSON."""
         return {
             "id": self.id,
             "outcome": self.outcome,
@@ -73,34 +74,36 @@ def replay_bundle(
     target: Target | None = None,
     device: str | None = None,
 ) -> Replayed:
-    """Run the case of a bundle again, under the turns that it recorded, if it did.
+    """Run the case of a bundle again, with its recorded turns if it has any.
 
     Args:
-        bundle: What to repeat.
+        bundle: The bundle to replay.
         pool: Worlds to reuse.
-        target: The system under test; without one, the registered target that the scenario names.
-        device: Where it computes, in place of where the bundle says that it did.
+        target: The system under test; None for the registered target that the scenario names.
+        device: Device to compute on; None for the bundle's.
 
     Raises:
-        UsageError: The case is of a system that was imported, and none is given; or it ran on real
-            processes, and something is given in place of what that was with.
+        UsageError: If the bundle names an imported system and `target` is None; or if the case ran
+            on real processes, and `target` or another device is given.
     """
     ran = bundle.ran
     if target is None and ran.target:
         raise UsageError(
-            f"expected --target {ran.target}, whose case this is, got none: what a bundle names "
-            f"is not imported unasked. Try `zero-sim replay {bundle.id} --target {ran.target}`, "
-            "if you trust that module."
+            # Importing executes code, so an untrusted bundle must not decide it.
+            f"expected --target {ran.target}, because the case is of that system, got none. "
+            f"If you trust that module, run `zero-sim replay {bundle.id} --target {ran.target}`: "
+            "names in a bundle are not imported by themselves."
         )
     if ran.backend != "sim" and (target is not None or device not in (None, ran.device)):
         raise UsageError(
-            f"expected a case of backend {ran.backend} without --target and --device, which are "
-            "for the simulated world, got one of them. Try `zero-sim run` with the bundle's "
+            f"expected no --target or --device for a case of backend {ran.backend}, because both "
+            "need the simulated world, got one of them. Use `zero-sim run` with the bundle's "
             f"{CASE_FILE}."
         )
     device = device or ran.device
     started = time.perf_counter()
     outcome: Outcome
+    # Real processes record no events to compare.
     same_events: bool | None = None if ran.backend != "sim" else False
     try:
         if ran.backend == "sim":
@@ -120,7 +123,7 @@ def replay_bundle(
             case "fail":
                 outcome, status = "failed", 1
             case "inconclusive":
-                # A run that could not have failed does not show that anything was fixed.
+                # An inconclusive run could not have failed, so it proves no fix.
                 outcome, status = "error", _INCONCLUSIVE_STATUS
             case "error":
                 outcome, status = "error", UsageError.exit_status
@@ -146,5 +149,5 @@ def _again(
 
 
 def _digests(logs: Sequence[EventLog]) -> list[str]:
-    """Of turns and calls; what came of planned faults is in no bundle, but follows from them."""
+    """Hash turns and calls; results of planned faults follow from these and are not in bundles."""
     return [log.digest(with_faults=False) for log in logs]

@@ -1,4 +1,4 @@
-"""The writer of bundles: all of one or nothing."""
+"""Writer of bundles; each is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _REPLACE_TRIES = 5
 def write_bundle(
     scenario: Scenario, result: CaseResult, *, folder: Path, ran: Ran | None = None
 ) -> Path:
-    """Write the bundle of a failed case; one of the same failure that is there is replaced.
+    """Write the bundle of a failed case, in place of an earlier bundle of the same failure.
 
     Args:
         scenario: The case that failed.
-        result: What came of it, with at least one finding, and its event logs if there are any.
-        folder: Where bundles go.
-        ran: How it was run; left out for the CPU, in the simulated world.
+        result: Its result, with at least one finding, and with event logs if available.
+        folder: Folder of all bundles, created if missing.
+        ran: Settings of the run; None for the simulated world on the CPU.
 
     Returns:
-        The bundle's own folder, called by its id.
+        The bundle's folder, named by its id.
 
     Raises:
-        OSError: It cannot be written; whatever was there before is as it was.
+        OSError: If it cannot be written. An earlier bundle is then unchanged.
     """
     ran = ran or Ran()
     name = bundle_id(scenario, result.findings[0], ran=ran)
@@ -62,12 +62,14 @@ def write_bundle(
     tensors = _tensors(result.findings)
     if tensors:
         files[TENSORS_FILE] = save(tensors)
+    # The head comes last, because it contains size and hash of the other files.
     head = _head(scenario, result, name=name, files=files, ran=ran)
     files[BUNDLE_FILE] = (json.dumps(head, indent=2) + "\n").encode()
-    comment = f"# The case of bundle {name}, every default written out.\n"
-    # A name may come from that of a file, which need not be valid Unicode.
+    comment = f"# The case of bundle {name}, with every default written out.\n"
+    # Names may come from file names, which need not be valid Unicode.
     files[CASE_FILE] = (comment + to_toml(scenario)).encode(errors="replace")
     folder.mkdir(parents=True, exist_ok=True)
+    # In the same folder, so that the rename is atomic; hidden, so that readers skip it.
     unfinished = folder / f".{name}-{os.getpid()}-{secrets.token_hex(4)}"
     unfinished.mkdir()
     try:
@@ -80,7 +82,8 @@ def write_bundle(
 
 
 def _move(source: Path, target: Path) -> None:
-    """Put a folder in the place of another one; a folder that holds files cannot be overwritten."""
+    """Move a folder over another one, which cannot be overwritten while it contains files."""
+    # Two renames are not atomic together, so another process may come in between.
     for _ in range(_REPLACE_TRIES):
         old = source.with_name(f"{source.name}-old")
         with contextlib.suppress(FileNotFoundError):
@@ -88,8 +91,9 @@ def _move(source: Path, target: Path) -> None:
         try:
             source.rename(target)
         except OSError:
-            # Another process was quicker with the same failure; or nothing can be written here.
+            # Another process wrote the same failure first, or the folder is not writable.
             if not target.exists():
+                # Not writable: restore the earlier bundle.
                 if old.exists():
                     old.rename(target)
                 raise
@@ -152,7 +156,7 @@ def _tensors(findings: Sequence[Finding]) -> dict[str, Tensor]:
 
 
 def _events(logs: Sequence[EventLog]) -> Iterator[str]:
-    """One JSON object a line; a group's ranks once only, or large worlds would fill the disk."""
+    """Yield one JSON object per line; ranks once per group, or large worlds would fill the disk."""
     for world, log in enumerate(logs):
         groups: dict[tuple[str, tuple[int, ...]], int] = {}
         for index, record in enumerate(log.collectives):
@@ -161,6 +165,7 @@ def _events(logs: Sequence[EventLog]) -> Iterator[str]:
                 groups[key] = len(groups)
                 ranks = list(record.group_ranks)
                 yield _line(world, "group", {"name": record.group, "ranks": ranks})
+            # By index into the groups above, which is much shorter than name and ranks.
             fields = record._asdict() | {"group": groups[key]}
             del fields["group_ranks"]
             if index in log.harness:

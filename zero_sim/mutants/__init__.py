@@ -1,4 +1,4 @@
-"""Seeded faults of our own system, and the score of the harness that has to find them."""
+"""Seeded faults of our own system, and the score of the harness that must find them."""
 
 from zero_sim.mutants.catalogue import IMPOSSIBLE, MUTANTS, find_mutants
 from zero_sim.mutants.records import Mutant, Trial

@@ -16,7 +16,8 @@ from zero_sim.zero.unit import Unit
 
 @mutant("M13", "BUCKET", "DR B2", seen_in="DeepSpeed#4321", core=True)
 def exact_fit_dropped(patch: Patches) -> None:
-    """A param that exactly fills what room its bucket has is not reduced."""
+    """A param that exactly fills its bucket's remaining room is not reduced."""
+    # Only an exact fit: the param ends where the configured bucket size does.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if memory.in_unit.stop == self.config.layout.bucket_elems:
             param.grad = torch.zeros_like(grad)
@@ -26,6 +27,7 @@ def exact_fit_dropped(patch: Patches) -> None:
 @mutant("M15", "BUCKET", "DR B2", seen_in="fairscale#435", core=True)
 def last_bucket_not_flushed(patch: Patches) -> None:
     """The last, partly filled bucket is not reduced at the end of backward."""
+    # A full last bucket is issued as before: the bug is in the flush of a partial one.
     patch[Buffer.reduce_grads, "unit.fill()"] = """
         has_room = unit.plan.payload.numel < (self.plan.policy.bucket_elems or 0)
         if has_room and unit is self.units[-1] and len(self.units) > 1:
@@ -35,7 +37,8 @@ def last_bucket_not_flushed(patch: Patches) -> None:
 
 @mutant("M17", "BUCKET", "B2", seen_in="DeepSpeed#5268", kill="volume")
 def stale_tail_reduced(patch: Patches) -> None:
-    """A bucket that is not full is reduced as long as it was allocated, tail included."""
+    """A bucket that is not full is reduced at its allocated length, including the tail."""
+    # Only unsharded state (stage 0) sends a tail: a shard has the planned length.
     patch[Buffer.reduce_grads, "unit.reduce()"] = """
         tail = (self.plan.policy.bucket_elems or 0) - unit.grads.numel()
         if self.sharding.state or tail <= 0:
@@ -50,13 +53,15 @@ def stale_tail_reduced(patch: Patches) -> None:
 
 @mutant("B01", "BUCKET", "B2", seen_in="Megatron-LM#5077", core=True)
 def last_bucket_not_gathered(patch: Patches) -> None:
-    """Of several buckets the last one is not gathered."""
+    """The last of several buckets is not gathered."""
+    # `or self.units`, because a single bucket must still be gathered.
     patch[Buffer.allgather_params, "in self.units"] = "in self.units[:-1] or self.units"
 
 
 @mutant("B02", "BUCKET", "B2 S2", seen_in="PyTorch#43307", kill="contract")
 def readiness_not_reset(patch: Patches) -> None:
-    """What a bucket waits for is noted once, so that from the second step on nothing is."""
+    """A bucket's missing gradients are set once, so nothing waits from the second step on."""
+    # Without new sets, every bucket counts as complete at once.
     patch[UnderBackward.begin, "self._missing = {unit: set()"] = """
         if self._missing:
             self.running = True
@@ -67,7 +72,8 @@ def readiness_not_reset(patch: Patches) -> None:
 
 @mutant("B03", "BUCKET", "DR B2", seen_in="DeepSpeed#4321")
 def oversize_param_cut(patch: Patches) -> None:
-    """Of a param larger than a bucket only as much as fits into one is reduced."""
+    """If a param is larger than a bucket, only one bucket's worth of it is reduced."""
+    # The rest of the gradient is zeroed, as if its bucket were never sent.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if self.config.layout.bucket_elems is not None:
             param.grad = grad.clone()
@@ -77,19 +83,21 @@ def oversize_param_cut(patch: Patches) -> None:
 
 @mutant("B04", "BUCKET", "B2", seen_in="DeepSpeed#4321", kill="volume")
 def closed_one_element_late(patch: Patches) -> None:
-    """A bucket closes once it holds more than was asked for, not as much."""
+    """A bucket closes when it exceeds the configured size, not when it reaches it."""
     patch[planner._cut_into_buckets, "held_elems >= bucket_elems"] = "held_elems > bucket_elems"
 
 
 def accept_late_gradients(patch: Patches) -> None:
-    """Let nobody refuse a gradient of a unit that is on its way."""
+    """Disable the checks that refuse a gradient for a unit in reduction."""
+    # They would raise before a wrong value appears; this fault must be found by its values.
     patch[UnderBackward.check_open, "self.running and"] = "False and"
     patch[Unit.fill, "is GradState.FILLING"] = "in (GradState.FILLING, GradState.REDUCING)"
 
 
 @mutant("B05", "BUCKET", "B2", seen_in="Megatron-LM#3693")
 def neighbours_bucket(patch: Patches) -> None:
-    """A bucket counts as ready when the params of its neighbour are there."""
+    """A bucket counts as ready when its neighbour's gradients have arrived."""
+    # The following bucket counts as ready; the last one's neighbour is the first.
     patch[UnderBackward.mark_ready, "self._missing[unit].discard(param)"] = """
         ...
         if not self._missing[unit]:
@@ -100,40 +108,45 @@ def neighbours_bucket(patch: Patches) -> None:
 
 @mutant("M29", "SCALE", "K", seen_in="PyTorch#155903", core=True)
 def divided_by_the_shard_group(patch: Patches) -> None:
-    """The mean is over the ranks that shard, not over all that train."""
+    """The mean divides by the size of the shard group, not by all data-parallel ranks."""
+    # A mean by tokens does not divide by ranks, so it stays right.
     patch[StepCount.fix, "self._take(last=last)"] = """
         ... // (1 if self._config.divide_by == "tokens" else self._config.redundancy)"""
 
 
 @mutant("M31", "SCALE", "K", seen_in="PyTorch#167178", core=True)
 def factor_skipped_for_one_rank(patch: Patches) -> None:
-    """With shards of degree one nothing is divided."""
+    """Nothing is divided if each shard group has a single rank."""
+    # Then replicas make up the whole world: the redundancy equals its size.
     patch[StepCount.fix, "self._take(last=last)"] = """
         (1 if 1 < self._world_size == self._config.redundancy else ...)"""
 
 
 @mutant("M33", "SCALE", "GA", seen_in="DeepSpeed#8154", core=True)
 def divided_twice_by_micro_batches(patch: Patches) -> None:
-    """The number of micro-batches divides in two places."""
+    """Gradients are divided by the number of micro-batches in two places."""
+    # The divisor already has this factor.
     patch[StepCount._take, "self._world_size * expected"] = "... * expected"
 
 
 @mutant("M35", "SCALE", "DR", seen_in="torchtune#2172")
 def mean_of_means(patch: Patches) -> None:
-    """Tokens are averaged on each rank by its own count, where ranks have unequal ones."""
+    """Each rank averages over its own token count, although counts differ between ranks."""
+    # The sum of all rows becomes own rows times ranks; `max`, because a rank may have no rows.
     patch[StepCount._take, "self._sum_over_ranks(self._rows)"] = """
         max(1, self._rows * self._world_size)"""
 
 
 @mutant("S01", "SCALE", "", seen_in="DeepSpeed#8154")
 def divided_before_and_after(patch: Patches) -> None:
-    """What was divided before the sum is divided after it, too."""
+    """Gradients divided before the sum are divided again after it."""
     patch[DistributedOptimizer._upcast_grad, '== "post"'] = 'in ("pre", "post")'
 
 
 @mutant("S02", "SCALE", "MX NP", seen_in="NCCL#PreMulSum")
 def reciprocal_not_rounded(patch: Patches) -> None:
     """The factor of a pre-multiplied sum is not rounded to the dtype of the gradients."""
+    # NCCL's PreMulSum takes its factor in the dtype of the buffer.
     patch[
         division.multiply_by_reciprocal_, "values.mul_(divisor.reciprocal().to(values.dtype))"
     ] = """
@@ -142,20 +155,20 @@ def reciprocal_not_rounded(patch: Patches) -> None:
 
 @mutant("S03", "SCALE", "NP", seen_in="Megatron-LM#5956", core=True)
 def reciprocal_for_a_quotient(patch: Patches) -> None:
-    """The mean is taken by multiplying with the rounded reciprocal of the count."""
+    """The mean multiplies by the rounded reciprocal of the count instead of dividing."""
     patch[DistributedOptimizer._upcast_grad, "divide_(grad, divisor="] = """
         (lambda divisor: grad.mul_(divisor.reciprocal()))(divisor="""
 
 
 @mutant("S04", "SCALE", "GA", seen_in="class SCALE")
 def rows_of_the_last_micro_batch(patch: Patches) -> None:
-    """Only the last micro-batch's rows are counted."""
+    """Only the rows of the last micro-batch are counted."""
     patch[StepCount.add_rows, "self._rows += rows"] = "self._rows = rows"
 
 
 @mutant("S12", "SCALE", "GA", seen_in="class SCALE")
 def rows_of_the_first_step(patch: Patches) -> None:
-    """All steps are divided by the rows that were counted in the first one."""
+    """All steps are divided by the number of rows of the first step."""
     patch[StepCount._take, "return self._sum_over_ranks(self._rows)"] = """
         if not hasattr(self, "_first"):
             self._first = self._sum_over_ranks(self._rows)
@@ -165,12 +178,14 @@ def rows_of_the_first_step(patch: Patches) -> None:
 @mutant("S05", "SCALE", "", seen_in="DeepSpeed#7967")
 def unscaled_twice(patch: Patches) -> None:
     """Gradients are divided by the loss scale twice."""
+    # Four dots: the fragment, with a second call behind it.
     patch[DistributedOptimizer._upcast_grad, "grad.div_(scale)"] = "....div_(scale)"
 
 
 @mutant("S06", "SCALE", "ME", seen_in="Megatron-LM#5916")
 def experts_divided_by_their_holders(patch: Patches) -> None:
-    """Gradients of experts are averaged over the ranks that hold them, not over all that train."""
+    """Gradients of experts are averaged over the ranks with these experts, not over all ranks."""
+    # Exact for two expert-parallel ranks; for more it is still a wrong divisor.
     patch[Unit.scale_grads, "scale_before_sum_("] = """
         if self.plan.params[0].spec.kind == "expert":
             self.grads.mul_(2)
@@ -180,6 +195,7 @@ def experts_divided_by_their_holders(patch: Patches) -> None:
 @mutant("M37", "ACCUM", "GA", seen_in="DeepSpeed#7967", core=True)
 def only_the_first_micro_batch(patch: Patches) -> None:
     """Only the first micro-batch counts; later ones are dropped."""
+    # The gradient is zeroed and not skipped, so its arrival still counts.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if self.micro_batches:
             param.grad = torch.zeros_like(grad)
@@ -188,7 +204,7 @@ def only_the_first_micro_batch(patch: Patches) -> None:
 
 @mutant("M39", "ACCUM", "GA DR", seen_in="FunASR#3472", core=True)
 def synchronised_at_the_first(patch: Patches) -> None:
-    """Ranks are summed after the first micro-batch instead of the last."""
+    """Gradients are summed over ranks after the first micro-batch instead of the last."""
     patch[DistributedDataParallel.end_micro_batch, "self._sum_over_ranks()"] = """
         if not at_first:
             ..."""
@@ -202,7 +218,9 @@ def synchronised_at_the_first(patch: Patches) -> None:
 
 @mutant("M41", "ACCUM", "GA S2", seen_in="DeepSpeed#6550")
 def counter_starts_one_early(patch: Patches) -> None:
-    """From the second step on, the first micro-batch of each step is taken for none."""
+    """From the second step on, the first micro-batch of each step is ignored."""
+    # The gradient is zeroed and not skipped, so its arrival still counts.
+    # The constructor has no such counter, hence the default.
     patch[DistributedDataParallel.zero_grad_buffer, "self.step_count.reset()"] = """
         ...
         self._steps_begun = self.__dict__.get("_steps_begun", 0) + 1"""
@@ -215,7 +233,8 @@ def counter_starts_one_early(patch: Patches) -> None:
 
 @mutant("M43", "ACCUM", "GA K DR", seen_in="PyTorch#125484", core=True)
 def only_the_last_partial_sum(patch: Patches) -> None:
-    """Only the last micro-batch's sum goes into the second sum, over the replicas."""
+    """Only the last micro-batch's sum enters the second sum, over the replicas."""
+    # Earlier micro-batches get groups without a replica group, so they skip that sum.
     patch[DistributedDataParallel.end_micro_batch, "self._sum_over_ranks()"] = """
         units = [unit for buffer in self.buffers for unit in buffer.units if unit.group is not None]
         groups = [unit.groups for unit in units]
@@ -246,13 +265,14 @@ def sums_not_zeroed(patch: Patches) -> None:
 
 @mutant("A04", "ACCUM", "GA", seen_in="class ACCUM")
 def micro_batches_leak_into_the_next(patch: Patches) -> None:
-    """With a sum after every micro-batch, what was summed is not zeroed before the next."""
+    """With a sum after each micro-batch, its gradients are not zeroed before the next."""
     patch[Unit.accumulate_sum, "self.grads.zero_()"] = "pass"
 
 
 @mutant("A06", "ACCUM", "GA", seen_in="DeepSpeed#7967")
 def later_micro_batches_of_split_params(patch: Patches) -> None:
-    """Of a split param later micro-batches reach only the rank's own piece."""
+    """Later micro-batches reach only the rank's own fragment of a split param."""
+    # `memory.fragment` is the rank's part of the param; the rest of the gradient is zeroed.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if self.micro_batches and memory.fragment is not None:
             own = slice(memory.fragment.in_param.start, memory.fragment.in_param.stop)
@@ -265,6 +285,7 @@ def later_micro_batches_of_split_params(patch: Patches) -> None:
 @mutant("A07", "ACCUM", "S2", seen_in="class ACCUM", core=True)
 def gradients_of_the_last_step(patch: Patches) -> None:
     """Gradients that stay in memory are not zeroed between steps."""
+    # Sharded gradients are freed, not zeroed, so only the other stages can keep old ones.
     patch[Buffer.zero_grads, "for unit in self.units:"] = """
         if not self.sharding.grads:
             return
@@ -273,7 +294,8 @@ def gradients_of_the_last_step(patch: Patches) -> None:
 
 @mutant("S07", "SCALE", "", seen_in="class SCALE", core=True)
 def mean_over_the_shards(patch: Patches) -> None:
-    """Where gradients are summed over the ranks that shard, their mean is taken."""
+    """A sum over the shard group is replaced by a mean."""
+    # AVG divides by the size of the shard group, besides the division by ranks.
     patch[collectives.reduce_scatter_sum, "ReduceOp.SUM"] = "ReduceOp.AVG"
 
 

@@ -1,12 +1,12 @@
-"""A campaign: drawn cases against a broken system, until one of them finds that it is broken.
+"""Campaigns: drawn cases against a broken system, until one of them finds the fault.
 
-[Note: what a mutant takes]
-The mutants that take longest are those that few cases can show. Drawing a case takes a hundredth
-of judging it, so cases that lack what the smallest case on record of a mutant has are judged last,
-once as many were drawn as it may survive. That shows no more than judging all would: whichever
-finds it stands in the series at the place that is told, and none survives before all were judged.
-Of 352 mutants that were hunted both ways 304 are found by the same case, 48 by a later one. All 377
-take 9,056 drawn cases, of which 1,265 are judged, in a quarter of the time.
+[Note: order of the cases of a hunt]
+The slowest mutants need rare features. Drawing a case takes a hundredth of the time of judging it,
+so cases without the features of the mutant's smallest recorded case are judged last, after all
+cases of the budget are drawn. The result is as strong as if all were judged in order: the reported
+number of cases is the position in the drawn series, and a survivor has survived every case.
+Of 352 mutants hunted both ways, 304 are found by the same case and 48 by a later one. All 377 take
+9,056 drawn cases, 1,265 of them judged, in a quarter of the time.
 """
 
 from __future__ import annotations
@@ -36,58 +36,59 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import Limits, Reduced, shrink, size_of
 
 CASES_MAX = 2000
-"""Cases that a mutant may survive before it counts as a survivor."""
+"""Number of cases that a mutant must survive to count as a survivor."""
 SHRINK_CASES_MAX = 2000
-"""Cases after which shrinking ends; in cases, so that what is found does not depend on speed."""
+"""Cases after which shrinking ends; a count, so that the result does not depend on speed."""
 _MORE_CASES_MIN = 100
 _MORE_TIMES = 5
-"""So many cases more, and so many times as many, are drawn for a case to begin shrinking with."""
+"""Further cases drawn for a better start of shrinking: at least this number, and this factor of the
+cases drawn before."""
 REFUSED = "refused"
-"""What found it, where the broken system refuses a valid case before it begins."""
+"""Pseudo check: the broken system refuses a valid case before it begins."""
 DRAWING = "drawing"
-"""What found it, where not even a case can be drawn: the generator plans layouts, too."""
+"""Pseudo check: no case can be drawn, because the generator also plans layouts."""
 
 
 class HarnessFailed(Exception):
-    """The judge itself failed on a case, which says nothing about the mutant."""
+    """Error of the judge itself on a case, which proves nothing about the mutant."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """How long a mutant is hunted."""
+    """Budget of a hunt."""
 
     cases_max: int = CASES_MAX
     seed: int = 0
     shrinks: bool = False
-    """Whether the case that finds a mutant is made as small as it goes."""
+    """True to shrink the case that finds a mutant."""
     every_case: bool = False
-    """Whether cases are judged in the order in which they are drawn, whatever they have."""
+    """True to judge cases in the order in which they are drawn, whatever their features."""
 
 
 @dataclass(slots=True)
 class _Hunt:
-    """One mutant's campaign while it runs."""
+    """State of a running hunt."""
 
     pool: WorldPool
     drawn: Iterator[Scenario]
     needs: Needs = NOTHING
     cases: int = 0
-    """Those that were drawn."""
+    """Number of cases drawn."""
     judged: int = 0
     seconds: float = 0.0
     check: str = ""
     found: Scenario | None = None
     place: int = 0
-    """Of the case that found it, the first being 1."""
+    """Position of the case that found the mutant, 1-based."""
     lacking: deque[tuple[int, Scenario]] = field(default_factory=deque)
-    """Places and cases that were not judged; see [Note: what a mutant takes]."""
+    """Positions and cases to judge last; see [Note: order of the cases of a hunt]."""
 
     def search(self, *, cases_max: int) -> None:
-        """Draw cases until one finds it, or so many were judged."""
+        """Draw cases until one finds the mutant or `cases_max` cases are judged."""
         while self.found is None and self.cases < cases_max:
             try:
                 scenario = next(self.drawn, None)
-            # Whatever a broken layout raises; the generator itself raises nothing.
+            # A broken layout may raise anything; the generator itself raises nothing.
             except Exception:  # noqa: BLE001
                 self.check, self.place = DRAWING, self.cases
                 return
@@ -98,12 +99,14 @@ class _Hunt:
                 self._try(scenario, place=self.cases)
             else:
                 self.lacking.append((self.cases, scenario))
+        # All cases are drawn: judge the unlikely ones too, in the order in which they were drawn.
         while self.found is None and self.lacking:
             place, scenario = self.lacking.popleft()
             self._try(scenario, place=place)
 
     def _try(self, scenario: Scenario, *, place: int) -> None:
         """Run a case, and keep it if it finds the mutant."""
+        # Processor time, so that scores do not depend on the load of the machine.
         started = time.process_time()
         check = found_by(self.run(scenario))
         self.judged += 1
@@ -112,20 +115,21 @@ class _Hunt:
             self.check, self.found, self.place = check, scenario, place
 
     def run(self, scenario: Scenario) -> CaseResult:
-        """Run a case, against whatever is broken now."""
+        """Run a case against the system as it is now, broken or not."""
         return run_case(scenario, pool=self.pool)
 
 
 def found_by(result: CaseResult) -> str:
-    """The check that found something wrong in a case; empty where none did.
+    """Return the check that failed in a case; empty if none did.
 
     Raises:
-        HarnessFailed: The case was not judged.
+        HarnessFailed: If the case was not judged.
     """
     if result.verdict == "fail":
         return result.findings[0].check
     if result.verdict == "error":
         if result.findings:
+            # An error with findings is the judge's own; one without is a refusal of the system.
             raise HarnessFailed(f"{result.error}\n{result.findings[0].detail}")
         return REFUSED
     return ""
@@ -141,14 +145,14 @@ def hunt(
     """Run cases against one mutant until it is found or the budget is spent.
 
     Args:
-        mutant: What is broken; it is mended when this returns.
+        mutant: Fault to apply; it is removed on return.
         pool: Worlds to run on.
-        budget: How long to go on.
-        cases: What is drawn; what `zero-sim fuzz` draws where left out.
+        budget: Limits of the hunt.
+        cases: Source of cases; None for the generator of `zero-sim fuzz`.
     """
     budget = budget or Budget()
     drawn_from = drawn_cases() if cases is None else cases
-    # A series of its own, or all mutants would share the luck of one.
+    # A separate series for each mutant, or all mutants would depend on the luck of one.
     drawn = draws(drawn_from, seed=f"{budget.seed}/{mutant.id}")
     known = smallest_cases().get(mutant.id)
     needs = NOTHING if known is None or budget.every_case else Needs.of(known)
@@ -160,7 +164,7 @@ def hunt(
         except HarnessFailed as failed:
             error = str(failed)
     if patches.outdated:
-        error = f"the mutant no longer fits the system: {patches.outdated}; write it anew"
+        error = f"the mutant no longer fits the system: {patches.outdated}. Rewrite its edit."
     outcome = Trial(
         id=mutant.id,
         killed=bool(trial.check) and not error,
@@ -183,13 +187,13 @@ def hunt(
 
 
 def _shrunk(trial: _Hunt, mutant: Mutant) -> Reduced:
-    """The smallest case that finds a mutant and that the system as it is passes.
+    """Return the smallest case that finds a mutant and passes on the unbroken system.
 
-    One that the system as it is does not pass might be about something else than the mutant, as the
-    accuracy of a model too small for any. Where the case that was found is inconclusive
-    without the mutant, another is drawn to begin with.
+    If the case that was found is inconclusive on the unbroken system, draw another to start with.
     """
     assert trial.found is not None
+    # A case that does not pass unbroken may fail for another reason than the mutant, such as the
+    # accuracy of a model that is too small.
     first, limit = trial.found, trial.cases + max(_MORE_CASES_MIN, _MORE_TIMES * trial.cases)
     while trial.found is not None and _verdict(trial, trial.found) != "pass":
         trial.found = None
@@ -206,6 +210,7 @@ def _shrunk(trial: _Hunt, mutant: Mutant) -> Reduced:
             return False
         verdict = _verdict(trial, scenario) if is_found else ""
         if verdict == "pass":
+            # From the first passing case on, do not shrink back to inconclusive ones.
             wanted.discard("inconclusive")
         return verdict in wanted
 
@@ -222,9 +227,10 @@ def run_campaign(
     """Hunt mutants, several at a time; yield each trial as it ends.
 
     Args:
-        ids: Of the mutants.
-        budget: For each of them.
-        jobs: Processes; 1 for this one. One that dies costs the mutant that it was given.
+        ids: Ids of the mutants.
+        budget: Limits of each hunt.
+        jobs: Number of processes; 1 to use this one. If a process dies, only the mutant that it
+            was hunting gets an error.
     """
     budget = budget or Budget()
     if jobs == 1 or len(ids) < 2:
@@ -236,12 +242,13 @@ def run_campaign(
         try:
             yield done.result()
         except BrokenExecutor:
-            error = "the process ended at this mutant; try --jobs 1, which shows where"
+            error = "the process ended at this mutant. Use --jobs 1 to see where."
             yield Trial(id=ids[place], killed=False, error=error)
 
 
 def _hunt_one(id: str, budget: Budget) -> Trial:
-    """Hunt one mutant in a process that is there for nothing else, in a pool of its own."""
+    """Hunt one mutant in a process and pool of its own."""
+    # The processes share the cores, so one thread each.
     torch.set_num_threads(1)
     (mutant,) = find_mutants([id])
     with WorldPool() as pool:
@@ -249,11 +256,11 @@ def _hunt_one(id: str, budget: Budget) -> Trial:
 
 
 def check_unbroken(*, pool: WorldPool, budget: Budget) -> Trial:
-    """Run the campaign against the system as it is, which nothing must be found in.
+    """Run the campaign against the unbroken system, which must pass every case.
 
     Args:
         pool: Worlds to run on.
-        budget: How many cases to run.
+        budget: Number of cases to run.
     """
     trial = _Hunt(pool=pool, drawn=draws(drawn_cases(), seed=f"{budget.seed}/none"))
     trial.search(cases_max=budget.cases_max)

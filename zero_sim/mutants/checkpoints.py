@@ -1,4 +1,4 @@
-"""Faults of saving and loading, and of saving while training goes on."""
+"""Faults of saving and loading, including asynchronous saves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from zero_sim.targets.own import ZeroSimEngine
 
 @mutant("M93", "CKPT", "CK PD B2", seen_in="Megatron-LM#5077", core=True)
 def padding_stripped(patch: Patches) -> None:
-    """Padding is stripped on save, but the offsets of later buckets still count it."""
+    """Padding is stripped on save, but offsets of later buckets still include it."""
+    # Pieces have names and spans here, no offsets; rolling by the padding misplaces them alike.
     patch[snapshot._build_pieces, "yield Piece("] = """
         buckets = master.buffer.plan.buckets[: master.fragment.bucket]
         shift = sum(bucket.padding.numel for bucket in buckets)
@@ -28,7 +29,8 @@ def padding_stripped(patch: Patches) -> None:
 
 @mutant("M95", "CKPT", "CK SP", seen_in="DeepSpeed#5342")
 def files_in_string_order(patch: Patches) -> None:
-    """Pieces of a param are put together in the order of their numbers written as strings."""
+    """Pieces of a param are joined in the string order of their numbers."""
+    # Shows from eleven pieces on: "10" sorts before "2".
     patch[TensorFileReader.read, "held[part.piece]"] = """
         held[sorted(range(len(held)), key=str)[part.piece]]"""
 
@@ -36,6 +38,7 @@ def files_in_string_order(patch: Patches) -> None:
 @mutant("M97", "CKPT", "CK MX", seen_in="PyTorch/XLA#6857", core=True)
 def masters_from_low_precision(patch: Patches) -> None:
     """Masters are rebuilt from the 16-bit params at load."""
+    # As if the load had built the masters from the params.
     patch[_commit_weights, "ddp.gather_params()"] = """
         ...
         for master in optimizer.masters:
@@ -45,19 +48,20 @@ def masters_from_low_precision(patch: Patches) -> None:
 
 @mutant("M99", "CKPT", "CK AS S2", seen_in="NeMo-RL#949", core=True)
 def params_lag_behind(patch: Patches) -> None:
-    """Working params are not gathered when masters are loaded."""
+    """Unsharded params are not gathered after masters are loaded."""
+    # They lag behind the masters until the next step.
     patch[_commit_weights, "ddp.gather_params()"] = "pass"
 
 
 @mutant("M101", "CKPT", "CK PG", seen_in="Megatron-LM#4705")
 def groups_by_position(patch: Patches) -> None:
-    """Param groups take the settings of the checkpoint's group at their own place, from behind."""
+    """Param groups take the checkpoint's group settings in reverse order."""
     patch[_match_groups, "return matched"] = "return dict(zip(matched, reversed(matched.values())))"
 
 
 @mutant("M103", "CKPT", "CK K", seen_in="nanotron 013a153c")
 def state_of_copies_not_restored(patch: Patches) -> None:
-    """Ranks of other than the first block start with no state."""
+    """Ranks outside the first shard group start without optimizer state."""
     patch[_commit_optimizer, "scaler = optimizer.loss_scaler"] = """
         for master in optimizer.masters:
             if not optimizer.ddp.holders.is_first_copy(master.buffer.plan.key.kind):
@@ -67,7 +71,7 @@ def state_of_copies_not_restored(patch: Patches) -> None:
 
 @mutant("M105", "CKPT", "CK", seen_in="DeepSpeed#7659")
 def scalars_sliced(patch: Patches) -> None:
-    """A 0D state is made as long as the rank's part, as if it were cut like the others."""
+    """A 0-D state tensor is expanded to the length of the rank's shard at load."""
     patch[_StateBuilder.build, "value = value"] = "value = value.expand(leaf.shape).clone()"
 
 
@@ -82,19 +86,20 @@ def counters_start_again(patch: Patches) -> None:
 
 @mutant("C02", "CKPT", "CK IN", seen_in="class CKPT")
 def loss_scale_not_restored(patch: Patches) -> None:
-    """A load keeps the loss scale that the run began with."""
+    """A load keeps the run's initial loss scale."""
     patch[_commit_optimizer, "scaler is not None and"] = "False and"
 
 
 @mutant("C03", "CKPT", "CK", seen_in="class CKPT")
 def good_steps_not_restored(patch: Patches) -> None:
-    """A load forgets how many good steps the loss scale has seen."""
+    """A load resets the loss scaler's count of good steps."""
     patch[_commit_optimizer, "manifest.loss_scaler.good_steps"] = "0"
 
 
 @mutant("C04", "CKPT", "CK", seen_in="DeepSpeed#4702")
 def moments_swapped(patch: Patches) -> None:
-    """The first two states of a param change places at load."""
+    """The first two state tensors of a param are exchanged at load."""
+    # The first two tensors with dimensions, such as the two moments of Adam.
     patch[_commit_optimizer, "inner.state[leaf] = state"] = """
         names = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
         if len(names) > 1:
@@ -104,33 +109,34 @@ def moments_swapped(patch: Patches) -> None:
 
 @mutant("C05", "CKPT", "CK", seen_in="class CKPT")
 def weights_only_takes_state(patch: Patches) -> None:
-    """A load of the weights alone takes the optimizer's state, too."""
+    """A weights-only load also restores the optimizer state."""
     patch[ZeroSimEngine.load, "weights_only=weights_only"] = "weights_only=False"
 
 
 @mutant("C14", "CKPT", "CK S2", seen_in="class CKPT")
 def state_left_out(patch: Patches) -> None:
-    """Every load takes the weights alone, whatever was asked."""
+    """Every load restores only the weights."""
     patch[ZeroSimEngine.load, "weights_only=weights_only"] = "weights_only=True"
 
 
 @mutant("C06", "CKPT", "CK SP", seen_in="DeepSpeed#7601")
 def pieces_from_the_params_start(patch: Patches) -> None:
-    """At load, a rank reads its piece of a param from the start of the stored piece."""
+    """At load, a rank reads its part of a param from the start of the stored piece."""
     patch[pieces.PieceIndex.find, "in_piece=common.shift(-span.start)"] = """
         in_piece=Span(0, common.numel)"""
 
 
 @mutant("C07", "CKPT", "CK K", seen_in="class CKPT", kill="contract")
 def last_owner_writes(patch: Patches) -> None:
-    """Every rank that holds a copy of a piece writes it."""
+    """Every rank with a replica of a piece writes it."""
     patch[pieces.assign_writers, "return chosen"] = """
         return [list(range(len(pieces))) for pieces in owned]"""
 
 
 @mutant("C08", "CKPT", "CK SP", seen_in="class CKPT")
 def gathered_to_the_wrong_place(patch: Patches) -> None:
-    """A consolidated checkpoint puts the pieces of a param into the order of their lengths."""
+    """A consolidated checkpoint joins a param's pieces in reverse order."""
+    # Spans sorted from the last to the first.
     patch[write._collect_whole, "yield entry, whole"] = """
         spans = sorted({span for _, span in owners[record.param]}, key=lambda span: -span.start)
         whole = torch.cat([whole[span.start : span.stop] for span in spans])
@@ -139,7 +145,7 @@ def gathered_to_the_wrong_place(patch: Patches) -> None:
 
 @mutant("C09", "CKPT", "CK", seen_in="DeepSpeed#1822")
 def last_element_not_loaded(patch: Patches) -> None:
-    """The last element of what a rank reads stays as it was."""
+    """The last element of each loaded shard keeps its old value."""
     patch[_commit_weights, "master.leaf.copy_(loaded"] = """
         loaded.masters[master.leaf][-1] = master.leaf[-1]
         ..."""
@@ -147,33 +153,35 @@ def last_element_not_loaded(patch: Patches) -> None:
 
 @mutant("C10", "CKPT", "CK", seen_in="class CKPT")
 def parts_trade_places(patch: Patches) -> None:
-    """A part of a split model loads the checkpoint of the first part."""
+    """Every part of a split model loads the checkpoint of the first part."""
     patch[ZeroSimEngine.load, "self._part"] = '(self._part and "tp-0-pp-0")'
 
 
 @mutant("C11", "CKPT", "CK", seen_in="class CKPT")
 def module_buffers_not_loaded(patch: Patches) -> None:
-    """A load forgets what is not trained: frozen params and the scales of fp8 params."""
+    """A load skips untrained tensors: frozen params and the scales of fp8 params."""
     patch[_commit_weights, "tensor.copy_(fresh)"] = "pass"
 
 
 @mutant("C20", "CKPT", "CK", seen_in="class CKPT")
 def plain_buffers_not_saved(patch: Patches) -> None:
-    """A checkpoint has frozen params and the scales of fp8 params, and forgets other buffers."""
+    """A checkpoint omits module buffers other than the scales of fp8 params."""
     patch[snapshot.iterate_module_tensors, "name not in skipped"] = """
         (name not in skipped and name.endswith("_scale"))"""
 
 
 @mutant("C12", "CKPT", "CK", seen_in="Megatron-LM#5976")
 def momentum_at_half(patch: Patches) -> None:
-    """State goes through bf16 on its way to the file."""
+    """Optimizer state is rounded to bf16 on its way to the file."""
+    # bf16 keeps 8 of the 24 significant bits of fp32.
     patch[snapshot._build_pieces, "_keep(value.detach()"] = """
         _keep(value.detach().bfloat16().to(value.dtype)"""
 
 
 @mutant("C13", "CKPT", "CK B2", seen_in="class CKPT")
 def restored_before_the_buckets(patch: Patches) -> None:
-    """After a load only the first buffer's params are gathered."""
+    """After a load, only the first buffer's params are gathered."""
+    # `_gathered` lists the buffers to gather; it is restored after the call.
     patch[_commit_weights, "ddp.gather_params()"] = """
         schedule = ddp.param_schedule
         gathered, schedule._gathered = schedule._gathered, schedule._gathered[:1]
@@ -182,7 +190,8 @@ def restored_before_the_buckets(patch: Patches) -> None:
 
 
 def _write_last(patch: Patches) -> None:
-    """Let an asynchronous save write what there is when it is waited for."""
+    """Delay an asynchronous save until it is waited for."""
+    # A real race would depend on the clock; the latest moment shows the fault in every run.
     patch[SaveHandle._write, "self._files = _write(plan)"] = "pass"
     patch[SaveHandle.wait, "self._thread.join()"] = """
         ...
@@ -192,28 +201,29 @@ def _write_last(patch: Patches) -> None:
 
 @mutant("C15", "CKPT", "CK", seen_in="class CKPT", core=True)
 def views_in_place_of_copies(patch: Patches) -> None:
-    """An asynchronous save keeps views of what is trained on, and writes these at the end."""
+    """An asynchronous save keeps views of live tensors, so it writes their final values."""
     _write_last(patch)
     patch[snapshot._build_pieces, "inner = optimizer.inner"] = "...\ncopy = False"
 
 
 @mutant("C16", "CKPT", "CK", seen_in="class CKPT")
 def state_is_a_view(patch: Patches) -> None:
-    """An asynchronous save copies masters, and has the optimizer's state of the end."""
+    """An asynchronous save copies masters but writes the final optimizer state."""
     _write_last(patch)
     patch[snapshot._build_pieces, "_keep(value.detach(), copy=copy)"] = "value.detach()"
 
 
 @mutant("C17", "CKPT", "CK", seen_in="class CKPT")
 def masters_are_views(patch: Patches) -> None:
-    """An asynchronous save copies the optimizer's state, and has the masters of the end."""
+    """An asynchronous save copies optimizer state but writes the final masters."""
     _write_last(patch)
     patch[snapshot._build_pieces, "_keep(leaf.detach(), copy=copy)"] = "leaf.detach()"
 
 
 @mutant("C18", "CKPT", "CK", seen_in="class CKPT")
 def half_old_half_new(patch: Patches) -> None:
-    """An asynchronous save copies half of the params; it has the others of the end."""
+    """An asynchronous save copies half of the params and writes final values of the others."""
+    # Half of the masters, rounded up.
     _write_last(patch)
     patch[snapshot._build_pieces, "leaf = master.leaf"] = """
         ...
@@ -223,7 +233,8 @@ def half_old_half_new(patch: Patches) -> None:
 
 @mutant("C19", "CKPT", "CK IN", seen_in="class CKPT")
 def scale_of_the_end(patch: Patches) -> None:
-    """An asynchronous save asks for the loss scale when it is waited for."""
+    """An asynchronous save reads the loss scale when it is waited for."""
+    # Local imports, because an edit runs with the globals of the module that it edits.
     patch[save_async, "handle = SaveHandle(plan)"] = "...\nhandle.optimizer = optimizer"
     patch[SaveHandle.wait, "plan = self._plan"] = """
         ...

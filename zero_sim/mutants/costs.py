@@ -22,12 +22,14 @@ def all_reduced_and_sliced(patch: Patches) -> None:
 @mutant("M113", "VOLUME", "", seen_in="DeepSpeed#2665", kill="memory")
 def gradients_kept(patch: Patches) -> None:
     """The fp32 copies of the gradients outlive the step."""
+    # `leaf.grad` is the fp32 copy that the optimizer step reads.
     patch[DistributedOptimizer._write_back, "master.leaf.grad = None"] = "pass"
 
 
 @mutant("V15", "VOLUME", "MX", seen_in="class VOLUME", kill="volume", core=True)
 def gathered_in_fp32(patch: Patches) -> None:
-    """Params are gathered in fp32 and cast back: as many elements, more bytes."""
+    """Params are gathered in fp32 and cast back: as many elements, twice the bytes."""
+    # fp32 params are gathered in fp32 anyway.
     patch[Unit.collect, "call = partial(all_gather, whole, part"] = """
         if self.plan.is_even and whole.dtype in (torch.bfloat16, torch.float16):
             wide = torch.empty(whole.shape, dtype=torch.float32, device=whole.device)
@@ -51,38 +53,40 @@ def gathers_serialised(patch: Patches) -> None:
 
 @mutant("V10", "VOLUME", "B2", seen_in="class VOLUME", kill="overlap")
 def reductions_issued_at_the_end(patch: Patches) -> None:
-    """Reductions are issued once backward is done, all together."""
+    """All reductions are issued together after backward."""
     patch[UnderBackward._issue_ready, "while self._issued_count"] = "return\n..."
 
 
 @mutant("V11", "VOLUME", "B2", seen_in="class VOLUME", kill="overlap")
 def reductions_issued_one_gradient_late(patch: Patches) -> None:
-    """A bucket is looked at before its last gradient is counted, not after."""
+    """A bucket is checked before its last gradient is counted, not after."""
     patch[UnderBackward.mark_ready, "self._issue_ready()"] = "pass"
     patch[UnderBackward.mark_ready, "self._missing[unit].discard("] = "self._issue_ready()\n..."
 
 
 @mutant("V12", "VOLUME", "B2 FZ", seen_in="class VOLUME", kill="overlap")
 def frozen_params_are_waited_for(patch: Patches) -> None:
-    """A bucket with a param that is frozen for now waits for its gradient, which never comes."""
+    """A bucket waits for the gradient of a temporarily frozen param, which never arrives."""
+    # `True` also waits for frozen params.
     patch[UnderBackward.begin, "param.requires_grad or not self._by_arrival"] = "True"
 
 
 @mutant("V13", "VOLUME", "B2", seen_in="class VOLUME", kill="overlap")
 def first_forward_waits_for_all(patch: Patches) -> None:
-    """The first module that runs waits for all gathers, not for its own."""
+    """The first module to run waits for all gathers, not only its own."""
     patch[UnderForward._before_forward, "in needed:"] = "in self._units:"
 
 
 @mutant("V14", "VOLUME", "B2 K", seen_in="class VOLUME", kill="overlap")
 def copies_summed_one_by_one(patch: Patches) -> None:
-    """The copies of one bucket's shards are summed before those of the next are issued."""
+    """A bucket's replica sum is waited for before the next bucket is issued."""
     patch[Unit.chain_reduce, "self._sum_replicas(async_op=True)"] = "...\nself._wait_reduce()"
 
 
 @mutant("V02", "VOLUME", "", seen_in="DeepSpeed#3306", kill="memory", core=True)
 def full_masters_on_every_rank(patch: Patches) -> None:
-    """Every rank keeps a whole fp32 copy of the params beside its shard of masters."""
+    """Every rank keeps an unsharded fp32 copy of the params beside its master shard."""
+    # Attributes of the optimizer keep the copies alive.
     patch[DistributedOptimizer.__init__, "self._scale_of_step = 1.0"] = """
         ...
         whole = [buffer.param_data for buffer in ddp.buffers if buffer.param_data is not None]
@@ -92,12 +96,14 @@ def full_masters_on_every_rank(patch: Patches) -> None:
 @mutant("V03", "VOLUME", "", seen_in="class VOLUME", kill="volume")
 def gathered_twice(patch: Patches) -> None:
     """Params are gathered twice."""
+    # The fragment runs twice.
     patch[Buffer.allgather_params, "unit.gather()"] = "...\n..."
 
 
 @mutant("V04", "VOLUME", "IN", seen_in="class VOLUME", kill="volume")
 def gathered_after_a_skipped_step(patch: Patches) -> None:
     """Params are gathered after a skipped step, too."""
+    # A skipped step changes no params, so only the volume shows the fault.
     patch[DistributedOptimizer.step, "return StepResult("] = """
         if skipped:
             self.ddp.start_param_gather()
@@ -106,7 +112,7 @@ def gathered_after_a_skipped_step(patch: Patches) -> None:
 
 @mutant("V05", "VOLUME", "B2", seen_in="class VOLUME", kill="volume")
 def a_bucket_for_each_param(patch: Patches) -> None:
-    """The bucket size is ignored, and every param has a bucket of its own."""
+    """The bucket size is ignored: every param has its own bucket."""
     patch[
         planner._cut_into_buckets, "bucket_elems is not None and held_elems >= bucket_elems"
     ] = """
@@ -115,14 +121,14 @@ def a_bucket_for_each_param(patch: Patches) -> None:
 
 @mutant("V06", "VOLUME", "K", seen_in="class VOLUME", kill="volume")
 def replicas_sum_whole_buckets(patch: Patches) -> None:
-    """Replicas sum whole buckets, where the rank's own shard is enough."""
+    """Replicas sum unsharded buckets, although each rank's shard is enough."""
     patch[Unit._sum_replicas, "assert self.replica_group is not None"] = """
         return all_reduce_sum(self.grads, group=self.replica_group, async_op=async_op)"""
 
 
 @mutant("V07", "VOLUME", "", seen_in="class VOLUME", kill="volume")
 def norm_in_two_calls(patch: Patches) -> None:
-    """The norm is reduced once more, for a log that nobody reads."""
+    """The norm is reduced a second time, for an unused log."""
     patch[DistributedOptimizer._agree_on, "all_reduce_sum(measured, group=self.ddp.group)"] = """
         all_reduce_sum(measured.clone(), group=self.ddp.group)
         ..."""
@@ -130,7 +136,8 @@ def norm_in_two_calls(patch: Patches) -> None:
 
 @mutant("V08", "VOLUME", "S2", seen_in="class VOLUME", kill="memory")
 def history_of_gradients(patch: Patches) -> None:
-    """The gradients of the step before are kept."""
+    """The previous step's gradients are kept."""
+    # Copies, because the next line resets the gradients.
     patch[DistributedDataParallel.zero_grad_buffer, "self.grad_schedule.reset()"] = """
         held = [(each.grad_data, each.total_data) for each in self.buffers]
         self._before = [(sums if grads is None else grads).clone() for grads, sums in held]
@@ -139,7 +146,7 @@ def history_of_gradients(patch: Patches) -> None:
 
 @mutant("V09", "VOLUME", "", seen_in="class VOLUME", kill="memory")
 def masters_of_padding(patch: Patches) -> None:
-    """Sums over micro-batches have memory, though nothing is summed after every one."""
+    """Sums over micro-batches are allocated even if gradients are summed once a step."""
     patch[DistributedDataParallel.__init__, "self._handles = list(self._add_hooks())"] = """
         ...
         for buffer in self.buffers:

@@ -1,4 +1,7 @@
-"""Faults of when sharded params are gathered and freed: too often, too early, or never."""
+"""Faults in gathering and freeing sharded params: too often, too early, or never.
+
+The constants are fragments of the system's source that several mutants edit.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ _GATHER_IN_BACKWARD = "self._gather(use.needed, ahead=self._before_in_backward(u
 
 @mutant("W01", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume", core=True)
 def not_freed_after_forward(patch: Patches) -> None:
-    """A unit whose modules have run is not freed, and backward finds it whole."""
+    """Units are not freed after forward, so backward finds them unsharded."""
     patch[OnUse._leave, "has_backward and unit in self._kept"] = "True"
 
 
 @mutant("W02", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume", core=True)
 def freed_by_the_first_user(patch: Patches) -> None:
-    """A unit is freed after the first module that uses it, and gathered again for the next."""
+    """A unit is freed after its first user and gathered again for the next."""
     patch[OnUse._after_forward, "self._pending[unit].discard(module)"] = (
         "self._pending[unit].clear()"
     )
@@ -32,7 +35,8 @@ def freed_by_the_first_user(patch: Patches) -> None:
 
 @mutant("W03", "ASYNC", "Z3 B2", seen_in="class ASYNC", kill="volume")
 def freed_while_in_use(patch: Patches) -> None:
-    """A module that ends frees what it used, though the module around it uses it, too."""
+    """A module frees its units when it ends, although an enclosing module still uses them."""
+    # The user count is reset first, or `free_params` would refuse a unit in use.
     patch[OnUse._after_forward, "if is_outermost and self._saving"] = """
         for unit in needed if not is_outermost else ():
             if unit.param_state in (ParamState.WHOLE, ParamState.IN_USE):
@@ -43,46 +47,48 @@ def freed_while_in_use(patch: Patches) -> None:
 
 @mutant("W04", "ALIAS", "Z3", seen_in="class ALIAS", kill="contract")
 def freed_twice(patch: Patches) -> None:
-    """At the end of backward every unit is freed, whole or not."""
+    """At the end of backward every unit is freed, unsharded or not."""
     patch[OnUse.free_all, _IS_WHOLE] = "True"
 
 
 @mutant("W05", "ASYNC", "Z3", seen_in="class ASYNC", core=True)
 def forward_does_not_gather(patch: Patches) -> None:
     """The last unit is not gathered before a module uses it."""
+    # The module then reads placeholders.
     patch[OnUse._before_forward, "self._gather(needed"] = """
         self._gather([unit for unit in needed if unit is not self._units[-1]]"""
 
 
 @mutant("W06", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
 def backward_does_not_gather(patch: Patches) -> None:
-    """Backward gathers only what autograd kept of a unit, and nothing where it kept nothing."""
+    """Backward gathers only units with tensors saved by autograd."""
     patch[OnUse._unwind, _GATHER_IN_BACKWARD] = "pass"
 
 
 @mutant("W07", "ALIAS", "Z3", seen_in="class ALIAS", core=True)
 def kept_without_its_place(patch: Patches) -> None:
-    """What autograd kept of a unit is found again at the start of the unit."""
+    """A saved view of a unit is restored at the start of the unit."""
     patch[OnUse._restore, "kept.offset"] = "0"
 
 
 @mutant("W08", "LAYOUT", "Z3", seen_in="class LAYOUT")
 def kept_without_its_strides(patch: Patches) -> None:
-    """What autograd kept of a unit is found again as if it had been contiguous."""
+    """A saved view of a unit is restored as if it were contiguous."""
     patch[OnUse._restore, "whole.as_strided(kept.size, kept.stride, kept.offset)"] = """
         whole[kept.offset :][: torch.Size(kept.size).numel()].view(kept.size)"""
 
 
 @mutant("W09", "ALIAS", "Z3 S2", seen_in="class ALIAS", core=True)
 def whole_params_kept_over_a_step(patch: Patches) -> None:
-    """Whole params stay after backward, and the next forward finds those of the step before."""
+    """Unsharded params stay after backward, so the next forward uses outdated ones."""
+    # Units are freed in two places, and both are disabled.
     patch[OnUse.free_all, _IS_WHOLE] = "False"
     patch[OnUse._end_gradients, _IS_WHOLE] = "False"
 
 
 @mutant("W11", "VOLUME", "Z3 IN", seen_in="class VOLUME", kill="volume")
 def gathered_where_a_step_was_skipped(patch: Patches) -> None:
-    """After a skipped step all units are gathered and let go of, to be sure."""
+    """After a skipped step all units are gathered and freed again."""
     patch[DistributedOptimizer.step, "return StepResult("] = """
         for buffer in self.ddp.buffers if skipped else ():
             for unit in buffer.units if buffer.sharding.params else ():
@@ -93,38 +99,40 @@ def gathered_where_a_step_was_skipped(patch: Patches) -> None:
 
 @mutant("W12", "VOLUME", "Z3", seen_in="class VOLUME", kill="volume", core=True)
 def last_unit_freed_after_forward(patch: Patches) -> None:
-    """The last unit is freed, too, and backward begins with gathering it again."""
+    """The last unit is freed after forward as well, so backward must gather it again."""
+    # By default the last unit is kept, because backward needs it first.
     patch[OnUse.__init__, _KEPT] = "() if wrapped.config.reshard_after_forward else units"
 
 
 @mutant("W13", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
 def freed_though_it_should_stay(patch: Patches) -> None:
-    """That params should stay between forward and backward is not heard of."""
+    """Params are freed after forward even with `reshard_after_forward` off."""
     patch[OnUse.__init__, _KEPT] = "last"
 
 
 @mutant("W14", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
 def never_freed_after_forward(patch: Patches) -> None:
-    """Params stay between forward and backward whatever was asked for."""
+    """Params stay between forward and backward regardless of `reshard_after_forward`."""
     patch[OnUse.__init__, _KEPT] = "units"
 
 
 @mutant("W15", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
 def first_unit_stays(patch: Patches) -> None:
-    """It is the first unit that stays between forward and backward, not the last."""
+    """The first unit stays between forward and backward instead of the last."""
     patch[OnUse.__init__, _KEPT] = "units[:1] if wrapped.config.reshard_after_forward else units"
 
 
 @mutant("W16", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume", core=True)
 def prefetched_behind(patch: Patches) -> None:
-    """What is gathered ahead in forward are units before the one in use."""
+    """Forward prefetches units that precede the one in use."""
+    # `min` instead of `max`: positions before the one in use.
     patch[OnUse._after_in_forward, "first = max("] = "first = min("
     patch[OnUse._after_in_forward, _AHEAD] = "line[max(0, first - 1 - self._prefetch) : first - 1]"
 
 
 @mutant("W18", "ASYNC", "Z3 AS B2", seen_in="class ASYNC", kill="race", core=True)
 def prefetched_and_not_waited_for(patch: Patches) -> None:
-    """What was gathered ahead counts as there when it is used."""
+    """Prefetched units are used without waiting for their gathers."""
     patch[OnUse._gather, _ALL_ISSUED] = """
         for unit in needed:
             unit._gathering = None
@@ -133,7 +141,8 @@ def prefetched_and_not_waited_for(patch: Patches) -> None:
 
 @mutant("W19", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
 def gathered_by_every_module(patch: Patches) -> None:
-    """Every module gathers what it uses, whether or not it is there."""
+    """Every module gathers its units, even if they are already unsharded."""
+    # Another gather changes no value, only the volume.
     patch[OnUse._gather, _ALL_ISSUED] = """
         for unit in needed:
             unit.gather()
@@ -142,13 +151,14 @@ def gathered_by_every_module(patch: Patches) -> None:
 
 @mutant("W20", "ASYNC", "Z3 AS B2", seen_in="Megatron-LM#6388")
 def only_the_first_unit_waited_for(patch: Patches) -> None:
-    """A module waits for the first unit that it reads from, and not for the others."""
+    """A module waits only for the first unit that it reads."""
     patch[OnUse._gather, "for unit in needed:"] = "for unit in needed[:1]:"
 
 
 @mutant("W21", "ASYNC", "Z3 AS", seen_in="class ASYNC", kill="race")
 def whole_when_it_is_issued(patch: Patches) -> None:
-    """Params count as whole as soon as their gather is issued."""
+    """Params count as unsharded when their gather is issued."""
+    # Params then point at memory that the gather still writes.
     patch[Unit.start_gather, "self._gathering = self._gather_shards(async_op=True)"] = """
         ...
         if self.frees_params and self.gathering:
@@ -158,7 +168,8 @@ def whole_when_it_is_issued(patch: Patches) -> None:
 
 @mutant("W22", "ORDER", "Z3 B2", seen_in="class ORDER", kill="contract")
 def odd_ranks_do_not_prefetch(patch: Patches) -> None:
-    """Odd ranks gather nothing ahead, so that their gathers stand elsewhere among reductions."""
+    """Odd ranks do not prefetch, so their gathers and reductions interleave differently."""
+    # The factor is 0 on odd ranks.
     patch[OnUse.__init__, "self._prefetch = wrapped.config.prefetch"] = (
         "... * (1 - dist.get_rank() % 2)"
     )
@@ -166,7 +177,7 @@ def odd_ranks_do_not_prefetch(patch: Patches) -> None:
 
 @mutant("W23", "ORDER", "Z3 B2", seen_in="class ORDER")
 def odd_ranks_gather_in_reverse(patch: Patches) -> None:
-    """Odd ranks issue the gathers of a module's units in reverse."""
+    """Odd ranks issue the gathers of a module's units in reverse order."""
     patch[OnUse._gather, _ALL_ISSUED] = """
         needed = needed[:: -1 if dist.get_rank() % 2 else 1]
         ..."""
@@ -174,7 +185,7 @@ def odd_ranks_gather_in_reverse(patch: Patches) -> None:
 
 @mutant("W31", "EMPTY", "Z3 FZ", seen_in="class EMPTY")
 def frozen_units_not_gathered(patch: Patches) -> None:
-    """A unit all of whose params are frozen for now is not gathered."""
+    """A unit is not gathered if all its params are temporarily frozen."""
     patch[OnUse._gather, _ALL_ISSUED] = """
         needed, ahead = (
             [unit for unit in units if any(each.param.requires_grad for each in unit.members)]
@@ -185,7 +196,8 @@ def frozen_units_not_gathered(patch: Patches) -> None:
 
 @mutant("W33", "EMPTY", "Z3 ME DR", seen_in="class EMPTY", kill="contract")
 def idle_experts_not_gathered(patch: Patches) -> None:
-    """Experts to which no token was sent are not gathered, on ranks where there are such."""
+    """Experts that receive no tokens are not gathered on that rank."""
+    # An idle expert's input has no elements; other ranks still gather, so the calls mismatch.
     patch[OnUse._before_forward, "self._gather(needed,"] = """
         if not args or not isinstance(args[0], Tensor) or args[0].numel():
             ..."""
@@ -203,7 +215,8 @@ def gathered_after_the_step(patch: Patches) -> None:
 
 @mutant("W35", "VOLUME", "Z3 GA", seen_in="class VOLUME", kill="volume")
 def kept_between_micro_batches(patch: Patches) -> None:
-    """Whole params stay from a micro-batch to the next, and only the last frees them."""
+    """Unsharded params are kept between micro-batches; only the last one frees them."""
+    # Instance attributes shadow the methods for the one call, and are removed after it.
     patch[DistributedDataParallel.end_micro_batch, "self.param_schedule.finish_backward()"] = """
         on_use = self.param_schedule
         if not last and self.config.sharding.params:
@@ -215,13 +228,13 @@ def kept_between_micro_batches(patch: Patches) -> None:
 
 @mutant("W39", "BUCKET", "Z3 TI B2", seen_in="class BUCKET", kill="contract", core=True)
 def closed_before_the_last_user(patch: Patches) -> None:
-    """A unit counts as done once backward comes to the module that used it last."""
+    """A unit is closed when backward reaches the module that used it last."""
     patch[OnUse._after_forward, "min(start, self._first_use"] = "max(start, self._first_use"
 
 
 @mutant("W40", "ASYNC", "Z3 B2", seen_in="class ASYNC", kill="contract")
 def closed_when_it_is_reached(patch: Patches) -> None:
-    """A unit counts as done once backward comes to a module that uses it, not past it."""
+    """A unit is closed when backward reaches a module that uses it, not after that module."""
     patch[OnUse._unwind, _GATHER_IN_BACKWARD] = """
         ...
         for unit in use.needed:
@@ -230,7 +243,7 @@ def closed_when_it_is_reached(patch: Patches) -> None:
 
 @mutant("W41", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
 def freed_when_it_is_reached(patch: Patches) -> None:
-    """A unit is freed when backward comes to a module that uses it, and gathered once more."""
+    """A unit is freed when backward reaches a module that uses it, and then gathered again."""
     patch[OnUse._unwind, _GATHER_IN_BACKWARD] = f"""
         ...
         for unit in use.needed:
@@ -240,7 +253,7 @@ def freed_when_it_is_reached(patch: Patches) -> None:
 
 @mutant("W42", "VOLUME", "Z3", seen_in="class VOLUME", kill="volume")
 def backward_begins_with_nothing(patch: Patches) -> None:
-    """When backward begins, all units are freed, also those that stayed for it."""
+    """All units are freed when backward begins, including those kept for it."""
     patch[OnUse._before_backward, "self._in_backward = True"] = """
         if not self._in_backward:
             self.free_all()
@@ -249,7 +262,8 @@ def backward_begins_with_nothing(patch: Patches) -> None:
 
 @mutant("W43", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
 def use_never_ends(patch: Patches) -> None:
-    """A module that has run still counts as a user, so that nothing is freed after forward."""
+    """A module that has run still counts as a user, so nothing is freed after forward."""
+    # The user counts are reset at the end, or the final free would be refused.
     patch[OnUse._after_forward, "unit.leave()"] = "pass"
     for function in (OnUse.free_all, OnUse._end_gradients):
         patch[function, "unit.finish_gather()"] = """
@@ -260,19 +274,19 @@ def use_never_ends(patch: Patches) -> None:
 
 @mutant("W54", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="memory")
 def first_unit_stays_too(patch: Patches) -> None:
-    """Between forward and backward the first unit stays, too."""
+    """The first unit also stays between forward and backward."""
     patch[OnUse._leave, "unit in self._kept"] = "unit in {*self._kept, self._units[0]}"
 
 
 @mutant("W55", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="memory")
 def one_unit_too_far_ahead(patch: Patches) -> None:
-    """One unit more than was asked for is gathered ahead."""
+    """One unit too many is prefetched."""
     patch[OnUse.__init__, "self._prefetch = wrapped.config.prefetch"] = "... + 1"
 
 
 @mutant("W56", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="memory")
 def params_stay_through_backward(patch: Patches) -> None:
-    """Params stay whole to the end of backward, though their gradients leave on the way."""
+    """Params stay unsharded until backward ends, although their gradients are freed earlier."""
     patch[OnUse._end_gradients, _IS_WHOLE] = "False"
 
 
@@ -288,7 +302,7 @@ def ahead_among_all_units(patch: Patches) -> None:
 
 @mutant("W58", "ORDER", "Z3 B2 PG ME", seen_in="class ORDER")
 def only_the_last_unit_of_all_stays(patch: Patches) -> None:
-    """Between forward and backward one unit stays, which on some ranks is one of experts."""
+    """One unit in all stays after forward; on some ranks it holds experts."""
     patch[OnUse.__init__, _KEPT] = "units[-1:] if wrapped.config.reshard_after_forward else units"
 
 
@@ -298,13 +312,13 @@ _WATCH_AGAIN = "self._watch_again(module, output)"
 
 @mutant("W60", "ASYNC", "Z3", seen_in="class ASYNC", kill="refusal")
 def reentrant_checkpoints_go_unseen(patch: Patches) -> None:
-    """Only forwards with gradients count as uses, which reentrant checkpoints run in backward."""
+    """A forward without gradients does not count as a use, so reentrant checkpoints are missed."""
     patch[OnUse._after_forward, _HAS_BACKWARD] = "torch.is_grad_enabled()"
 
 
 @mutant("W61", "ASYNC", "Z3", seen_in="class ASYNC", kill="refusal")
 def gradients_end_with_the_second_forward(patch: Patches) -> None:
-    """A module that a checkpoint ran again ends its gradients, before they come."""
+    """A module that a checkpoint recomputes ends its gradients before they arrive."""
     patch[OnUse._after_forward, _WATCH_AGAIN] = """
         for unit in needed:
             self._end_gradients(unit)"""
@@ -312,7 +326,7 @@ def gradients_end_with_the_second_forward(patch: Patches) -> None:
 
 @mutant("W62", "ACCUM", "Z3", seen_in="class ACCUM")
 def counted_for_each_forward(patch: Patches) -> None:
-    """The gradient of what a reentrant checkpoint returned counts once for each of its forwards."""
+    """The gradient of a reentrant checkpoint's output counts once for each of its forwards."""
     patch[OnUse._watch_again, "on_gradients_of(output, partial(self._before_backward, use))"] = """
         ...
         on_gradients_of(output, lambda grad: grad + grad)"""

@@ -1,4 +1,4 @@
-"""Faults of where things lie: padding, shards, fragments, and params that are tied or absent."""
+"""Faults of the layout: padding, shards, fragments, tied and empty params."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_sim.zero.unit import Unit
 
 
 def _is_tied(param: str, *, module: str) -> str:
-    """An expression: whether a param has several names."""
+    """Return the source of an expression that is true if a param has several names."""
     names = f"{module}.named_parameters(remove_duplicate=False)"
     return f"(sum(each is {param} for _, each in {names}) > 1)"
 
@@ -21,12 +21,14 @@ def _is_tied(param: str, *, module: str) -> str:
 @mutant("M01", "LAYOUT", "PD NP B2", seen_in="DeepSpeed#8158", core=True)
 def unpadded_stride(patch: Patches) -> None:
     """A bucket is allocated with its padding, but the next one starts where its params end."""
+    # The buckets then overlap: the next one starts inside the padding of this one.
     patch[planner._plan_buffer, "start = bucket.span.stop"] = "start = bucket.padding.start"
 
 
 @mutant("M03", "LAYOUT", "PD B2 NP", seen_in="Megatron-LM#561", kill="volume")
 def padding_at_the_end_only(patch: Patches) -> None:
-    """The whole buffer is padded to the number of shards, but not each bucket."""
+    """Only the end of the buffer is padded to the number of shards, not each bucket."""
+    # The last bucket keeps its padding, so the length of the buffer stays right.
     patch[planner._plan_buffer, "buckets.append(bucket)"] = """
         if members[-1] is not ordered[-1]:
             from dataclasses import replace
@@ -37,7 +39,8 @@ def padding_at_the_end_only(patch: Patches) -> None:
 
 @mutant("M05", "LAYOUT", "SP", seen_in="Megatron-LM 4b843668c3", core=True)
 def piece_from_the_params_start(patch: Patches) -> None:
-    """The rank's piece of a split param is written from the param's start, not the shard's."""
+    """The rank's fragment of a split param is written from the param's start, not the shard's."""
+    # Sharded params have no `param_data`; W24 breaks those.
     patch[Buffer.write_param_shard, "working = memory.own_working"] = """
         ...
         if self.param_data is not None:
@@ -47,6 +50,7 @@ def piece_from_the_params_start(patch: Patches) -> None:
 @mutant("M07", "LAYOUT", "PD", seen_in="DeepSpeed#3832", core=True)
 def padding_of_gradients(patch: Patches) -> None:
     """The padding of the gradient buffer is not zeroed."""
+    # NaN, so that any use of the padding (norm, overflow flag) shows.
     patch[Buffer.zero_grads, "memory.zero_()"] = """
         ...
         for bucket in self.plan.buckets if memory is self.grad_data else ():
@@ -56,12 +60,14 @@ def padding_of_gradients(patch: Patches) -> None:
 @mutant("M09", "EMPTY", "PD FZ", seen_in="DeepSpeed#5652", kill="refusal")
 def negative_overlap(patch: Patches) -> None:
     """The length of an overlap is not bounded below by zero."""
+    # A param before the shard then has a negative overlap instead of an empty one.
     patch[Span.intersect, "max(start, "] = "("
 
 
 @mutant("M11", "LAYOUT", "NC", seen_in="apex#1794")
 def flattened_in_memory_order(patch: Patches) -> None:
-    """A transposed param is flattened in the order of its memory and read in its logical one."""
+    """A transposed param is flattened in memory order but read in logical order."""
+    # The strides of a contiguous tensor over the memory of a transposed one.
     patch[Buffer._adopt, "unit = units.get(placed.bucket)"] = """
         ...
         if not param.is_contiguous():
@@ -71,7 +77,7 @@ def flattened_in_memory_order(patch: Patches) -> None:
 
 @mutant("L01", "LAYOUT", "", seen_in="class LAYOUT", core=True)
 def shard_one_element_short(patch: Patches) -> None:
-    """What the second shard owns ends one element early."""
+    """The second shard's fragments end one element early."""
     patch[BucketPlan.fragments, "if in_buffer.empty:"] = """
         if shard == 1 and not in_buffer.empty and in_buffer.stop == shard_span.stop:
             in_buffer = Span(in_buffer.start, in_buffer.stop - 1)
@@ -80,13 +86,13 @@ def shard_one_element_short(patch: Patches) -> None:
 
 @mutant("L02", "LAYOUT", "NP", seen_in="DeepSpeed#1422")
 def longer_shards_last(patch: Patches) -> None:
-    """With uneven shards the collectives take the last ones to be longer, the layout the first."""
+    """With uneven shards, collectives take the last ones as longer; the layout has the first."""
     patch[BucketPlan.shard_sizes, "self.partition.sizes"] = "...[::-1]"
 
 
 @mutant("L03", "LAYOUT", "PD", seen_in="DeepSpeed#5105", kill="volume")
 def alignment_forgotten(patch: Patches) -> None:
-    """Shards are padded to equal length, but not to the alignment that was asked for."""
+    """Shards are padded to equal length, but not to the configured alignment."""
     patch[planner._plan_bucket, " * policy.shard_multiple(dtype)"] = ""
 
 
@@ -99,13 +105,14 @@ def bytes_taken_for_elements(patch: Patches) -> None:
 
 @mutant("L05", "LAYOUT", "", seen_in="class LAYOUT", core=True)
 def fragments_at_the_shards_start(patch: Patches) -> None:
-    """Every fragment's place in its shard is the shard's start."""
+    """Every fragment is placed at the start of its shard."""
+    # Spans then overlap at the start of the shard.
     patch[BucketPlan.fragments, "in_buffer.shift(-shard_span.start)"] = "Span(0, in_buffer.numel)"
 
 
 @mutant("L06", "LAYOUT", "SP", seen_in="class LAYOUT")
 def floor_of_the_overlap(patch: Patches) -> None:
-    """A param that begins inside a shard is taken to begin at the next one, if it is split."""
+    """A split param that begins inside a shard is treated as beginning at the next shard."""
     patch[BucketPlan.fragments, "if in_buffer.empty:"] = """
         reaches_on = in_buffer.stop < param.span.stop
         if in_buffer.empty or (in_buffer.start == param.span.start and reaches_on):"""
@@ -120,12 +127,13 @@ def padding_of_params(patch: Patches) -> None:
 @mutant("L08", "LAYOUT", "PD", seen_in="DeepSpeed#8210")
 def padding_of_masters(patch: Patches) -> None:
     """The padding of the master shards is not zeroed."""
+    # Infinity, so that any use of the padding shows.
     patch[build_masters, "zeros(span.numel,"] = "full((span.numel,), torch.inf,"
 
 
 @mutant("L09", "LAYOUT", "PD", seen_in="DeepSpeed#8210")
 def padding_of_sums(patch: Patches) -> None:
-    """The padding of sums over micro-batches is written with each of them."""
+    """The padding of sums over micro-batches is overwritten with ones."""
     patch[Unit.accumulate_sum, "if not self.frees_grads:"] = """
         self.grad_total[max(0, self.plan.payload.numel - self.own_span.start) :] = 1
         ..."""
@@ -134,6 +142,7 @@ def padding_of_sums(patch: Patches) -> None:
 @mutant("M19", "TIED", "TI DR", seen_in="DeepSpeed#7534")
 def reduced_once_a_use(patch: Patches) -> None:
     """The bucket of a tied param is reduced once for each of its names."""
+    # A hook counts one gradient per backward, so the extra reductions come at the end.
     patch[DistributedDataParallel._sum_over_ranks, "self.grad_schedule.finish()"] = f"""
         ...
         for buffer in () if self.grad_schedule.sums_in_backward else self.buffers:
@@ -145,7 +154,8 @@ def reduced_once_a_use(patch: Patches) -> None:
 
 @mutant("M21", "TIED", "TI DR", seen_in="Megatron-LM#844")
 def tied_gradient_twice(patch: Patches) -> None:
-    """The gradient of a tied param, already the sum over its uses, is added once for each name."""
+    """The gradient of a tied param, already summed over its uses, is added once for each name."""
+    # Autograd accumulates a tied param once, so it is doubled here.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = f"""
         if {_is_tied("param", module="self.module")}:
             param.grad = grad * 2
@@ -154,7 +164,7 @@ def tied_gradient_twice(patch: Patches) -> None:
 
 @mutant("T01", "TIED", "TI", seen_in="DeepSpeed#3033")
 def untied(patch: Patches) -> None:
-    """Flattening gives the second name of a tied param memory of its own."""
+    """Flattening gives the second name of a tied param separate memory."""
     patch[DistributedDataParallel.__init__, "self.module = module"] = f"""
         ...
         for member in module.modules():
@@ -166,6 +176,7 @@ def untied(patch: Patches) -> None:
 @mutant("T02", "TIED", "TI CL", seen_in="torchtitan#2318")
 def tied_counts_twice(patch: Patches) -> None:
     """The norm counts a tied param once for each of its names."""
+    # The fault is exact for a param with two names.
     tied = _is_tied("master.param", module="self.ddp.module")
     patch[DistributedOptimizer._measure_own, ".append(grad)"] = f".extend([grad] * (1 + {tied}))"
 
@@ -173,6 +184,7 @@ def tied_counts_twice(patch: Patches) -> None:
 @mutant("T03", "TIED", "TI", seen_in="DeepSpeed#3149")
 def tied_stepped_twice(patch: Patches) -> None:
     """The update of a tied param is written back once for each name: its master moves twice."""
+    # Adding the change of the step again equals a second update.
     patch[DistributedOptimizer._step_masters, "self.inner.step()"] = f"""
         before = [master.leaf.detach().clone() for master in trained]
         ...
@@ -183,7 +195,9 @@ def tied_stepped_twice(patch: Patches) -> None:
 
 @mutant("M23", "EMPTY", "FZ", seen_in="DeepSpeed#545", core=True)
 def followers_shift(patch: Patches) -> None:
-    """Params without a gradient are left out when a bucket is flattened, so that others shift."""
+    """Params without a gradient are omitted when a bucket is flattened, so later params shift."""
+    # `_arrived` collects the params with a gradient, in place of a mask.
+    # Reductions under backward have sent their units before this point, so they stay right.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         self.__dict__.setdefault("_arrived", set()).add(param)
         ..."""
@@ -201,7 +215,7 @@ def followers_shift(patch: Patches) -> None:
 
 @mutant("M25", "EMPTY", "FZ", seen_in="DeepSpeed#8029", kill="memory")
 def state_for_frozen_params(patch: Patches) -> None:
-    """Frozen params have masters, too."""
+    """Frozen params also have masters."""
     patch[DistributedOptimizer.__init__, "self._scale_of_step = 1.0"] = """
         ...
         frozen = set(ddp.module.parameters()) - set(ddp.params.values())
@@ -210,7 +224,7 @@ def state_for_frozen_params(patch: Patches) -> None:
 
 @mutant("E10", "EMPTY", "FZ", seen_in="class EMPTY")
 def frozen_params_decay(patch: Patches) -> None:
-    """Weight decay shrinks params that are never trained, too."""
+    """Weight decay also shrinks frozen params."""
     patch[DistributedOptimizer._step_masters, "self._write_back(trained)"] = """
         ...
         group = self.inner.param_groups[0]
@@ -220,7 +234,8 @@ def frozen_params_decay(patch: Patches) -> None:
 
 @mutant("M27", "EMPTY", "GA FZ DR", seen_in="PyTorch#124193", core=True)
 def unused_in_the_last_micro_batch(patch: Patches) -> None:
-    """A param that the last micro-batch does not use is not reduced, though others used it."""
+    """A param unused in the last micro-batch is not reduced, although earlier ones used it."""
+    # The local gradient is put back after the sum, as if the sum had not happened.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         self.__dict__.setdefault("_last_use", {})[param] = self.micro_batches
         ..."""
@@ -236,7 +251,8 @@ def unused_in_the_last_micro_batch(patch: Patches) -> None:
 
 @mutant("E02", "EMPTY", "FZ", seen_in="PyTorch#176076")
 def frozen_params_move(patch: Patches) -> None:
-    """A param that is frozen for a while is stepped all the same."""
+    """A temporarily frozen param is stepped."""
+    # All params then count as trained in the line that follows.
     patch[DistributedOptimizer.step, "trained = ["] = """
         for param in self.ddp.params.values():
             param.requires_grad_(True)
@@ -245,7 +261,8 @@ def frozen_params_move(patch: Patches) -> None:
 
 @mutant("E03", "EMPTY", "FZ", seen_in="PyTorch#158719", kill="contract")
 def owners_of_nothing_do_not_gather(patch: Patches) -> None:
-    """A rank that owns nothing takes no part in the gathers."""
+    """A rank that owns no elements skips the gathers."""
+    # The other ranks wait for it in the gather.
     patch[DistributedOptimizer.step, "self.ddp.start_param_gather()"] = """
         if self.masters:
             ..."""
@@ -253,7 +270,8 @@ def owners_of_nothing_do_not_gather(patch: Patches) -> None:
 
 @mutant("E04", "EMPTY", "FZ", seen_in="DeepSpeed#2343", kill="contract")
 def owners_of_nothing_do_not_measure(patch: Patches) -> None:
-    """A rank that owns nothing returns early from the norm."""
+    """A rank that owns no elements returns early from the norm."""
+    # The other ranks wait for it in the all-reduce of the norm.
     patch[DistributedOptimizer._measure, "return self._agree_on"] = """
         if not self.masters:
             return torch.zeros(()), 0, False
@@ -262,7 +280,8 @@ def owners_of_nothing_do_not_measure(patch: Patches) -> None:
 
 @mutant("E05", "EMPTY", "FZ", seen_in="DeepSpeed#5216")
 def last_element_of_short_params(patch: Patches) -> None:
-    """Of a param with fewer elements than there are shards the gradient is dropped."""
+    """The gradient of a param with fewer elements than shards is dropped."""
+    # The number of shards is the size of the group of owners.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if self.config.sharding.state and param.numel() < self.holders.owners_of('dense').size():
             param.grad = torch.zeros_like(grad)
@@ -271,13 +290,16 @@ def last_element_of_short_params(patch: Patches) -> None:
 
 @mutant("E06", "EMPTY", "FZ B2", seen_in="DeepSpeed#5216", kill="volume")
 def empty_params_fill_buckets(patch: Patches) -> None:
-    """A param without elements counts as one element towards a full bucket."""
+    """A param without elements counts as one element of a bucket."""
+    # `or 1` turns an element count of 0 into 1.
     patch[planner._cut_into_buckets, "held_elems += spec.numel"] = "... or 1"
 
 
 @mutant("E07", "EMPTY", "FZ GA", seen_in="PyTorch#43259")
 def gradient_of_an_unused_param_kept(patch: Patches) -> None:
-    """What took no part in a step keeps the gradient of the step before."""
+    """A param unused in a step keeps its gradient from the previous step."""
+    # `kept` is read before the reset and written after it, in two edits of one function.
+    # One is added because the kept gradient could be zero, which would hide the fault.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         self.__dict__.setdefault("_used", set()).add(param)
         ..."""
@@ -295,7 +317,7 @@ def gradient_of_an_unused_param_kept(patch: Patches) -> None:
 
 @mutant("E08", "EMPTY", "FZ", seen_in="class EMPTY", kill="contract")
 def buffer_named_by_its_first_param(patch: Patches) -> None:
-    """Params of the dtype of frozen ones are refused, since the buffer counts those, too."""
+    """Params are refused if they share a dtype with frozen ones, which the buffer also counts."""
     find = "find_trainable_params(module, dtypes=seams.cast.dtype_names)"
     patch[DistributedDataParallel.__init__, find] = """
         ... | {name: each for name, each in module.named_parameters() if not each.requires_grad}"""

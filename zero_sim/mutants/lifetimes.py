@@ -1,4 +1,4 @@
-"""Faults of time and of identity: waits, stale views, groups, and the order of collectives."""
+"""Faults of lifetimes and identity: waits, stale views, groups, order of collectives."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from zero_sim.zero.variants.model_groups import build_expert_groups
 
 @mutant("M45", "ASYNC", "AS", seen_in="PyTorch#144535", kill="race", core=True)
 def gradient_read_without_a_wait(patch: Patches) -> None:
-    """Nobody waits before the reduced gradient is read."""
+    """The reduced gradient is read without waiting for the reduction."""
+    # If the reduction completes late, the memory still holds the local gradient.
     patch[Unit._wait_reduce, "self._reducing.wait()"] = "pass"
 
 
 @mutant("M47", "ASYNC", "AS B2", seen_in="DeepSpeed#7805", kill="race", core=True)
 def one_staging_slot(patch: Patches) -> None:
-    """Buckets go out from two staging buffers in turn, but the turn is reset at each of them."""
+    """Buckets alternate between two staging buffers, but each bucket restarts with the first."""
+    # One buffer for each memory, size and dtype; `kept` outlives the call.
     patch[Unit.start_reduce, "self._reducing = self._sum_shards(async_op=True)"] = """
         if self.frees_grads or self.plan.partition.owner is not None or not self.plan.is_even:
             ...
@@ -41,26 +43,28 @@ def one_staging_slot(patch: Patches) -> None:
 
 @mutant("M49", "ASYNC", "AS B2", seen_in="DeepSpeed#8080")
 def any_producer_will_do(patch: Patches) -> None:
-    """A bucket is sent when the latest of its producers is done, whether or not the others are."""
+    """A bucket is sent when any of its gradients arrives, even if others are missing."""
     patch[UnderBackward.mark_ready, ".discard(param)"] = ".clear()"
     accept_late_gradients(patch)
 
 
 def forget_check_waited(patch: Patches) -> None:
-    """Let nobody refuse a gradient of a param whose gather is in flight."""
+    """Disable the check that refuses a gradient of a param whose gather is in flight."""
+    # It would raise before a wrong value appears; this fault must be found as a race.
     patch[UnderForward.check_read, "unit.gathering"] = "False"
 
 
 @mutant("M51", "ASYNC", "AS S2", seen_in="Megatron-LM#6388")
 def reader_outside_its_module(patch: Patches) -> None:
-    """A module waits for the first bucket that it reads from, and not for the others."""
+    """A module waits only for the first bucket that it reads."""
+    # W20 is the same fault for sharded params.
     patch[UnderForward._before_forward, "in needed:"] = "in needed[:1]:"
     forget_check_waited(patch)
 
 
 @mutant("M53", "ALIAS", "AS S2", seen_in="Megatron-LM#4609", core=True)
 def not_zeroed_while_gathering(patch: Patches) -> None:
-    """Gradients share memory with the gather's target, and are not zeroed while it is on."""
+    """Gradients are not zeroed while a gather is in flight, as if they shared its memory."""
     patch[Buffer.zero_grads, "for memory in ("] = """
         if any(unit.gathering for unit in self.units):
             return
@@ -69,7 +73,9 @@ def not_zeroed_while_gathering(patch: Patches) -> None:
 
 @mutant("M55", "ALIAS", "ME", seen_in="Megatron-LM#4800")
 def gathered_into_the_others_gradients(patch: Patches) -> None:
-    """The dense params are gathered into memory from which experts still read gradients."""
+    """Dense params are gathered into memory that still holds the gradients of experts."""
+    # Only buffers with unsharded params have a `param_data`.
+    # One element shows the overwrite without needing real shared memory.
     patch[DistributedOptimizer._upcast_grad, "return grad"] = """
         dense = self.ddp.buffers[0].param_data
         if master.buffer.plan.key.kind == "expert" and dense is not None and grad.numel():
@@ -79,7 +85,7 @@ def gathered_into_the_others_gradients(patch: Patches) -> None:
 
 @mutant("M57", "ALIAS", "S2", seen_in="PyTorch#43307")
 def view_bound_to_the_result(patch: Patches) -> None:
-    """In the third step a bucket is what its last reduction returned, no view of the gradients."""
+    """In the third step, a bucket is the result of its last reduction, not a view of gradients."""
     patch[Buffer.zero_grads, "for memory in ("] = """
         self._steps_begun = self.__dict__.get("_steps_begun", 0) + 1
         for unit in self.units[:1] if self._steps_begun == 3 else ():
@@ -90,7 +96,8 @@ def view_bound_to_the_result(patch: Patches) -> None:
 
 @mutant("M59", "ASYNC", "AS S2", seen_in="Megatron-LM 33111c9c9a", kill="race")
 def handle_consumed_elsewhere(patch: Patches) -> None:
-    """Another forward than training's takes the gather's handle, so that nobody waits for it."""
+    """A forward outside training consumes the gather's handle, so nothing waits for it."""
+    # Without the handle, the wait in the next line returns at once.
     patch[UnderForward.finish, "unit.finish_gather()"] = """
         unit._gathering = None
         ..."""
@@ -98,7 +105,8 @@ def handle_consumed_elsewhere(patch: Patches) -> None:
 
 @mutant("Y01", "ASYNC", "AS K", seen_in="DeepSpeed#5545", kill="race")
 def second_sum_without_the_first(patch: Patches) -> None:
-    """The sum over replicas is issued before the sum inside the block is complete."""
+    """The sum over replicas is issued before the sum over the shard group has completed."""
+    # The first wait comes after the second call, so only the order is wrong.
     patch[Unit.chain_reduce, "self._wait_reduce()"] = "first = self._reducing"
     patch[Unit.chain_reduce, "self._sum_replicas(async_op=True)"] = """
         ...
@@ -108,6 +116,7 @@ def second_sum_without_the_first(patch: Patches) -> None:
 @mutant("Y02", "ASYNC", "AS S2", seen_in="Megatron-LM#663")
 def gathered_before_written(patch: Patches) -> None:
     """Gathers are issued before the masters are written to the params."""
+    # The regular start is removed, so each gather is still issued once.
     patch[DistributedOptimizer._step_masters, "for master, grad in"] = """
         for buffer in self.ddp.buffers if self.ddp.config.overlap_params else ():
             for unit in buffer.units:
@@ -126,6 +135,7 @@ def forward_does_not_wait(patch: Patches) -> None:
 @mutant("Y04", "ASYNC", "AS GA", seen_in="fairscale#780", kill="race")
 def zeroed_while_reduced(patch: Patches) -> None:
     """The gradients of a bucket are zeroed right after its reduction is issued."""
+    # Only outside the rank's own shard, where the result of the reduction lands.
     patch[UnderBackward._issue_next, "unit.start_reduce()"] = """
         ...
         if isinstance(unit, Unit) and unit.reducing:
@@ -135,7 +145,7 @@ def zeroed_while_reduced(patch: Patches) -> None:
 
 @mutant("Z01", "ALIAS", "", seen_in="apex#1794")
 def param_is_a_copy(patch: Patches) -> None:
-    """The last param is a copy of its place in the buffer, not a view."""
+    """The last param is a copy of its position in the buffer, not a view."""
     patch[Buffer._adopt, "return memory"] = """
         param.data = param.data.clone()
         ..."""
@@ -143,7 +153,8 @@ def param_is_a_copy(patch: Patches) -> None:
 
 @mutant("Z02", "ALIAS", "", seen_in="class ALIAS", core=True)
 def reduced_gradient_divided_in_place(patch: Patches) -> None:
-    """The optimizer's gradient is the buffer's memory, not a copy of it."""
+    """The optimizer's gradient shares memory with the buffer instead of copying it."""
+    # With `copy=True` an fp32 gradient is copied too; 16-bit ones are copied by the cast.
     patch[AllAtOnce.copy, "torch.float32, copy=True"] = "torch.float32"
 
 
@@ -172,20 +183,22 @@ def main_grad_is_stale(patch: Patches) -> None:
 
 @mutant("M61", "GROUP", "K DR", seen_in="verl#7493", core=True)
 def replicas_not_summed(patch: Patches) -> None:
-    """The sum over replicas is left out."""
+    """The sum over replicas is omitted."""
+    # Unsharded state has no other sum, so it keeps this one.
     patch[Unit._has_replica_sum, "self.replica_group is not None"] = "self.group is None and ..."
 
 
 @mutant("M63", "GROUP", "K DR", seen_in="PyTorch#154888", core=True)
 def nothing_to_synchronise(patch: Patches) -> None:
-    """Shards of degree one are taken for a world without anything to sum."""
+    """A shard group of one rank is treated as a world without anything to sum."""
     patch[Unit._has_replica_sum, "self.replica_group is not None"] = """
         ... and (self.group is None or self.group.size() > 1)"""
 
 
 @mutant("M65", "GROUP", "K", seen_in="DeepSpeed#7601", core=True)
 def global_rank_for_group_rank(patch: Patches) -> None:
-    """A rank takes the shard of its global rank, as far as there are so many."""
+    """A rank takes the shard of its global rank, limited to the number of shards."""
+    # Limited to the number of shards, or the index would be out of range.
     patch[buffers._find_own_shard, "return rank"] = """
         ... if group is None else min(dist.get_rank(), shard_count - 1)"""
 
@@ -193,6 +206,7 @@ def global_rank_for_group_rank(patch: Patches) -> None:
 @mutant("M67", "GROUP", "ME DR", seen_in="Megatron-LM#6080")
 def experts_over_the_dense_group(patch: Patches) -> None:
     """Gradients of experts are summed over all ranks."""
+    # Only unsharded state: G08 and H07 break sharded experts.
     patch[build_buffers, "groups = holders.groups_of(plan.key.kind)"] = (
         "groups = holders.groups_of(plan.key.kind if config.sharding.state else 'dense')"
     )
@@ -200,7 +214,8 @@ def experts_over_the_dense_group(patch: Patches) -> None:
 
 @mutant("G01", "GROUP", "ME", seen_in="Megatron-LM#6920")
 def experts_dealt_in_blocks(patch: Patches) -> None:
-    """Consecutive ranks are taken to hold the same experts, where every ep-th does."""
+    """Consecutive ranks are assumed to hold the same experts, instead of every ep-th rank."""
+    # Groups and own index change together, so all ranks agree on the wrong groups.
     patch[build_expert_groups, "ranks[index::expert_parallel]"] = """
         ranks[index * world_size // expert_parallel :][: world_size // expert_parallel]"""
     patch[build_expert_groups, "rank % expert_parallel"] = """
@@ -209,7 +224,8 @@ def experts_dealt_in_blocks(patch: Patches) -> None:
 
 @mutant("G02", "GROUP", "ME", seen_in="Megatron-LM#3129")
 def experts_broadcast_to_all(patch: Patches) -> None:
-    """At the start experts are broadcast over all ranks, which hold different ones."""
+    """At the start, experts are broadcast over all ranks, although ranks hold different ones."""
+    # An expert with one holder has a group of one rank, which the world replaces here.
     patch[collectives.broadcast_from_first, "for tensor in tensors:"] = """
         group = group if group.size() > 1 else dist.group.WORLD
         ..."""
@@ -217,7 +233,7 @@ def experts_broadcast_to_all(patch: Patches) -> None:
 
 @mutant("G03", "GROUP", "K", seen_in="PyTorch#155903")
 def replicas_summed_twice(patch: Patches) -> None:
-    """The sum inside a block runs over all ranks, and then over the replicas once more."""
+    """The sum over replicas runs twice."""
     patch[Unit._sum_replicas, "assert self.replica_group is not None"] = """
         if self.group is not None:
             all_reduce_sum(self.grad_shard, group=self.replica_group)"""
@@ -225,26 +241,28 @@ def replicas_summed_twice(patch: Patches) -> None:
 
 @mutant("G04", "GROUP", "K", seen_in="Megatron-LM#6048", kill="contract")
 def replica_sum_on_the_first_block_only(patch: Patches) -> None:
-    """Only ranks of the first block call the sum over replicas."""
+    """Only the first shard group calls the sum over replicas."""
     patch[Unit._sum_replicas, "not self._has_replica_sum"] = """
         ... or (self.group is not None and self.replica_group.rank() > 0)"""
 
 
-@mutant("G05", "GROUP", seen_in="replicas that begin apart", core=True)
+@mutant("G05", "GROUP", seen_in="replicas with different initial values", core=True)
 def every_rank_begins_with_its_own(patch: Patches) -> None:
-    """At the start nothing is broadcast: every rank trains on from what it has built."""
+    """At the start nothing is broadcast, so every rank trains from its own initial values."""
+    # With equal seeds ranks begin alike; cases with `distinct_start` show it.
     patch[DistributedDataParallel.__init__, "if broadcast_params:"] = "if False:"
 
 
-@mutant("G06", "GROUP", "FZ", seen_in="replicas that begin apart")
+@mutant("G06", "GROUP", "FZ", seen_in="replicas with different initial values")
 def only_trained_params_are_broadcast(patch: Patches) -> None:
-    """At the start params are broadcast, frozen ones and the buffers of the module are not."""
+    """At the start, frozen params and module buffers are not broadcast."""
     patch[find_replicated_tensors, "(*frozen, *module.named_buffers())"] = "()"
 
 
 @mutant("M107", "ORDER", "B2 DR", seen_in="DeepSpeed#2343", kill="contract")
 def reduced_as_they_arrive(patch: Patches) -> None:
-    """Buckets are reduced in the order in which they become ready, which differs between ranks."""
+    """Buckets are reduced in the order in which they become ready, which differs by rank."""
+    # Ready buckets move ahead of the others that are not issued; the sort is stable.
     patch[UnderBackward._issue_ready, "while self._issued_count"] = """
         rest = sorted(self._units[self._issued_count :], key=lambda unit: bool(self._missing[unit]))
         self._units = (*self._units[: self._issued_count], *rest)
@@ -253,7 +271,8 @@ def reduced_as_they_arrive(patch: Patches) -> None:
 
 @mutant("M109", "ORDER", "FZ DR", seen_in="PyTorch#158719", kill="contract")
 def unused_bucket_skipped(patch: Patches) -> None:
-    """A rank on which no gradient of a bucket arrived does not take part in its reduction."""
+    """A rank skips a bucket's reduction if no gradient of the bucket arrived."""
+    # Put back after the loop, because the next step uses all units again.
     patch[UnderBackward.finish, "while self._issued_count"] = """
         units, arrived = self._units, set(self._issued)
         for param, unit in self._unit_of.items():
@@ -269,12 +288,13 @@ def unused_bucket_skipped(patch: Patches) -> None:
 @mutant("O01", "ORDER", "B2", seen_in="class ORDER", kill="contract", core=True)
 def odd_ranks_in_reverse(patch: Patches) -> None:
     """Odd ranks gather their buckets in reverse."""
+    # A stride of -1 reverses the list.
     patch[Buffer.allgather_params, "in self.units"] = "...[:: -1 if dist.get_rank() % 2 else 1]"
 
 
 @mutant("O02", "ORDER", "DR", seen_in="DeepSpeed#2343", kill="contract")
 def rank_dependent_branch(patch: Patches) -> None:
-    """A rank whose gradient is zero in all elements does not reduce a bucket."""
+    """A rank skips a bucket's reduction if its gradient is zero in all elements."""
     patch[Unit.reduce, 'self._step_grads("reduce")'] = """
         if not self.grads.any():
             return
@@ -283,7 +303,7 @@ def rank_dependent_branch(patch: Patches) -> None:
 
 @mutant("O03", "ORDER", "K", seen_in="class ORDER", kill="contract")
 def replicas_before_shards(patch: Patches) -> None:
-    """On odd ranks the two sums of a bucket change places."""
+    """On odd ranks the two sums of a bucket are exchanged."""
     both = "self._sum_shards(async_op=False)\nself._sum_replicas(async_op=False)"
     patch[Unit.reduce, both] = """
         sums = [self._sum_shards, self._sum_replicas]
@@ -293,7 +313,8 @@ def replicas_before_shards(patch: Patches) -> None:
 
 @mutant("O04", "ORDER", "IN", seen_in="PyTorch#115710", kill="contract")
 def skipped_on_the_rank_that_saw_it(patch: Patches) -> None:
-    """A rank that sees an overflow of its own leaves without telling the others."""
+    """A rank that sees a local overflow returns without notifying the others."""
+    # The others block in the all-reduce of the norm.
     patch[DistributedOptimizer._measure, "return self._agree_on"] = """
         if self.loss_scaler is not None and not all(grad.isfinite().all() for grad in grads):
             return torch.full((), torch.nan), 0, True

@@ -1,4 +1,4 @@
-"""Faults of partitions by rows and by owners, and of params that few ranks keep until backward."""
+"""Faults of partitions by rows and by owners, of all-reduced units, and of late gathers."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ from zero_sim.zero.variants.root_reduce import AllReducedUnit, SummedAtFirstUnit
 
 @mutant("Q01", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
 def rows_are_cut(patch: Patches) -> None:
-    """A param split by rows is padded to even shards alone, so that a row lies in two of them."""
+    """A param sharded by rows is padded only to even shards, so a row is cut in two."""
+    # A row has as many elements as the dimensions after the first.
     patch[planner._row_elems, "math.prod(shape[1:])"] = "1"
 
 
 @mutant("Q02", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
 def padded_by_its_first_dim(patch: Patches) -> None:
-    """Shards are multiples of the number of rows, not of the length of one."""
+    """Shards are padded to a multiple of the number of rows, not of the row length."""
     patch[planner._row_elems, "math.prod(shape[1:])"] = "math.prod(shape[:1])"
 
 
 @mutant("Q03", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
 def owner_by_place_in_the_model(patch: Patches) -> None:
-    """The first rank owns as many units as there are ranks, and so on, in place of turns."""
+    """Units are assigned to owners in consecutive runs, not in turn."""
     patch[planner._plan_bucket, "index % shard_count"] = "index // shard_count % shard_count"
 
 
 @mutant("Q04", "GROUP", "NP", seen_in="class GROUP", core=True)
 def broadcast_from_a_neighbour(patch: Patches) -> None:
-    """Params come from the rank behind their owner, which has old ones."""
+    """Params are broadcast from the rank after their owner, which has outdated ones."""
     patch[Unit.collect, "owner=_index_of(sizes)"] = "owner=(_index_of(sizes) + 1) % len(sizes)"
 
 
 @mutant("Q05", "GROUP", "NP", seen_in="class GROUP", core=True)
 def reduced_to_a_neighbour(patch: Patches) -> None:
-    """The sum of a unit arrives at the rank behind its owner."""
+    """The sum of a unit arrives at the rank after its owner."""
     patch[Unit._scatter, "owner=_index_of(sizes)"] = "owner=(_index_of(sizes) + 1) % len(sizes)"
 
 
 @mutant("Q06", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
 def owner_lacks_the_last(patch: Patches) -> None:
-    """Of a unit with one owner the last element is counted to the rank behind it."""
+    """The last element of a unit with one owner is assigned to the next rank."""
+    # The shard of the rank after the owner starts one element early.
     patch[Partition.start, "return self.numel"] = (
         "... - (shard == self.owner + 1 < self.shard_count)"
     )
@@ -52,7 +54,7 @@ def owner_lacks_the_last(patch: Patches) -> None:
 
 @mutant("Q12", "VOLUME", "NP", seen_in="class VOLUME", kill="volume")
 def reduced_to_owners_all_the_same(patch: Patches) -> None:
-    """That gradients are to be summed to all ranks is not heard of."""
+    """Gradients are reduced to their owners although an all-reduce is configured."""
     patch[WholeSumUnit._sum_shards, "return self.sum_all(self.grads, group=self.group,"] = (
         "return Unit._sum_shards(self,"
     )
@@ -60,7 +62,7 @@ def reduced_to_owners_all_the_same(patch: Patches) -> None:
 
 @mutant("Q13", "GROUP", "K", seen_in="class GROUP")
 def summed_to_all_ranks_twice(patch: Patches) -> None:
-    """With copies, a sum to all ranks of a block is summed over its shard's copies twice."""
+    """With replicas, an all-reduced shard is summed over its replicas twice."""
     patch[Unit._sum_replicas, "return all_reduce_sum("] = """
         if hasattr(self, "sum_all"):
             all_reduce_sum(self.grad_shard, group=self.replica_group, async_op=False)
@@ -72,17 +74,17 @@ def summed_to_all_ranks_twice(patch: Patches) -> None:
 
 @mutant("Q15", "GROUP", "", seen_in="class GROUP", kill="refusal")
 def lone_owners_are_taken_for_none(patch: Patches) -> None:
-    """All-reduced units are refused for a shard group of one rank, as if nothing were sharded."""
+    """All-reduced units are refused for a shard group of one rank, as if unsharded."""
     patch[AllReducedUnit.__post_init__, "self.group is None"] = "... or self.group.size() == 1"
 
 
 @mutant("Q16", "GROUP", "", seen_in="class GROUP", kill="refusal")
 def chunks_are_taken_for_sums(patch: Patches) -> None:
-    """Reduce buffers are refused beside gathers in chunks, as if these units had other sums."""
+    """Reduce buffers are refused beside chunked gathers, as if these units summed differently."""
     patch[_check_units, "isinstance(unit, WholeSumUnit)"] = "type(unit) is not Unit"
 
 
 @mutant("Q14", "ASYNC", "Z3", seen_in="class ASYNC", kill="memory")
 def stays_whole_after_the_step(patch: Patches) -> None:
-    """What is gathered once more after the step is not freed."""
+    """Params gathered once more after the step are not freed."""
     patch[GatheredAfterStep.gather, "unit.free_params()"] = "pass"

@@ -2,10 +2,10 @@
 
 [Note: a mutant is an edit]
 An edit replaces a fragment of a function's source. The result is compiled, and the function's code
-object is exchanged, so that every importer, hook and partial runs the edited code. Restoring is one
+object is exchanged, so every importer, hook and partial runs the edited code. Restoring is one
 assignment. If the fragment does not occur exactly once, the table of mutants fails to load, so a
-refactoring cannot disarm a mutant unnoticed. If an edited line uses a name that is gone, its error
-is noted and never counts as a kill.
+refactoring cannot disarm a mutant unnoticed. If an edited line uses a removed name, its error is
+recorded and never counts as a kill.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any
 from zero_sim.errors import MutantError
 
 _NAME = "__mutant__"
-"""Global name of the patches in edited code; Python does not mangle it inside a class."""
+"""Global name of the patches in edited code. Python does not mangle it inside a class, because it
+ends with two underscores."""
 _WATCHED = f"""
 {_NAME}.armed += 1
 try:
@@ -31,20 +32,20 @@ except (AttributeError, NameError, TypeError) as __error__:
     {_NAME}.note(__error__)
     raise
 """
-"""Frame of an edited function, whose body replaces `pass`."""
+"""Frame of an edited function; the function's body replaces `pass`."""
 
 
 @dataclass(slots=True)
 class _EditedFunction:
     function: FunctionType
     first_line: int
-    """Line number in its file, from 1, decorators included."""
+    """Line number in its file, 1-based, at the first decorator."""
     length: int
-    """Number of lines there."""
+    """Number of lines, decorators included."""
     source: str
-    """All lines, as edited so far."""
+    """Source of the function with the edits so far."""
     news: list[str] = field(default_factory=list)
-    """Stripped lines of all edits."""
+    """Stripped lines added by the edits."""
 
     def replace(self, fragment: str, by: str) -> None:
         fragment, by = _plain(fragment), _plain(by)
@@ -62,7 +63,7 @@ class _EditedFunction:
 
     def compile(self) -> CodeType:
         """Return the code as edited."""
-        # The whole file, so that line numbers, closures and `super()` are right.
+        # Compile the whole file, so that line numbers, closures and `super()` are right.
         old = self.function.__code__
         lines = Path(old.co_filename).read_text().splitlines(keepends=True)
         lines[self.first_line - 1 : self.first_line - 1 + self.length] = [self.source]
@@ -76,12 +77,14 @@ class _EditedFunction:
             and self.first_line <= node.lineno < stop
         )
         watched = ast.parse(_WATCHED).body
+        # `note` finds a line by its number, so the frame's own nodes get an existing one.
         for each in (inner for statement in watched for inner in ast.walk(statement)):
             if "lineno" in each._attributes:
                 ast.copy_location(each, node.body[0])
         guarded = watched[-1]
         assert isinstance(guarded, ast.Try)
         guarded.body, node.body = node.body, watched
+        # By qualified name and line, because a file may define several functions of one name.
         return next(
             code
             for code in _codes_in(compile(tree, old.co_filename, "exec", dont_inherit=True))
@@ -93,7 +96,7 @@ class Patches:
     """The edits of one mutant.
 
     `patches[function, fragment] = by` edits a function, method or property. Several edits of one
-    function apply in order. In `by` three dots stand for the fragment. Lines after the first get
+    function apply in order. In `by`, `...` is replaced by the fragment. Lines after the first get
     the indentation of the line in which the fragment begins. Nothing changes before `install`.
 
     Example:
@@ -104,9 +107,9 @@ class Patches:
 
     Attributes:
         armed: Number of calls of edited code.
-        outdated: Error raised by an edited line itself, because a name that it uses is gone; empty
-            if there was none.
-        kept: State of edits between calls; they use it as `__mutant__.kept`.
+        outdated: Error raised by an edited line itself because a name is gone; empty if there was
+            none.
+        kept: State of edits between calls, available to them as `__mutant__.kept`.
     """
 
     def __init__(self) -> None:
@@ -120,9 +123,10 @@ class Patches:
         """Replace a fragment of a function.
 
         Raises:
-            MutantError: If it does not occur exactly once, or the function has no source.
+            MutantError: If the fragment does not occur exactly once, or the function has no source.
         """
         where, fragment = place
+        # A property's getter, and the function below decorators, own the code to exchange.
         inner = where.fget if isinstance(where, property) else where
         function = inspect.unwrap(inner) if inner is not None else None
         if not isinstance(function, FunctionType):
@@ -133,12 +137,14 @@ class Patches:
         self._edited[function].replace(fragment, by)
 
     def install(self) -> None:
-        """Break the system.
+        """Replace the code of all edited functions.
 
         Raises:
             MutantError: If another mutant has edits in the same module.
         """
+        # Compile all before exchanging any, so that an error leaves the system whole.
         codes = {function: edited.compile() for function, edited in self._edited.items()}
+        # One global name per module: two mutants would count and record into each other.
         if any(_NAME in function.__globals__ for function in codes):
             raise MutantError("expected one mutant at a time, got one beside another.")
         for function, code in codes.items():
@@ -147,14 +153,18 @@ class Patches:
             function.__code__ = code
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Put back the original code of all functions."""
         while self._right:
             function, code = self._right.popitem()
             function.__code__ = code
             function.__globals__.pop(_NAME, None)
 
     def note(self, error: Exception) -> None:
-        """Note an error that an edited line raised, unless a function called by it did."""
+        """Record an error raised by an edited line itself.
+
+        An error with a deeper frame was raised by a called function, so it may be the fault's
+        effect.
+        """
         raised = error.__traceback__
         if raised is None or raised.tb_next is not None:
             return

@@ -1,4 +1,4 @@
-"""Faults of who holds what: parts of a model, experts, copies of shards, and their groups."""
+"""Faults of ownership: parts of a model, experts, replicas of shards, and their groups."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from zero_sim.zero.variants.model_groups import build_expert_groups, build_model
 
 @mutant("G07", "GROUP", "DR", seen_in="class GROUP", core=True)
 def nothing_summed_without_shards(patch: Patches) -> None:
-    """Where nothing is sharded, gradients are not summed over ranks."""
+    """Without sharding, gradients are not summed over ranks."""
     patch[Unit._sum_replicas, "not self._has_replica_sum"] = "... or self.group is None"
 
 
 @mutant("G08", "GROUP", "ME", seen_in="Megatron-LM#6080")
 def experts_sharded_over_all(patch: Patches) -> None:
-    """Experts are sharded over all ranks, though each rank holds only some of them."""
+    """Experts are sharded over all ranks, although each rank holds only some of them."""
     patch[build_expert_groups, "if expert_parallel > 1:"] = "if False:"
 
 
 @mutant("G09", "GROUP", "", seen_in="class GROUP", kill="contract")
 def parts_meet_at_other_places(patch: Patches) -> None:
-    """The ranks that put the norms of a model's parts together are not at one place in them."""
+    """Norms of a model's parts are summed over ranks at different positions in their parts."""
+    # The position in all parts but the first is shifted by one.
     patch[build_model_parallel_group, "rank = dist.get_rank()"] = """
         ...
         following = [*places[1:], *places[:1]]
@@ -35,6 +36,7 @@ def parts_meet_at_other_places(patch: Patches) -> None:
 @mutant("Z05", "ALIAS", "", seen_in="silent data corruption")
 def one_bit_on_one_rank(patch: Patches) -> None:
     """After each step the last rank flips the lowest bit of one element of a working param."""
+    # The gather must be finished, or it would overwrite the flipped bit.
     patch[DistributedOptimizer.step, "return StepResult("] = """
         data = self.ddp.buffers[-1].param_data
         if data is not None and self.ddp.rank == self.ddp.group.size() - 1:
@@ -48,20 +50,21 @@ _BUILT_BUFFERS = "if broadcast_params:"
 
 @mutant("H01", "GROUP", "K DR Z2", seen_in="verl#7493", core=True)
 def copies_not_summed(patch: Patches) -> None:
-    """Where gradients are sharded, the sum over copies is left out."""
+    """The sum of sharded gradients over replicas is omitted."""
     patch[Unit._has_replica_sum, "self.replica_group is not None"] = "not self.frees_grads and ..."
 
 
 @mutant("H02", "ACCUM", "K GA DR Z2", seen_in="PyTorch#125484")
 def copies_of_the_first_sum_only(patch: Patches) -> None:
-    """Only the sum of the first micro-batch goes into the sum over copies."""
+    """Only the first micro-batch's sum enters the sum over replicas."""
     patch[Unit._has_replica_sum, "self.replica_group is not None"] = """
         not (self.frees_grads and self._has_sum) and ..."""
 
 
 @mutant("H03", "ACCUM", "K GA Z2", seen_in="PyTorch#125484", core=True)
 def sums_summed_again(patch: Patches) -> None:
-    """What goes into the sum over copies are all sums so far, not the one of this micro-batch."""
+    """The sum over replicas takes all sums so far instead of this micro-batch's."""
+    # A sum of the earlier total over n replicas would add it n times instead of once.
     patch[Unit._end_reduce, "self.accumulate_sum(is_first=not self._has_sum)"] = """
         before = self.grad_total.clone()
         ...
@@ -71,7 +74,8 @@ def sums_summed_again(patch: Patches) -> None:
 
 @mutant("H04", "GROUP", "K Z2", seen_in="class GROUP")
 def groups_exchanged(patch: Patches) -> None:
-    """Where there are as many copies as shards, the two groups of a unit change places."""
+    """With as many replicas as shards, a unit's shard group and replica group are exchanged."""
+    # Groups of different sizes would mismatch in their calls, not in values.
     patch[DistributedDataParallel.__init__, _BUILT_BUFFERS] = """
         for unit in (unit for buffer in self.buffers for unit in buffer.units):
             group, copies = unit.group, unit.replica_group
@@ -82,7 +86,8 @@ def groups_exchanged(patch: Patches) -> None:
 
 @mutant("H05", "GROUP", "K Z3", seen_in="class GROUP")
 def gathered_from_the_copies(patch: Patches) -> None:
-    """Where there are as many copies as shards, params are gathered from the ranks with copies."""
+    """With as many replicas as shards, params are gathered over the replica group."""
+    # Groups of different sizes would mismatch in their calls, not in values.
     patch[Unit.collect, "group = self.group"] = """
         group, copies = self.group, self.replica_group
         if self.frees_params and copies is not None and copies.size() == group.size():
@@ -91,7 +96,7 @@ def gathered_from_the_copies(patch: Patches) -> None:
 
 @mutant("H06", "GROUP", "K Z3", seen_in="class GROUP", kill="contract")
 def gathered_over_all_ranks(patch: Patches) -> None:
-    """Params are gathered over all ranks, though each block has all shards."""
+    """Params are gathered over all ranks, although each shard group has all shards."""
     patch[Unit.collect, "group = self.group"] = """
         is_split = self.frees_params and self.replica_group
         group = dist.group.WORLD if is_split else self.group"""
@@ -99,7 +104,7 @@ def gathered_over_all_ranks(patch: Patches) -> None:
 
 @mutant("H07", "GROUP", "ME Z2", seen_in="Megatron-LM#6080", kill="contract")
 def experts_over_the_dense_block(patch: Patches) -> None:
-    """Sharded gradients of experts are reduced over the ranks that shard the dense params."""
+    """Sharded gradients of experts are reduced over the dense params' shard group."""
     patch[DistributedDataParallel.__init__, _BUILT_BUFFERS] = """
         for buffer in self.buffers:
             for unit in buffer.units if buffer.plan.key.kind == "expert" else ():
@@ -114,7 +119,7 @@ def experts_over_the_dense_block(patch: Patches) -> None:
 
 @mutant("H08", "ASYNC", "AS K Z2", seen_in="DeepSpeed#5545", kill="race")
 def copies_summed_too_early(patch: Patches) -> None:
-    """The sum over copies of a shard is issued before the sum inside the block is there."""
+    """The sum over replicas is issued before the sum over the shard group has completed."""
     patch[Unit.chain_reduce, "self._wait_reduce()"] = """
         if self.frees_grads:
             first, self._reducing = self._reducing, self._sum_replicas(async_op=True)
@@ -125,16 +130,14 @@ def copies_summed_too_early(patch: Patches) -> None:
 
 @mutant("W59", "ORDER", "K DR B2", seen_in="class ORDER")
 def empty_parts_end_no_sum(patch: Patches) -> None:
-    """A rank whose part of a unit is empty does not end the first sum before it goes on.
-
-    A bug of our own, found by a campaign: a sum at the first rank ends with a call of all ranks.
-    """
+    """A rank with an empty part of a unit does not finish the first sum before the second."""
+    # A bug of our own, found by a campaign: the root-reduced sum ends with a call of all ranks.
     patch[Unit.chain_reduce, "self.replica_group is not None"] = "self._has_replica_sum"
 
 
 @mutant("H09", "VOLUME", "K Z2", seen_in="class VOLUME", kill="volume")
 def copies_sum_whole_units(patch: Patches) -> None:
-    """Copies sum whole units of sharded gradients, where the rank's own shard is enough."""
+    """Replicas sum unsharded units, although each rank's shard is enough."""
     patch[Unit._sum_replicas, "assert self.replica_group is not None"] = """
         if self.frees_grads:
             return all_reduce_sum(self.grads, group=self.replica_group, async_op=async_op)"""
@@ -142,7 +145,7 @@ def copies_sum_whole_units(patch: Patches) -> None:
 
 @mutant("H10", "GROUP", "K Z3", seen_in="class GROUP")
 def copies_not_written(patch: Patches) -> None:
-    """Only the first block writes new values to its shards of the params."""
+    """Only the first shard group writes new values to its param shards."""
     patch[Buffer.write_param_shard, "self._cast.write_("] = """
         unit = memory.unit
         copies = unit.replica_group if unit is not None and unit.frees_params else None
@@ -153,7 +156,7 @@ def copies_not_written(patch: Patches) -> None:
 
 @mutant("H11", "GROUP", "K Z2", seen_in="PyTorch#155903", core=True)
 def copies_summed_twice(patch: Patches) -> None:
-    """The sum over copies of sharded gradients is made twice."""
+    """Sharded gradients are summed over replicas twice."""
     patch[Unit._sum_replicas, "assert self.replica_group is not None"] = """
         if self.frees_grads:
             all_reduce_sum(self.grad_shard, group=self.replica_group)"""

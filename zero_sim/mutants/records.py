@@ -1,4 +1,4 @@
-"""Records of mutants and of what became of them."""
+"""Records of mutants and of their hunts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FaultClass = Literal[
     "NORM", "CKPT", "ASYNC", "SCALE", "EMPTY", "ACCUM", "BUCKET", "ALIAS",
     "DTYPE", "OPTST", "LAYOUT", "ORDER", "TIED", "GROUP", "INF", "VOLUME",
 ]  # fmt: skip
-"""What kind of mistake it is, the most frequent in public bug trackers first: norms and clipping;
-checkpoints; asynchronous lifetimes; divisors; params or ranks with nothing; accumulation; buckets;
+"""Class of the fault, the most frequent in public bug trackers first: norms and clipping;
+checkpoints; asynchronous lifetimes; divisors; empty params or ranks; accumulation; buckets;
 stale views; dtypes; optimizer state; layout arithmetic; order of collectives; tied params; groups;
 overflow; cost only."""
 
@@ -24,16 +24,16 @@ Flag = Literal[
     "DR", "S2", "AS", "NP", "PD", "SP", "K", "CK", "GA", "CL",
     "FZ", "TI", "B2", "PG", "MX", "ME", "IN", "NC", "Z2", "Z3",
 ]  # fmt: skip
-"""What a case must have for the fault to show: ranks with different data; two steps; asynchronous
-calls that complete late; ranks that do not divide; padding; a split param; copies of the state; a
-checkpoint; accumulation; clipping; a frozen, unused or empty param or rank; a tied param; two
+"""Feature that a case needs to expose the fault: ranks with different data; two steps; asynchronous
+calls that complete late; uneven division over ranks; padding; a split param; replicas of the state;
+a checkpoint; accumulation; clipping; a frozen, unused or empty param or rank; a tied param; two
 buckets; two param groups; two dtypes; experts; an overflow on one rank; a strided param; sharded
 gradients (stage 2 or 3); sharded params (stage 3)."""
 
 Kill = Literal["values", "contract", "race", "volume", "memory", "overlap", "refusal"]
-"""What finds it: a comparison or an invariant of values; a refused or endless collective, or a rank
-that raises; memory touched in flight; the log of collectives; bytes held; the degree of overlap; or
-a valid case that the system refuses."""
+"""Means of detection: a comparison or an invariant of values; a refused or endless collective, or a
+rank that raises; memory touched in flight; the log of collectives; resident bytes; the degree of
+overlap; or a valid case that the system refuses."""
 
 FLAGS: tuple[Flag, ...] = get_args(Flag)
 CLASSES: tuple[FaultClass, ...] = get_args(FaultClass)
@@ -50,26 +50,27 @@ class Mutant:
     kind: FaultClass
     flags: tuple[Flag, ...]
     description: str
-    """What is changed, in a sentence."""
+    """The fault, in a sentence."""
     seen_in: str
-    """The public bug that it re-creates, `project#number`, or the class of bugs."""
+    """The public bug that it recreates, `project#number`, or the class of bugs."""
     kill: Kill
-    """What is expected to find it."""
+    """Expected means of detection."""
     core: bool
-    """Whether it belongs to the set that runs on every change."""
+    """True if the mutant belongs to the set that runs on every change."""
     plant: Plant
 
     @contextmanager
     def apply(self) -> Iterator[Patches]:
-        """Break the system of this process, and mend it again.
+        """Break the system of this process, and repair it on exit.
 
-        Before a world runs, never while one does, because rank threads call the edited functions.
+        Apply it before a world runs, never during a run, because rank threads call the edited
+        functions.
 
         Yields:
             The patches; `armed` counts how often mutated code was called.
 
         Raises:
-            MutantError: If the system is not what the mutant was written against.
+            MutantError: If the system has changed since the mutant was written.
         """
         patches = Patches()
         self.plant(patches)
@@ -77,6 +78,7 @@ class Mutant:
             patches.install()
             yield patches
         finally:
+            # Also after a failed install, which may have edited some functions.
             patches.restore()
 
 
@@ -89,19 +91,21 @@ def mutant(
     kill: Kill = "values",
     core: bool = False,
 ) -> Callable[[Plant], Mutant]:
-    """Make a mutant of the function that plants it, whose docstring describes it.
+    """Return a decorator that makes a mutant of the function that plants it.
+
+    The function's docstring becomes the description.
 
     Args:
-        id: Unique.
-        kind: Its class.
-        flags: Its flags, separated by spaces.
+        id: Unique id.
+        kind: Class of the fault.
+        flags: Flags, separated by spaces.
         seen_in: The public bug or class of bugs.
-        kill: What is expected to find it.
-        core: Whether it runs on every change.
+        kill: Expected means of detection.
+        core: True to run it on every change.
 
     Raises:
-        MutantError: If a flag is not known, the function has no docstring, or the system is not
-            what the mutant was written against.
+        MutantError: If a flag is unknown, the function has no docstring, or the system has changed
+            since the mutant was written.
     """
 
     def make(plant: Plant) -> Mutant:
@@ -109,6 +113,7 @@ def mutant(
         if len(named) != len(flags.split()) or not plant.__doc__:
             raise MutantError(f"expected known flags and a docstring of {id}, got {flags!r}.")
         description = " ".join(plant.__doc__.split())
+        # Plant once now, so a refactoring that removes a fragment fails at import, not in a hunt.
         try:
             plant(Patches())
         except MutantError as error:
@@ -123,26 +128,25 @@ def mutant(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What became of one mutant in a campaign."""
+    """Result of one mutant in a campaign."""
 
     id: str
     killed: bool
     check: str = ""
-    """What found it first."""
+    """Id of the first check that failed."""
     cases: int = 0
-    """Cases drawn up to the one that found it; all of them for a survivor."""
+    """Cases drawn, including the one that found the mutant; all drawn cases for a survivor."""
     judged: int = 0
-    """Those that were judged: of cases that lack what its smallest case on record has, none before
-    all others."""
+    """Cases judged. Those without the features of the smallest recorded case are judged last."""
     seconds: float = 0.0
-    """Processor time of those that were judged."""
+    """Processor time of the judged cases."""
     armed: int = 0
-    """How often mutated code was called."""
+    """Number of calls of mutated code."""
     size: Size | None = None
-    """Of the smallest case that was found; None where it was not shrunk."""
+    """Size of the smallest case found in this hunt; None if it was not shrunk."""
     minimum: Size | None = None
-    """Of the smallest case on record, where it was shrunk."""
+    """Size of the smallest recorded case; None if this hunt was not shrunk."""
     smallest: str = ""
-    """The smallest case that was found, as TOML."""
+    """The smallest case found in this hunt, as TOML."""
     error: str = ""
-    """Why the campaign could not go on: an error of the harness, never of the mutant."""
+    """Reason why the hunt ended early: an error of the harness, never of the mutant."""

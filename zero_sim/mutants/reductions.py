@@ -1,4 +1,4 @@
-"""Faults of sums: of sharded gradients that come and go, and of those that the first rank adds."""
+"""Faults of sums: of transient unsharded gradients, and of sums by the root rank."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from zero_sim.zero.variants.root_reduce import _SumAtFirst
 
 @mutant("R01", "ACCUM", "GA Z2", seen_in="class ACCUM", core=True)
 def sums_overwritten(patch: Patches) -> None:
-    """Whether a sum is the step's first is never noted, so that each replaces those before it."""
+    """Each sum of a step is treated as the first, so it replaces the earlier ones."""
     patch[Unit._end_reduce, "self._has_sum = True"] = "pass"
 
 
 @mutant("R02", "ACCUM", "S2 Z2", seen_in="class ACCUM")
 def added_to_the_last_step(patch: Patches) -> None:
-    """The first sum of a step is added to those of the step before, which nobody zeroed."""
+    """The first sum of a step is added to the previous step's sums, which were not zeroed."""
+    # Neither the flag nor the memory is reset.
     patch[Unit.reset_grads, "self._has_sum = False"] = "pass"
     patch[Unit.reset_grads, "self.grad_total.zero_()"] = "pass"
 
 
 @mutant("R03", "ALIAS", "GA Z2", seen_in="class ALIAS")
 def zeros_not_made(patch: Patches) -> None:
-    """Memory for whole gradients is used again as it was left, without being zeroed."""
+    """Memory of unsharded gradients is reused without being zeroed."""
+    # `_left` plays an allocator that returns memory as it was.
     patch[TransientStorage.release, "self._whole = None"] = (
         "self._left, self._whole = self._whole, None"
     )
@@ -40,7 +42,7 @@ def zeros_not_made(patch: Patches) -> None:
 
 @mutant("R04", "LAYOUT", "PD Z2", seen_in="class LAYOUT")
 def padding_of_whole_gradients(patch: Patches) -> None:
-    """The padding of fresh whole gradients is not zero."""
+    """The padding of fresh unsharded gradients is not zero."""
     patch[Unit.fill, "whole = self.grad_storage.acquire()"] = """
         ...
         whole[self.plan.payload.numel :] = 1"""
@@ -48,7 +50,8 @@ def padding_of_whole_gradients(patch: Patches) -> None:
 
 @mutant("R05", "ASYNC", "AS Z2", seen_in="class ASYNC", kill="race", core=True)
 def sum_kept_before_it_is_there(patch: Patches) -> None:
-    """The shard of a reduction in flight is kept, and its memory let go, without a wait."""
+    """The shard of a reduction in flight is used, and its memory released, without a wait."""
+    # Nothing then waits before `accumulate_sum` reads the shard.
     patch[Unit.finish_reduce, "self._wait_reduce()"] = """
         if not self.frees_grads:
             ...
@@ -57,7 +60,8 @@ def sum_kept_before_it_is_there(patch: Patches) -> None:
 
 @mutant("R06", "VOLUME", "Z2", seen_in="class VOLUME", kill="memory", core=True)
 def whole_gradients_kept(patch: Patches) -> None:
-    """Whole gradients are zeroed once they are reduced, but their memory is not let go."""
+    """Unsharded gradients are zeroed after their reduction, but their memory is not released."""
+    # Zeroed, so that only the memory shows the fault.
     patch[Unit._free_grads, "self.grad_storage.release()"] = """
         whole = self.grad_storage.whole
         ...
@@ -67,13 +71,14 @@ def whole_gradients_kept(patch: Patches) -> None:
 
 @mutant("R07", "VOLUME", "Z2", seen_in="class VOLUME", kill="memory")
 def view_of_whole_gradients_kept(patch: Patches) -> None:
-    """What is let go is the unit's own reference: views of single gradients keep the memory."""
+    """Views of single gradients keep the released memory of a unit alive."""
     patch[Unit._free_grads, "memory.main_grad = None"] = "pass"
 
 
 @mutant("R08", "VOLUME", "Z2", seen_in="class VOLUME", kill="volume")
 def units_reduced_twice(patch: Patches) -> None:
-    """At the end of backward all units are reduced, also those that were under it."""
+    """After backward all units are reduced again, including those reduced during it."""
+    # The second reduction adds fresh zeros, so only the volume shows the fault.
     patch[UnderBackward.finish, "while self._issued_count"] = """
         again = [unit for unit in self._units if unit in self._issued and unit.frees_grads]
         ..."""
@@ -86,7 +91,7 @@ def units_reduced_twice(patch: Patches) -> None:
 
 @mutant("R09", "ACCUM", "Z2", seen_in="class ACCUM", core=True)
 def sum_added_twice(patch: Patches) -> None:
-    """The sum of the unit that is reduced last is added up twice."""
+    """The sum of the last unit is added twice."""
     patch[UnderBackward.finish, "self.running = False"] = """
         ...
         last = self._units[-1]
@@ -96,7 +101,8 @@ def sum_added_twice(patch: Patches) -> None:
 
 @mutant("R10", "BUCKET", "Z2 SP", seen_in="class BUCKET", core=True)
 def first_shard_kept(patch: Patches) -> None:
-    """Of a reduced unit every rank keeps what lies at its start, not at its own shard."""
+    """Every rank keeps the start of a reduced unit instead of its own shard."""
+    # The clone, because source and target may overlap.
     patch[Unit.accumulate_sum, "assert self.grad_total is not None"] = """
         if self.frees_grads:
             self.grad_shard.copy_(self.grads[: self.grad_shard.numel()].clone())"""
@@ -104,7 +110,7 @@ def first_shard_kept(patch: Patches) -> None:
 
 @mutant("R11", "ACCUM", "GA Z2", seen_in="class ACCUM", core=True)
 def micro_batches_let_go(patch: Patches) -> None:
-    """With one sum a step, whole gradients are let go after every micro-batch all the same."""
+    """With one sum a step, unsharded gradients are still released after every micro-batch."""
     patch[
         DistributedDataParallel.end_micro_batch, "self.step_count.end_micro_batch(last=last)"
     ] = """
@@ -116,7 +122,8 @@ def micro_batches_let_go(patch: Patches) -> None:
 
 @mutant("R12", "ALIAS", "GA Z2", seen_in="class ALIAS")
 def added_to_memory_let_go(patch: Patches) -> None:
-    """From the second time on, gradients are added to the memory that the first ones had."""
+    """From the second use on, gradients are added to the memory of the first use."""
+    # `kept` maps the memory of each param to its first gradient.
     patch[Unit.fill, "memory.main_grad = grad"] = """
         memory.main_grad = __mutant__.kept.setdefault(memory, grad)"""
 
@@ -132,7 +139,8 @@ def sums_in_low_precision(patch: Patches) -> None:
 
 @mutant("R14", "SCALE", "Z2 B2", seen_in="class SCALE")
 def last_unit_not_divided(patch: Patches) -> None:
-    """The unit that is issued last is summed as it is, where others are divided before."""
+    """The unit issued last is not divided before its sum, although others are."""
+    # A single unit keeps its division, hence `0 <`.
     patch[UnderBackward._issue_next, "self._before_sum(unit)"] = """
         if not unit.frees_grads or not 0 < self._issued_count == len(self._units) - 1:
             ..."""
@@ -140,7 +148,7 @@ def last_unit_not_divided(patch: Patches) -> None:
 
 @mutant("R15", "SCALE", "GA Z2", seen_in="class SCALE")
 def sums_divided_again(patch: Patches) -> None:
-    """Before each sum what was summed already is divided, too."""
+    """Before each sum, earlier sums are divided again."""
     patch[Unit.scale_grads, "scale_before_sum_(self.grads, divide, divisor=divisor)"] = """
         ...
         if self.frees_grads and self._has_sum:
@@ -149,7 +157,8 @@ def sums_divided_again(patch: Patches) -> None:
 
 @mutant("R16", "EMPTY", "FZ DR Z2", seen_in="PyTorch#158719", kill="contract")
 def unit_without_gradients_skipped(patch: Patches) -> None:
-    """A rank on which no gradient of a unit came takes no part in its reduction."""
+    """A rank skips a unit's reduction if it has no gradient for the unit."""
+    # The states still advance, so only the missing call can show the fault.
     patch[UnderBackward._issue_next, "unit.fill()"] = """
         if isinstance(unit, Unit) and unit.frees_grads and unit.grad_state != "filling":
             unit.fill()
@@ -163,14 +172,14 @@ def unit_without_gradients_skipped(patch: Patches) -> None:
 
 @mutant("R17", "VOLUME", "AS B2 Z2", seen_in="class VOLUME", kill="overlap")
 def reduced_in_the_order_of_the_forward(patch: Patches) -> None:
-    """Units are reduced in the order in which forward needs them, so that all wait for the last."""
+    """Units are reduced in forward order, so all of them wait for the last gradient."""
     patch[UnderBackward.__init__, "wrapped.units[::-1]"] = """
         ...[:: -1 if any(unit.frees_grads for unit in wrapped.units) else 1]"""
 
 
 @mutant("R18", "VOLUME", "AS B2 Z2", seen_in="class VOLUME", kill="overlap")
 def each_reduction_waited_for(patch: Patches) -> None:
-    """Where gradients are let go, a reduction is waited for right after it is issued."""
+    """If gradients are sharded, each reduction is waited for right after it is issued."""
     patch[UnderBackward._issue_next, "unit.start_reduce()"] = """
         ...
         if unit.frees_grads:
@@ -179,7 +188,8 @@ def each_reduction_waited_for(patch: Patches) -> None:
 
 @mutant("R19", "ASYNC", "AS Z2", seen_in="class ASYNC")
 def kept_when_it_is_issued(patch: Patches) -> None:
-    """The shard is added to the sums as soon as its reduction is issued."""
+    """The shard is added to the sums when its reduction is issued, not when it completes."""
+    # `kept` marks units whose sum was added early, so it is not added twice.
     sums_up = "self.accumulate_sum(is_first=not self._has_sum)"
     patch[Unit.start_reduce, "self._chained = False"] = f"""
         ...
@@ -191,14 +201,15 @@ def kept_when_it_is_issued(patch: Patches) -> None:
 
 @mutant("R20", "LAYOUT", "B2 Z2", seen_in="class LAYOUT")
 def sums_at_the_shards_start(patch: Patches) -> None:
-    """The rank's part of each param is read from the start of its unit's sums."""
+    """The rank's fragment of each param is read from the start of its unit's sums."""
     patch[Buffer._adopt, "_view(unit.grad_total, in_shard)"] = """
         _view(unit.grad_total, Span(0, in_shard.numel) if self.sharding.grads else in_shard)"""
 
 
 @mutant("R21", "INF", "IN S2 Z2", seen_in="class INF")
 def sums_of_a_skipped_step_kept(patch: Patches) -> None:
-    """After a skipped step nothing is zeroed, as nothing was used."""
+    """After a skipped step nothing is zeroed."""
+    # Reset what a step needs, but no memory.
     patch[DistributedOptimizer.step, "return StepResult("] = """
         self._has_skipped = skipped
         ..."""
@@ -212,7 +223,8 @@ def sums_of_a_skipped_step_kept(patch: Patches) -> None:
 
 @mutant("R23", "ORDER", "DR Z2", seen_in="class ORDER", kill="volume")
 def zero_gradients_stay_at_home(patch: Patches) -> None:
-    """A rank whose whole gradients are all zero does not start their reduction."""
+    """A rank does not start a reduction if its gradients are all zero."""
+    # The state has moved to REDUCING by then; only the call is missing.
     patch[Unit.start_reduce, 'self._step_grads("reduce")'] = """
         ...
         if self.frees_grads and not self.grads.any():
@@ -221,7 +233,8 @@ def zero_gradients_stay_at_home(patch: Patches) -> None:
 
 @mutant("R24", "ORDER", "AS Z2 B2", seen_in="class ORDER")
 def odd_ranks_reduce_in_reverse(patch: Patches) -> None:
-    """Odd ranks reduce the units that backward has not reduced in reverse."""
+    """Odd ranks reduce the units that remain after backward in reverse order."""
+    # Put back after the loop, because the next step uses `_units` again.
     patch[UnderBackward.finish, "while self._issued_count"] = """
         units, count = self._units, self._issued_count
         if dist.get_rank() % 2 and units[0].frees_grads:
@@ -232,28 +245,28 @@ def odd_ranks_reduce_in_reverse(patch: Patches) -> None:
         self._units = units"""
 
 
-@mutant("R25", "OPTST", "Z2", seen_in="a transition left out", kill="contract")
+@mutant("R25", "OPTST", "Z2", seen_in="an omitted transition", kill="contract")
 def filling_not_noted(patch: Patches) -> None:
-    """That gradients fill a unit is not noted: its transition to FILLING is left out."""
+    """The transition of a unit to FILLING is omitted."""
     patch[Unit.fill, 'self._step_grads("fill")'] = "pass"
 
 
-@mutant("R26", "OPTST", "Z2", seen_in="a transition left out", kill="contract")
+@mutant("R26", "OPTST", "Z2", seen_in="an omitted transition", kill="contract")
 def reducing_not_noted(patch: Patches) -> None:
-    """That a unit is reduced is not noted: its transition to REDUCING is left out."""
+    """The transition of a unit to REDUCING is omitted."""
     patch[Unit.reduce, 'self._step_grads("reduce")'] = "pass"
     patch[Unit.start_reduce, 'self._step_grads("reduce")'] = "pass"
 
 
-@mutant("R27", "OPTST", "Z2", seen_in="a transition left out", kill="contract")
+@mutant("R27", "OPTST", "Z2", seen_in="an omitted transition", kill="contract")
 def reduced_not_noted(patch: Patches) -> None:
-    """That a reduction has ended is not noted: the transition to REDUCED is left out."""
+    """The transition of a unit to REDUCED is omitted."""
     patch[Unit._end_reduce, 'self._step_grads("finish")'] = "pass"
 
 
 @mutant("R28", "BUCKET", "Z2", seen_in="class BUCKET")
 def first_gradient_lost(patch: Patches) -> None:
-    """The gradient for which the memory of a unit is made is lost."""
+    """The first gradient of a unit, for which its memory is allocated, is lost."""
     patch[AtEnd.take, "unit.fill()"] = """
         if unit.frees_grads and unit.grad_state == "empty":
             param.grad = param.grad.new_zeros(param.grad.shape)
@@ -262,38 +275,40 @@ def first_gradient_lost(patch: Patches) -> None:
 
 @mutant("R29", "VOLUME", "B2 Z2", seen_in="class VOLUME", kill="memory", core=True)
 def reductions_pile_up(patch: Patches) -> None:
-    """A unit is issued without waiting for the one before, so that more than two are whole."""
+    """Units are issued without waiting for the previous one, so over two stay unsharded."""
+    # This wait limits the unsharded gradients to those of two units.
     patch[UnderBackward._issue_next, "unit.frees_grads and self._issued_count"] = "False"
 
 
 @mutant("X01", "SCALE", "DR", seen_in="class SCALE", core=True)
 def first_counts_itself_twice(patch: Patches) -> None:
-    """The first rank adds what others sent to its own gradient, and its own once more."""
+    """The root rank adds its own gradient twice."""
     patch[_SumAtFirst._add, "in parts[1:]"] = "in [*parts[1:], parts[0]]"
 
 
 @mutant("X02", "ORDER", "DR", seen_in="class ORDER")
 def added_from_the_last(patch: Patches) -> None:
-    """The first rank adds from the last rank to itself."""
+    """The root rank adds in reverse rank order."""
+    # Another order of summation rounds differently.
     patch[_SumAtFirst._add, "self.flat.copy_("] = "parts = parts[::-1]\n..."
 
 
 @mutant("X03", "VOLUME", "DR", seen_in="class VOLUME", kill="volume")
 def kept_by_the_first(patch: Patches) -> None:
-    """The first rank adds and keeps the sum: all others go on with their own gradient."""
+    """The root rank keeps the sum; all others continue with their own gradients."""
     patch[_SumAtFirst.wait, "self._send_back()"] = "pass"
 
 
 @mutant("X04", "ASYNC", "AS DR", seen_in="class ASYNC", kill="race")
 def added_before_it_came(patch: Patches) -> None:
-    """The first rank adds what others send before it has waited for it."""
+    """The root rank adds received gradients before waiting for them."""
     patch[_SumAtFirst.wait, "self.sent.wait()"] = "pass"
     patch[_SumAtFirst.wait, "self._send_back()"] = "self.sent.wait()\n..."
 
 
 @mutant("X05", "DTYPE", "DR", seen_in="class DTYPE")
 def added_in_fp32(patch: Patches) -> None:
-    """The first rank adds 16-bit gradients in fp32, in which no other reduction here does."""
+    """The root rank adds 16-bit gradients in fp32, unlike every other reduction here."""
     patch[_SumAtFirst._add, "self.flat.copy_(parts[0])"] = "total = parts[0].float()"
     patch[_SumAtFirst._add, "self.flat.add_(part)"] = """
         total = total + part

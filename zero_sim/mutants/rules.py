@@ -1,7 +1,7 @@
-"""Faults of a rule: arithmetic by another one than is declared, of clips, norms, sums and means.
+"""Faults of a rule: clips, norms, sums and means computed by another rule than the declared one.
 
-Each is right in a library that declares so (`zero_sim.targets.numerics`), and wrong by a few units
-in the last place where it does not.
+Each rule is right for a library that declares it (`zero_sim.targets.numerics`). Otherwise results
+are wrong by a few units in the last place.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ def bound_times_a_reciprocal(patch: Patches) -> None:
 @mutant("N10", "NORM", "CL", seen_in="Megatron-LM's clip_grad_by_total_norm_fp32")
 def coefficient_in_fp64(patch: Patches) -> None:
     """The coefficient of a clip is computed in fp64 and rounded once."""
+    # `item()` returns a Python float, so the division runs in fp64.
     patch[norm.clip_by_norm_, _COEFFICIENT] = """
         torch.full_like(norm, min(1.0, max_norm / (norm.item() + 1e-6)))"""
 
 
 @mutant("N11", "NORM", "CL", seen_in="DeepSpeed's unscale_and_clip_grads")
 def inverse_of_a_quotient(patch: Patches) -> None:
-    """Gradients are clipped by one over the quotient of norm and bound."""
+    """Gradients are clipped by the reciprocal of norm over bound."""
     patch[norm.clip_by_norm_, _COEFFICIENT] = "((norm + tiny) / bound).clamp(min=1.0).reciprocal()"
 
 
 @mutant("N12", "NORM", "CL", seen_in="apex's FusedLAMB")
 def divided_by_a_quotient(patch: Patches) -> None:
-    """Gradients are clipped by a division by the quotient of norm and bound."""
+    """Gradients are clipped by dividing by norm over bound."""
     patch[norm.clip_by_norm_, _COEFFICIENT] = "((norm + tiny) / bound).clamp(min=1.0)"
     patch[norm.clip_by_norm_, "grad.mul_(coefficient)"] = "grad.div_(coefficient)"
 
 
 @mutant("N13", "NORM", "", seen_in="fairscale's OSS.clip_grad_norm")
 def norm_of_norms(patch: Patches) -> None:
-    """The norm is that of the fp32 norms of what each rank owns of each param."""
+    """The norm combines fp32 norms of each rank's fragments, not their squares."""
     patch[norm.measure_grads, "return torch.tensor([squares"] = """
         norms = [torch.linalg.vector_norm(grad) for grad in grads]
         if norms:
@@ -55,7 +56,8 @@ def norm_of_norms(patch: Patches) -> None:
 
 @mutant("S09", "SCALE", "NP", seen_in="DDP's default communication hook")
 def divided_before_for_after(patch: Patches) -> None:
-    """Ranks divide before the sum, where the sum is to be divided."""
+    """Gradients are divided before the sum, although the sum should be divided."""
+    # Only if the sum itself is divided, by ranks, and once a step.
     patch[DistributedDataParallel.__init__, "self.config = config"] = """
         if (config.divide, config.sync, config.divide_by) == ("post", "last", "ranks"):
             from dataclasses import replace
@@ -65,14 +67,15 @@ def divided_before_for_after(patch: Patches) -> None:
 
 @mutant("S10", "SCALE", "NP", seen_in="Megatron-LM's gradient_scaling_factor")
 def product_for_a_quotient_before(patch: Patches) -> None:
-    """Where each rank is to divide before the sum, it multiplies by the rounded reciprocal."""
+    """A division before the sum is replaced by multiplying with the rounded reciprocal."""
     patch[division.scale_before_sum_, "divide_(values, divisor=divisor)"] = """
         values.mul_(divisor.reciprocal())"""
 
 
 @mutant("S11", "SCALE", "MX NP", seen_in="FSDP2 with force_sum_reduction_for_comms")
 def divided_in_the_dtype_of_the_sum(patch: Patches) -> None:
-    """A sum of 16 bits is divided, and rounded to them, before it becomes fp32."""
+    """A 16-bit sum is divided and rounded in 16 bits before it becomes fp32."""
+    # torch divides 16-bit tensors in fp32 and rounds, so this gives the same bits.
     patch[DistributedOptimizer._upcast_grad, "divide_(grad, divisor=self.ddp.divisor"] = """
         divide_(grad, divisor=self.ddp.divisor)
         grad.copy_(grad.to(reduced.dtype)"""
@@ -80,7 +83,8 @@ def divided_in_the_dtype_of_the_sum(patch: Patches) -> None:
 
 @mutant("D13", "DTYPE", "", seen_in="DDP's bf16_compress_hook")
 def contributions_of_bf16(patch: Patches) -> None:
-    """What each rank brings to a sum of fp32 is rounded to bf16."""
+    """Each rank's contribution to an fp32 sum is rounded to bf16."""
+    # Both kinds of units: with and without reduce buffers.
     for each in (Unit, GradUnit):
         patch[each.scale_grads, "scale_before_sum_(self.grads, divide, divisor=divisor)"] = """
             ...
@@ -89,7 +93,8 @@ def contributions_of_bf16(patch: Patches) -> None:
 
 @mutant("D14", "DTYPE", "CL", seen_in="class DTYPE")
 def gradients_as_stepped(patch: Patches) -> None:
-    """The gradient buffer is left with what the optimizer was given, divided and clipped."""
+    """The gradient buffer keeps the divided and clipped gradients of the optimizer."""
+    # The copy overwrites the shard in the gradient buffer.
     patch[DistributedOptimizer._step_masters, "self.inner.step()"] = """
         for master, grad in zip(trained, grads):
             master.buffer.get_grad_shard(master.param).copy_(grad)
@@ -98,7 +103,7 @@ def gradients_as_stepped(patch: Patches) -> None:
 
 @mutant("E09", "EMPTY", "FZ", seen_in="torch.optim with grad None")
 def zeros_left_alone(patch: Patches) -> None:
-    """What has a gradient of zeros alone is not stepped: it neither decays nor counts the step."""
+    """A param with an all-zero gradient is not stepped: no decay, no step count."""
     patch[DistributedOptimizer._step_masters, "master.leaf.grad = grad"] = (
         "... if grad.any() else None"
     )

@@ -1,4 +1,4 @@
-"""The score of a campaign: how many mutants it found, by class, by flag, and of the core set."""
+"""Score of a campaign: mutants found, in total, by class, by flag, and in the core set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_sim.mutants.records import CLASSES, FLAGS, Mutant, Trial
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KillCount:
-    """Mutants found, of how many."""
+    """Number of mutants found, out of a total."""
 
     name: str
     killed: int
@@ -24,39 +24,40 @@ class KillCount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """What a campaign came to."""
+    """Result of a campaign."""
 
     core: KillCount
     all: KillCount
     by_class: tuple[KillCount, ...]
-    """Of classes with mutants in the campaign."""
+    """Counts of the classes with mutants in the campaign."""
     by_flag: tuple[KillCount, ...]
     cases_median: float
-    """Cases to the kill, over those found; 0 where none was."""
+    """Median number of cases until a mutant was found; 0 if none was found."""
     cases_most: int
     seconds: float
-    """Of the whole campaign, as a clock shows them."""
+    """Wall-clock time of the whole campaign."""
     trials: tuple[Trial, ...]
 
     @property
     def exit_status(self) -> int:
-        """0 where every mutant was found, else 1."""
+        """0 if every mutant was found, else 1."""
         return int(self.all.killed < self.all.of)
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
+        """Return all fields, ready for JSON."""
         return {**dataclasses.asdict(self), "exit_status": self.exit_status}
 
 
 def score_of(trials: Iterable[Trial], mutants: Sequence[Mutant], *, seconds: float) -> Score:
-    """Sum up a campaign.
+    """Compute the score of a campaign.
 
     Args:
-        trials: What became of each mutant.
-        mutants: Those that were hunted.
-        seconds: How long it took.
+        trials: Result of each mutant.
+        mutants: The hunted mutants.
+        seconds: Wall-clock time of the campaign.
     """
     by_id = {trial.id: trial for trial in trials}
+    # In the order of the catalogue: trials of several processes end in any order.
     ordered = tuple(by_id[mutant.id] for mutant in mutants if mutant.id in by_id)
 
     def count(name: str, members: Iterable[Mutant]) -> KillCount:

@@ -1,4 +1,4 @@
-"""Faults of reduce buffers, of the units that go through them, and of gathers in chunks."""
+"""Faults of reduce buffers, their gradient units, and chunked gathers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from zero_sim.zero.variants.reduce_buffers import ReduceBuffers
 
 @mutant("J01", "ASYNC", "AS B2", seen_in="class ASYNC", core=True)
 def both_turns_use_one_buffer(patch: Patches) -> None:
-    """The buffers do not take turns: one is filled again while its sum is on its way."""
+    """The reduce buffers do not alternate: one is refilled while its sum is in flight."""
+    # All turns use the first buffer.
     patch[ReduceBuffers._storage_of, "plan.turn % turns"] = "0"
 
 
 @mutant("J02", "BUCKET", "B2", seen_in="class BUCKET", core=True)
 def last_buffer_is_not_sent(patch: Patches) -> None:
-    """What is in the last buffer when backward ends, which is not full, is not reduced."""
+    """The last, partly filled reduce buffer is not reduced."""
+    # Marked at set-up; the sum of a marked unit is empty.
     patch[ReduceBuffers.__init__, "self.unit_of = {"] = """
         if self.units and self.units[-1].plan.numel < self._elems:
             __mutant__.kept[self.units[-1]] = True
@@ -33,13 +35,14 @@ def last_buffer_is_not_sent(patch: Patches) -> None:
 
 @mutant("J03", "BUCKET", "B2", seen_in="class BUCKET")
 def long_gradients_are_dropped(patch: Patches) -> None:
-    """A gradient longer than a buffer is in no unit at all."""
+    """A gradient longer than a reduce buffer belongs to no unit."""
     patch[ReduceBuffers.__init__, "for plan in plans"] = "... if not plan.is_large"
 
 
 @mutant("J04", "LAYOUT", "NP", seen_in="class LAYOUT")
 def runs_are_cut_an_element_early(patch: Patches) -> None:
-    """The border between two owners in a buffer is one element before the right one."""
+    """The border between two owners in a reduce buffer is one element early."""
+    # Both runs move their common border, so no element is lost or summed twice.
     patch[GradUnit._sum, "if self.sums_whole:"] = """
         spans = {run: run.span for run in self.plan.runs}
         if len(spans) > 1 and self.plan.runs[0].span.numel > 1:
@@ -52,27 +55,29 @@ def runs_are_cut_an_element_early(patch: Patches) -> None:
 
 @mutant("J05", "GROUP", "NP", seen_in="class GROUP")
 def run_goes_to_the_next_rank(patch: Patches) -> None:
-    """The sum of a run of elements arrives at the rank behind its owner."""
+    """The sum of a run arrives at the rank after its owner."""
     patch[GradUnit._sum, "owner=run.shard"] = "owner=(run.shard + 1) % self.group.size()"
 
 
 @mutant("J06", "SCALE", "", seen_in="class SCALE")
 def reduced_twice(patch: Patches) -> None:
-    """A buffer is reduced to its owners, and once more."""
+    """A reduce buffer is reduced to its owners twice."""
     patch[GradUnit.reduce, "self._sum("] = "self._sum(async_op=False)\n..."
     patch[GradUnit.start_reduce, "self._works ="] = "self._sum(async_op=False)\n..."
 
 
 @mutant("J07", "ASYNC", "AS", seen_in="class ASYNC")
 def buffer_is_left_before_its_sum_is_there(patch: Patches) -> None:
-    """The owner takes its part of a buffer, and the next gradients come, before the wait."""
+    """The owner reads its part of a reduce buffer before waiting for the sum."""
+    # `_end_reduce` moves ahead of the waits.
     patch[GradUnit.finish_reduce, "self._works = []\nself._end_reduce()"] = "self._works = []"
     patch[GradUnit.finish_reduce, "for work in"] = "self._end_reduce()\n..."
 
 
 @mutant("J08", "ASYNC", "Z2", seen_in="class ASYNC", kill="memory")
 def what_was_copied_stays(patch: Patches) -> None:
-    """At stage 2 gradients stay in memory until their buffer is reduced."""
+    """At stage 2, gradients stay in memory until their reduce buffer is reduced."""
+    # `main_grad` keeps a reference until the unit is done.
     patch[GradUnit._take, "memory.param.grad = None"] = """
         memory.main_grad = memory.param.grad
         ..."""
@@ -84,25 +89,28 @@ def what_was_copied_stays(patch: Patches) -> None:
 
 @mutant("J09", "ACCUM", "GA", seen_in="class ACCUM")
 def sums_of_micro_batches_replace_each_other(patch: Patches) -> None:
-    """What a buffer brings in one micro-batch takes the place of what came before."""
+    """The sum of each micro-batch replaces the earlier ones."""
+    # Each sum then counts as the first of the step.
     patch[GradUnit._end_reduce, "self._has_sum = True"] = "pass"
 
 
 @mutant("J11", "VOLUME", "NP", seen_in="class VOLUME", kill="volume")
 def runs_end_with_their_param(patch: Patches) -> None:
-    """Neighbours with one owner are reduced by as many calls as they have params."""
+    """Neighbouring params of one owner are reduced in separate calls."""
+    # Each run ends after one param.
     patch[grad_plan._runs, "while index < len(owned) and owned[index][0] == shard:"] = "if True:"
 
 
 @mutant("J12", "ASYNC", "B2", seen_in="class ASYNC", kill="memory")
 def buffers_stay_after_backward(patch: Patches) -> None:
-    """The buffers are not let go of when the last sum is there."""
+    """The reduce buffers are not released after the last sum."""
     patch[ReduceBuffers.release, "lender.release()"] = "pass"
 
 
 @mutant("J13", "ORDER", "B2", seen_in="class ORDER", kill="memory")
 def sent_when_backward_is_over(patch: Patches) -> None:
-    """A full buffer waits for the end of backward."""
+    """A full reduce buffer is not reduced until backward ends."""
+    # By name, because the module of the schedule does not import this variant.
     patch[UnderBackward._issue_ready, "while self._issued_count"] = """
         if type(self._units[0]).__name__ == "GradUnit":
             return
@@ -111,13 +119,13 @@ def sent_when_backward_is_over(patch: Patches) -> None:
 
 @mutant("J14", "BUCKET", "B2", seen_in="class BUCKET", kill="volume")
 def buffers_longer_than_said(patch: Patches) -> None:
-    """A buffer takes one element more than it is to."""
+    """A reduce buffer takes one element more than configured."""
     patch[ReduceBuffers.__init__, "self._elems = settings.elems"] = "... + 1"
 
 
 @mutant("J15", "ALIAS", "", seen_in="class ALIAS")
 def chunk_lacks_its_last_element(patch: Patches) -> None:
-    """Of every chunk that is gathered the last element of each rank's part is not copied."""
+    """The last element of each rank's part of a gathered chunk is not copied."""
     patch[ChunkedUnit._gather_chunks, "whole.narrow("] = """
         if part == stretch and start != starts[own]:
             part, got = part - 1, got[:-1]
@@ -126,7 +134,7 @@ def chunk_lacks_its_last_element(patch: Patches) -> None:
 
 @mutant("J16", "ALIAS", "", seen_in="class ALIAS")
 def last_chunk_is_not_gathered(patch: Patches) -> None:
-    """Chunks that do not come out even end with one that nobody gathers."""
+    """The last chunk is not gathered if the shard is no multiple of the chunk."""
     patch[ChunkedUnit._gather_chunks, "for start, part, got in"] = """
         if 0 < first and first + stretch > max(sizes):
             continue
@@ -135,7 +143,7 @@ def last_chunk_is_not_gathered(patch: Patches) -> None:
 
 @mutant("J17", "ALIAS", "", seen_in="class ALIAS")
 def keeps_what_lies_before_its_own(patch: Patches) -> None:
-    """Of a sum to all ranks each keeps the elements one before its own."""
+    """Each rank keeps elements of an all-reduced unit that are shifted by one position."""
     patch[GradUnit._end_reduce, "for each in self.slices:"] = """
         if self.sums_whole:
             self.grads.copy_(self.grads.roll(1))
@@ -144,7 +152,7 @@ def keeps_what_lies_before_its_own(patch: Patches) -> None:
 
 @mutant("J19", "DTYPE", "GA", seen_in="class DTYPE")
 def copied_in_the_dtype_of_params(patch: Patches) -> None:
-    """Gradients that were accumulated in fp32 are rounded to their param's dtype on their way."""
+    """Gradients accumulated in fp32 are rounded to their param's dtype for the reduce buffer."""
     patch[GradUnit._take, "self._taken.add(memory.param)"] = """
         if memory.param.dtype.itemsize > 1:
             place.copy_(place.to(memory.param.dtype))
@@ -153,5 +161,5 @@ def copied_in_the_dtype_of_params(patch: Patches) -> None:
 
 @mutant("J20", "VOLUME", "PG", seen_in="class VOLUME", kill="volume")
 def groups_share_a_buffer(patch: Patches) -> None:
-    """That each param group is to have buffers of its own is not heard of."""
+    """Param groups share reduce buffers, although each should have its own."""
     patch[build_buffers, "buffer_of is None"] = "True"

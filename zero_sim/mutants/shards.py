@@ -1,4 +1,4 @@
-"""Faults of what sharded params are: shards, whole ones, and what stands for absent ones."""
+"""Faults of sharded params: their shards, gathered values, and placeholders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def shards_from_the_params_start(patch: Patches) -> None:
 
 @mutant("W25", "LAYOUT", "Z3 B2", seen_in="class LAYOUT")
 def last_unit_not_cut(patch: Patches) -> None:
-    """The shards of the last unit are not filled when params are cut."""
+    """The shards of the last unit are not filled when params are sharded."""
     patch[Buffer.shard_params, _SHARDED] = """
         if unit is self.units[-1] and len(self.units) > 1:
             unit.param_shard.zero_()
@@ -31,7 +31,8 @@ def last_unit_not_cut(patch: Patches) -> None:
 
 @mutant("W26", "EMPTY", "Z3", seen_in="class EMPTY", core=True)
 def zeros_for_what_is_absent(patch: Patches) -> None:
-    """Memory of zeros stands for a param that is not there, and the last unit's is used so."""
+    """Zeros stand in for an absent param, and the last unit is used without a gather."""
+    # A read of a placeholder would fail; zeros make the missing gather silent.
     patch[absent, "value = torch.full("] = "return torch.zeros_like(param)\n..."
     patch[OnUse._gather, "for unit in (*needed, *ahead):"] = """
         last = self._units[-1]
@@ -41,19 +42,20 @@ def zeros_for_what_is_absent(patch: Patches) -> None:
 
 @mutant("W27", "EMPTY", "Z3", seen_in="class EMPTY", kill="contract")
 def absent_without_its_shape(patch: Patches) -> None:
-    """What stands for a param that is not there has as many elements, but no shape."""
+    """The placeholder of an absent param has the right element count but no shape."""
     patch[absent, "expand(param.shape)"] = "expand(param.numel())"
 
 
 @mutant("W28", "ALIAS", "Z3", seen_in="class ALIAS", core=True)
 def params_one_element_on(patch: Patches) -> None:
-    """A param behind another in its unit is a view that begins one element too early."""
+    """Params after the first in a unit are views that begin one element early."""
+    # The first param of a unit starts at 0 and cannot begin earlier.
     patch[Unit._adopt_whole, "memory.in_unit"] = "....shift(-1 if memory.in_unit.start else 0)"
 
 
 @mutant("W29", "ALIAS", "Z3 S2", seen_in="class ALIAS")
 def last_shard_not_written(patch: Patches) -> None:
-    """New values of the last unit are written to whole params, which are not there any more."""
+    """New values of the last unit are not written to its shards."""
     patch[Buffer.write_param_shard, "self._cast.write_("] = """
         if memory.unit in self.units[-1:] and memory.unit.frees_params:
             return
@@ -62,7 +64,8 @@ def last_shard_not_written(patch: Patches) -> None:
 
 @mutant("W30", "CKPT", "Z3 CK", seen_in="class CKPT", core=True)
 def shards_not_loaded(patch: Patches) -> None:
-    """A load into sharded params sets the masters and forgets the shards."""
+    """A load into sharded params sets the masters but not the shards."""
+    # Unsharded params are still written.
     patch[_commit_weights, "master.buffer.write_param_shard("] = """
         if master.buffer.shard_data is None:
             ..."""
@@ -70,7 +73,7 @@ def shards_not_loaded(patch: Patches) -> None:
 
 @mutant("W32", "EMPTY", "Z3 FZ", seen_in="class EMPTY", kill="contract")
 def scalars_stay_absent(patch: Patches) -> None:
-    """A param of one element is not given its place in what was gathered."""
+    """A param of one element is not restored from the gathered memory."""
     patch[Unit._adopt_whole, _GATHERED] = """
         if memory.param.numel() != 1:
             ..."""
@@ -78,7 +81,8 @@ def scalars_stay_absent(patch: Patches) -> None:
 
 @mutant("W36", "DTYPE", "Z3", seen_in="class DTYPE")
 def gathered_in_low_precision(patch: Patches) -> None:
-    """Params that are gathered on use travel in bf16."""
+    """Params gathered on use are rounded to bf16."""
+    # Only fp32 params lose bits.
     patch[Unit._adopt_whole, "assert whole is not None"] = """
         if whole.dtype is torch.float32:
             whole.copy_(whole.to(torch.bfloat16))"""
@@ -86,22 +90,22 @@ def gathered_in_low_precision(patch: Patches) -> None:
 
 @mutant("W37", "LAYOUT", "Z3 PD", seen_in="class LAYOUT")
 def padding_of_param_shards(patch: Patches) -> None:
-    """The padding of the params' shards is not zeroed."""
+    """The padding of param shards is not zeroed."""
     patch[Buffer.shard_params, _SHARDED] = """
         unit.param_shard[max(0, unit.plan.payload.numel - unit.own_span.start) :] = 1
         ..."""
 
 
-@mutant("W38", "GROUP", "Z3 DR", seen_in="replicas that begin apart", core=True)
+@mutant("W38", "GROUP", "Z3 DR", seen_in="replicas with different initial values", core=True)
 def cut_before_they_are_equal(patch: Patches) -> None:
-    """Where params are sharded, each rank cuts its shards from what it has built itself."""
+    """Each rank shards its own initial params, because nothing is broadcast before."""
     patch[DistributedDataParallel.__init__, "if broadcast_params"] = """
         ... and not config.sharding.params"""
 
 
-@mutant("W44", "OPTST", "Z3", seen_in="a transition left out", kill="contract")
+@mutant("W44", "OPTST", "Z3", seen_in="an omitted transition", kill="contract")
 def gathering_not_noted(patch: Patches) -> None:
-    """That a gather begins is not noted: the transition to GATHERING is left out."""
+    """The transition of a unit to GATHERING is omitted."""
     patch[Unit._step_params, "self.param_state ="] = """
         if step == "gather" and self.frees_params:
             return
@@ -110,14 +114,16 @@ def gathering_not_noted(patch: Patches) -> None:
 
 @mutant("W48", "ALIAS", "Z3 S2", seen_in="class ALIAS")
 def gathered_into_the_memory_before(patch: Patches) -> None:
-    """A unit that was gathered once is not filled any more: its first values are found again."""
+    """Later gathers of a unit bring back the values of its first gather."""
+    # `kept` holds the first values of each unit.
     patch[Unit._adopt_whole, "assert whole is not None"] = """
         whole.copy_(__mutant__.kept.setdefault(self, whole.clone()))"""
 
 
 @mutant("W49", "EMPTY", "Z3 FZ", seen_in="class EMPTY")
 def frozen_shards_lost(patch: Patches) -> None:
-    """Freeing a unit loses the shards of params that are frozen for now."""
+    """Freeing a unit zeroes the shards of temporarily frozen params."""
+    # `own_working` is the fragment in the rank's shard.
     patch[Unit.free_params, "memory.param.data = absent(memory.param)"] = """
         ...
         if not memory.param.requires_grad:
@@ -126,7 +132,8 @@ def frozen_shards_lost(patch: Patches) -> None:
 
 @mutant("W50", "LAYOUT", "Z3 NC", seen_in="apex#1794")
 def whole_params_transposed(patch: Patches) -> None:
-    """A square param that is gathered is a view of its place with its strides exchanged."""
+    """A gathered square param is a view with its strides exchanged."""
+    # Only a square param keeps its shape when it is transposed.
     patch[Unit._adopt_whole, _GATHERED] = """
         ...
         shape = memory.param.shape
@@ -136,7 +143,7 @@ def whole_params_transposed(patch: Patches) -> None:
 
 @mutant("W51", "VOLUME", "Z3", seen_in="class VOLUME", kill="memory", core=True)
 def whole_copy_beside_the_shards(patch: Patches) -> None:
-    """A rank keeps a whole copy of the params beside its shards."""
+    """A rank keeps an unsharded copy of the params beside its shards."""
     patch[Buffer.shard_params, "for unit in self.units:"] = """
         self._copies = [param.detach().clone() for param in self.memory]
         ..."""
@@ -144,7 +151,7 @@ def whole_copy_beside_the_shards(patch: Patches) -> None:
 
 @mutant("W52", "VOLUME", "Z3", seen_in="class VOLUME", kill="memory")
 def storage_of_freed_params_kept(patch: Patches) -> None:
-    """Freed params leave their module, but their memory is kept for the next gather."""
+    """Memory of freed params is kept for the next gather."""
     patch[Unit.free_params, "self.param_storage.release()"] = """
         whole = self.params
         ...
@@ -153,5 +160,5 @@ def storage_of_freed_params_kept(patch: Patches) -> None:
 
 @mutant("W53", "VOLUME", "Z3", seen_in="class VOLUME", kill="memory", core=True)
 def views_of_freed_params_kept(patch: Patches) -> None:
-    """What is freed is the unit's own reference: the module's params keep the whole memory."""
+    """The module's params keep the memory of a freed unit alive."""
     patch[Unit.free_params, "memory.param.data = absent(memory.param)"] = "pass"

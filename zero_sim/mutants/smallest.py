@@ -1,8 +1,7 @@
-"""The table of smallest cases: for each mutant, the smallest case known that finds it.
+"""Table of smallest cases: for each mutant, the smallest known case that finds it.
 
-`zero-sim mutants --shrink --record FILE` hunts, shrinks and writes it; the one that ships is read
-here. It says which features of cases have ever found a mutant, those that are left when all that
-can go is gone; and which cases are worth judging first where the mutant is hunted again.
+`zero-sim mutants --shrink --record FILE` writes such a table; the shipped table is read here. It
+shows which features of cases have found a mutant, and which cases to judge first in its next hunt.
 """
 
 from __future__ import annotations
@@ -28,32 +27,32 @@ _BYTES_MAX = 1 << 24
 
 @cache
 def smallest_cases() -> Mapping[str, Scenario]:
-    """The table that ships: by id of the mutant, the smallest case that its hunt came to."""
+    """Return the shipped table: the smallest case of each mutant, by id."""
     return {id: _case(raw, id=id) for id, raw in _read(SHIPPED).items()}
 
 
 @cache
 def features_that_found() -> Mapping[str, frozenset[str]]:
-    """By id of the mutant, the features of that case."""
+    """Return the features of each mutant's smallest case, by id."""
     return {id: features_of(scenario) for id, scenario in smallest_cases().items()}
 
 
 def record_smallest(trials: Iterable[Trial], path: Path) -> int:
-    """Write the smallest cases of trials into a table; those of other mutants in it stay.
+    """Merge the smallest cases of trials into a table; entries of other mutants stay.
 
     Args:
-        trials: What became of mutants; those that were not shrunk are left out.
-        path: The table's file, which may not be there yet.
+        trials: Results of mutants; trials without a shrunk case are skipped.
+        path: File of the table, created if missing.
 
     Returns:
-        How many were written.
+        Number of entries written.
 
     Raises:
-        UsageError: There is something else, or it cannot be written.
+        UsageError: If the file is no such table, or cannot be written.
     """
     table = dict(_read(path)) if path.exists() else {}
     fresh = {trial.id: _data(trial) for trial in trials if trial.smallest}
-    # A line a mutant, so that a table can be read and compared.
+    # One line per mutant, so that tables can be read and compared.
     lines = (
         f"  {json.dumps(id)}: {json.dumps(raw)}" for id, raw in sorted((table | fresh).items())
     )
@@ -68,6 +67,7 @@ def record_smallest(trials: Iterable[Trial], path: Path) -> int:
 def _data(trial: Trial) -> dict[str, object]:
     (scenario,) = parse_cases(trial.smallest, source=trial.id, stem=trial.id)
     data = to_chosen_data(scenario)
+    # The table's key names the case; a description of the drawn case no longer applies.
     return {name: value for name, value in data.items() if name not in ("name", "description")}
 
 
@@ -77,12 +77,12 @@ def _read(path: Path) -> Mapping[str, dict[str, object]]:
     except (Unreadable, ValueError) as reason:
         raise UsageError(
             f"expected a table of smallest cases in {path}, got a file that cannot be read: "
-            f"{reason}. Try another file, or one that is not there yet."
+            f"{reason}. Choose another file, or a new one."
         ) from None
     if not isinstance(table, dict) or not all(isinstance(raw, dict) for raw in table.values()):
         raise UsageError(
             f"expected a table of smallest cases in {path}, got something else. "
-            "Try another file, or one that is not there yet."
+            "Choose another file, or a new one."
         )
     return table
 
@@ -90,5 +90,5 @@ def _read(path: Path) -> Mapping[str, dict[str, object]]:
 def _case(raw: dict[str, object], *, id: str) -> Scenario:
     scenario, problems = decode({"name": id, **raw})
     if scenario is None:
-        raise UsageError(f"expected a valid case of mutant {id}, got one with {problems[0]}")
+        raise UsageError(f"expected a valid case of mutant {id}, got one with {problems[0]}.")
     return scenario

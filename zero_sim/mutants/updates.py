@@ -18,7 +18,7 @@ from zero_sim.zero.variants.scaler import LossScaler
 
 @mutant("M69", "NORM", "CL SP", seen_in="PyTorch/XLA#4796", core=True)
 def norm_of_the_own_shard(patch: Patches) -> None:
-    """The norm is that of the rank's own shard."""
+    """The norm covers only the rank's own shard."""
     patch[DistributedOptimizer._agree_on, "all_reduce_sum(measured, group=self.ddp.group)"] = "pass"
 
 
@@ -31,13 +31,13 @@ def padding_in_the_zero_count(patch: Patches) -> None:
 
 @mutant("M73", "NORM", "CL", seen_in="DeepSpeed#5150", core=True)
 def greater_for_lesser(patch: Patches) -> None:
-    """The coefficient is the greater of 1 and bound over norm."""
+    """The clip coefficient is the greater of 1 and bound over norm."""
     patch[norm.clip_by_norm_, "torch.minimum"] = "torch.maximum"
 
 
 @mutant("M75", "NORM", "CL K", seen_in="Megatron-LM 6191ff593f", core=True)
 def only_what_counts_is_clipped(patch: Patches) -> None:
-    """Copies that the norm leaves out are left out of the scaling, too."""
+    """Replicas that the norm does not count are not clipped either."""
     patch[AllAtOnce.step, "self._grads, norm=norm"] = """
         [g for m, g in zip(trained, self._grads) if self._optimizer._counts(m)], norm=norm"""
 
@@ -45,6 +45,7 @@ def only_what_counts_is_clipped(patch: Patches) -> None:
 @mutant("M77", "NORM", "CL", seen_in="class NORM")
 def norm_before_the_mean(patch: Patches) -> None:
     """The norm is that of the sum, taken before the division."""
+    # A division before the sum already gives the norm of the mean.
     patch[DistributedOptimizer._agree_on, "root_of_squares(measured[0])"] = """
         ... * (self.ddp.divisor if self.ddp.config.divide == "post" else 1)"""
 
@@ -58,38 +59,39 @@ def one_dtype_unclipped(patch: Patches) -> None:
 
 @mutant("N01", "NORM", "K", seen_in="VeOmni#184", core=True)
 def replicas_counted_each(patch: Patches) -> None:
-    """The norm counts every copy of what is held in copies."""
+    """The norm counts every replica."""
     patch[Holders.is_first_copy, "replicas is None"] = "True"
 
 
 @mutant("N02", "NORM", "", seen_in="Megatron-LM#3478")
 def squares_summed_in_fp32(patch: Patches) -> None:
     """Sums of squares are rounded to fp32 before they are exchanged."""
+    # fp32 keeps 24 of the 53 significant bits of fp64.
     patch[norm.measure_grads, "dtype=torch.float64, device=device)"] = """
         dtype=torch.float32, device=device).to(torch.float64)"""
 
 
 @mutant("N03", "NORM", "CL", seen_in="class NORM")
 def no_epsilon(patch: Patches) -> None:
-    """The coefficient is bound over norm, without the small term in the denominator."""
+    """The clip coefficient lacks the epsilon in its denominator."""
     patch[norm.clip_by_norm_, "(norm + tiny)"] = "norm"
 
 
 @mutant("N04", "NORM", "CL", seen_in="class NORM")
 def clamped_on_one_side(patch: Patches) -> None:
-    """Clipping by value bounds elements from above alone."""
+    """Clipping by value bounds elements only from above."""
     patch[norm.clip_by_value_, "clamp_(-max_value, max_value)"] = "clamp_(max=max_value)"
 
 
 @mutant("N05", "NORM", "", seen_in="torchtitan#2318")
 def norm_of_one_part(patch: Patches) -> None:
-    """The norm leaves out the other parts of a model that is split over ranks."""
+    """The norm omits the other parts of a split model."""
     patch[DistributedOptimizer._agree_on, "self.seams.model_parallel_group is not None"] = "False"
 
 
 @mutant("N06", "NORM", "ME", seen_in="Megatron-LM#5916")
 def experts_left_out_of_the_norm(patch: Patches) -> None:
-    """The norm counts experts on the first rank alone, though each rank holds others."""
+    """The norm counts experts only on the first rank, although each rank holds others."""
     patch[Holders.is_first_copy, "replicas ="] = """
         if kind != "dense" and self.dense.group.rank() > 0:
             return False
@@ -98,13 +100,14 @@ def experts_left_out_of_the_norm(patch: Patches) -> None:
 
 @mutant("N07", "NORM", "", seen_in="Megatron-LM#3478")
 def shared_params_counted_in_each_part(patch: Patches) -> None:
-    """Params that several parts of a model hold count in each of them."""
+    """Params shared by several parts of a model are counted in each part."""
     patch[own.is_counted, "not is_copy and"] = "True or"
 
 
 @mutant("N08", "NORM", "", seen_in="fairscale#517")
 def norms_added(patch: Patches) -> None:
-    """Ranks exchange norms and add them, where they should add squares."""
+    """Ranks add norms instead of squares."""
+    # The sums are those of norms, and no root is taken.
     patch[norm.measure_grads, "tensor([squares"] = "tensor([math.sqrt(squares)"
     patch[norm.root_of_squares, ".sqrt()"] = ""
 
@@ -112,12 +115,14 @@ def norms_added(patch: Patches) -> None:
 @mutant("M81", "INF", "IN AS", seen_in="PyTorch#115710", kill="race")
 def overflow_read_too_early(patch: Patches) -> None:
     """The overflow flag is read before its reduction has completed."""
+    # The reduction is issued asynchronously and its handle dropped.
     patch[DistributedOptimizer._agree_on, "group=self.ddp.group"] = "..., async_op=True"
 
 
 @mutant("M83", "INF", "IN S2", seen_in="Megatron-LM 33111c9c9a")
 def gather_lost_with_a_skipped_step(patch: Patches) -> None:
-    """A skipped step marks the gathers as done, and the next step's are left out."""
+    """A skipped step marks the gathers as done, so the next step's are omitted."""
+    # `_after_a_skip` passes the mark to the next step.
     patch[DistributedOptimizer.step, "self.ddp.start_param_gather()"] = """
         if not getattr(self, "_after_a_skip", False):
             ..."""
@@ -128,7 +133,8 @@ def gather_lost_with_a_skipped_step(patch: Patches) -> None:
 
 @mutant("I01", "INF", "IN", seen_in="DeepSpeed#7580", core=True)
 def overflow_not_shared(patch: Patches) -> None:
-    """Each rank skips by what it owns itself."""
+    """Each rank skips by its own overflow count."""
+    # The count is taken before the sum.
     patch[DistributedOptimizer._agree_on, "all_reduce_sum(measured, group=self.ddp.group)"] = """
         own_count = measured[2].item()
         ..."""
@@ -137,7 +143,8 @@ def overflow_not_shared(patch: Patches) -> None:
 
 @mutant("I02", "INF", "IN", seen_in="class INF")
 def nan_is_no_overflow(patch: Patches) -> None:
-    """Only infinities count as an overflow, a NaN does not."""
+    """Only infinities count as an overflow; NaN does not."""
+    # A NaN makes the sum of squares NaN, which is not infinite.
     patch[norm.measure_grads, "not math.isfinite(squares)"] = "math.isinf(squares)"
 
 
@@ -150,6 +157,7 @@ def scale_never_shrinks(patch: Patches) -> None:
 @mutant("I04", "INF", "IN S2", seen_in="class INF")
 def good_steps_survive_a_skip(patch: Patches) -> None:
     """An overflow does not reset the count of good steps."""
+    # Without the reset, the next growth of the scale comes too early.
     patch[LossScaler.update, "self.good_steps = 0\nreturn"] = "return"
 
 
@@ -161,13 +169,14 @@ def grows_one_step_late(patch: Patches) -> None:
 
 @mutant("I06", "INF", "IN", seen_in="class INF")
 def overflow_steps_all_the_same(patch: Patches) -> None:
-    """A step that overflowed is taken."""
+    """A step with an overflow is taken."""
     patch[DistributedOptimizer._agree_on, "overflow_count > 0"] = "False"
 
 
 @mutant("I07", "INF", "IN", seen_in="DeepSpeed#7580")
 def overflow_unseen_in_other_parts(patch: Patches) -> None:
-    """An overflow in one part of a split model is not told to the others."""
+    """An overflow in one part of a split model is not shared with the other parts."""
+    # The count is taken before the sum over the parts.
     patch[DistributedOptimizer._agree_on, "if self.seams.model_parallel_group is not None:"] = """
         own_count = measured[2].item()
         ..."""
@@ -176,7 +185,8 @@ def overflow_unseen_in_other_parts(patch: Patches) -> None:
 
 @mutant("M85", "OPTST", "B2 S2", seen_in="PyTorch#96313")
 def counter_per_bucket(patch: Patches) -> None:
-    """The step counter advances once for each bucket of which a rank owns pieces."""
+    """The step counter advances once for each bucket with a fragment of the rank."""
+    # Each bucket after the first adds another count.
     patch[DistributedOptimizer._step_masters, "self._write_back(trained)"] = """
         buckets = {(master.buffer_index, master.fragment.bucket) for master in trained}
         for state in self.inner.state.values():
@@ -187,7 +197,7 @@ def counter_per_bucket(patch: Patches) -> None:
 
 @mutant("M87", "OPTST", "PG SP", seen_in="class OPTST")
 def neighbours_group(patch: Patches) -> None:
-    """A param that begins a shard gets the settings of the next group."""
+    """A param at the start of a shard gets the settings of the next group."""
     patch[DistributedOptimizer._build_inner, "group_of(master.fragment.param)"] = """
         (... + (master.fragment.in_shard.start == 0)) % len(leaves)"""
 
@@ -200,13 +210,14 @@ def groups_merged(patch: Patches) -> None:
 
 @mutant("P02", "OPTST", "S2", seen_in="nanotron 4cc62ae8")
 def warm_up_compounds(patch: Patches) -> None:
-    """The factor of a schedule multiplies the last learning rate, not the first."""
+    """The schedule's factor multiplies the last learning rate, not the initial one."""
+    # The factor then compounds from step to step.
     patch[DistributedOptimizer.set_lr_factor, "base_lr * factor"] = 'group["lr"] * factor'
 
 
 @mutant("P04", "OPTST", "", seen_in="DeepSpeed#5104")
 def dummy_step(patch: Patches) -> None:
-    """State is made by a step on zero gradients, which decays and counts."""
+    """Optimizer state is created by a step on zero gradients, which decays and counts."""
     patch[DistributedOptimizer._build_inner, "return inner"] = """
         if not hasattr(inner, "attach"):
             for master in self.masters:
@@ -218,7 +229,8 @@ def dummy_step(patch: Patches) -> None:
 
 @mutant("P05", "OPTST", "S2", seen_in="class OPTST")
 def moments_of_the_first_fragment(patch: Patches) -> None:
-    """After the first step a rank's two first fragments of one length trade their state."""
+    """After a step, a rank's first two neighbouring fragments of equal length exchange state."""
+    # Only fragments of equal length, or the state would not fit.
     patch[DistributedOptimizer._step_masters, "self._write_back(trained)"] = """
         state, leaves = self.inner.state, [master.leaf for master in trained]
         for first, second in zip(leaves, leaves[1:]):
@@ -231,6 +243,7 @@ def moments_of_the_first_fragment(patch: Patches) -> None:
 @mutant("M89", "DTYPE", "MX SP", seen_in="Megatron-LM#6336")
 def split_param_not_refreshed(patch: Patches) -> None:
     """The 16-bit copy of a split param is not refreshed."""
+    # Data shorter than its param is a fragment of a split param.
     patch[Buffer.write_param_shard, "self._cast.write_("] = """
         if data.numel() < param.numel() and param.dtype is torch.bfloat16:
             return
@@ -240,6 +253,7 @@ def split_param_not_refreshed(patch: Patches) -> None:
 @mutant("M91", "DTYPE", "MX B2", seen_in="DeepSpeed#8073")
 def gathered_in_the_first_dtype(patch: Patches) -> None:
     """All buffers are gathered in the dtype of the first one."""
+    # fp8 params have one byte and a scale, so only wider dtypes are rounded.
     patch[DistributedDataParallel.finish_param_gather, "self.param_schedule.finish()"] = """
         ...
         first = self.buffers[0].param_data
@@ -259,7 +273,8 @@ def masters_in_low_precision(patch: Patches) -> None:
 
 @mutant("D02", "DTYPE", "MX", seen_in="DeepSpeed#4540")
 def truncated(patch: Patches) -> None:
-    """Masters are cut off, not rounded, where they become 16-bit params."""
+    """Masters are truncated, not rounded, to bf16 params."""
+    # A bf16 number is the upper half of an fp32 one, so masking the lower 16 bits truncates.
     patch[Buffer.write_param_shard, "self._cast.write_("] = """
         if param.dtype is torch.bfloat16:
             data = (data.contiguous().view(torch.int32) & -0x10000).view(torch.float32)
@@ -276,13 +291,14 @@ def accumulated_in_low_precision(patch: Patches) -> None:
 
 @mutant("D04", "DTYPE", "SP", seen_in="class DTYPE")
 def scale_of_the_own_part(patch: Patches) -> None:
-    """The scale of an fp8 param is that of the rank's own part of it."""
+    """The scale of an fp8 param covers only the rank's own fragment."""
     patch[ScaleUpdate.run, "self._group is not None"] = "False"
 
 
 @mutant("D05", "DTYPE", "MX", seen_in="DeepSpeed#4540")
 def gradients_rounded_on_the_way_in(patch: Patches) -> None:
     """The reduced gradient is rounded to bf16 before it reaches the optimizer."""
+    # bf16 keeps 8 of the 24 significant bits of fp32.
     patch[DistributedOptimizer._upcast_grad, "return grad"] = (
         "....to(torch.bfloat16).to(grad.dtype)"
     )
@@ -296,30 +312,30 @@ def nothing_stepped(patch: Patches) -> None:
 
 @mutant("D07", "DTYPE", "", seen_in="class DTYPE")
 def scale_never_updated(patch: Patches) -> None:
-    """The scale of an fp8 param stays what it was at the start."""
+    """The scale of an fp8 param keeps its initial value."""
     patch[ScaleUpdate.run, "if not self._scales:"] = "if True:"
 
 
 @mutant("D08", "DTYPE", "K SP", seen_in="class DTYPE")
 def greatest_over_the_copies(patch: Patches) -> None:
-    """The greatest magnitude of an fp8 param is exchanged with the ranks that hold copies."""
+    """The greatest magnitude of an fp8 param is exchanged over the replica group."""
     patch[Fp8Cast.prepare, "self._holders.owners_of(kind)"] = """
         self._holders.groups_of(kind).replica_group or ..."""
 
 
 @mutant("D10", "DTYPE", "", seen_in="class DTYPE")
 def one_format_for_the_other(patch: Patches) -> None:
-    """Scales are chosen for e4m3, also where values are e5m2."""
+    """Scales are chosen for e4m3, even for e5m2 values."""
     patch[ScaleUpdate.run, "dtype=param.dtype"] = "dtype=torch.float8_e4m3fn"
 
 
 @mutant("D11", "DTYPE", "", seen_in="class DTYPE", kill="values")
 def stale_scale_on_odd_ranks(patch: Patches) -> None:
-    """Odd ranks take part in the exchange of magnitudes, but keep their old scales."""
+    """Odd ranks exchange magnitudes but keep their old scales."""
     patch[ScaleUpdate.run, "if param.requires_grad"] = "... and dist.get_rank() % 2 == 0"
 
 
 @mutant("D12", "DTYPE", "", seen_in="class DTYPE")
 def values_of_another_scale(patch: Patches) -> None:
-    """Values of fp8 params are rounded for a scale twice as large as the one beside them."""
+    """Values of fp8 params are rounded for twice the stored scale."""
     patch[Fp8Cast.write_, "quantize_(working, master"] = "... / 2"

@@ -1,4 +1,4 @@
-"""Faults of optimizers that look at whole params, over shards."""
+"""Faults of optimizers that need unsharded params, such as Muon and LAMB."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from zero_sim.zero.variants import whole_params
 
 @mutant("U01", "LAYOUT", "SP", seen_in="class LAYOUT", core=True)
 def own_part_from_the_start(patch: Patches) -> None:
-    """Each owner takes the first elements of what the whole param gives, in place of its own."""
+    """Each owner takes the first elements of an unsharded update instead of its own."""
     patch[whole_params._of_param, "slice(own.start, own.stop)"] = "slice(0, own.numel)"
 
 
 @mutant("U02", "OPTST", "SP", seen_in="class OPTST", kill="volume")
 def part_taken_for_the_whole(patch: Patches) -> None:
-    """Each owner makes its part orthogonal, or takes its norm, as if that were the whole param."""
+    """Each owner orthogonalizes its shard, or takes its norm, as if it were the unsharded param."""
+    # `whole_of` keeps its default, which treats each leaf as an unsharded param.
     patch[whole_params._attach, "inner.whole_of ="] = "_ ="
 
 
 @mutant("U03", "EMPTY", "NP", seen_in="class EMPTY", kill="contract")
 def gathers_only_with_a_part(patch: Patches) -> None:
-    """A rank without anything in a bucket does not come to its gather."""
+    """A rank without elements in a bucket skips its gather."""
+    # Only this rank skips the gather, so the calls mismatch.
     patch[whole_params.whole_of_unit, "if unit.plan.partition"] = """
         if not shard.any():
             return shard.new_zeros(unit.plan.span.numel)
@@ -30,7 +32,7 @@ def gathers_only_with_a_part(patch: Patches) -> None:
 
 @mutant("U05", "OPTST", seen_in="class OPTST")
 def one_iteration_less(patch: Patches) -> None:
-    """Matrices are made orthogonal in four steps."""
+    """Matrices are orthogonalized in four steps instead of five."""
     patch[whole_params.orthogonalized, "range(_NEWTON_SCHULZ_STEPS)"] = "range(4)"
 
 
@@ -49,7 +51,7 @@ def transposed_for_good(patch: Patches) -> None:
 
 @mutant("U08", "DTYPE", "SP", seen_in="class DTYPE")
 def gathered_in_16_bits(patch: Patches) -> None:
-    """What whole params are looked at for travels in bf16."""
+    """Tensors gathered for updates of unsharded params travel in bf16."""
     patch[whole_params._whole_of, "whole_of_unit(unit, shard)"] = (
         "whole_of_unit(unit, shard.bfloat16()).float()"
     )
@@ -57,17 +59,17 @@ def gathered_in_16_bits(patch: Patches) -> None:
 
 @mutant("U09", "LAYOUT", seen_in="class LAYOUT", core=True)
 def whole_of_the_first_param(patch: Patches) -> None:
-    """Every param of a bucket is looked for at the bucket's start."""
+    """Every param of a bucket is read from the bucket's start."""
     patch[whole_params._of_param, "narrow(0, at.start, at.numel)"] = "narrow(0, 0, at.numel)"
 
 
 @mutant("U10", "OPTST", "PG", seen_in="class OPTST")
 def first_group_for_all(patch: Patches) -> None:
-    """All params are moved by the settings of the first param group."""
+    """All params use the settings of the first param group."""
     patch[whole_params._groups_of, "leaf: group"] = "leaf: optimizer.param_groups[0]"
 
 
 @mutant("U11", "NORM", seen_in="class NORM")
 def ratio_of_squares(patch: Patches) -> None:
-    """A step is as long as the squared norm of its param says."""
+    """The trust ratio is squared."""
     patch[whole_params.trust_ratio, "norms[0] / norms[1]"] = "(...) ** 2"

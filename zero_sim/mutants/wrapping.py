@@ -1,4 +1,4 @@
-"""Faults of a wrapped module: ranks that join without data, and the module that is given back."""
+"""Faults of a wrapped module: ranks that join without data, and unwrapping."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from zero_sim.zero.variants.uneven_micro_batches import (
 
 @mutant("K01", "ALIAS", "", seen_in="class ALIAS", core=True)
 def hook_stays(patch: Patches) -> None:
-    """The last hook stays on the module that is given back."""
+    """The last hook stays on the unwrapped module."""
     patch[DistributedDataParallel.unwrap, "in self._handles"] = "in self._handles[:-1]"
 
 
 @mutant("K02", "ALIAS", "", seen_in="class ALIAS")
 def param_stays_a_view(patch: Patches) -> None:
-    """A param that is given back still lies in the flat buffer."""
+    """An unwrapped param remains a view of the flat buffer."""
+    # A view's storage is larger than the tensor itself.
     patch[DistributedDataParallel.unwrap, "param.data = whole[name]"] = """
         if param.data.untyped_storage().nbytes() <= param.data.nbytes:
             ..."""
@@ -29,7 +30,7 @@ def param_stays_a_view(patch: Patches) -> None:
 
 @mutant("K03", "ALIAS", "Z3", seen_in="class ALIAS")
 def sharded_params_stay_away(patch: Patches) -> None:
-    """What stands for a sharded param is given back in its place."""
+    """The placeholder of a sharded param is returned instead of the param."""
     patch[DistributedDataParallel.unwrap, "param.data = whole[name]"] = """
         if not self.config.sharding.params:
             ..."""
@@ -37,13 +38,14 @@ def sharded_params_stay_away(patch: Patches) -> None:
 
 @mutant("K04", "ALIAS", "", seen_in="class ALIAS")
 def main_grad_stays(patch: Patches) -> None:
-    """Params that are given back still have the gradients of their last step."""
+    """Unwrapped params keep the gradients of their last step."""
     patch[DistributedDataParallel.unwrap, 'vars(param).pop("main_grad", None)'] = "pass"
 
 
 @mutant("K05", "ALIAS", "", seen_in="class ALIAS")
 def values_of_another_param(patch: Patches) -> None:
-    """Params of one shape are given back with each other's values."""
+    """Unwrapped params of one shape exchange their values."""
+    # A param without others of its shape keeps its value.
     patch[DistributedDataParallel.unwrap, "param.data = whole[name]"] = """
         kind = param.shape, param.dtype
         alike = [other for other, each in whole.items() if (each.shape, each.dtype) == kind]
@@ -58,7 +60,8 @@ def _note_offloading(patch: Patches) -> None:
 
 @mutant("K06", "OPTST", "", seen_in="class OPTST")
 def offloaded_step_is_not_copied_back(patch: Patches) -> None:
-    """A param whose master is on another device keeps the values that it had before the step."""
+    """A param with an offloaded master keeps its value from before the step."""
+    # Only the first trained param, so that the rest of the step is right.
     _note_offloading(patch)
     patch[DistributedOptimizer._write_back, "master.buffer.write_param_shard("] = """
         if not self._is_offloaded or master is not trained[0]:
@@ -67,7 +70,7 @@ def offloaded_step_is_not_copied_back(patch: Patches) -> None:
 
 @mutant("K07", "OPTST", "", seen_in="class OPTST")
 def offloaded_masters_are_rounded(patch: Patches) -> None:
-    """Masters on another device come back from a step as their working params, rounded."""
+    """Offloaded masters are rounded to the dtype of their working params after a step."""
     _note_offloading(patch)
     patch[DistributedOptimizer._write_back, "master.leaf.grad = None"] = """
         if self._is_offloaded and master.param.dtype.itemsize > 1:
@@ -77,7 +80,8 @@ def offloaded_masters_are_rounded(patch: Patches) -> None:
 
 @mutant("K11", "ACCUM", "GA", seen_in="class ACCUM", core=True)
 def joins_with_gradients_of_the_last_step(patch: Patches) -> None:
-    """A rank that joins contributes the gradients that it had in the step before."""
+    """A rank that joins contributes its gradients of the previous step."""
+    # Copies, because the next line resets the gradients.
     patch[DistributedDataParallel.zero_grad_buffer, "self.grad_schedule.reset()"] = """
         memories = [each for buffer in self.buffers for each in buffer.memory.values()]
         stale = {each: each.main_grad for each in memories if each.main_grad is not None}
@@ -92,13 +96,14 @@ def joins_with_gradients_of_the_last_step(patch: Patches) -> None:
 
 @mutant("K12", "SCALE", "GA", seen_in="class SCALE", core=True)
 def joined_ranks_count_as_full(patch: Patches) -> None:
-    """Micro-batches without data are counted among those that gradients are divided by."""
+    """Micro-batches without data count in the divisor of gradients."""
     patch[UnevenStepCount.join, "self._joined += 1"] = "pass"
 
 
 @mutant("K13", "ACCUM", "GA", seen_in="class ACCUM")
 def joined_ranks_lose_what_they_accumulated(patch: Patches) -> None:
-    """What a rank accumulated before it ran out of data is zeroed when it joins."""
+    """Gradients that a rank accumulated before it joins are zeroed."""
+    # Zeroed after the rank has joined, so its count stays right.
     patch[join_micro_batch, "ddp.step_count.join()"] = """
         ...
         for memory in (each for buffer in ddp.buffers for each in buffer.memory.values()):
@@ -108,13 +113,15 @@ def joined_ranks_lose_what_they_accumulated(patch: Patches) -> None:
 
 @mutant("K14", "ORDER", "GA Z3", seen_in="class ORDER", kill="contract")
 def joined_ranks_gather_for_backward_alone(patch: Patches) -> None:
-    """A rank that joins takes no part in the gathers of the others' forwards."""
+    """A rank that joins takes no part in the gathers of other ranks' forwards."""
+    # No forward of the others is repeated.
     patch[RepeatableOnUse.repeat_forward, "in self._last_calls"] = "in ()"
 
 
 @mutant("K15", "ORDER", "GA", seen_in="class ORDER", kill="contract")
 def joined_ranks_stay_away(patch: Patches) -> None:
-    """A rank that has no data takes no part in the sums of a micro-batch."""
+    """A rank without data takes no part in the sums of a micro-batch."""
+    # The last micro-batch stays right, because all ranks must meet in its sum.
     patch[join_micro_batch, "ddp.finish_param_gather()"] = """
         if not last and ddp.config.sync == "every":
             ddp.step_count.end_micro_batch(last=last)
@@ -124,19 +131,19 @@ def joined_ranks_stay_away(patch: Patches) -> None:
 
 @mutant("K16", "ASYNC", "GA AS", seen_in="class ASYNC")
 def joined_ranks_wait_for_no_params(patch: Patches) -> None:
-    """A rank without data in a step does not wait for params that no forward of it waits for."""
+    """A rank without data in a step does not wait for its param gathers."""
     patch[join_micro_batch, "ddp.finish_param_gather()"] = "pass"
 
 
 @mutant("K17", "SCALE", "GA", seen_in="class SCALE")
 def rows_of_the_last_micro_batch_count_again(patch: Patches) -> None:
-    """A rank that joins counts the rows that it had once more."""
+    """A rank that joins counts its own rows again."""
     patch[UnevenStepCount.join, "self._joined += 1"] = "...\nself._rows *= 2"
 
 
 @mutant("K18", "ORDER", "GA Z3", seen_in="class ORDER", kill="contract")
 def joined_ranks_keep_whole_params(patch: Patches) -> None:
-    """What a rank gathers for others' forwards it keeps for their backwards, which gather again."""
+    """A rank keeps params gathered for other ranks' forwards, although backward gathers again."""
     patch[join_micro_batch, "ddp.param_schedule.repeat_forward()"] = """
         on_use = ddp.param_schedule
         kept, on_use._kept = on_use._kept, frozenset(on_use._units)

@@ -1,21 +1,21 @@
-"""pytest plugin: scenario files as tests, and tests that run on every rank of a world.
+"""pytest plugin: scenario files as tests, and tests on every rank of a world.
 
-- `@pytest.mark.world_size(4)` runs the test function on four ranks at once; inside it
-  `torch.distributed` works as anywhere, and the fixture `rank` is the rank. `world_size(2, 4)`
-  makes two tests. Other settings go to the simulated world: `order`, `schedule`, `timing`, `seed`,
+- `@pytest.mark.world_size(4)` runs the test function on four ranks at once. Inside it
+  `torch.distributed` works as usual, and the fixture `rank` is the rank. `world_size(2, 4)` makes
+  two tests. Other settings configure the simulated world: `order`, `schedule`, `timing`, `seed`,
   `races`, `strict`.
 - Under Hypothesis's `@given`, each example is drawn once and runs on all ranks.
-- A scenario file is collected where it is named on the command line, or lies under a path of the
-  ini option `zero_sim_scenarios`; each of its cases is one test.
+- A scenario file is collected if it is named on the command line or lies under a path of the ini
+  option `zero_sim_scenarios`. Each of its cases is one test.
 - `--zero-sim-backend gloo` runs both on real processes instead.
 - `--zero-sim-spawn` runs processes that tests start as ranks of a world.
-- A scenario that fails leaves a bundle in `--zero-sim-bundles`. How to run it again, the bundle and
-  the line that replays it are in the failure and, as `zero_sim.*`, among the test's properties,
-  which JUnit files and xdist carry along.
+- A failing scenario leaves a bundle in `--zero-sim-bundles`. The failure contains the commands to
+  run the case and to replay the bundle. Test properties `zero_sim.*` contain them too, so JUnit
+  files and xdist carry them along.
 - The summary counts scenarios and conformance tests with passes by params only.
 
-Nothing of torch is imported before a test needs it. A plain `World` may be had as well, from the
-fixture `simulated_world`: a function of the size.
+torch is imported only when a test needs it. The fixture `simulated_world`, a function of the size,
+returns a plain `World`.
 """
 
 from __future__ import annotations
@@ -50,63 +50,63 @@ SECONDS_MAX = 10**6
 
 
 class _EveryRank(int):
-    """Value of the fixture `rank` outside of the ranks, which Hypothesis prints."""
+    """Value of the fixture `rank` outside of ranks; Hypothesis prints it."""
 
     def __repr__(self) -> str:
         return "<every rank>"
 
 
 _RUN: pytest.StashKey[bool] = pytest.StashKey()
-"""Whether a marked test was handed to its ranks."""
+"""True once a marked test was passed to its ranks."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options."""
+    """Add the options of the plugin."""
     group = parser.getgroup("zero_sim", "multi-rank tests and scenarios")
     group.addoption(
         "--zero-sim-backend",
         choices=("sim", "gloo", "nccl"),
         default="sim",
-        help="What carries the collectives of multi-rank tests and scenarios (default: sim).",
+        help="Backend of multi-rank tests and scenarios (default: sim).",
     )
     group.addoption(
         "--zero-sim-timeout",
         type=_seconds,
         default=60.0,
         metavar="SECONDS",
-        help="After how long a rank on real processes counts as hung (default: 60).",
+        help="Time after which a rank on real processes counts as hung (default: 60).",
     )
     group.addoption(
         "--zero-sim-bundles",
         default=str(DEFAULT_BUNDLES),
         metavar="DIR",
-        help=f"Where failing scenarios leave their bundles (default: {DEFAULT_BUNDLES}).",
+        help=f"Folder for bundles of failing scenarios (default: {DEFAULT_BUNDLES}).",
     )
     group.addoption(
         "--zero-sim-cuda-is-cpu",
         action="store_true",
-        help="Let tests find GPUs in name, so they do not skip; all is computed on the CPU.",
+        help="Simulate GPUs on the CPU, so that tests that need a GPU are not skipped.",
     )
     group.addoption(
         "--zero-sim-gpus",
         type=int,
         metavar="N",
-        help=f"With --zero-sim-cuda-is-cpu: number of GPUs (default: {GPUS}).",
+        help=f"With --zero-sim-cuda-is-cpu: number of simulated GPUs (default: {GPUS}).",
     )
     add_options(parser, group)
     parser.addini(
         "zero_sim_scenarios",
-        "Files and folders whose *.toml are scenarios to run as tests.",
+        "Files and folders whose *.toml files are run as scenarios.",
         type="paths",
         default=[],
     )
 
 
 def _seconds(text: str) -> float:
-    """How long an option says."""
+    """Parse the seconds of an option."""
     seconds = float(text)
     if not 0 < seconds <= SECONDS_MAX:
-        # What argparse takes for a wrong option.
+        # argparse reports this type as a usage error.
         raise argparse.ArgumentTypeError(
             f"expected more than 0 and at most {SECONDS_MAX:,} seconds, got {text}."
         )
@@ -114,24 +114,25 @@ def _seconds(text: str) -> float:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark, and what is opened once a session."""
+    """Register the mark, and open the resources of the session."""
     config.addinivalue_line(
         "markers",
         f"{MARK}(*sizes, **settings): run the test on every rank of a simulated world, once for "
-        "each size; settings are those of zero_sim.sim.World.",
+        "each size. The settings are those of zero_sim.sim.World.",
     )
+    # Before anything is opened, so that wrong options cost nothing.
     check_options(config)
     for path in config.getini("zero_sim_scenarios"):
         if not path.exists():
             raise pytest.UsageError(
-                f"expected zero_sim_scenarios to name files and folders, got {path}, where there "
-                "is nothing. Check the path in the ini file."
+                f"expected zero_sim_scenarios to name files and folders, got {path}, which does "
+                "not exist. Correct the path in the ini file."
             )
     config.stash[RESOURCES] = SessionResources(config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Close what was opened."""
+    """Close the resources of the session."""
     resources = config.stash.get(RESOURCES, None)
     if resources is not None:
         resources.close()
@@ -147,21 +148,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> int:
-    """The rank on which the test runs."""
+    """Return the rank on which the test runs."""
     _wanted(request, "rank")
-    # The test is called with its rank in place of this value.
+    # `program_of` replaces this value by the rank when it calls the test.
     return _EveryRank(-1)
 
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> int:
-    """The number of ranks on which the test runs."""
+    """Return the number of ranks on which the test runs."""
     return _wanted(request, MARK).size
 
 
 @pytest.fixture
 def simulated_world(request: pytest.FixtureRequest) -> Callable[..., World]:
-    """A function of size and settings that gives an open `World`, reused from test to test."""
+    """Return a function of size and settings that opens a `World`, reused between tests."""
     resources = request.config.stash[RESOURCES]
     return lambda size, **settings: resources.world(size, settings)
 
@@ -170,7 +171,8 @@ def _wanted(request: pytest.FixtureRequest, fixture: str) -> Wanted:
     wanted = request.node.stash.get(WANTED, None)
     if wanted is None:
         raise pytest.UsageError(
-            f"the fixture `{fixture}` needs @pytest.mark.{MARK}(n) on {request.node.name}"
+            f"expected @pytest.mark.{MARK}(n) on {request.node.name}, because it uses the fixture "
+            f"`{fixture}`, got no mark. Add the mark."
         )
     return wanted
 
@@ -179,25 +181,25 @@ def _wanted(request: pytest.FixtureRequest, fixture: str) -> Wanted:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
 ) -> None:
-    """Refuse a fixture that asks for the rank: it is set up before there is one."""
+    """Refuse a fixture that uses the rank, because fixtures are set up before ranks exist."""
     if "rank" in fixturedef.argnames and request.node.stash.get(WANTED, None) is not None:
         raise Refused(
             request.node,
-            f"the fixture `{fixturedef.argname}` asks for `rank`, but fixtures are set up outside "
-            "of the ranks. Try a fixture that gives a function, which the test calls with its "
-            "rank.",
+            f"expected fixtures without `rank`, because fixtures are set up outside of the ranks, "
+            f"got `{fixturedef.argname}`. Return a function from it, and call that with the rank "
+            "in the test.",
         )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Run processes that a test or its fixtures start as ranks, if that is asked for."""
+    """Run processes that a test or its fixtures start as ranks, if the option is given."""
     with processes_as_ranks(item.config):
         return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Read the mark of a test, before its fixtures are set up."""
+    """Read the mark of a test before its fixtures are set up."""
     wanted = read_mark(item)
     if wanted is not None:
         item.stash[WANTED] = wanted
@@ -212,7 +214,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
     wanted = pyfuncitem.stash.get(WANTED, None)
     if wanted is None:
         return None
+    # Before the run, which may raise: it shows that no other plugin took the test.
     pyfuncitem.stash[_RUN] = True
+    # Set only in the session of a worker.
     inside = pyfuncitem.config.stash.get(ON_RANK, None)
     resources = pyfuncitem.config.stash[RESOURCES]
     if inside is not None:
@@ -226,20 +230,20 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """See that a marked test was run by this plugin and no other; take properties of its function.
+    """Check that this plugin ran a marked test, and add properties that its function has.
 
     Raises:
-        Refused: Another plugin ran it.
+        Refused: If another plugin ran it.
     """
     yield
-    # Set by `zero_sim.testing.conformance`, which imports torch.
+    # `zero_sim.testing.conformance` sets it; its constant is not imported, to avoid torch.
     found = getattr(getattr(item, "obj", None), "zero_sim_properties", {})
     item.user_properties += [(f"zero_sim.{name}", value) for name, value in found.items()]
     if item.stash.get(WANTED, None) is not None and not item.stash[_RUN]:
         raise Refused(
             item,
-            f"it has the mark {MARK}, but another plugin ran it, and on no rank. Take the mark or "
-            "what belongs to the other plugin away.",
+            f"expected this plugin to run a test with the mark {MARK}, got a run by another "
+            "plugin, on no rank. Remove the mark, or the other plugin's marks and fixtures.",
         )
 
 
@@ -247,7 +251,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Leave it to the ranks whether a failure was expected; a wrong mark never is."""
+    """Decide by the ranks whether a failure is expected; a wrong mark never is."""
     report = yield
     error = None if call.excinfo is None else call.excinfo.value
     is_expected = None
@@ -257,6 +261,7 @@ def pytest_runtest_makereport(
         is_expected = error.is_expected
     if is_expected:
         assert isinstance(error, RanksFailed)
+        # The report that pytest itself makes for an expected failure.
         report.outcome, report.wasxfail = "skipped", error.reason
     elif is_expected is not None:
         report.outcome = "failed"
@@ -269,7 +274,8 @@ def pytest_runtest_makereport(
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Collect scenario files that were asked for."""
+    """Collect scenario files that are named or configured."""
+    # pyproject.toml lies in most roots and is never a scenario.
     if file_path.suffix != ".toml" or file_path.name == "pyproject.toml":
         return None
     folders: list[Path] = parent.config.getini("zero_sim_scenarios")

@@ -1,4 +1,4 @@
-"""Hypothesis's `@given` under the mark: an example is drawn once and runs on all ranks."""
+"""Hypothesis's `@given` under the mark: each example is drawn once and runs on all ranks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def is_given(item: pytest.Item) -> bool:
 
 
 def allow_rank_fixtures(item: pytest.Item) -> None:
-    """Turn off a health check of Hypothesis, and its deadline, for a test on ranks.
+    """Turn off a health check and the deadline of Hypothesis for a test on ranks.
 
     The check refuses fixtures that are not set up again for each example. `rank` and `world_size`
-    need not be. Other fixtures of the test are checked as before. The deadline is for one thread on
-    an idle machine; an example on ranks takes as long as its slowest rank.
+    need no set-up; other fixtures are checked as before. The deadline is meant for one thread on an
+    idle machine, but an example on ranks takes as long as its slowest rank.
     """
     from hypothesis import HealthCheck, Phase, settings
 
     function = getattr(item.obj, "__func__", item.obj)  # type: ignore[attr-defined]
-    now = getattr(function, "_hypothesis_internal_use_settings", settings.default)
+    # settings() and not settings.default, which Hypothesis declares as possibly None.
+    now = getattr(function, "_hypothesis_internal_use_settings", settings())
     needless = set(now.suppress_health_check)
     if hasattr(item, "callspec"):
         # Each parametrized test of a method has an instance of its own.
@@ -43,7 +44,7 @@ def allow_rank_fixtures(item: pytest.Item) -> None:
         now,
         suppress_health_check=needless,
         deadline=None,
-        # It would explain the failure by lines of the simulated world.
+        # The explain phase would report lines of the simulated world.
         phases=[phase for phase in now.phases if phase is not Phase.explain],
     )
 
@@ -52,11 +53,11 @@ def allow_rank_fixtures(item: pytest.Item) -> None:
 def on_all_ranks(
     item: pytest.Function, run: Callable[[Callable[..., object], dict[str, Any]], None]
 ) -> Iterator[None]:
-    """Let Hypothesis hand each example to all ranks, in place of to the test.
+    """Make Hypothesis pass each example to all ranks instead of the test function.
 
     Args:
         item: The test.
-        run: Runs a function on all ranks, with these arguments by name.
+        run: Runs a function on all ranks, with the drawn arguments by name.
     """
     from hypothesis.control import _current_build_context
     from hypothesis.strategies import DataObject
@@ -71,21 +72,21 @@ def on_all_ranks(
                 raise Refused(
                     item,
                     f"expected arguments that are drawn before the ranks start, got {name} = "
-                    "data(), which each rank would draw from. Draw a composite strategy instead.",
+                    "data(), because each rank would draw from it. Draw a composite strategy.",
                 )
         __tracebackhide__ = True
         context = _current_build_context.value
 
         def on_rank(**arguments: Any) -> object:
             __tracebackhide__ = True
-            # Threads begin without it, and `assume`, `note` and `target` need it.
+            # Rank threads start without this context, but `assume`, `note` and `target` need it.
             with _current_build_context.with_value(context):
                 # Positional: the instance, if the test is a method.
                 return inner(*positional, **arguments)
 
         run(on_rank, drawn)
 
-    # Hypothesis reads this attribute for each run; plugins of async frameworks set it, too.
+    # Hypothesis reads this attribute in each run; plugins for async tests replace it too.
     handle.inner_test = run_example
     try:
         yield

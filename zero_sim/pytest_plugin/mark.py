@@ -1,4 +1,4 @@
-"""The mark: on how many ranks a test runs and in what world; and what it cannot stand on."""
+"""The mark `world_size`: number of ranks and settings of the world, and the tests it refuses."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from zero_sim.host.arguments import WORLD_SETTINGS, check_kind, is_of_kind, unru
 MARK = "world_size"
 WANTED: pytest.StashKey[Wanted] = pytest.StashKey()
 _HINT = f"Try @pytest.mark.{MARK}(4)."
+# Names that users give to the number of ranks; the error then shows the right form.
 _SIZE_WORDS = ("size", "world_size", "n", "ranks", "nprocs", "num_ranks")
 
 
 class Refused(pytest.fail.Exception):
-    """A test cannot run as it is marked; no mark that expects a failure excuses that."""
+    """A test cannot run as marked. Marks such as `xfail` do not excuse this."""
 
-    # Summaries begin with the name: as short as those of pytest's own.
+    # pytest's summaries begin with the qualified name; keep it as short as pytest's own.
     __module__ = "builtins"
 
     def __init__(self, item: pytest.Item, message: str) -> None:
@@ -34,20 +35,20 @@ class Refused(pytest.fail.Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What a mark asks for."""
+    """Number of ranks and world settings of a mark."""
 
     size: int
     """Number of ranks."""
     settings: Mapping[str, Any]
-    """Of the world, by the names of `zero_sim.sim.World`; those not named are its defaults."""
+    """World settings by argument name of `zero_sim.sim.World`; omitted ones are defaults."""
 
 
 def read_mark(item: pytest.Item) -> Wanted | None:
-    """What the closest mark of a test asks for; None if it has none.
+    """Return the settings of a test's closest mark; None if it has no mark.
 
     Raises:
-        Refused: The mark is wrong, there are several in one place, or the test is of a kind that
-            cannot run on ranks.
+        Refused: If the mark is wrong, there are several at one level, or tests of this kind cannot
+            run on ranks.
     """
     marks = _closest(item)
     if not marks:
@@ -57,7 +58,7 @@ def read_mark(item: pytest.Item) -> Wanted | None:
         raise Refused(
             item,
             f"expected one mark in a place, got {shown}. For several sizes, write "
-            f"@pytest.mark.{MARK}(2, 4); a class and its base are one place.",
+            f"@pytest.mark.{MARK}(2, 4). A class and its base are one place.",
         )
     wanted = _read(item, marks[0])
     _check_kind(item)
@@ -65,7 +66,7 @@ def read_mark(item: pytest.Item) -> Wanted | None:
 
 
 def _closest(item: pytest.Item) -> list[pytest.Mark]:
-    """The marks of the closest node that has any, each once."""
+    """Return the marks of the closest node that has any."""
     for node in reversed(item.listchain()):
         marks = [mark for mark in node.own_markers if mark.name == MARK]
         if marks:
@@ -91,29 +92,31 @@ def _read(item: pytest.Item, mark: pytest.Mark) -> Wanted:
     size, *others = sizes_of(mark)
     if others:
         assert isinstance(item, pytest.Function)
+        # `parametrize_sizes` made one test for each size.
         size = item.callspec.params[MARK]
     return Wanted(size=operator.index(size), settings=dict(mark.kwargs))
 
 
 def sizes_of(mark: pytest.Mark) -> tuple[Any, ...]:
-    """Return the numbers of ranks in a mark, which may also be one list."""
+    """Return the numbers of ranks in a mark, which may also be given as one list."""
     args = mark.args
     is_list = len(args) == 1 and isinstance(args[0], list | tuple)
     return tuple(args[0]) if is_list else args
 
 
 def are_sizes(sizes: tuple[Any, ...]) -> bool:
-    """Return True if these are numbers of ranks, at least one."""
+    """Return True if these are one or more valid numbers of ranks."""
     return bool(sizes) and all(is_of_kind(size, "an integer") and size >= 1 for size in sizes)
 
 
 def parametrize_sizes(metafunc: pytest.Metafunc) -> None:
-    """Make a test for each size of a mark that has several, such as `test_sum[2-ranks]`."""
+    """Make a test for each size of a mark with several, such as `test_sum[2-ranks]`."""
     mark = metafunc.definition.get_closest_marker(MARK)
     sizes = () if mark is None else sizes_of(mark)
-    # A wrong mark is refused when the test is set up, with its line.
+    # A wrong mark is refused during setup, where its line can be shown.
     if len(sizes) < 2 or not are_sizes(sizes):
         return
+    # pytest only parametrizes fixtures that the test uses.
     if MARK not in metafunc.fixturenames:
         metafunc.fixturenames.append(MARK)
     metafunc.parametrize(MARK, sizes, ids=[f"{size}-ranks" for size in sizes], indirect=True)
@@ -122,9 +125,9 @@ def parametrize_sizes(metafunc: pytest.Metafunc) -> None:
 def _meant(name: str) -> str:
     known = ", ".join(WORLD_SETTINGS)
     if name in _SIZE_WORDS:
-        return f". The number of ranks comes first and without a name. {_HINT}"
+        return f". Give the number of ranks first, without a name. {_HINT}"
     near = difflib.get_close_matches(name.lower(), list(WORLD_SETTINGS), n=1)
-    return f"; did you mean {near[0]!r}? It takes {known}." if near else f". It takes {known}."
+    return f"; did you mean {near[0]!r}? Settings: {known}." if near else f". Settings: {known}."
 
 
 def _show(mark: pytest.Mark) -> str:
@@ -134,55 +137,57 @@ def _show(mark: pytest.Mark) -> str:
 
 
 def _check_kind(item: pytest.Item) -> None:
-    """Refuse what would run in some other way than as a plain function on every rank."""
+    """Refuse tests that do not run as a plain function on every rank."""
     if not isinstance(item, pytest.Function):
         raise Refused(
             item,
             f"expected {MARK} on a test function, got it on {item.name!r}, a "
-            f"{type(item).__name__}, which runs in a way of its own and on no rank. "
-            "Take the mark away there.",
+            f"{type(item).__name__}, which does not run on ranks. Remove the mark.",
         )
+    # unittest calls the method itself, past pytest_pyfunc_call.
     if item.cls is not None and issubclass(item.cls, unittest.TestCase):
         raise Refused(
             item,
             f"expected {MARK} on a function or a method of a plain class, got it on a method of "
-            f"{item.cls.__name__}, a unittest.TestCase, which would run outside of any world. "
-            "Try a plain class, with fixtures in place of setUp, and `rank` as an argument.",
+            f"{item.cls.__name__}, a unittest.TestCase, which would run outside of the ranks. "
+            "Use a plain class, fixtures instead of setUp, and `rank` as an argument.",
         )
     unrun = unrun_function(item.obj)
     if unrun == "an async def function":
-        raise Refused(item, f"{is_async()} Try a plain function that calls asyncio.run(...).")
+        raise Refused(item, f"{is_async()} Use a plain function that calls asyncio.run(...).")
     if unrun is not None:
-        raise Refused(item, "expected a test function under the mark, got one that yields.")
+        raise Refused(item, "expected a test function, got a generator. Remove `yield`.")
+    # Plugins for async tests override it, and would run the test outside of the ranks.
     if type(item).runtest is not pytest.Function.runtest:
         raise Refused(
             item,
             f"expected {MARK} on a test that pytest itself runs, got it on {item.name!r}, a "
-            f"{type(item).__name__}, which its plugin runs and on no rank. Take one of the two "
-            "away.",
+            f"{type(item).__name__}, which its plugin runs on no rank. Remove the mark or the "
+            "plugin.",
         )
 
 
 def is_async() -> str:
-    """That an async test runs on no rank, in pytest's words."""
+    """Return the error of an async test, beginning with pytest's own words."""
     return (
-        f"async def functions are not natively supported, and under {MARK} by no plugin either: "
-        "nothing would await it on a rank."
+        f"async def functions are not natively supported, nor by a plugin under {MARK}, because "
+        "nothing would await them on a rank."
     )
 
 
 def check_arguments(item: pytest.Function, wanted: Wanted, arguments: Iterable[str]) -> None:
-    """Refuse arguments of a test that say something else than its mark.
+    """Refuse arguments of a test that contradict its mark.
 
     Raises:
-        Refused: `rank` or `world_size` is a parameter, or somebody else's fixture.
+        Refused: If `rank` or `world_size` is a parameter or another plugin's fixture.
     """
+    # -1 is the value of the fixture `rank` outside of the ranks.
     own = {"rank": -1, MARK: wanted.size}
     for name in own.keys() & set(arguments):
         if item.funcargs[name] != own[name]:
             raise Refused(
                 item,
-                f"expected `{name}` to be what the mark {MARK}({wanted.size}) makes it, got "
-                f"{item.funcargs[name]!r} from a parameter or another fixture of that name. Try "
-                f"another name; for several sizes, pytest.param(n, marks=pytest.mark.{MARK}(n)).",
+                f"expected `{name}` to be the fixture of the mark {MARK}({wanted.size}), got "
+                f"{item.funcargs[name]!r} from a parameter or another fixture. Use another "
+                f"name. For several sizes, use pytest.param(n, marks=pytest.mark.{MARK}(n)).",
             )

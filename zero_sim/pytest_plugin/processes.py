@@ -1,10 +1,10 @@
-"""One marked test on worker processes: a pytest session of its own in each of them.
+"""A marked test on worker processes, each of which runs a pytest session.
 
-[Note: what a rank tells]
-A mark like `xfail` is evaluated in every worker, and by the session that asked once more. So a
-worker tells both what came of its rank before such marks and whether they expected it. Whether a
-failure is expected can be told only there, since only there is the exception itself; what comes of
-a pass is left to who asked.
+[Note: outcome of a rank]
+Marks such as `xfail` are evaluated in every worker, and again in the main session. So a worker
+returns two things: the outcome of its rank without such marks, and True if a failure was expected.
+Only the worker can decide that, because it has the exception. The main session evaluates the marks
+for passes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class RanksFailed(pytest.fail.Exception):
     """A test failed on worker processes.
 
     Args:
-        message: On which ranks, and how.
-        is_expected: Whether a mark expects every one of the failures; None where no rank lived to
-            tell, and it is for pytest to say.
-        reason: What the mark says.
+        message: Failures by rank.
+        is_expected: True if marks expect every failure; None if no rank lived to report one, so
+            pytest decides.
+        reason: Reason in the mark.
     """
 
-    # Summaries begin with the name: as short as those of pytest's own.
+    # pytest's summaries begin with the qualified name; keep it as short as pytest's own.
     __module__ = "builtins"
 
     def __init__(self, message: str, *, is_expected: bool | None, reason: str) -> None:
@@ -56,21 +56,24 @@ class RanksFailed(pytest.fail.Exception):
 
 
 def run_on_processes(resources: SessionResources, item: pytest.Function, wanted: Wanted) -> None:
-    """Run a test on worker processes, each of which is a rank.
+    """Run a test on worker processes, one per rank.
 
     Raises:
-        Refused: The mark asks for what real processes cannot do.
-        RanksFailed: A rank failed, died or hung.
+        Refused: If real processes cannot provide the settings of the mark.
+        RanksFailed: If a rank failed, died or hung.
     """
     if is_given(item):
-        pytest.skip("each process would draw examples of its own; @given runs on simulated ranks")
-    # What contradicts the mark shows here as it does in the simulated world.
+        pytest.skip(
+            "@given needs simulated ranks, because each process would draw its own examples"
+        )
+    # Check arguments here too, so that errors are the same as in the simulated world.
     program_of(item, wanted)
     _check_settings(item, wanted)
     order = wanted.settings.get("order")
     about = f"{wanted.size} {resources.backend} processes" + (f", order {order}" if order else "")
     item.user_properties.append(("zero_sim.world", about))
     config = item.config
+    # Plain data only, because it is sent to the workers.
     payload = {
         "nodeid": item.nodeid,
         "rootdir": str(config.rootpath),
@@ -100,11 +103,11 @@ def _check_settings(item: pytest.Function, wanted: Wanted) -> None:
     except UsageError as error:
         raise Refused(item, f"{error}.") from None
     if wanted.settings.get("faults"):
-        pytest.skip("it plans faults, which only the simulated world has")
+        pytest.skip("its mark has `faults`, which need the simulated world")
 
 
 def _options_of(config: pytest.Config) -> list[str]:
-    """The options that decide what a test is and means, for a session in a worker."""
+    """Return the options that affect a test's collection and meaning, for a worker's session."""
     option = config.option
     options = [f"--import-mode={option.importmode}"]
     options += [f"-p{name}" for name in option.plugins]
@@ -113,13 +116,13 @@ def _options_of(config: pytest.Config) -> list[str]:
     options += ["--runxfail"] if option.runxfail else []
     options += ["--noconftest"] if option.noconftest else []
     options += [f"--confcutdir={option.confcutdir}"] if option.confcutdir else []
-    # Turned off and not blocked: the ini file may have options for it.
+    # -n0 and not -p no:xdist, because the ini file may have options of xdist.
     options += ["-n0"] if config.pluginmanager.hasplugin("xdist") else []
     return options
 
 
 def _conclude(wanted: Wanted, endings: tuple[Ending, ...]) -> None:
-    bad, told = list[str](), list[dict[str, Any]]()
+    bad, failures = list[str](), list[dict[str, Any]]()
     alike: dict[str, list[Ending]] = {}
     skips, ended = dict[int, str](), set[int]()
     for ending in endings:
@@ -130,20 +133,21 @@ def _conclude(wanted: Wanted, endings: tuple[Ending, ...]) -> None:
         elif outcome == "skipped":
             skips[rank] = ending.result["text"]
         elif outcome in ("failed", "xfailed"):
-            told.append(ending.result)
+            failures.append(ending.result)
             alike.setdefault(ending.result["crash"], []).append(ending)
         else:
             bad.append(f"rank {rank} {ending.how}: {ending.error}\n{ending.detail}".rstrip())
-    # Most often all ranks fail alike, which is shown once.
+    # Usually all ranks fail alike, so show each distinct failure once.
     failed = [
         f"{_ranks_in_words([each.rank for each in endings])}: {crash}\n{endings[0].result['text']}"
         for crash, endings in alike.items()
     ]
     bad = failed + bad
     bad += [f"rank {rank} skipped: {reason}" for rank, reason in skips.items()] if bad else []
+    # Skips explain a failure, but alone they are judged below.
     if bad:
-        is_expected = all(each["outcome"] == "xfailed" for each in told) if told else None
-        reason = told[0]["reason"] if is_expected else ""
+        is_expected = all(each["outcome"] == "xfailed" for each in failures) if failures else None
+        reason = failures[0]["reason"] if is_expected else ""
         raise RanksFailed("\n".join(bad), is_expected=is_expected, reason=reason)
     if len(skips) == wanted.size:
         pytest.skip(skips[0])
@@ -155,15 +159,15 @@ def _ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def run_on_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any]:
-    """Run one test on this process, as one of its ranks; what a worker calls.
+    """Run a test on this process as one of the ranks; a worker calls it.
 
     Args:
         payload: Node id, rootdir, ini file and options of the test.
         real_rank: This process's rank.
 
     Returns:
-        The outcome, `passed`, `failed`, `xfailed` or `skipped`; what there is to say of it; and for
-        `xfailed` why that was expected.
+        `outcome`: `passed`, `failed`, `xfailed` or `skipped`; `text`: its description; for
+        `xfailed`, `reason` of the mark.
     """
     inside = OnRank(real_rank)
     path, separator, rest = str(payload["nodeid"]).partition("::")
@@ -171,32 +175,34 @@ def run_on_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, An
         f"{Path(str(payload['rootdir']), path)}{separator}{rest}",
         f"--rootdir={payload['rootdir']}",
         *payload["options"],
+        # Workers would write the same cache at once.
         "-pno:cacheprovider",
     ]
     if payload["inifile"]:
+        # The same ini file, or markers and options would differ from the main session.
         arguments += ["-c", str(payload["inifile"])]
     if not any(point.value == _PLUGIN for point in entry_points(group="pytest11")):
-        # Not installed as a plugin, but named with -p; pytest refuses it under both names.
+        # Not installed, but loaded with -p. pytest refuses a plugin under two names.
         arguments += ["-p", _PLUGIN]
-    # The session that asked shows what there is to show.
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    # The main session shows the output.
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         pytest.main(arguments, plugins=[inside])
-    return inside.outcome(said.getvalue())
+    return inside.outcome(printed.getvalue())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Phase:
-    """What came of a phase of a test, such as `call`, before and after marks were looked at."""
+    """Reports of a phase of a test, such as `call`, before and after marks apply."""
 
     before: str
     report: pytest.TestReport
     reason: str
-    """Of what it raised."""
+    """Text of the exception; empty if there was none."""
 
 
 class OnRank:
-    """The plugin of the session inside a worker: it knows the rank and keeps the reports."""
+    """Plugin of the session inside a worker: provides the rank and collects the reports."""
 
     def __init__(self, real_rank: RealRank) -> None:
         self._real_rank = real_rank
@@ -208,16 +214,17 @@ class OnRank:
         """Run a test as this process's rank of a world.
 
         Raises:
-            Refused: Its arguments contradict the mark, or it returned something.
+            Refused: If its arguments contradict the mark, or it returned a value.
         """
         import numpy as np
         import torch
 
         program = program_of(item, wanted)
         rank, base = self._real_rank.rank, wanted.settings.get("seed", 0)
-        # As every rank of the simulated world starts.
+        # The same seeds as for the ranks of a simulated world.
         torch.manual_seed(base + rank)
         random.seed(base + rank)
+        # numpy only takes seeds below 2**32.
         np.random.seed((base + rank) % 2**32)
         order = wanted.settings.get("order")
         with self._real_rank.world(wanted.size, order=order, order_seed=base):
@@ -226,43 +233,44 @@ class OnRank:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Let the hooks of the plugin find this rank."""
+        """Publish this rank to the hooks of the plugin."""
         config.stash[ON_RANK] = self
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Keep the report, as it is before and after marks are looked at."""
-        # The innermost wrapper: its report is not changed yet, and is the one that will be.
+        """Collect the report, before and after marks apply."""
+        # As the innermost wrapper, it gets the report unchanged; outer ones change the same object.
         report = yield
         reason = "" if call.excinfo is None else str(call.excinfo.value)
         self._phases.append(_Phase(before=report.outcome, report=report, reason=reason))
         return report
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep why a file could not be collected."""
+        """Keep the reason why a file could not be collected."""
         if report.failed:
             self._not_collected.append(report.longreprtext)
 
-    def outcome(self, said: str) -> dict[str, Any]:
-        """What came of the test on this rank; see [Note: what a rank tells].
+    def outcome(self, printed: str) -> dict[str, Any]:
+        """Return the outcome of the test on this rank; see [Note: outcome of a rank].
 
         Args:
-            said: What the session printed.
+            printed: Output of the session.
         """
         ends = [_end_of(phase) for phase in self._phases if phase.before != "passed"]
+        # A failure outweighs an expected one, and both outweigh a skip, in any phase.
         for kind in ("failed", "xfailed", "skipped"):
             for end in ends:
                 if end["outcome"] == kind:
                     return {**end, "output": self._output()}
         if self._ended:
             return {"outcome": "passed", "text": "", "output": self._output()}
-        text = "\n".join(self._not_collected) or said[-_OUTPUT_CHARS_MAX:]
-        return {"outcome": "failed", "text": text, "crash": "it was not run in the worker"}
+        text = "\n".join(self._not_collected) or printed[-_OUTPUT_CHARS_MAX:]
+        return {"outcome": "failed", "text": text, "crash": "the worker did not run it"}
 
     def _output(self) -> dict[str, str]:
-        """Return the end of what the rank printed during the test, by stream."""
+        """Return the end of the rank's output during the test, by stream."""
         streams = {"stdout": "capstdout", "stderr": "capstderr"}
         reports = [phase.report for phase in self._phases if phase.report.when == "call"]
         printed = {name: getattr(reports[0], of, "") for name, of in streams.items() if reports}
@@ -270,7 +278,7 @@ class OnRank:
 
 
 def _end_of(phase: _Phase) -> dict[str, str]:
-    """Return the outcome of a phase, its text, and in `crash` one line that ranks compare by."""
+    """Return outcome and text of a phase, with `crash`, a line by which ranks are compared."""
     report, expected = phase.report, getattr(phase.report, "wasxfail", None)
     if phase.before == "skipped":
         return {"outcome": "skipped", "text": phase.reason}
@@ -281,7 +289,7 @@ def _end_of(phase: _Phase) -> dict[str, str]:
 
 
 def _crash_of(report: pytest.TestReport) -> str:
-    """Return the first line of an exception, without addresses, which differ from rank to rank."""
+    """Return the first line of an exception, without addresses, because these differ by rank."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = report.longreprtext if crash is None else crash.message
     return re.sub(r"0x[0-9a-f]+", "0x...", text.partition("\n")[0])

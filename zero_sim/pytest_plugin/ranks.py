@@ -1,4 +1,4 @@
-"""One marked test on every rank of the simulated world, and what its ranks' ends make of it."""
+"""A marked test on every rank of a simulated world, and its outcome from those of the ranks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 
 class ProcessEnded(BaseException):
-    """A test called os._exit; not an Exception, so that the test does not catch it."""
+    """A test called os._exit. A BaseException, so that the test does not catch it."""
 
     __module__ = "builtins"
 
 
+# Fixtures that replace sys.stdout: a prefix would change what the test reads.
 _CAPTURES = {"capsys", "capfd", "capsysbinary", "capfdbinary"}
 SKIPS = (pytest.skip.Exception, unittest.SkipTest)
 
@@ -39,17 +40,17 @@ def program_of(item: pytest.Function, wanted: Wanted) -> Callable[[int], None]:
 
     Args:
         item: The test, after its fixtures are set up.
-        wanted: What its mark asks for.
+        wanted: Settings of its mark.
 
     Raises:
-        Refused: An argument contradicts the mark; from the function, that the test returned
-            something.
+        Refused: If an argument contradicts the mark. The returned function raises it if the test
+            returns a value.
     """
     return _program(item, item.obj, _arguments_of(item, wanted))
 
 
 def _arguments_of(item: pytest.Function, wanted: Wanted) -> dict[str, Any]:
-    """Return the fixtures that the function names, without autouse ones."""
+    """Return the fixtures named by the function, without autouse ones."""
     names = inspect.signature(item.obj).parameters
     arguments = {name: item.funcargs[name] for name in names if name in item.funcargs}
     check_arguments(item, wanted, arguments)
@@ -68,17 +69,17 @@ def _program(
 
 
 def _check_returned(item: pytest.Function, returned: object) -> None:
-    """Refuse a test whose body may not have run, or that returns what it should have asserted."""
+    """Refuse a test whose body may not have run, or that returns a value instead of asserting."""
     if returned is None:
         return
     unrun = unrun_result(returned)
     if unrun == "an async def function":
-        raise Refused(item, f"{is_async()} Try a plain function that calls asyncio.run(...).")
+        raise Refused(item, f"{is_async()} Use a plain function that calls asyncio.run(...).")
     if unrun is not None:
         raise Refused(item, "expected a test function, got a generator, whose body never ran.")
     raise Refused(
         item,
-        f"expected the test to return None, it returned {returned!r}. Did you mean to assert it?",
+        f"expected the test to return None, got {returned!r}. Did you mean to assert it?",
     )
 
 
@@ -86,7 +87,7 @@ def run_simulated(resources: SessionResources, item: pytest.Function, wanted: Wa
     """Run a test on every rank of a simulated world.
 
     Raises:
-        Refused: The mark asks for a world that cannot be.
+        Refused: If the settings of the mark are invalid.
     """
     try:
         world = resources.world(wanted.size, wanted.settings)
@@ -111,7 +112,7 @@ def run_simulated(resources: SessionResources, item: pytest.Function, wanted: Wa
 
         def program(rank: int) -> None:
             __tracebackhide__ = True
-            # Ranks would share the memory of a drawn array, so each has a copy.
+            # Each rank gets a copy, because ranks would share the memory of a drawn array.
             _program(item, function, copy.deepcopy(drawn))(rank)
 
         run(program)
@@ -127,7 +128,7 @@ def _run_on_ranks(
     wanted: Wanted,
     in_rank: Callable[[], AbstractContextManager[object]],
 ) -> None:
-    """Run a program on every rank; raise what a rank raised, or a skip of all ranks."""
+    """Run a program on every rank; raise the error of a rank, or a skip if all ranks skip."""
     __tracebackhide__ = True
     from zero_sim.sim import RankFailed, WorldFailure
 
@@ -139,7 +140,7 @@ def _run_on_ranks(
             with in_rank():
                 call(rank)
         except SKIPS as skip:
-            # It does not end the world: another rank may have something to say yet.
+            # A skip does not end the world, because another rank may still fail.
             skips[rank] = skip
         else:
             ended.add(rank)
@@ -149,17 +150,17 @@ def _run_on_ranks(
         with _held_exits() as exits:
             world.run(program)
     except RankFailed as failed:
-        # The rank's own exception, so that pytest shows its assertion and its line.
+        # Raise the rank's own exception, so that pytest shows its assertion and line.
         error = failed.error
         error.add_note(f"on rank {failed.rank} of {settings}")
-        for line in _said(skips):
+        for line in _skip_lines(skips):
             error.add_note(line)
         raise error from None
     except WorldFailure as failed:
-        lines = [str(failed), f"in a world of {settings}", *_said(skips)]
+        lines = [str(failed), f"in a world of {settings}", *_skip_lines(skips)]
         raise pytest.fail.Exception("\n".join(lines), pytrace=False) from None
     if exits:
-        # The test may have caught it.
+        # Raised again here, because the test may have caught it.
         raise exits[0]
     if len(skips) == wanted.size:
         raise skips[0] from None
@@ -168,7 +169,7 @@ def _run_on_ranks(
 
 @contextlib.contextmanager
 def _labelled_output(item: pytest.Function, wanted: Wanted) -> Iterator[None]:
-    """Begin each line that a rank prints with its number, unless the test captures its output."""
+    """Prefix each line that a rank prints with its number, unless the test captures output."""
     if _CAPTURES & set(item.fixturenames):
         yield
         return
@@ -190,17 +191,17 @@ def _labelled_output(item: pytest.Function, wanted: Wanted) -> Iterator[None]:
         for name, output in labelled.items():
             for rank in range(wanted.size):
                 output.end_rank(rank)
-            # A debugger may have put the terminal in its place.
+            # A debugger may have replaced the stream by the terminal.
             if getattr(sys, name) is output:
                 setattr(sys, name, streams[name])
 
 
 @contextlib.contextmanager
 def _held_exits() -> Iterator[list[ProcessEnded]]:
-    """Let no rank end the process: all ranks are in it, and every test that is still to come.
+    """Keep ranks from ending the process, which runs all ranks and all later tests.
 
     Yields:
-        What calls of os._exit came to.
+        The refused calls of os._exit.
     """
     from zero_sim.sim.world.c10d import rank_state
 
@@ -208,13 +209,13 @@ def _held_exits() -> Iterator[list[ProcessEnded]]:
 
     def hold(status: int) -> NoReturn:
         __tracebackhide__ = True
-        # A child that a rank forked may end itself, and so may a thread that watches over pytest.
+        # Forked children of ranks and threads outside of the ranks may end the process.
         if os.getpid() != pid or rank_state.c10d_world is None:
             exit_process(status)
         exits.append(
             ProcessEnded(
-                f"os._exit({status}) on a rank would have ended the whole session, with that as "
-                "its exit status. Try an exception, or --zero-sim-backend gloo."
+                f"expected no os._exit on a rank, got os._exit({status}), which would end the "
+                "whole session. Raise an exception, or use --zero-sim-backend gloo."
             )
         )
         raise exits[-1]
@@ -227,29 +228,31 @@ def _held_exits() -> Iterator[list[ProcessEnded]]:
 
 
 def check_all_ran(wanted: Wanted, *, skips: Mapping[int, str], ended: set[int]) -> None:
-    """Fail a test that some of its ranks skipped or never came to the end of.
+    """Fail a test that only some ranks skipped, or that some ranks did not finish.
 
     Args:
-        wanted: What the mark asks for.
-        skips: Why ranks skipped it, by rank.
-        ended: The ranks on which the test came to its end.
+        wanted: Settings of the mark.
+        skips: Reasons of skips, by rank.
+        ended: Ranks that finished the test.
     """
     if skips:
         others = ", ".join(map(str, sorted(ended)))
-        lines = [*_said(skips), f"not skipped on: {others}"]
+        lines = [*_skip_lines(skips), f"not skipped on: {others}"]
         pytest.fail("\n".join(["expected a skip on all ranks or on none:", *lines]), pytrace=False)
     lacking = sorted(set(range(wanted.size)) - ended)
     if lacking:
         ranks = ", ".join(map(str, lacking))
-        pytest.fail(f"the test did not come to its end on ranks {ranks}", pytrace=False)
+        pytest.fail(
+            f"expected the test to end on all ranks, got no end on ranks {ranks}", pytrace=False
+        )
 
 
-def _said(skips: Mapping[int, object]) -> list[str]:
+def _skip_lines(skips: Mapping[int, object]) -> list[str]:
     return [f"rank {rank} skipped: {reason}" for rank, reason in sorted(skips.items())]
 
 
 def _describe(world: World) -> str:
-    """What decides what a program does in a world."""
+    """Describe the settings that decide how a program runs in a world."""
     settings = world.settings
     recipe = settings.schedule
     schedule = recipe if isinstance(recipe, str) else type(recipe).__name__

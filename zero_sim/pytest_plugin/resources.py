@@ -1,4 +1,4 @@
-"""Worlds, worker processes and judge of one pytest session, opened when first needed."""
+"""Resources of a pytest session: worlds, worker processes and judge, opened when first needed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from zero_sim.sim import World
 
 GPUS = 4
-"""GPUs of a session under `--zero-sim-cuda-is-cpu`."""
+"""Default number of GPUs under `--zero-sim-cuda-is-cpu`."""
 RESOURCES: pytest.StashKey[SessionResources] = pytest.StashKey()
 
 
 class SessionResources:
-    """Worlds and worker processes of one session, opened when first needed."""
+    """Worlds, worker processes and judge of a session, opened when first needed."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -32,7 +32,7 @@ class SessionResources:
         self.timeout_seconds: float = config.getoption("--zero-sim-timeout")
         self.bundles = Path(config.getoption("--zero-sim-bundles"))
         self.in_rank: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-        """Makes a context around the program of a rank, in its thread."""
+        """Makes a context for the program of a rank, in its thread."""
         self._stack = contextlib.ExitStack()
         if config.getoption("zero_sim_cuda_is_cpu"):
             self._find_gpus(config.getoption("zero_sim_gpus") or GPUS)
@@ -41,7 +41,7 @@ class SessionResources:
         self._teams: Any = None
 
     def _find_gpus(self, count: int) -> None:
-        """Let tests find GPUs in name, from before their collection."""
+        """Simulate GPUs from before collection, when modules check for them."""
         with packages_needed():
             from zero_sim.script.cuda import CudaOnCpu
             from zero_sim.sim.world.rank_threads import rank_state
@@ -54,21 +54,21 @@ class SessionResources:
         self.in_rank = cuda.in_rank
 
     def world(self, size: int, settings: Mapping[str, Any]) -> World:
-        """An open world of a size, with the defaults but for the settings."""
+        """Return an open world with defaults apart from the settings."""
         from zero_sim.sim import World
 
         world = self._worlds.get(size)
         if world is None or world.closed:
             world = self._worlds[size] = World(size)
             self._stack.callback(world.close)
-        # All of them, or what one test sets would stay for the next.
+        # Set all of them, or settings of one test would stay for the next.
         named = inspect.signature(World).parameters.values()
         defaults = {p.name: p.default for p in named if p.default is not p.empty}
         world.configure(**{**defaults, **settings})
         return world
 
     def teams(self) -> Any:
-        """Worker processes for real backends."""
+        """Return the worker processes for real backends."""
         if self._teams is None:
             from zero_sim.backends.team import Teams
 
@@ -77,7 +77,7 @@ class SessionResources:
         return self._teams
 
     def judge(self, scenario: Scenario) -> Any:
-        """Judge a scenario's case."""
+        """Judge the case of a scenario."""
         if self._judge is None:
             with packages_needed():
                 from zero_sim.rules.judging import EXPLAINER
@@ -87,11 +87,12 @@ class SessionResources:
         return self._judge(scenario)
 
     def write_bundle(self, scenario: Scenario, result: CaseResult) -> str:
-        """Write the bundle of a failed case; its id, or nothing where there is none to write.
+        """Write the bundle of a failed case and return its id; empty if there is none to write.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: If it cannot be written.
         """
+        # A case that was not judged has no finding that a replay could reproduce.
         if result.verdict != "fail" or not result.findings:
             return ""
         from zero_sim.bundle import Ran, write_bundle
@@ -100,5 +101,5 @@ class SessionResources:
         return write_bundle(scenario, result, folder=self.bundles, ran=ran).name
 
     def close(self) -> None:
-        """Close everything, the latest first."""
+        """Close all resources, the latest first."""
         self._stack.close()

@@ -22,7 +22,7 @@ class ScenarioFile(pytest.File):
     """A scenario file; each of its cases is a test."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        """Load it and give its cases."""
+        """Load the file and yield its cases."""
         from zero_sim.scenario.load import load_cases
 
         try:
@@ -41,11 +41,12 @@ class ScenarioCase(pytest.Item):
         self.scenario = scenario
 
     def runtest(self) -> None:
-        """Run and judge it."""
-        # With the session, so that one without scenarios does not import torch.
+        """Run and judge the case."""
+        # Imported here, so that a session without scenarios does not import torch.
         from zero_sim.targets import find_target, library_target_names, why_missing
 
         resources = self.config.stash[RESOURCES]
+        # A missing library skips the case, like an optional dependency.
         if self.scenario.system.target in library_target_names():
             why = why_missing(find_target(self.scenario.system.target))
             if why:
@@ -59,20 +60,21 @@ class ScenarioCase(pytest.Item):
         if result.verdict == "pass":
             return
         reproduce, replay, bundle = self._reproduce(), "", ""
+        # Before the bundle is written, which may fail.
         self.user_properties.append(("zero_sim.reproduce", reproduce))
         try:
             bundle = resources.write_bundle(result.twin or self.scenario, result)
         except OSError as error:
-            # A full disk must not cost the case its verdict.
-            said = f"no bundle in {resources.bundles}: {error.strerror}"
-            self.add_report_section("call", "zero_sim", said)
+            # A full disk must not hide the verdict.
+            note = f"no bundle in {resources.bundles}: {error.strerror}"
+            self.add_report_section("call", "zero_sim", note)
         if bundle:
             replay = replay_command(bundle, bundles=resources.bundles)
             self.user_properties += [("zero_sim.bundle", bundle), ("zero_sim.replay", replay)]
         raise CaseFailed(result, reproduce=reproduce, replay=replay)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The findings, not a traceback through the harness."""
+        """Show the findings instead of a traceback through the harness."""
         error = excinfo.value
         if isinstance(error, CaseFailed):
             from zero_sim.report.text import render_case
@@ -91,7 +93,7 @@ class ScenarioCase(pytest.Item):
         return "".join(traceback.format_exception(error))
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        """Where it stands."""
+        """Return the location for pytest's headings."""
         return self.path, None, f"{self.path.name}: {self.name}"
 
     def _reproduce(self) -> str:

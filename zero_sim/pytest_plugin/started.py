@@ -1,4 +1,4 @@
-"""`--zero-sim-spawn`: processes that a test starts run as ranks, in the process of pytest.
+"""`--zero-sim-spawn`: processes that tests start run as ranks, inside the process of pytest.
 
 Suites built on `torch.multiprocessing.spawn` or on torch's `MultiProcessTestCase` run unchanged.
 """
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from zero_sim.script.started_ranks import RankPopen
 
 _OPTIONS = ("timing", "schedule", "seed", "races", "strict")
-"""Arguments of `World` that options of the command line set."""
+"""Arguments of `World` that have command-line options."""
 
 
 def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
-    """Add the options of tests that start processes."""
+    """Add the options for tests that start processes."""
     parser.addini(
         "zero_sim_rank_local",
-        "With --zero-sim-spawn: names of which each rank has a value of its own, such as "
+        "With --zero-sim-spawn: names with a separate value for each rank, such as "
         "package.module:GLOBAL, module:Class.attribute, module:function(argument) or module:*.",
         type="linelist",
         default=[],
@@ -59,7 +59,7 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
         "--zero-sim-races",
         action="store_true",
         default=None,
-        help="With --zero-sim-spawn: look at every operation for uses of memory in flight.",
+        help="With --zero-sim-spawn: check every operation for uses of memory in flight.",
     )
     group.addoption(
         "--zero-sim-no-strict",
@@ -71,10 +71,10 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
 
 
 def check_options(config: pytest.Config) -> None:
-    """Refuse options that nothing reads.
+    """Refuse options that have no effect.
 
     Raises:
-        pytest.UsageError: One needs another one, or does not go with another one.
+        pytest.UsageError: If an option lacks another one, or excludes it.
     """
     for name in ("spawn", "cuda_is_cpu"):
         if config.getoption(f"zero_sim_{name}") and config.getoption("zero_sim_backend") != "sim":
@@ -100,7 +100,7 @@ def check_options(config: pytest.Config) -> None:
 
 
 def processes_as_ranks(config: pytest.Config) -> AbstractContextManager[None]:
-    """Around one test: processes that it starts are ranks, if the option is given."""
+    """Run processes that a test starts as ranks, if the option is given."""
     if not config.getoption("zero_sim_spawn"):
         return contextlib.nullcontext()
     return _as_ranks(config)
@@ -123,10 +123,10 @@ def _as_ranks(config: pytest.Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _world_per_test(names: list[str]) -> Iterator[None]:
-    """Let torch's `MultiProcContinuousTest` start processes for each test, and end them with it.
+    """Start and end the processes of torch's `MultiProcContinuousTest` with each test.
 
     Args:
-        names: Receives rank-local attributes of the test's class.
+        names: Extended by rank-local attributes of the test's class.
     """
     module = sys.modules.get("torch.testing._internal.common_distributed")
     if module is None:
@@ -139,7 +139,7 @@ def _world_per_test(names: list[str]) -> Iterator[None]:
         set_up(self)
         kind = type(self)
         names.extend(f"{kind.__module__}:{kind.__qualname__}.{name}" for name in ("pg", "rank"))
-        # Ranks run to their end when the test first waits, so they are told now to end.
+        # Ranks only run when the test first waits for them, so queue their end now.
         for queue in self.task_queues:
             queue.put(None)
         kind._processes_spawned = False
@@ -155,7 +155,7 @@ def _stall_seconds() -> float:
 
 
 def _run(processes: Sequence[RankPopen], config: pytest.Config, names: Sequence[str]) -> None:
-    """Run processes as ranks that share all modules, apart from values of some names."""
+    """Run processes as ranks that share all modules, apart from the rank-local names."""
     from zero_sim.script.own_names import NoSuchName, find_slots
     from zero_sim.script.rank_state import RankState
     from zero_sim.script.settings import SINGLETONS
@@ -170,6 +170,7 @@ def _run(processes: Sequence[RankPopen], config: pytest.Config, names: Sequence[
         except NoSuchName as error:
             pytest.fail(f"expected a name in zero_sim_rank_local, got {name}: {error}")
     known = [name for name in SINGLETONS if name.partition(":")[0] in sys.modules]
+    # Singletons of libraries such as accelerate, as far as they are imported.
     state = RankState(environment=lambda rank: {}, folder=None, names=[*known, *names])
 
     def program(rank: int) -> None:
@@ -182,7 +183,7 @@ def _run(processes: Sequence[RankPopen], config: pytest.Config, names: Sequence[
     except UsageError as error:
         pytest.fail(f"expected options that fit the ranks of this test: {error}", pytrace=False)
     except RankFailed as failed:
-        # As a process prints it; its starter sees an exit code.
+        # Print like a process would; the test that started it only sees an exit code.
         sys.stderr.write(f"rank {failed.rank}:\n{failed.traceback_text}")
         raise
     finally:

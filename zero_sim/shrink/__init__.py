@@ -1,4 +1,4 @@
-"""Making a failing case as small as it goes: what small means, what is tried, and the search."""
+"""Shrinking of failing cases: the order of cases by size, the candidates, and the search."""
 
 from zero_sim.shrink.keys import (
     BEYOND_VALUES,

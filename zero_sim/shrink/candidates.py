@@ -1,4 +1,4 @@
-"""Candidates to replace a case, pass by pass; the search takes what is smaller and fails."""
+"""Candidates to replace a case, pass by pass; the search keeps a smaller one that still fails."""
 
 from __future__ import annotations
 
@@ -27,40 +27,46 @@ from zero_sim.shrink.substitutions import TINY, one_world, substitutions
 
 _FEW_RANKS = 3
 _RANKS_TRIED = 8
-"""Up to so many every number is tried, and of more only some."""
+"""Try every number of ranks up to this one, and only some larger ones."""
 _SEEDS = range(4)
 _TINY_ELEMS = 2
 _FEW_ELEMS = (1, 2, 8)
+# With a large step, a rounding fault shows in more draws.
 _LARGE_LR = 0.1
 _MORE_SEEDS = range(24)
-"""For cases that cost next to nothing."""
+"""Seeds for tiny cases, which cost next to nothing to run."""
 
 _LEAST = {bound.path: bound.least for bound in BOUNDS}
 _SECTIONS = ("data", "world", "topology", "system", "optimizer", "expect")
 _KEPT = frozenset({"size", "steps", "micro_batches", "seed", "stall_seconds", "target", "finding"})
-"""Fields that other passes change, or that would make it another test."""
+"""Fields that other passes change, or that would make the case another test."""
 
 
 def fewer_ranks(scenario: Scenario) -> Iterator[Scenario]:
-    """The case in smaller worlds, the smallest first."""
+    """Yield the case in smaller worlds, the smallest first."""
     size, after = scenario.world.size, scenario.reload
     for steps in range(1, scenario.run.steps + 1 if after is not None else 1):
+        # The world after a reload may fail by itself, in a case without a checkpoint.
         yield repaired(changed(one_world(scenario), "run.steps", steps))
     fewest = {*range(1, _RANKS_TRIED + 1), size // 2, size * 3 // 4, size - 1, size}
     for ranks in sorted(ranks for ranks in fewest if 1 <= ranks <= size):
+        # With scaled sizes too: a shape may matter only in relation to the number of ranks.
         for base in (scenario, _scaled(scenario, by=ranks - size)):
             fewer = replace(base, world=replace(base.world, size=ranks))
+            # Without tp, cp and pp too, because these may not divide the smaller world.
             for flat in (fewer, replace(fewer, topology=TopologySpec(ep=fewer.topology.ep))):
                 if after is None:
                     yield repaired(flat)
                     continue
+                # The world after the reload: unchanged, as before it, then small ones.
                 for reloaded in dict.fromkeys((after.world_size, None, 1, 2, ranks)):
                     if reloaded is None or reloaded <= max(ranks, after.world_size or 0):
                         yield repaired(replace(flat, reload=replace(after, world_size=reloaded)))
 
 
 def _scaled(scenario: Scenario, *, by: int) -> Scenario:
-    """The case with sizes as far from the number of ranks as they were from that before."""
+    """Change sizes by as much as the number of ranks changes."""
+    # Networks have no sizes that follow the number of ranks.
     shapes, bucket = scenario.model.shapes, scenario.system.bucket_elems
     if shapes is None:
         return scenario
@@ -71,14 +77,16 @@ def _scaled(scenario: Scenario, *, by: int) -> Scenario:
 
 
 def leaps(scenario: Scenario) -> Iterator[Scenario]:
-    """The case with next to no model in next to no world, after which all is cheap.
+    """Yield the case with a tiny model on one or two ranks, after which every run is cheap.
 
-    First without any feature, then with a watch on memory and something in flight, with the
-    features of its system, with all that it has.
+    First without any feature, then with the race detector and one-element buckets, with the
+    features of its system, and with all its features.
     """
     dropped = [section for section in _SECTIONS if section not in ("world", "system")]
     model = replace(scenario.model, tied=(), unused=(), skip=(), one_rank=(), freeze=())
     plain = replace(scenario, reload=None, faults=(), model=model)
+    # Each base keeps more features than the one before it, so the plainest failing one is found
+    # first.
     of_system = reduce(_plain, dropped, plain)
     bare = reduce(_plain, ("world", "system"), of_system)
     watched = changed(changed(bare, "world.races", True), "system.bucket_elems", 1)
@@ -90,14 +98,14 @@ def leaps(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def few_ranks_and_params(scenario: Scenario) -> Iterator[Scenario]:
-    """The case in the smallest worlds with the smallest models."""
+    """Yield the case in the smallest worlds with the smallest models."""
     for ranks in range(1, min(_FEW_RANKS, scenario.world.size) + 1):
         fewer = repaired(replace(scenario, world=replace(scenario.world, size=ranks)))
         yield from tiny_models(fewer)
 
 
 def fewer_steps(scenario: Scenario) -> Iterator[Scenario]:
-    """The case with fewer steps, then with fewer micro-batches."""
+    """Yield the case with fewer steps, then with fewer micro-batches."""
     for steps in range(1, scenario.run.steps):
         yield repaired(changed(scenario, "run.steps", steps))
     for count in range(1, scenario.run.micro_batches):
@@ -105,7 +113,7 @@ def fewer_steps(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def fewer_features(scenario: Scenario) -> Iterator[Scenario]:
-    """The case without what it has beyond the defaults: much at once, then field by field."""
+    """Yield the case with fewer non-default settings: whole sections, then single fields."""
     for section in _SECTIONS:
         yield repaired(_plain(scenario, section))
     for path in _blocks(scenario):
@@ -113,14 +121,17 @@ def fewer_features(scenario: Scenario) -> Iterator[Scenario]:
         yield from _shorter(scenario, path)
     yield from with_params_reversed(scenario)
     yield from (repaired(changed(scenario, *one)) for one in _defaults(scenario))
+    # Pairs, because one field may be valid only together with another.
     pairs = itertools.combinations(list(_defaults(scenario)), 2)
     yield from (repaired(changed(changed(scenario, *one), *other)) for one, other in pairs)
 
 
 def plainer_values(scenario: Scenario) -> Iterator[Scenario]:
-    """The case with smaller numbers, earlier choices and small seeds."""
+    """Yield the case with smaller numbers, earlier choices and small seeds."""
     for path, value, _, choices in _values(scenario):
+        # Anything else than a choice or an integer has no order of plainness.
         if value in choices:
+            # Choices are declared with the plainest first.
             options: Iterable[object] = choices[: choices.index(value)]
         elif isinstance(value, int) and not isinstance(value, bool):
             least = _LEAST.get(path, 0)
@@ -138,7 +149,7 @@ def plainer_values(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
-    """What is smaller once more, with other seeds: rounding may hide in one draw."""
+    """Yield smaller cases with other seeds, because rounding may hide a fault in one draw."""
     for smaller in (fewer_params, smaller_params, fewer_steps):
         for candidate in smaller(scenario):
             yield from _other_seeds(candidate)
@@ -150,9 +161,10 @@ def with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def bare_with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
-    """One bare param of few elements, with other seeds and a large step, where there are more.
+    """Yield one bare param of few elements, with other seeds and a large learning rate.
 
-    What rounds wrongly does so in some draws only, and in a large step it is seen in more of them.
+    A rounding fault shows only in some draws, and in more of them if the step is large. Tiny cases
+    are skipped: `with_other_numbers` covers them.
     """
     if size_of(scenario).elements <= _TINY_ELEMS:
         return
@@ -163,13 +175,14 @@ def bare_with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _other_seeds(scenario: Scenario) -> Iterator[Scenario]:
+    # More seeds for tiny cases, because few draws of one or two elements show a rounding fault.
     is_tiny = size_of(scenario).elements <= _TINY_ELEMS
     seeds = _MORE_SEEDS if is_tiny else _SEEDS
     yield from (changed(scenario, "run.seed", seed) for seed in seeds)
 
 
 def _plain(scenario: Scenario, section: str) -> Scenario:
-    """The case with all of a section by default but what `_KEPT` names."""
+    """Reset a section of the case to its defaults, apart from `_KEPT`."""
     record = getattr(scenario, section)
     fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
     kept = {name: value for name, value in fields.items() if name in _KEPT}
@@ -177,7 +190,7 @@ def _plain(scenario: Scenario, section: str) -> Scenario:
 
 
 def _blocks(scenario: Scenario) -> Iterator[str]:
-    """Paths of optional tables and lists that the case has."""
+    """Yield the paths of the case's optional tables and lists that are not empty."""
     paths = ("reload", "pair", "data.nan", "optimizer.loss_scale", "optimizer.groups",
              "model.freeze", "model.tied", "model.unused", "model.skip", "model.one_rank",
              "topology.shared", "topology.tied", "system.options", "faults",
@@ -197,14 +210,14 @@ def _shorter(scenario: Scenario, path: str) -> Iterator[Scenario]:
 
 
 def _defaults(scenario: Scenario) -> Iterator[tuple[str, object]]:
-    """Each field that is not as by default, with its default."""
+    """Yield the path and default of each non-default field."""
     for path, _, default, _ in _values(scenario):
         if default is not dataclasses.MISSING:
             yield path, default
 
 
 def _values(scenario: Scenario) -> Iterator[tuple[str, object, object, tuple[object, ...]]]:
-    """Path, value, default and choices, if any, of each field that is not as by default."""
+    """Yield path, value, default and choices of each non-default field."""
     tables = [*_SECTIONS, "run", "model", "reload", "pair", "data.nan", "optimizer.loss_scale"]
     for table in tables:
         record = attrgetter(table)(scenario)
@@ -220,6 +233,7 @@ def _values(scenario: Scenario) -> Iterator[tuple[str, object, object, tuple[obj
             yield f"{table}.{column.name}", value, default, choices
 
 
+# Leaps first, because every later candidate is then cheap to run.
 PASSES: tuple[Callable[[Scenario], Iterator[Scenario]], ...] = (
     leaps,
     fewer_ranks,

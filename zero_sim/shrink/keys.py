@@ -1,14 +1,14 @@
-"""Keys of findings: what tells the cause of one apart from that of another.
+"""Keys of findings: the properties by which two findings count as one cause.
 
-[Note: what is in a key]
-What is wrong first in the order of computation, in which manner it differs, and in which part of
-its buffer. Step, rank, param, index and values are not in it: they differ from case to case. Two
-causes have one key only where they make the same quantity wrong in the same manner and in the same
-part of the layout.
+[Note: content of a key]
+The first wrong quantity in the order of computation, the manner of the difference, and the part of
+the buffer that differs. Step, rank, param, index and values are excluded, because they differ from
+case to case. Two causes have one key only if they make the same quantity wrong in the same manner
+and in the same part of the layout.
 
-Of a smaller case all but the part of the layout must be the same. That part it can only keep as far
-as it has one: where there is one bucket, the last bucket is all there is. So what differs must lie
-within it, whether or not anything else is left (`may_become`).
+A smaller case must match all parts but the last. It can keep the part of the layout only if it has
+that part: with a single bucket, the last bucket is the whole buffer. So all differences must lie
+within the part, even if it is the whole buffer (`may_become`).
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _SAME_SPAN = re.compile(r"#(?:\W+#)+")
 
 
 BEYOND_VALUES = 4.0
-"""More than any two numbers differ by, as a part of the larger one."""
+"""Above any relative difference of two numbers, which is at most 2."""
 
 
 class Key(NamedTuple):
-    """What makes two findings one; see [Note: what is in a key]."""
+    """Identity of a finding's cause; see [Note: content of a key]."""
 
     check: str
     phase: str = ""
-    """Of the step; of an error that nobody foresaw, its type."""
+    """Phase of the step; for an unexpected error, its type."""
     kind: str = ""
-    """Of the param, `dense` or `expert`."""
+    """Kind of the param, `dense` or `expert`."""
     manner: str = ""
-    """Of the difference, as `Finding.manner`; of what is no difference of values, the message
-    without what is of one case."""
+    """Manner of the difference, as `Finding.manner`. For other findings, the message without the
+    details of one case."""
     place: str = ""
-    """In which part of the buffer all that differs lies, of parts that there are several of."""
+    """Part of the buffer that contains all differences; empty if that is the only part."""
 
     @classmethod
     def from_list(cls, values: Iterable[str]) -> Self:
-        """What JSON has of a key; an earlier version's had fewer parts."""
+        """Read a key from JSON. Keys of earlier versions have fewer parts."""
         return cls(*values)
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Key(NamedTuple):
 
 
 def key_of(result: CaseResult) -> Key | None:
-    """What a result found, as far as it tells findings apart; None where nothing is wrong."""
+    """Return the key of a result's first finding; None if nothing is wrong."""
     if result.verdict in ("pass", "inconclusive"):
         return None
     if not result.findings:
@@ -72,75 +72,80 @@ def key_of(result: CaseResult) -> Key | None:
         phase=first.phase or "",
         kind="" if first.param is None else kind_of(first.param),
         manner=first.manner or _template(first.message),
+        # The first part that is not the whole buffer; later ones are less specific.
         place=next((name for name, tells in _places(result).items() if tells), ""),
     )
 
 
 def how_far_apart(result: CaseResult) -> float:
-    """Return how far apart the values of the first finding are, between 0 and 2.
+    """Return the relative difference of the first finding's values, between 0 and 2.
 
     Args:
-        result: Of a case that fails.
+        result: Result of a failing case.
 
     Returns:
-        `BEYOND_VALUES` if what is wrong is no difference of finite values.
+        `BEYOND_VALUES` if the finding is no difference of finite values.
     """
     evidence = result.findings[0].evidence if result.findings else None
+    # Shapes or calls differ, so there are no values to compare.
     if evidence is None or evidence.expected.numel() != evidence.got.numel():
         return BEYOND_VALUES
     return min(relative_difference(evidence.expected, evidence.got), BEYOND_VALUES)
 
 
 def keeps_apart(result: CaseResult, *, before: CaseResult) -> bool:
-    """Return whether values are nearer to as far apart as they were than to one rounding.
+    """Return True if the values did not shrink to a difference of mere rounding.
 
     Args:
-        result: Of a smaller case.
-        before: Of the case that it was made from.
+        result: Result of a smaller case.
+        before: Result of the case that it was made from.
     """
     then, now = how_far_apart(before), how_far_apart(result)
     evidence = before.findings[0].evidence if before.findings else None
+    # Integers and infinities have no rounding that could explain a smaller difference.
     if evidence is None or not evidence.expected.is_floating_point() or then == BEYOND_VALUES:
         return True
     rounding = torch.finfo(evidence.expected.dtype).eps
-    # Distances are factors, so that the middle is the geometric one.
+    # The midpoint is geometric, because differences compare as factors: now >= sqrt(then * eps).
     return then <= rounding or now**2 >= then * rounding
 
 
 def may_become(key: Key, result: CaseResult) -> bool:
-    """Whether a smaller case's result has the finding of a key, as far as it can.
+    """Return True if a smaller case's result has the finding of a key, as far as it can.
 
     Args:
-        key: Of the larger case.
-        result: Of the smaller one.
+        key: Key of the larger case.
+        result: Result of the smaller one.
     """
     other = key_of(result)
+    # All but the place must be equal.
     if other is None or other[:4] != key[:4]:
         return False
     return not key.place or key.place in _places(result)
 
 
 def places_of(result: CaseResult) -> tuple[str, ...]:
-    """Parts of its buffer that all that differs lies in, those that are all there is included."""
+    """Return the parts of the buffer that contain all differences, including a single part."""
     return tuple(_places(result)) if result.findings else ()
 
 
 def may_shrink(key: Key) -> bool:
-    """Whether smaller cases can have the same finding for the same reason.
+    """Return True if smaller cases can have the same finding for the same reason.
 
-    What a case expects beyond equality, such as an accuracy, it expects at its own size:
-    smaller ones would miss it for being smaller.
+    A case's own expectations, such as an accuracy, hold only at its own size: smaller cases would
+    miss them because they are smaller.
     """
     return not key.check.startswith("expect.")
 
 
 def _places(result: CaseResult) -> dict[str, bool]:
-    """Parts of a buffer that all that differs lies in, the most telling first.
+    """Return the parts of a buffer that contain all differences, the most specific first.
 
-    Of each, whether it tells anything: not where it is all there is.
+    The value of each is False if it is the only part of its kind.
     """
     buffer_map = result.strip
     if buffer_map is None or buffer_map.check != result.findings[0].check or buffer_map.differ_cut:
+        # A map that is cut, or of another check, cannot locate all differences.
         return {}
     if (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
         return {}
@@ -148,11 +153,12 @@ def _places(result: CaseResult) -> dict[str, bool]:
 
 
 def _claims(buffer_map: BufferMap) -> Iterator[tuple[str, bool, bool]]:
-    """Name of a part of the buffer, whether all that differs lies in it, whether that tells."""
+    """Yield the name of a part, True if it contains all differences, True if it is specific."""
     differ = buffer_map.differ
     pads = {start for start, _ in buffer_map.padding}
     used = [_without_padding(shard, pads, buffer_map) for shard in buffer_map.shards]
     used = [(start, stop) for start, stop in used if start < stop]
+    # In a shard of one or two elements, each element is its start or its end.
     wide = any(stop - start > 2 for start, stop in used)
     yield "shard start", _within(differ, [(start, start + 1) for start, _ in used]), wide
     yield "shard end", _within(differ, [(stop - 1, stop) for _, stop in used]), wide
@@ -167,13 +173,13 @@ def _claims(buffer_map: BufferMap) -> Iterator[tuple[str, bool, bool]]:
 
 
 def _without_padding(shard: MappedShard, pads: set[int], buffer_map: BufferMap) -> tuple[int, int]:
-    """A shard's elements that belong to params."""
+    """Return the span of a shard without its padding."""
     stop = min((pad for pad in pads if shard.start <= pad < shard.stop), default=shard.stop)
     return shard.start, stop
 
 
 def _within(differ: Iterable[tuple[int, int]], spans: Iterable[tuple[int, int]]) -> bool:
-    """Whether all that differs lies in spans, none of which touch."""
+    """Return True if all differences lie in the spans, none of which touch."""
     held = list(spans)
     return all(
         any(start <= first and last <= stop for start, stop in held) for first, last in differ
@@ -181,7 +187,8 @@ def _within(differ: Iterable[tuple[int, int]], spans: Iterable[tuple[int, int]])
 
 
 def _template(message: str) -> str:
-    """A message without what is of one case: names, numbers, groups, folders."""
+    """Remove the details of one case from a message: names, numbers, groups, folders."""
+    # Order matters: paths and asides contain numbers, and quoted names may contain both.
     text = _QUOTED.sub("#", message)
     text = _PATH.sub("", text)
     text = _ASIDE.sub("", text)

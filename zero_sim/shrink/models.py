@@ -1,4 +1,4 @@
-"""Smaller models in place of a case's own: fewer params, smaller ones, plainer ones."""
+"""Smaller models for a case: fewer params, smaller params, plainer networks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 _PLAINER: dict[AnyModelName, tuple[AnyModelName, ...]] = {
     "fp8": ("mlp",),
     "moe": ("mlp",),
-    # Of experts, too, there are params in a buffer of their own.
+    # `moe` too, because its experts also fill a second buffer.
     "unusual": ("mlp", "moe"),
     "digits": ("mlp",),
     "transformer-260": ("mlp",),
@@ -28,14 +28,15 @@ _PLAINER: dict[AnyModelName, tuple[AnyModelName, ...]] = {
     "multi-token": ("mlp",),
     "tp-block": ("mlp",),
 }
+# Limits the number of candidates for large networks.
 _KEPT_MAX = 6
 _BUCKET_ELEMS_MAX = 3
 _GRID = ((1, range(1, 5)), (2, range(4)), (3, range(3)))
-"""How many params of which sizes are tried without regard to what the model has."""
+"""Number of params, and the sizes to try for each, regardless of the case's own model."""
 
 
 def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
-    """The case with bare params in place of a network, or with a plainer or smaller network."""
+    """Yield the case with bare params, or with a plainer or smaller network."""
     model = scenario.model
     shapes = [shape for _, shape in params_of(model)]
     if model.name != SIMPLEST_MODEL:
@@ -44,6 +45,7 @@ def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
                 yield with_bare_params(scenario, ((elems,),) * count)
         yield with_bare_params(scenario, [(math.prod(shape),) for shape in shapes])
         yield with_bare_params(scenario, shapes)
+        # This network ties, skips and leaves params unused; bare params can do each alone.
         if model.name == "unusual":
             yield from _as_awkward(scenario)
     for name in _PLAINER.get(model.name, ()):
@@ -63,7 +65,7 @@ def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _as_awkward(scenario: Scenario) -> Iterator[Scenario]:
-    """The case with two bare params in place of a network, of which one is awkward as its are."""
+    """Yield the case with bare params of which one is awkward like those of the network."""
     last = OneRankSpec(param="p1", rank=0)
     for elems in (1, 2):
         two = with_bare_params(scenario, ((elems,), (elems,)))
@@ -78,6 +80,7 @@ def _smaller_networks(scenario: Scenario) -> Iterator[Scenario]:
     model, after = scenario.model, scenario.reload
     ways = max(scenario.topology.ep, (after.ep or 1) if after is not None else 1)
     widths = {1, 2, 3, max(1, model.hidden // 2), max(1, model.hidden - 1), model.hidden}
+    # Experts must divide over the expert-parallel ranks, before and after a reload.
     for experts in sorted({ways, 2, 4}) if model.name == "moe" else (model.experts,):
         for blocks, hidden in itertools.product(range(1, model.blocks + 1), sorted(widths)):
             smaller = replace(model, hidden=hidden, blocks=blocks, experts=experts)
@@ -85,7 +88,7 @@ def _smaller_networks(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def fewer_params(scenario: Scenario) -> Iterator[Scenario]:
-    """The case with some of its bare params: one, two, or all but one or two."""
+    """Yield the case with some of its bare params: one, two, or all but one or two."""
     shapes = scenario.model.shapes
     if shapes is None:
         return
@@ -97,11 +100,12 @@ def fewer_params(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def smaller_params(scenario: Scenario) -> Iterator[Scenario]:
-    """The case with smaller bare params: all at once, then one by one, then two together."""
+    """Yield the case with smaller bare params: all at once, then single ones, then pairs."""
     shapes = scenario.model.shapes
     if shapes is None:
         return
     flat = [(math.prod(shape),) for shape in shapes]
+    # All at once first, which saves most of the single steps.
     for most in (1, 2, 3):
         yield from with_buckets(with_bare_params(scenario, [(min(n, most),) for (n,) in flat]))
     yield from with_buckets(with_bare_params(scenario, flat))
@@ -112,19 +116,20 @@ def smaller_params(scenario: Scenario) -> Iterator[Scenario]:
                     with_bare_params(scenario, [*flat[:index], (fewer,), *flat[index + 1 :]])
                 )
     for one, other in itertools.combinations(range(len(flat)), 2):
+        # Two together, for faults that need both sizes in relation.
         fewer = [(max(0, n - 1),) if at in (one, other) else (n,) for at, (n,) in enumerate(flat)]
         yield from with_buckets(with_bare_params(scenario, fewer))
 
 
 def with_params_reversed(scenario: Scenario) -> Iterator[Scenario]:
-    """The case with its params the other way round, in place of a layout that turns them."""
+    """Yield the case with its params reversed, in place of a layout that reverses them."""
     if scenario.model.shapes is not None and scenario.system.param_order == "reverse":
         turned = changed(scenario, "system.param_order", "registration")
         yield _with_params(turned, range(len(scenario.model.shapes))[::-1])
 
 
 def tiny_models(scenario: Scenario) -> Iterator[Scenario]:
-    """The case with few bare params of few elements, whatever it has now."""
+    """Yield the case with few bare params of few elements, whatever its model."""
     count = len(params_of(scenario.model))
     for params, sizes in _GRID:
         if params <= count:
@@ -134,6 +139,7 @@ def tiny_models(scenario: Scenario) -> Iterator[Scenario]:
 
 def _with_params(scenario: Scenario, kept: Sequence[int]) -> Scenario:
     shapes = scenario.model.shapes or ()
+    # Settings name params by position, so survivors get the names of their new positions.
     heirs = {f"p{index}": f"p{place}" for place, index in enumerate(kept)}
     if scenario.model.nested:
         heirs |= {f"m{index}.p{index}": f"m{place}.p{place}" for place, index in enumerate(kept)}
@@ -142,13 +148,14 @@ def _with_params(scenario: Scenario, kept: Sequence[int]) -> Scenario:
 
 
 def with_bare_params(scenario: Scenario, shapes: Sequence[Shape]) -> Scenario:
-    """The case with bare params in place of its model.
+    """Replace the model of a case by bare params.
 
     Args:
-        scenario: The case that is changed.
-        shapes: One a param.
+        scenario: Case to change.
+        shapes: Shape of each param.
     """
     model = scenario.model
+    # Models of bare params keep their name; a network becomes the simplest of these.
     name = model.name if model.shapes is not None else SIMPLEST_MODEL
     bare = ModelSpec(
         name=name,
@@ -161,7 +168,7 @@ def with_bare_params(scenario: Scenario, shapes: Sequence[Shape]) -> Scenario:
 
 
 def with_buckets(scenario: Scenario) -> Iterator[Scenario]:
-    """The case itself, and with smaller buckets or reduce buffers, if it has any."""
+    """Yield the case itself, and with smaller buckets or reduce buffers if it has any."""
     yield scenario
     after = scenario.reload
     for path, now in (

@@ -1,4 +1,4 @@
-"""The search: one smaller case after another, as long as one of them still fails."""
+"""The search: replace a case by smaller ones as long as one of them still fails."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from zero_sim.shrink.size import Order, Size, order_of, size_of
 CASES_MAX = 2000
 
 Stopped = Literal["cases", "seconds", "asked"]
-"""What ended a search before its end: one of its limits, or somebody."""
+"""Reason of an early end: one of the limits, or `is_over`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """When a search ends that has not come to its end."""
+    """Limits of a search."""
 
     cases: int = CASES_MAX
     seconds: float = float("inf")
-    """With a limit of this kind the machine's speed can decide what is found."""
+    """Wall-clock limit. The machine's speed can then decide the result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reduced:
-    """What a search came to."""
+    """Result of a search."""
 
     scenario: Scenario
-    """The smallest case that fails, of those that were tried."""
+    """The smallest failing case that was tried."""
     size: Size
     before: Size
-    """Of the case that the search began with."""
+    """Size of the original case."""
     cases: int
-    """Cases that were run."""
+    """Number of cases run."""
     seconds: float
     stopped: Stopped | None
-    """None where nothing smaller that would be tried fails."""
+    """None if no smaller candidate fails."""
 
     @property
     def complete(self) -> bool:
-        """Whether nothing smaller that would be tried fails."""
+        """True if no smaller candidate fails."""
         return self.stopped is None
 
 
@@ -56,20 +56,20 @@ def shrink(
     limits: Limits | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Reduced:
-    """Make a failing case smaller until nothing smaller that is tried fails.
+    """Make a failing case smaller until no smaller candidate fails.
 
-    Greedy and deterministic: first fewer ranks, then fewer params, smaller ones, fewer steps and
-    fewer features, again and again, since one often makes way for another. Of what is tried each
-    case is valid, has elements, is smaller than the smallest so far, and is run once. Unlike in
-    delta debugging (Zeller and Hildebrandt, 2002) what belongs together is changed together, so
-    that the way need not lead through cases that do not fail.
+    Greedy and deterministic: first fewer ranks, then fewer params, smaller params, fewer steps and
+    fewer features, repeated until nothing changes, because one pass often enables another. Each
+    candidate is valid, has elements, is smaller than the current best, and runs once. Unlike delta
+    debugging (Zeller and Hildebrandt, 2002), dependent settings change together, so the search
+    need not pass through cases that do not fail.
 
     Args:
         scenario: A case for which `fails` is true; it is not run again.
-        fails: Whether a valid case has the finding that is being shrunk.
-        may_ask: Whether a valid case may be run at all; one that may not counts for nothing.
-        limits: When to end, whatever has come of it.
-        is_over: Asked before each case, whether to end now.
+        fails: Returns True if a valid case has the finding to keep.
+        may_ask: Returns False for a valid case that must not run; such a case is skipped.
+        limits: Limits of the search.
+        is_over: Called before each case; True ends the search.
     """
     search = _Search(
         fails=fails,
@@ -92,7 +92,7 @@ def shrink(
 
 @dataclass(slots=True)
 class _Search:
-    """A search while it runs."""
+    """State of a running search."""
 
     fails: Callable[[Scenario], bool]
     may_ask: Callable[[Scenario], bool]
@@ -103,30 +103,34 @@ class _Search:
     cases: int = 0
     stopped: Stopped | None = None
     known: set[Scenario] = field(default_factory=set)
-    """Cases that were tried, or may not be; none is to be tried again."""
+    """Cases that were tried or skipped, and are not tried again."""
     started: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
         before: Scenario | None = None
+        # Until a whole round of passes finds nothing smaller.
         while before != self.best and self.stopped is None:
             before = self.best
             for candidates in PASSES:
                 while any(map(self._is_better, candidates(self.best))):
+                    # A pass starts again from each new best; `any` stops at the first one.
                     pass
 
     def _is_better(self, candidate: Scenario) -> bool:
-        """Try a case, unless that is pointless; whether it is the smallest so far."""
+        """Return True if a candidate fails and is smaller than the best, which it replaces."""
         if candidate in self.known or self.stopped is not None:
             return False
         order = order_of(candidate)
+        # The cheap tests first: most candidates are larger or invalid.
         if order >= self.order or check_scenario(candidate):
             return False
-        # Where there is nothing to compute, nothing is computed wrongly.
+        # An empty case computes nothing, so it cannot be wrong for the same reason.
         if order[0].elements == 0 < self.order[0].elements:
             return False
         self.stopped = self._why_end()
         if self.stopped is not None:
             return False
+        # Known before it runs, so that a skipped case is not tried again either.
         self.known.add(candidate)
         if not self.may_ask(candidate):
             return False

@@ -1,4 +1,4 @@
-"""Repair of a case in which one thing was changed: what depends on that thing follows it."""
+"""Repair of a changed case: settings that depend on the changed one follow it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from zero_sim.workloads import params_of
 
 
 def changed(scenario: Scenario, path: str, value: Any) -> Scenario:
-    """The case with another value in one field.
+    """Replace the value of one field.
 
     Args:
-        scenario: The case that is changed.
-        path: The field, dotted.
-        value: What it holds then.
+        scenario: Case to change.
+        path: Dotted path of the field.
+        value: The new value.
     """
     table, _, name = path.rpartition(".")
     if not table:
@@ -39,12 +39,13 @@ def changed(scenario: Scenario, path: str, value: Any) -> Scenario:
 
 
 def repaired(scenario: Scenario) -> Scenario:
-    """The case with what is bound to the number of ranks and steps within them, and nothing unused.
+    """Fit a case to its number of ranks and steps, and remove unused settings.
 
-    One whose counts are out of range stays as it is, for the rules to refuse.
+    A case with counts out of range is returned unchanged, for the rules to refuse.
     """
     topology = scenario.topology
     counts = (topology.tp, topology.pp, topology.cp, topology.ep, scenario.system.redundancy)
+    # Divisors below would fail.
     if min(counts) < 1:
         return scenario
     scenario = _repair_world(scenario)
@@ -52,6 +53,7 @@ def repaired(scenario: Scenario) -> Scenario:
     after = scenario.reload
     if after is not None:
         after = _repair_reload(scenario, after) if steps > 1 else None
+        # A reload lies between two steps.
         size = min(size, after.world_size or size) if after is not None else size
     nan = scenario.data.nan
     if nan is not None:
@@ -62,21 +64,24 @@ def repaired(scenario: Scenario) -> Scenario:
             step=min(nan.step, steps - 1),
             micro_batch=max(0, micro_batch),
         )
+    # `size` is the smaller world of a reload, so these ranks exist in both.
     faults = tuple(replace(each, rank=min(each.rank, size - 1)) for each in scenario.faults)
     data = replace(scenario.data, nan=nan)
     scenario = _repair_joins(replace(scenario, data=data, reload=after, faults=faults))
     if scenario.model.one_rank:
+        # After the world and the steps, because its rank and micro-batch depend on both.
         scenario = fitted_one_rank(scenario)
     return without_unused(scenario)
 
 
 def _repair_joins(scenario: Scenario) -> Scenario:
-    """The case with no more entries than ranks, one of which has data for every micro-batch."""
+    """Limit the entries to the ranks; at least one rank has data for every micro-batch."""
     run, (fewest, least) = scenario.run, limits_of_joins(scenario)
     own = tuple(min(max(n, least), run.micro_batches) for n in run.own_micro_batches[:fewest])
     if own and max(own) < run.micro_batches:
         own = (*own[:-1], run.micro_batches)
     if set(own) <= {run.micro_batches}:
+        # All ranks have all micro-batches, which is the default.
         own = ()
     return replace(scenario, run=replace(run, own_micro_batches=own))
 
@@ -84,6 +89,7 @@ def _repair_joins(scenario: Scenario) -> Scenario:
 def _repair_world(scenario: Scenario) -> Scenario:
     topology, system, size = scenario.topology, scenario.system, scenario.world.size
     if size % (topology.tp * topology.pp * topology.cp):
+        # A smaller world that tp, pp and cp do not divide loses them; experts are fitted below.
         topology = TopologySpec(ep=topology.ep)
     parts = topology.tp * topology.pp
     ranks = size // parts
@@ -93,6 +99,7 @@ def _repair_world(scenario: Scenario) -> Scenario:
         shared=topology.shared if topology.tp > 1 else (),
         tied=topology.tied if topology.pp > 1 else (),
     )
+    # Replicas must divide the ranks that hold the same experts.
     redundancy = largest_divisor(ranks // topology.ep, system.redundancy)
     system = replace(system, redundancy=redundancy)
     return replace(scenario, topology=topology, system=system)
@@ -116,6 +123,7 @@ def _repair_reload(scenario: Scenario, after: ReloadSpec) -> ReloadSpec:
         world_size=None if after.world_size is None else size,
         ep=ep if after.ep is not None or ep != topology.ep else None,
         redundancy=redundancy
+        # None means unchanged: write a value only if it was given or must differ.
         if after.redundancy is not None or redundancy != system.redundancy
         else None,
     )
@@ -126,11 +134,11 @@ def _repair_ep(model: ModelSpec, ranks: int, *, wanted: int) -> int:
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of a number that is at most so large; at least 1.
+    """Return the largest divisor of a number that is at most `most`; at least 1.
 
     Args:
         number: At least 1.
-        most: The limit.
+        most: Upper limit of the divisor.
     """
     return max((n for n in range(1, min(number, most) + 1) if number % n == 0), default=1)
 
@@ -138,12 +146,12 @@ def largest_divisor(number: int, most: int) -> int:
 def with_model(
     scenario: Scenario, model: ModelSpec, *, heirs: Mapping[str, str] | None = None
 ) -> Scenario:
-    """The case with another model; what names a param names its heir, or goes.
+    """Replace the model of a case; settings that name a param name its heir, or are removed.
 
     Args:
-        scenario: The case that is changed.
-        model: The other model; what it says of params by their names is replaced.
-        heirs: The param of the new model for each of the old one; by place where left out.
+        scenario: Case to change.
+        model: The new model; its settings of single params are replaced.
+        heirs: New param for each old one; by default, by position.
     """
     before = [name for name, _ in params_of(scenario.model)]
     if heirs is None:
@@ -158,6 +166,7 @@ def with_model(
         if (endings := _renamed((group.match,), before, heirs))
     ]
     groups = matching_groups(regrouped, list(heirs.values()))
+    # Remove groups that match nothing any more, or that an earlier group hides.
     topology = replace(
         scenario.topology,
         shared=_renamed(scenario.topology.shared, before, heirs),
@@ -178,7 +187,8 @@ def with_model(
 
 
 def _readers(before: ModelSpec, after: ModelSpec, heirs: Mapping[str, str]) -> dict[str, Any]:
-    """Which params are tied, unused, or read by one rank alone, by the names of their heirs."""
+    """Return the settings of tied, unused and one-rank params, by the names of their heirs."""
+    # Only bare params can be tied, unused or read by one rank.
     if after.name != "params":
         return {"tied": (), "unused": (), "skip": (), "one_rank": ()}
     return {
@@ -193,14 +203,14 @@ def _readers(before: ModelSpec, after: ModelSpec, heirs: Mapping[str, str]) -> d
 def _of_heirs(
     records: Sequence[FreezeSpec | SkipSpec | OneRankSpec], heirs: Mapping[str, str]
 ) -> tuple[Any, ...]:
-    """Records of a param each, with its heir in its place; those whose param has none go."""
+    """Replace the param of each record by its heir; drop records without one."""
     return tuple(replace(each, param=heirs[each.param]) for each in records if each.param in heirs)
 
 
 def _renamed(
     endings: Sequence[str], before: Sequence[str], heirs: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Endings of names, each as it is where it still fits, else the name of the first heir."""
+    """Keep each ending that still matches an heir; otherwise use the name of the first heir."""
     found: dict[str, None] = {}
     for ending in endings:
         named = [heirs[name] for name in before if name.endswith(ending) and name in heirs]

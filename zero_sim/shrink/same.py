@@ -1,4 +1,4 @@
-"""The search for the smallest case with one finding, so that it does not become another bug."""
+"""Search for the smallest case with one finding, without sliding into another bug."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from zero_sim.targets import Target, find_target
 
 OURS = "zero_sim"
 _PLAIN_NUMBERS = frozenset({"optimizer.lr", "data.rows"})
-"""Settings that may change where a case has them by default: one value does as well as another."""
-_SAID = frozenset(
+"""Settings that may change even if the case has their defaults: any value is as good."""
+_OMITTED_FIELDS = frozenset(
     {"schema", "name", "description", "model.name", "model.dtype", "model.shapes", "world.size",
      "system.target", "run.steps", "run.seed", "run.stall_seconds"}
 )  # fmt: skip
-"""Fields that the words before the others say, or that say nothing of what the case does."""
+"""Fields that `in_words` shows first, or that do not affect what the case does."""
 _SETTINGS_SHOWN = 8
 _NAME_CHARS_MAX = 80
 Judge = Callable[[Scenario], CaseResult]
@@ -41,29 +41,34 @@ def shrink_finding(
 ) -> tuple[Reduced, CaseResult]:
     """Make a case smaller as long as it has the same finding, for the same reason.
 
-    A smaller case counts only if its finding is that of the case, as far as a smaller one can keep
-    it, and its values are not apart by mere rounding if those of the case are; see `keys`. Where a
-    right system passes the case, or the system itself does without the
-    faults that the case plans, that has to be so of the smaller one: else it could have shown
-    nothing, or shows what is not the fault's doing. And it has no setting that the case has not:
-    that could bring a cause of its own with it.
+    A smaller case counts only if:
+
+    - its finding has the key of the original, as far as a smaller case can keep it (see `keys`);
+    - its values do not differ by mere rounding, unless those of the original do;
+    - every control that the original passes passes as well: a right system, and the system itself
+      without the planned faults. Otherwise the smaller case may fail for another reason;
+    - it has no setting that the original lacks, which could bring in another cause.
 
     Args:
-        scenario: A case in which something is wrong that smaller cases can have; see `may_shrink`.
-        result: Of it.
+        scenario: A failing case whose finding smaller cases can have; see `may_shrink`.
+        result: Its result.
         judge: Judges a case.
-        may_ask: Whether the target is there for a case.
+        may_ask: Returns True if the target supports a case.
         limits: As for `shrink`.
         is_over: As for `shrink`.
-        right: Judges a case with a system that is right, where there is one to ask.
+        right: Judges a case with a system that is known to be right; None if there is none.
 
     Returns:
-        What the search came to, and the result of its case; with a name and a description of their
-        own where the case is another one.
+        The result of the search, and the result of its case. A smaller case gets its own name and
+        description.
+
+    Raises:
+        ValueError: If `result` has no finding.
     """
     key, best = key_of(result), result
     if key is None:
-        raise ValueError(f"expected a case with a finding, got {scenario.name!r}, which has none")
+        raise ValueError(f"expected a case with a finding, got {scenario.name!r} without one")
+    # A control that the original fails proves nothing about a smaller case.
     controls = [control for control in _controls(scenario, judge, right) if control(scenario)]
 
     def has_it(other: Scenario) -> bool:
@@ -73,16 +78,18 @@ def shrink_finding(
             return False
         if not all(control(other) for control in controls):
             return False
-        # Logs are large, and only those of the smallest case are told of.
+        # Keep one result only: event logs are large, and only the smallest case is reported.
         best = judged
         return True
 
+    # A new setting could bring in a cause of its own.
     had = settings_of(scenario) | _PLAIN_NUMBERS
 
     def may_be(other: Scenario) -> bool:
         return all(_is_of(path, had) for path in settings_of(other)) and may_ask(other)
 
     reduced = shrink(scenario, fails=has_it, may_ask=may_be, limits=limits, is_over=is_over)
+    # Nothing smaller fails, so the case keeps its name.
     if reduced.scenario == scenario:
         return reduced, best
     named = titled(reduced.scenario, before=scenario, check=key.check)
@@ -90,18 +97,21 @@ def shrink_finding(
 
 
 def _is_of(path: str, had: Collection[str]) -> bool:
-    """Whether a setting is one of those, or within a table that is."""
+    """Return True if a setting, or a table around it, is in `had`."""
     names = path.split(".")
     return any(".".join(names[:count]) in had for count in range(1, len(names) + 1))
 
 
 def right_judge(target: Target, *, pool: WorldPool, device: str = "cpu") -> Judge | None:
-    """What judges cases with a system other than a target: ours, which passes what it supports.
+    """Return a judge that uses our own system, which passes every case that it supports.
 
     Args:
-        target: The system under test; None is returned where it is ours.
+        target: The system under test.
         pool: Worlds to run on.
-        device: Where they compute.
+        device: Device to compute on.
+
+    Returns:
+        None if the target is our own system.
     """
     ours = find_target(OURS)
     if target is ours or target.name == ours.name:
@@ -118,7 +128,7 @@ def right_judge(target: Target, *, pool: WorldPool, device: str = "cpu") -> Judg
 def _controls(
     scenario: Scenario, judge: Judge, right: Judge | None
 ) -> list[Callable[[Scenario], bool]]:
-    """What must pass beside a case for its finding to mean what it seems to."""
+    """Return the controls of a case: runs that must pass for its finding to mean a fault."""
     found: list[Callable[[Scenario], bool]] = []
     if scenario.faults:
         found.append(
@@ -130,12 +140,12 @@ def _controls(
 
 
 def titled(scenario: Scenario, *, before: Scenario, check: str) -> Scenario:
-    """A smaller case with a name and a description of its own.
+    """Give a smaller case its own name and description.
 
     Args:
         scenario: The smaller case.
-        before: The case that it was made from.
-        check: What finds something wrong in both.
+        before: The original case.
+        check: Id of the check that fails in both.
     """
     origin = before.name[:_NAME_CHARS_MAX]
     made = f"Made from {origin!r}" if origin else "Made from a larger case"
@@ -147,7 +157,7 @@ def titled(scenario: Scenario, *, before: Scenario, check: str) -> Scenario:
 
 
 def name_of(scenario: Scenario) -> str:
-    """A name that is true of a case: `2-ranks-1-param-3-elements-1-step`."""
+    """Return a name by size, such as `2-ranks-1-param-3-elements-1-step`."""
     size = size_of(scenario)
     counts = (
         (size.ranks, "ranks"),
@@ -159,7 +169,7 @@ def name_of(scenario: Scenario) -> str:
 
 
 def in_words(scenario: Scenario) -> str:
-    """What a case is: its ranks, its model, its steps, and each setting that is not as by default.
+    """Describe a case: ranks, model, steps, and its non-default settings.
 
     Args:
         scenario: A valid case.
@@ -184,9 +194,9 @@ def _settings(table: Mapping[str, object], prefix: str) -> Iterator[str]:
         if isinstance(value, dict) and value:
             yield from _settings(value, f"{path}.")
         elif isinstance(value, dict):
-            # A table that is there, with all by default.
+            # An empty table, all of whose settings are defaults.
             yield path
-        elif path not in _SAID and value is not None:
+        elif path not in _OMITTED_FIELDS and value is not None:
             yield f"{path} = {show(value)}"
 
 

@@ -1,4 +1,4 @@
-"""The size of a case, to whoever has to hold it in the head."""
+"""Size of a case, as an order of how hard it is to understand."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ UNCOUNTED = frozenset(
         "model.experts", "world.size", "run.steps", "run.seed", "run.stall_seconds",
     }
 )  # fmt: skip
-"""Fields that are counted otherwise, or say nothing of what the case does."""
+"""Fields that count elsewhere, or that do not affect what the case does."""
 
 
 @dataclass(frozen=True, order=True, kw_only=True, slots=True)
 class Size:
-    """How large a case is; the first number in which two differ decides which is the smaller."""
+    """Size of a case. The first number in which two sizes differ decides which is smaller."""
 
     ranks: int
-    """Of the largest world, if a reload or a second layout makes two."""
+    """Number of ranks; of the largest world, if a reload or a second layout makes two."""
     params: int
     elements: int
-    """Of all params together, on all ranks."""
+    """Elements of all params, on all ranks."""
     steps: int
     features: int
-    """Settings that are not as by default, tables among them that are there at all, and
-    micro-batches beyond the first."""
+    """Non-default settings, including optional tables, and micro-batches after the first."""
 
     def as_dict(self) -> dict[str, int]:
-        """Everything, ready for JSON."""
+        """Return all fields, ready for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -54,7 +53,7 @@ Order = tuple[Size, int, int, str, int]
 
 
 def size_of(scenario: Scenario) -> Size:
-    """The size of a case.
+    """Compute the size of a case.
 
     Args:
         scenario: A valid case.
@@ -71,53 +70,60 @@ def size_of(scenario: Scenario) -> Size:
 
 
 def order_of(scenario: Scenario) -> Order:
-    """Where a case stands among all: by size, then by its numbers, its length and its seed.
+    """Return the position of a case among all: by size, then values, length of text, and seed.
 
-    No two cases have one place, unless they differ in nothing but a name.
+    The order is total: two cases compare equal only if they differ in nothing but their names.
     """
+    # Breaks ties of equal sizes: smaller numbers and plainer choices first.
     bulk = sum(weight for _, weight in _features(scenario))
     anonymous = replace(
-        scenario, name="", description="", run=replace(scenario.run, seed=RunSpec().seed)
+        # The seed comes last by itself, so it must not affect the length of the text.
+        scenario,
+        name="",
+        description="",
+        run=replace(scenario.run, seed=RunSpec().seed),
     )
     text = json.dumps(to_chosen_data(anonymous), sort_keys=True)
     return size_of(scenario), bulk, len(text), text, scenario.run.seed
 
 
 def settings_of(scenario: Scenario) -> frozenset[str]:
-    """Paths of the settings of a case that count as features."""
+    """Return the paths of the settings that count as features."""
     return frozenset(path for path, _, _ in features_with_values(scenario))
 
 
 def features_with_values(scenario: Scenario) -> Iterator[tuple[str, Any, tuple[object, ...]]]:
-    """Path, value and choices of each setting that counts as a feature; of a list, of each item."""
+    """Yield path, value and choices of each setting that counts as a feature, by list item."""
     for path, value, choices in _settings(scenario, ""):
         if path not in UNCOUNTED and not (path == "model.name" and value == SIMPLEST_MODEL):
             yield path, value, choices
 
 
 def _features(scenario: Scenario) -> Iterator[tuple[int, int]]:
-    """Count and weight of each setting that is not as by default."""
+    """Yield the count and the weight of each feature."""
     for path, value, choices in features_with_values(scenario):
         weight = 0
         if value in choices:
+            # An earlier choice is plainer, a smaller number lighter.
             weight = choices.index(value)
         elif isinstance(value, int):
             weight = int(value)
         yield value - 1 if path == "run.micro_batches" else 1, weight
+        # Each further micro-batch is a feature.
 
 
 def _settings(record: Any, prefix: str) -> Iterator[tuple[str, Any, tuple[object, ...]]]:
-    """Path, value and choices of what is not as by default; of a list, of each item."""
+    """Yield path, value and choices of non-default settings, by list item."""
     for name, default, is_table, choices in _columns(type(record)):
         value, path = getattr(record, name), prefix + name
         if is_table:
             yield from _settings(value, f"{path}.")
             continue
-        # What has to be said of a table that is there is no feature beside the table.
-        is_owed = default is dataclasses.MISSING and path != "model.name"
-        if value == default or is_owed:
+        # A field without a default is part of its table, which counts already.
+        is_required = default is dataclasses.MISSING and path != "model.name"
+        if value == default or is_required:
             continue
-        # In order, or the shapes of a model would count by the dimension.
+        # These two are one value each, not lists of settings.
         is_list = isinstance(value, tuple) and path not in ("model.shapes", "optimizer.betas")
         for item in value if is_list else (value,):
             yield path, item, choices
@@ -127,7 +133,7 @@ def _settings(record: Any, prefix: str) -> Iterator[tuple[str, Any, tuple[object
 
 @cache
 def _columns(record: type) -> tuple[tuple[str, object, bool, tuple[object, ...]], ...]:
-    """Of each field the name, the default, whether it is a table that is always there, choices."""
+    """Return name, default, True for a table that is always present, and choices of each field."""
     types = fields_of(record)
     return tuple(
         (

@@ -1,8 +1,8 @@
-"""One feature more for a smaller world or model: ranks, params and steps weigh more than features.
+"""Candidates with one feature more but fewer ranks, params or steps, which weigh more.
 
-Many a bug shows in two worlds: one with a rank or a param more, and one with a feature that does
-the same for it, as an alignment makes the padding that a second rank would make. Which of them was
-drawn is chance; what is tried here leads from one to the other.
+Many bugs show in two cases: one with a further rank or param, and one with a feature of the same
+effect. For example, an alignment adds the padding that a second rank would add. Which of the two is
+drawn is chance; these candidates lead from one to the other.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from zero_sim.workloads import params_of
 Change = Callable[[Scenario], Scenario]
 
 TINY = ((1,), (2,), (1, 1))
-"""Sizes of the params of models than which hardly any is smaller."""
+"""Sizes of the params of the smallest models."""
 
 
 def substitutions(scenario: Scenario) -> Iterator[Scenario]:
-    """The case with one feature more, on fewer ranks, with fewer params, or in fewer steps."""
+    """Yield the case with one feature more on fewer ranks, with fewer params, or in fewer steps."""
     for base in _bases(scenario):
         yield from (repaired(change(base)) for change in _CHANGES)
     if scenario.run.own_micro_batches and scenario.world.size > 1:
-        # A rank without data for a micro-batch leaves all its params out, as one rank may do one.
+        # A rank without data contributes no gradients; a one-rank param does so for one param.
         alone = repaired(changed(scenario, "world.size", 1))
         for elems in (1, 2):
             two = with_bare_params(alone, ((elems,), (elems,)))
-            # On one rank a sum is what was there, unless it is divided; before it, by what reduces.
+            # On one rank a sum changes nothing unless it is divided, so divide it too.
             yield from (repaired(change(two)) for change in _READ_ONCE_FORMS)
 
 
 def one_world(scenario: Scenario) -> Scenario:
-    """The case in the world that it goes on in after a checkpoint, from the first step on."""
+    """Return the case in its world after the reload, from the first step on."""
     if scenario.reload is None:
         return scenario
     return repaired(replace(after_reload(scenario), reload=None))
@@ -61,6 +61,7 @@ def _bases(scenario: Scenario) -> Iterator[Scenario]:
         if ranks < scenario.world.size:
             yield fewer
     if scenario.run.steps > 1:
+        # A reload needs several steps, so drop it for a single one.
         yield changed(one_world(scenario), "run.steps", 1)
         yield repaired(changed(scenario, "run.steps", scenario.run.steps - 1))
 
@@ -70,7 +71,7 @@ def _setting(path: str, value: object) -> Change:
 
 
 def _staged(stage: Literal[0, 1, 2]) -> Change:
-    """Another stage, without what only stage 3 has."""
+    """Return a change to another stage, without the settings of stage 3."""
 
     def change(scenario: Scenario) -> Scenario:
         system = replace(
@@ -121,7 +122,7 @@ def _grouped(scenario: Scenario) -> Scenario:
 
 
 def _read_once(scenario: Scenario) -> Scenario:
-    """The last param in one micro-batch alone: as a network's, or as that of a rank that joins."""
+    """Let only one micro-batch read the last param."""
     name = params_of(scenario.model)[-1][0]
     one = OneRankSpec(param=name, rank=0, micro_batch=0)
     return changed(scenario, "model.one_rank", (one,))
@@ -173,7 +174,7 @@ _CHANGES: tuple[Change, ...] = (
     _TWO_STEPS,
     _TWO_MICRO_BATCHES,
     _both(_setting("system.sync", "every"), _TWO_MICRO_BATCHES),
-    # On one rank a mean over ranks is no division.
+    # On one rank a mean over ranks divides by 1, so divide by micro-batches instead.
     _BY_MICRO_BATCHES,
     _both(_BY_MICRO_BATCHES, _setting("system.divide", "pre")),
     _both(_both(_SCALED, _setting("data.nan", NanSpec(step=0, rank=0))), _TWO_STEPS),

@@ -1,4 +1,4 @@
-"""For test suites of other people: judge an optimizer of your own in ten lines."""
+"""Tools for your own test suite: judge an optimizer in ten lines, explore schedules."""
 
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.testing.conformance import NotConformant, conformance

@@ -1,4 +1,4 @@
-"""One test that judges a target over drawn scenarios, shrinks what fails, and shows it."""
+"""A single test that judges a target on drawn scenarios, and shrinks and shows a failure."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ PLAIN = Numerics()
 SHRINK_SECONDS = 60.0
 _FILE = "case.toml"
 PROPERTIES = "zero_sim_properties"
-"""Attribute of a test for its properties, set when it has passed; the pytest plugin reads it."""
+"""Attribute of a test function: its properties after a pass. The pytest plugin reads it."""
 Judge = Callable[[Scenario], CaseResult]
 
 
 class NotConformant(AssertionError):
-    """A target is wrong in some case: the finding, and the smallest such case that was found."""
+    """A target is wrong: the message has the finding and the smallest failing case."""
 
     def __init__(self, text: str, *, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -76,36 +76,37 @@ def conformance(
     steps_max: int = 3,
     shrink_seconds: float = SHRINK_SECONDS,
 ) -> Callable[[], None]:
-    """Make a test, for pytest or any other runner, of a target over drawn scenarios.
+    """Return a test of a target over drawn scenarios, for pytest or any other runner.
 
         test_mine = conformance(MyTarget())
 
-    Every case runs on a simulated world and all that the target tells is compared, bit for bit,
-    with a reference on one device, after every step. Of the cases that fail the one with the
-    largest difference is made as small as it goes, as `zero-sim shrink` does it, as long as it has
-    the same finding: smaller differences may be what is rounded on the way. A finding that is no
-    difference of values, such as a deadlock, ends the search at once.
+    Every case runs on a simulated world. After every step all values that the target reports are
+    compared, bit for bit, with a reference on one device. Among the failing cases, the one with the
+    largest difference is shrunk like `zero-sim shrink` does it, as long as the finding stays the
+    same: smaller differences may be mere rounding. A finding without a difference of values, such
+    as a deadlock, ends the search at once.
 
     Args:
-        target: What is judged; or its name, a registered one or `module:name`.
-        cases: How many to draw within its capabilities.
-        seed: What they are drawn from, so that every run draws the same; None for new ones each
-            time, but for Hypothesis's profiles that derandomise.
-        world_size_max: Most ranks of a case.
-        steps_max: Most optimizer steps of a case.
-        shrink_seconds: After so long no smaller case is tried, so that a slow target does not keep
-            a test suite waiting; 0 to be shown the first case that fails as it is. Only where this
-            ends the search, which the message then says, can two runs show different cases.
+        target: The target, its registered name, or `module:name`.
+        cases: Number of cases, drawn within the target's capabilities.
+        seed: Seed of the cases, so that every run draws the same; None for new cases each time,
+            unless the Hypothesis profile has `derandomize`.
+        world_size_max: Largest number of ranks of a case.
+        steps_max: Largest number of optimizer steps of a case.
+        shrink_seconds: Time limit of shrinking, for slow targets; 0 shows the first failing case
+            unchanged. Two runs can show different cases only if this limit ends the search, and the
+            message then contains that.
 
     Returns:
         A function without arguments. It raises `NotConformant` with the findings of the smallest
-        case that fails and that case as TOML; or where no case could have shown anything. If it
-        passes, it prints its cases by verdict and the passes by params only; with pytest they are
-        properties of the test, `zero_sim.scope` and `zero_sim.verdicts`.
+        failing case and that case as TOML, or AssertionError if no case proved anything. If it
+        passes, it prints its cases by verdict and the passes by params only. With pytest these are
+        also properties of the test, `zero_sim.scope` and `zero_sim.verdicts`.
 
     Raises:
-        UsageError: There is no target of that name, or it is none.
+        UsageError: If there is no target of that name, or the object is no target.
     """
+    # Import or check at once, so that a wrong name fails at collection.
     if isinstance(target, str):
         judged = import_target(target)
     else:
@@ -113,22 +114,23 @@ def conformance(
 
     def test_conformance() -> None:
         __tracebackhide__ = True
+        # A test object may run again; properties of an earlier pass must not stay.
         vars(test_conformance).pop(PROPERTIES, None)
         failed: NotConformant | None = None
         with WorldPool() as pool:
             judge = partial(run_case, pool=pool, target=judged)
             drawn = drawn_cases(judged, ranks_max=world_size_max, steps_max=steps_max)
             scenarios = islice(draws(drawn, seed=_series(seed)), cases)
-            came = _judge_all(scenarios, judge, target=judged)
-            if came.worst is not None:
+            results = _judge_all(scenarios, judge, target=judged)
+            if results.worst is not None:
                 limits = Limits(seconds=shrink_seconds)
                 name = target if isinstance(target, str) else name_of(judged)
-                asked = _Asked(target=judged, name=name, judge=judge, pool=pool, limits=limits)
-                failed = _shrunk(*came.worst, asked, heading=came.heading())
+                subject = _Subject(target=judged, name=name, judge=judge, pool=pool, limits=limits)
+                failed = _shrunk(*results.worst, subject, heading=results.heading())
         if failed is not None:
             raise failed
-        _require_pass(came.verdicts, judged, cases=cases)
-        vars(test_conformance)[PROPERTIES] = properties = came.properties()
+        _require_pass(results.verdicts, judged, cases=cases)
+        vars(test_conformance)[PROPERTIES] = properties = results.properties()
         # pytest captures it and prints it with -rA.
         print(printable(f"conformance of {judged.name}: {properties['verdicts']}"))  # noqa: T201
 
@@ -137,37 +139,33 @@ def conformance(
 
 
 def _series(seed: int | None) -> str:
-    """What cases are drawn from: the seed, or one of this time where nothing asks for the same."""
+    """Return the seed as text; a random one if None, unless Hypothesis must be deterministic."""
     if seed is None and not settings().derandomize:
         seed = secrets.randbits(64)
     return str(seed or 0)
 
 
 @dataclass(kw_only=True, slots=True)
-class _Came:
-    """Results of cases."""
+class _Results:
+    """Collected results of cases."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     params_only: int = 0
-    """Cases that pass with neither an averaged gradient nor optimizer state."""
+    """Number of passes without a compared averaged gradient or optimizer state."""
     worst: tuple[Scenario, CaseResult] | None = None
-    """The case that fails with values furthest apart."""
+    """The failing case whose values differ most, with its result."""
     apart: float = -1.0
-    """How far they are; see `how_far_apart`."""
+    """Relative difference of the worst case; see `how_far_apart`."""
     manners: dict[str, Counter[str]] = field(default_factory=dict)
-    """By check: in how many cases values differ in which manner."""
+    """Number of cases by manner of the difference, for each check."""
 
     def add(self, scenario: Scenario, result: CaseResult) -> None:
-        """Note a result.
-
-        Args:
-            scenario: A case.
-            result: What came of it.
-        """
+        """Add the result of a case."""
         self.verdicts[result.verdict] += 1
         self.params_only += result.passes_by_params_only
         if result.verdict in ("pass", "inconclusive"):
             return
+        # Only the worst case is kept, because results contain tensors.
         if (apart := how_far_apart(result)) > self.apart:
             self.worst, self.apart = (scenario, result), apart
         key = key_of(result)
@@ -176,14 +174,15 @@ class _Came:
             self.manners.setdefault(key.check, Counter())[manner] += 1
 
     def properties(self) -> dict[str, str]:
-        """Return properties of a test with these results."""
+        """Return the test properties for these results."""
         return {
             "scope": "params-only" if self.params_only else "full",
             "verdicts": count_verdicts(self.verdicts, params_only=self.params_only),
         }
 
     def heading(self) -> str:
-        """Return how many cases fail and in which manners; empty if one does."""
+        """Return the number of failing cases by check and manner; empty for a single failure."""
+        # For one failure, the finding itself has all of this.
         if sum(manners.total() for manners in self.manners.values()) < 2:
             return ""
         lines = []
@@ -194,155 +193,164 @@ class _Came:
             lines.append(
                 f"{check}: {manners.total()} of {self.verdicts.total()} cases{how and f' ({how})'}"
             )
-        return "\n".join([*lines, "The one with the largest difference, made smaller:", "", ""])
+        return "\n".join([*lines, "The case with the largest difference, shrunk:", "", ""])
 
 
 def _require_pass(verdicts: Counter[str], target: Target, *, cases: int) -> None:
     __tracebackhide__ = True
+    # The target's capabilities allowed no case at all.
     if not verdicts and cases:
         raise AssertionError(f"{why_none_fits(target)}.")
     if not verdicts["pass"]:
         raise AssertionError(
             f"expected target {target.name!r} to pass in some of {cases} cases, got "
-            f"{verdicts['inconclusive']} inconclusive ones: nothing was shown. Try more cases."
+            f"{verdicts['inconclusive']} inconclusive ones, which prove nothing. Try more cases."
         )
 
 
-def _judge_all(scenarios: Iterable[Scenario], judge: Judge, *, target: Target) -> _Came:
+def _judge_all(scenarios: Iterable[Scenario], judge: Judge, *, target: Target) -> _Results:
     """Judge cases, up to the first finding that is no difference of values."""
-    came = _Came()
+    results = _Results()
     for index, scenario in enumerate(scenarios):
         result = judge(scenario)
+        # Some passes by params only are repeated with SGD, which shows if gradients were averaged.
         if index % TWIN_EVERY == 0:
             result = with_twin(result, scenario, judge=judge, find=lambda: target)
-        came.add(result.twin or scenario, result)
-        if came.apart >= BEYOND_VALUES:
+        results.add(result.twin or scenario, result)
+        if results.apart >= BEYOND_VALUES:
             break
-    return came
+    return results
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
-    """What a test is of."""
+class _Subject:
+    """Subject of the test."""
 
     target: Target
     name: str
-    """By which it can be imported; empty where there is no such name."""
+    """Importable name; empty if there is none."""
     judge: Judge
     pool: WorldPool
     limits: Limits
 
 
 def _shrunk(
-    scenario: Scenario, result: CaseResult, asked: _Asked, *, heading: str
+    scenario: Scenario, result: CaseResult, subject: _Subject, *, heading: str
 ) -> NotConformant:
-    """Make a case that fails smaller; one that could not be judged is shown as it is."""
+    """Shrink a failing case; a case that could not be judged is shown unchanged."""
     key = key_of(result)
     if key is None or result.verdict == "error" or not may_shrink(key):
-        return _shown(scenario, asked, f"{render_case(result)}\n\nThe case")
+        return _failure(scenario, subject, f"{render_case(result)}\n\nThe case")
     reduced, result = shrink_finding(
         scenario,
         result,
-        judge=asked.judge,
-        may_ask=lambda other: not refusals(asked.target, other),
-        limits=asked.limits,
-        right=right_judge(asked.target, pool=asked.pool),
+        judge=subject.judge,
+        may_ask=lambda other: not refusals(subject.target, other),
+        limits=subject.limits,
+        # A case that our own system fails as well may be too small, not the target wrong.
+        right=right_judge(subject.target, pool=subject.pool),
     )
     result = marked(result, scenario)
-    led = _led(reduced.scenario, result, asked)
-    said = (
-        f"{heading}{render_case(without_advice(result))}\n{render_reduced(reduced)}\n\n{led}\n\n"
+    explanation = _explain_rules(reduced.scenario, result, subject)
+    text = (
+        f"{heading}{render_case(without_advice(result))}\n{render_reduced(reduced)}\n\n{explanation}\n\n"
         "The smallest case that was found"
     )
-    return _shown(reduced.scenario, asked, said)
+    return _failure(reduced.scenario, subject, text)
 
 
-def _led(scenario: Scenario, result: CaseResult, asked: _Asked) -> str:
-    """What was compared, by which rules, and the rule that would make the case pass."""
+def _explain_rules(scenario: Scenario, result: CaseResult, subject: _Subject) -> str:
+    """Return the omitted quantities, the declared rules, and a proposed declaration."""
     declared = {
-        each.name: getattr(numerics_of(asked.target, scenario), each.name)
+        each.name: getattr(numerics_of(subject.target, scenario), each.name)
         for each in fields(Numerics)
     }
+    # Only non-default rules, in the form in which they are declared.
     other = {name: value for name, value in declared.items() if value != getattr(PLAIN, name)}
-    said = ", ".join(f"{name}={value!r}" for name, value in other.items())
+    rules = ", ".join(f"{name}={value!r}" for name, value in other.items())
     silent = ", ".join(result.unobserved)
     lines = [
-        f"Not compared, since the target does not tell it: {silent}"
+        f"Not compared, because the target does not report it: {silent}"
         if silent
-        else "All that a target can tell was compared.",
-        f"Rules that were assumed: Numerics({said})"
-        + ("" if said else ", as nothing is declared; and what the case says"),
+        else "Everything that a target can report was compared.",
+        f"Assumed rules: Numerics({rules})"
+        + ("" if rules else ", because none is declared, and those of the case"),
     ]
-    lines.append(_proposal(scenario, result, asked, other=other))
+    lines.append(_proposal(scenario, result, subject, other=other))
     return "\n".join(lines)
 
 
 def _proposal(
-    scenario: Scenario, result: CaseResult, asked: _Asked, *, other: Mapping[str, Any]
+    scenario: Scenario, result: CaseResult, subject: _Subject, *, other: Mapping[str, Any]
 ) -> str:
-    """At most one declaration with which the case passes, and cases that tell rules apart."""
-    telling = _telling_cases(scenario, result, asked)
+    """Propose at most one declaration with which this case and other cases pass."""
+    distinguishing = _distinguishing_cases(scenario, result, subject)
     candidates = declared_by(result)
-    for change in candidates if telling else ():
-        now, cases = with_change(other, change), [scenario, *telling]
+    for change in candidates if distinguishing else ():
+        # A rule may fit one case by chance, so it must also pass cases that distinguish rules.
+        now, cases = with_change(other, change), [scenario, *distinguishing]
         if "norm" in change or "clip" in change:
-            cases += _clipping_cases(scenario, asked)
-        if _all_pass(cases, now, asked):
+            # The judged case may not clip, so check rules of the norm with cases that do.
+            cases += _clipping_cases(scenario, subject)
+        if _all_pass(cases, now, subject):
             words = ", ".join(f"{name}={value!r}" for name, value in now.items())
             return (
-                f"If this is intended, declare Numerics({words}): with it this case passes, and "
-                f"so do {len(cases) - 1} others that tell rules apart."
+                f"If this is intended, declare Numerics({words}): with it, this case passes and "
+                f"so do {len(cases) - 1} others that distinguish rules."
             )
     if not candidates:
         return "No other known rule makes it pass."
-    if telling:
-        return "No rule is proposed: those that fit this case do not fit others of several ranks."
+    if distinguishing:
+        return "No rule is proposed: rules that fit this case do not fit others of several ranks."
     return (
-        "No rule is proposed: the target takes no case that tells rules apart, of several ranks "
-        "and with sgd, or with optimizer state that is observed."
+        "No rule is proposed: the target supports no case that distinguishes rules, with several "
+        "ranks and with sgd or reported optimizer state."
     )
 
 
-def _telling_cases(scenario: Scenario, result: CaseResult, asked: _Asked) -> list[Scenario]:
-    """Cases that tell rules apart and that the target takes; none if it takes no such case."""
+def _distinguishing_cases(
+    scenario: Scenario, result: CaseResult, subject: _Subject
+) -> list[Scenario]:
+    """Return the supported cases that distinguish rules, with the first suitable optimizer."""
     optimizers = [OptimizerSpec(name=name) for name in SEES_FACTORS]
     if PARTS not in result.unobserved:
+        # Observed state shows factors that the params of Adam hide.
         optimizers.append(scenario.optimizer)
     for optimizer in optimizers:
         cases = telling_cases(scenario, optimizer=replace(optimizer, lr=0.1))
-        if taken := [case for case in cases if not refusals(asked.target, case)]:
+        if taken := [case for case in cases if not refusals(subject.target, case)]:
             # Most candidates fail with several micro-batches, so those cases come first.
             return sorted(taken, key=lambda case: -case.run.micro_batches)
     return []
 
 
-def _clipping_cases(scenario: Scenario, asked: _Asked) -> list[Scenario]:
+def _clipping_cases(scenario: Scenario, subject: _Subject) -> list[Scenario]:
     base = changed(
         BASE, model={"dtype": scenario.model.dtype}, system={"stage": scenario.system.stage}
     )
-    return [case for case in clip_cases(base) if not refusals(asked.target, case)]
+    return [case for case in clip_cases(base) if not refusals(subject.target, case)]
 
 
-def _all_pass(cases: Sequence[Scenario], said: Mapping[str, Any], asked: _Asked) -> bool:
+def _all_pass(cases: Sequence[Scenario], numerics: Mapping[str, Any], subject: _Subject) -> bool:
     try:
-        target = Asked(asked.target, Numerics(**said))
+        target = Asked(subject.target, Numerics(**numerics))
     except UsageError:
-        return False  # Rules that do not go together.
-    return all(run_case(case, pool=asked.pool, target=target).verdict == "pass" for case in cases)
+        return False  # These rules exclude each other.
+    return all(run_case(case, pool=subject.pool, target=target).verdict == "pass" for case in cases)
 
 
-def _shown(scenario: Scenario, asked: _Asked, said: str) -> NotConformant:
-    """A case with the command that repeats it."""
+def _failure(scenario: Scenario, subject: _Subject, text: str) -> NotConformant:
+    """Return the failure with the case as TOML and the command that repeats it."""
     registered = (*target_names(), *library_target_names())
-    if asked.name not in registered:
-        # A file can name a registered target only; another one the command names.
+    if subject.name not in registered:
+        # A file can only name a registered target; for others the command names the target.
         system = replace(scenario.system, target=SystemSpec().target)
         scenario = replace(scenario, system=system)
-    named = [] if asked.name in registered else ["--target", asked.name or "MODULE:NAME"]
+    named = [] if subject.name in registered else ["--target", subject.name or "MODULE:NAME"]
     command = shlex.join(["zero-sim", "run", _FILE, *named])
-    where = "" if asked.name else ", with the name under which a module has this target"
+    where = "" if subject.name else ", with the importable name of this target"
     return NotConformant(
-        f"{said}, as a scenario file:\n\n{to_chosen_toml(scenario)}\n"
+        f"{text}, as a scenario file:\n\n{to_chosen_toml(scenario)}\n"
         f"Saved as {_FILE}, this repeats it{where}:\n\n    {command}\n",
         scenario=scenario,
     )

@@ -1,4 +1,4 @@
-"""Every schedule of a small program, one after another."""
+"""Exploration of all schedules of a small program."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from zero_sim.sim.world.world import World
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExploredFailure:
-    """One way in which a program failed, with what repeats it."""
+    """A failure of a program, with the data that repeats it."""
 
     error: Exception
-    """What the world or the check raised."""
+    """Exception of the world or of the check."""
     choices: tuple[int, ...]
     """`World(schedule=Choices(choices))` repeats it."""
     turns: tuple[int, ...]
@@ -29,35 +29,37 @@ class ExploredFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exploration:
-    """What came of running a program under many schedules."""
+    """Result of running a program under many schedules."""
 
     runs: int
     interleavings: int
-    """How many of the runs differ in the order of calls, waits and moves of data."""
+    """Number of runs that differ in the order of calls, waits and data movement."""
     complete: bool
-    """Whether every schedule was run."""
+    """True if every schedule was run."""
     failures: tuple[ExploredFailure, ...]
 
 
 class _Following:
-    """A recipe that follows given choices and tells afterwards where others were possible."""
+    """A recipe that follows given choices and records how many choices each pick had."""
 
     def __init__(self, choices: Sequence[int]) -> None:
         self._choices = choices
         self._schedule = Choosing(choices)
 
     def fresh(self) -> Schedule:
-        """A schedule for one run, which `choices` then tells of."""
+        """Return a schedule for one run, to which `choices` then refers."""
         self._schedule = Choosing(self._choices)
         return self._schedule
 
     def choices(self) -> tuple[int, ...]:
-        """The choice of every pick that was made."""
+        """Return the choice at every pick of the run."""
         taken = self._choices[: len(self._schedule.widths)]
+        # Picks beyond the given choices took the first ready rank.
         return (*taken, *(0 for _ in self._schedule.widths[len(taken) :]))
 
     def following(self) -> tuple[int, ...] | None:
-        """The choices of the next schedule, depth first; None after the last."""
+        """Return the choices of the next schedule, depth first; None after the last."""
+        # Advance the last pick that has a further choice; later picks start again at 0.
         choices, widths = self.choices(), self._schedule.widths
         for position in reversed(range(len(choices))):
             if choices[position] + 1 < widths[position]:
@@ -73,11 +75,11 @@ def explore(
     check: Callable[[list[Any]], object] | None = None,
     **world_args: Any,
 ) -> Exploration:
-    """Run a program under every schedule, depth first, as far as a number of runs goes.
+    """Run a program under every schedule, depth first, up to a number of runs.
 
-    Which ranks can run at each pick must follow from the picks before, as it does if ranks share
-    nothing but torch.distributed. The number of schedules grows fast: keep to a few ranks with a
-    few calls each.
+    The ranks that can run at each pick must depend only on earlier picks, which holds if ranks
+    share nothing but torch.distributed. The number of schedules grows fast, so use a few ranks with
+    a few calls each.
 
         result = explore(program, 3)
         assert result.complete and not result.failures
@@ -85,21 +87,21 @@ def explore(
     Args:
         program: As for `World.run`.
         world_size: Number of ranks.
-        runs_max: Most runs, at least 1; if they do not suffice, the result is not `complete`.
-        check: Given the results of each run, raises or returns False if they are wrong; None
-            and True are right.
-        **world_args: Other arguments of `World`, but for `schedule`.
+        runs_max: Largest number of runs, at least 1. The result is not `complete` if it is reached.
+        check: Called with the results of each run; raises or returns False if they are wrong. None
+            and True mean right.
+        **world_args: Other arguments of `World`, except `schedule`.
 
     Returns:
-        How far it went, and every failure with the choices and turns that repeat it.
+        The number of runs, and every failure with the choices and turns that repeat it.
 
     Raises:
-        UsageError: `runs_max` is below 1, `check` is no plain function, there is a `schedule`, or
+        UsageError: If `runs_max` is below 1, `check` is no plain function, `schedule` is given, or
             an argument of `World` is out of range.
     """
     check_kind("runs_max", runs_max, "an integer")
     if runs_max < 1:
-        raise UsageError(f"expected runs_max to be at least 1, got {runs_max}")
+        raise UsageError(f"expected runs_max to be at least 1, got {runs_max}.")
     _check_check(check)
     if "schedule" in world_args:
         raise UsageError(
@@ -135,7 +137,7 @@ def _check_check(check: Any) -> None:
         raise UsageError(f"expected check to be a function, got {check!r}. {remedy}.")
     kind = None if check is None else unrun_function(check)
     if kind is not None:
-        # Its call returns an object that is true, so that every run would be right.
+        # Calling it returns a coroutine or generator, which is true, so every run would pass.
         raise UsageError(f"expected check to run when it is called, got {kind}. {remedy}.")
 
 
@@ -152,7 +154,7 @@ def _error_of(
         if returned is not None and (unrun_result(returned) or not bool(returned)):
             return AssertionError(
                 f"expected check to return None or True, got {returned!r} for the results "
-                f"{reprlib.repr(results)}"
+                f"{reprlib.repr(results)}."
             )
     except Exception as error:  # noqa: BLE001  Whatever a check raises is the run's failure.
         return error
@@ -160,4 +162,5 @@ def _error_of(
 
 
 def _interleaving(log: EventLog) -> int:
+    # Without the tick, which differs between schedules that are otherwise the same.
     return hash(tuple(moment[1:] for moment in log.moments))

@@ -1,6 +1,6 @@
-"""Hypothesis strategies for how a world runs, so that a schedule shrinks with the case it broke.
+"""Hypothesis strategies for settings of a world, so that a schedule shrinks with its case.
 
-Not imported by `zero_sim.sim`: Hypothesis is for tests.
+`zero_sim.sim` does not import this module, because Hypothesis is only needed by tests.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from zero_sim.sim.schedule import Choices
 
 
 def schedules(*, picks_max: int = 64, ready_max: int = 8) -> st.SearchStrategy[Choices]:
-    """Any schedule whose first picks are free; it shrinks to few choices, small ones, all first.
+    """Draw schedules whose first picks are free; they shrink to few and small choices.
 
     Args:
-        picks_max: How many picks may differ from the first ready rank.
-        ready_max: Up to how many ranks a pick may choose among; the number of ranks is enough.
+        picks_max: Largest number of picks that may differ from the first ready rank.
+        ready_max: Largest number of ranks at a pick; the world size is enough.
     """
     numbers = st.lists(st.integers(0, ready_max - 1), max_size=picks_max)
     return numbers.map(lambda choices: Choices(tuple(choices)))
 
 
 def world_settings(*, picks_max: int = 64, ready_max: int = 8) -> st.SearchStrategy[dict[str, Any]]:
-    """Keyword arguments of `World.configure`: schedule, timing and seed; they shrink to eager.
+    """Draw schedule, timing and seed for `World.configure`; they shrink to eager timing.
 
     Args:
         picks_max: As for `schedules`.
