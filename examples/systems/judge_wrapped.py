@@ -33,7 +33,11 @@ class Engine:
 
 class Target:
     name, settings = "wrapped", (*targets.ADAMW_SETTINGS, "optimizer.warmup_steps")
-    capabilities = targets.Capabilities(stages=(3,), follows=(*settings, "run.micro_batches"))
+    capabilities = targets.Capabilities(
+        models=tuple(model for model in targets.PLAIN_MODELS if model != "gpt"),
+        stages=(3,),
+        follows=(*settings, "run.micro_batches"),
+    )
     numerics = targets.Numerics(divide="pre", sync="every", grads_told="after-division")
 
     def build(self, module, *, scenario, group):
