@@ -1,23 +1,23 @@
 """Textbook ZeRO in three layers: `Buffer`, `DistributedDataParallel`, `DistributedOptimizer`.
 
-To learn ZeRO, read its modules in this order:
+To learn ZeRO, read the modules in this order:
 
     naive              the whole idea on one screen
-    config, sharding   the settings, and the stages as a table
-    states, unit       the life of what one collective moves
-    storage            where its memory is
-    schedule, gathers  when gradients are reduced, and when params are gathered
-    hooks              how a schedule learns what runs
+    config, sharding   the settings; the stages as a table
+    states, unit       the life of a bucket's gradients and params
+    storage            the memory of a unit
+    schedule, gathers  when gradients are reduced and params are gathered
+    hooks              hooks on modules and autograd, for the schedules
     buffer             units in flat memory
     buffered_module    the buffers of a module
-    groups             the ranks that hold each kind of params
+    groups             the ranks that share each kind of params
     data_parallel      a step, micro-batch by micro-batch
-    masters            fp32 values of what a rank owns
-    optimizer          their state, and the step
+    masters            fp32 values of the fragments that a rank owns
+    optimizer          optimizer state, and the step
     norm, division, collectives
 
-Layouts are planned before, in `zero_sim.layout`. `refusals` has the checks of modules and
-optimizers, and `variants` has other parts for the seams (`seams`).
+`zero_sim.layout` plans the layouts. `refusals` checks modules and optimizers. `variants` contains
+alternative parts for the seams (`seams`).
 """
 
 from __future__ import annotations

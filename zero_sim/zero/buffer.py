@@ -1,17 +1,16 @@
 """Contiguous memory for the params of one kind and dtype: the lowest layer of ZeRO.
 
-A `Buffer` turns a plan made of integers into units with memory. It knows flat tensors, views of
-them, and which storage each side of a unit has; it knows nothing of modules, backward passes or
-optimizers.
+A `Buffer` turns a plan made of integers into units with memory. It handles flat tensors, views of
+them and the storage of each unit, but no modules, backward passes or optimizers.
 
-What is not sharded lies in one flat tensor for good. What is lives in each unit's own memory while
-it is used, and of it this rank keeps its shards, one after another in one tensor. Where nothing is
-sharded at all, params stay where they are and each unit is one shard that every rank holds: the
-layers above need no second code path.
+Unsharded memory is one flat tensor for the whole run. Sharded memory is allocated per unit, only
+while it is in use; this rank's shards stay resident, one after another in one tensor. If nothing is
+sharded, params stay in place and each unit is one shard that every rank holds, so the layers above
+need no second code path.
 
-With redundancy the ranks that shard are a part of those that train. After the reduce-scatter among
-them a shard holds the sum over that part; a second sum, over the ranks that hold the same shard in
-the other parts, makes it the sum over all. Gathers stay inside the part.
+With redundancy, only some of the training ranks shard together. The reduce-scatter among them gives
+partial sums. A second sum, over the ranks with the same shard in the other shard groups, completes
+them. Gathers stay inside the shard group.
 """
 
 from __future__ import annotations
@@ -34,24 +33,23 @@ from zero_sim.zero.unit import ParamMemory, Unit, absent, set_main_grad
 
 
 class Buffer:
-    """Units with their memory, of one `BufferPlan`.
+    """The units of one `BufferPlan`, with their memory.
 
-    Construction moves things. Where gradients are whole, `param.main_grad` becomes a view of
-    `grad_data`. Where the state is sharded and params are whole, `param.data` becomes a view of
-    `param_data` that holds the same values. Both are contiguous in the param's logical order,
-    whatever strides the param had. Where params are sharded, they stay as they are until
-    `shard_params`.
+    Construction moves tensors. If gradients are unsharded, `param.main_grad` becomes a view of
+    `grad_data`. If the state is sharded but params are not, `param.data` becomes a view of
+    `param_data` with the same values. Both are contiguous in the param's logical order, for any
+    original strides. Sharded params stay in place until `shard_params`.
 
     Args:
-        plan: The layout. Its shard count must be the size of the shard group, and 1 without one.
+        plan: The layout. Its shard count must be the size of the shard group, or 1 without a group.
         params: The plan's params by name, all on one device.
-        sharding: What is cut over the ranks of the shard group.
+        sharding: Memory to shard over the shard group.
         groups: The shard group of this rank and its replica group.
-        unit: Builds a unit.
+        unit: Factory of units.
         grad_dtype: Dtype of the gradients.
-        cast: How masters become working params.
-        accumulate_sums: Whether sums of several micro-batches are added up, in memory of their own
-            as long as this rank's shards; where gradients are sharded they always are.
+        cast: Conversion from masters to working params.
+        accumulate_sums: True to add up the sums of several micro-batches, in memory of their own as
+            long as this rank's shards. Always the case if gradients are sharded.
 
     Raises:
         LayoutError: If the shard count does not fit the group, or `params` does not fit the plan.
@@ -60,13 +58,13 @@ class Buffer:
     plan: BufferPlan
     shard: int
     """Index of the shard that this rank owns."""
-    grad_data: Tensor | None  # 1D; None where gradients are sharded
-    param_data: Tensor | None  # 1D; None where params are sharded, or nothing is
-    shard_data: Tensor | None  # 1D, this rank's shards of the params; None where they are whole
-    total_data: Tensor | None  # 1D, this rank's shards of the sums; None without such sums
+    grad_data: Tensor | None  # 1D; None if gradients are sharded
+    param_data: Tensor | None  # 1D; None if params are sharded, or nothing is
+    shard_data: Tensor | None  # 1D, this rank's shards of the params; None if they are unsharded
+    total_data: Tensor | None  # 1D, this rank's shards of the sums; None without accumulated sums
     grad_dtype: torch.dtype
     units: tuple[Unit, ...]
-    """Those with elements: every rank knows from the plan that others have nothing to exchange."""
+    """Units with elements. Others move nothing, as every rank can see in the plan."""
 
     def __init__(
         self,
@@ -87,7 +85,8 @@ class Buffer:
         _check_params(plan, params)
         first = next(iter(params.values()))
         self.device, self.grad_dtype = first.device, grad_dtype
-        # Zeros, not empty: padding takes part in every sum, and must stay zero through all of them.
+        # Zeros, not torch.empty: padding takes part in every sum, and must stay zero in all of
+        # them.
         self.grad_data = self.param_data = self.shard_data = self.total_data = None
         if not sharding.grads:
             self.grad_data = self._zeros(plan.span.numel, dtype=grad_dtype)
@@ -112,21 +111,22 @@ class Buffer:
         return self._memory
 
     def working_memory(self) -> list[Tensor]:
-        """Return the whole working params as few tensors: a flat buffer, or each param.
+        """Return the unsharded working params as few tensors: a flat buffer, or each param.
 
-        Where params are sharded, before `shard_params` only.
+        If params are sharded, call this only before `shard_params`.
         """
         if self.param_data is not None:
             return [self.param_data]
         return [param.detach() for param in self._memory]
 
     def shard_params(self) -> None:
-        """Keep this rank's shards of the params and let go of the rest; without shards, nothing."""
+        """Keep this rank's shards of the params and free the rest. No-op for unsharded params."""
         if self.shard_data is None:
             return
         for unit in self.units:
             assert unit.param_shard is not None
             for memory in unit.members:
+                # The part of this param inside this rank's shard, as offsets into the unit.
                 held = memory.in_unit.intersect(unit.own_span)
                 if not held.empty:
                     flat = _view(
@@ -140,22 +140,24 @@ class Buffer:
         """Set all gradients, their sums and their padding, to zero."""
         for unit in self.units:
             unit.reset_grads()
-        # Where gradients are let go, each unit zeroes its own sums.
+        # Units with transient gradients zero their own sums, in reset_grads().
         for memory in (self.grad_data, None if self.sharding.grads else self.total_data):
             if memory is not None:
                 memory.zero_()
 
     def reduce_grads(self) -> None:
-        """Sum gradients over the ranks, all replicas included; each gets those of its own shards.
+        """Sum gradients over all ranks, replicas included, in place.
 
-        In place: afterwards only this rank's shards are sums, the rest is no longer of use.
+        Afterwards only this rank's shards contain sums; the rest is undefined.
         """
+        # fill() first: a unit without any gradient on this rank takes part with zeros, because the
+        # other ranks wait for its collective.
         for unit in self.units:
             unit.fill()
             unit.reduce()
 
     def unit_of(self, param: nn.Parameter) -> Unit | None:
-        """Return the unit that holds a param; None for an empty param in a bucket of such.
+        """Return the unit of a param; None for an empty param in an empty bucket.
 
         Raises:
             LayoutError: If the param is not in this buffer.
@@ -163,22 +165,22 @@ class Buffer:
         return self._find(param).unit
 
     def allgather_params(self) -> None:
-        """Fill every rank's working params with what their owners wrote."""
+        """Fill every rank's working params with the values that their owners wrote."""
         if self.param_data is None:
             raise UsageError(
-                "expected a buffer with whole params, whose owners write shards of them, got "
-                "allgather_params() on one without. Try gathering each unit on use (stage 3); "
-                "with stage 0 every rank writes all."
+                "expected a buffer with unsharded params and sharded state, got "
+                "allgather_params() on one without. Gather each unit on use at stage 3; "
+                "at stage 0 every rank writes all params itself."
             )
         for unit in self.units:
             unit.gather()
 
     def get_grad_shard(self, param: nn.Parameter) -> Tensor:
-        """Return this rank's part of a param's gradient, summed once the gradients are reduced.
+        """Return this rank's part of a param's gradient: the sum over ranks after the reduction.
 
         Returns:
-            1D view into the buffer, or into `total_data` where there is one, in the gradient's
-            dtype; empty where this rank owns nothing of the param.
+            1D view into the buffer, or into `total_data` if allocated, in the gradient's
+            dtype; empty if this rank owns no element of the param.
 
         Raises:
             LayoutError: If the param is not in this buffer.
@@ -186,7 +188,7 @@ class Buffer:
         return self._find(param).own_grad
 
     def get_param_shard(self, param: nn.Parameter) -> Tensor:
-        """Return the weights of this rank's part of a working param, 1D, to be read only.
+        """Return the weights of this rank's part of a working param, 1D, read only.
 
         Raises:
             LayoutError: If the param is not in this buffer.
@@ -197,11 +199,11 @@ class Buffer:
     def write_param_shard(self, param: nn.Parameter, data: Tensor) -> None:
         """Write this rank's part of a working param, cast to its dtype.
 
-        Other ranks see it after the next gather.
+        Other ranks receive it with the next gather.
 
         Args:
             param: A param of this buffer.
-            data: 1D, as long as this rank's part; empty where the rank owns nothing of it.
+            data: 1D, as long as this rank's part; empty if the rank owns no element of it.
 
         Raises:
             LayoutError: If the length is wrong, or the param is not in this buffer.
@@ -215,15 +217,17 @@ class Buffer:
                 f"shard {self.shard} of {self.plan.policy.shard_count}."
             )
         if memory.unit is not None:
+            # Before the copy: a gather in flight may still read the shard.
             memory.unit.update()
+        # Masters may be on another device (offloaded state), and are always 1D.
         data = data.detach().to(working.device).view(working.shape)
         self._cast.write_(param, working, data)
 
     def whole_params(self) -> dict[nn.Parameter, Tensor]:
-        """Return copies of the sharded params as they lie in their units; a collective.
+        """Return unsharded copies of sharded params, in one memory per unit; a collective.
 
-        What is in memory stays so and what is not does not come: for looking at params between
-        steps. Of params that are whole, nothing.
+        For inspection between steps: the residency of each unit is the same afterwards. Empty if
+        params are unsharded.
         """
         found: dict[nn.Parameter, Tensor] = {}
         for unit in self.units if self.sharding.params else ():
@@ -233,6 +237,7 @@ class Buffer:
             whole = unit.params
             assert whole is not None
             copy = whole.clone()
+            # Reshard before the next gather: only one unit at a time is unsharded.
             if was_sharded:
                 unit.free_params()
             for memory in unit.members:
@@ -248,24 +253,27 @@ class Buffer:
         *,
         units: Mapping[int, Unit],
     ) -> dict[nn.Parameter, ParamMemory]:
-        """Point params and their gradients into the flat memory, as far as it stays."""
-        # A param lies in one bucket, and so has at most one fragment in this rank's shards.
+        """Point params and gradients into the resident flat memory."""
+        # A param lies in one bucket, so it has at most one fragment in this rank's shards.
         fragments = {fragment.param: fragment for fragment in self.plan.fragments(self.shard)}
         memory: dict[nn.Parameter, ParamMemory] = {}
         for placed in self.plan.params:
             param, fragment = params[placed.name], fragments.get(placed.name)
             unit = units.get(placed.bucket)
             bucket_start = self.plan.buckets[placed.bucket].span.start
+            # 1. main_grad, [param.shape]: None if gradients are transient, set by unit.fill().
             main_grad = None
             if self.grad_data is not None:
                 main_grad = _view(self.grad_data, placed.span).view(param.shape)
             elif unit is None:
                 main_grad = self._zeros(0, dtype=self.grad_dtype).view(param.shape)
             set_main_grad(param, main_grad)
+            # 2. param.data, [param.shape]: the values move into the flat buffer.
             if self.param_data is not None:
                 flat = _view(self.param_data, placed.span).view(param.shape)
                 flat.copy_(param.detach())
                 param.data = flat
+            # 3. This rank's parts, 1D. Params without a fragment here get empty views.
             start = placed.span.start
             own = Span(start, start) if fragment is None else fragment.in_buffer
             in_shard = Span(0, 0) if fragment is None else fragment.in_shard
@@ -306,7 +314,7 @@ class Buffer:
                 plan=plan,
                 own_span=plan.shard_span(self.shard).shift(-plan.span.start),
                 groups=groups,
-                # Gradients are added to; params are all written.
+                # Gradients accumulate, so they start as zeros; a gather writes every param.
                 grad_storage=self._storage(
                     self.grad_data, plan, dtype=self.grad_dtype, zeroed=True
                 ),
@@ -321,7 +329,7 @@ class Buffer:
         }
 
     def _give_parts(self, units: Iterable[Unit]) -> None:
-        """Give each unit its parts of the memory that this rank keeps for good."""
+        """Assign each unit its views of the resident memory."""
         params_start = sums_start = 0
         for unit in units:
             if self.param_data is not None:
@@ -355,14 +363,14 @@ def _view(flat: Tensor, span: Span) -> Tensor:
 
 
 def _find_own_shard(plan: BufferPlan, *, group: dist.ProcessGroup | None) -> int:
-    """Return this rank's shard index, from its rank inside the group, never the global one."""
+    """Return this rank's shard index: its rank in the group, not the global rank."""
     expected, rank = (1, 0) if group is None else size_and_rank(group)
     shard_count = plan.policy.shard_count
     if shard_count != expected:
-        why = "as nothing is sharded" if group is None else "the size of its group"
+        why = "because nothing is sharded" if group is None else "the size of its group"
         raise LayoutError(
             f"expected a layout of {expected} shards, {why}, got shard_count={shard_count} "
-            f"in buffer {plan.key}. Try plan_buffers with LayoutPolicy(shard_count={expected})."
+            f"in buffer {plan.key}. Use plan_buffers with LayoutPolicy(shard_count={expected})."
         )
     return rank
 

@@ -1,4 +1,4 @@
-"""The buffers of a module: where its params lie, and which tensors begin equal on which ranks."""
+"""The buffers of a module, and the tensors that must start equal on groups of ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def build_buffers(
 
     Args:
         params: By name, in registration order.
-        holders: The ranks that hold each kind.
+        holders: The ranks of each kind.
         config: Stage, numerics and layout.
-        cast: How masters become working params.
-        unit: Builds a unit.
-        buffer_of: By name: params with different numbers share no buffer.
+        cast: Conversion from masters to working params.
+        unit: Factory of units.
+        buffer_of: Returns a number for a name. Params with different numbers share no buffer.
     """
     specs: dict[str, list[ParamSpec]] = {}
     for name, param in params.items():
@@ -71,7 +71,7 @@ def build_buffers(
 def _plan(
     specs: Mapping[str, Sequence[ParamSpec]], *, holders: Holders, config: ZeroConfig
 ) -> Iterator[BufferPlan]:
-    """Plan the buffers of each kind for the ranks that shard it; kinds as first registered."""
+    """Plan the buffers of each kind for its shard group; kinds in order of registration."""
     for kind, members in specs.items():
         owners = holders.owners_of(kind)
         shard_count = 1 if owners is None else size_and_rank(owners)[0]
@@ -81,14 +81,16 @@ def _plan(
 def find_replicated_tensors(
     module: nn.Module, *, buffers: Sequence[Buffer], holders: Holders
 ) -> list[tuple[list[Tensor], dist.ProcessGroup]]:
-    """Return everything that must start out equal on all its holders, and who they are.
+    """Return all tensors that must start equal on a group of ranks, with that group.
 
-    Flat buffers come as a whole. What all ranks hold is first, so that the order is theirs too.
+    Flat buffers come as one tensor. The tensors of all ranks come first, so that the order of
+    collectives is the same on ranks with different experts.
     """
     in_buffers = {param for buffer in buffers for param in buffer.memory}
     tensors: dict[str, list[Tensor]] = {"dense": []}
     for buffer in buffers:
         tensors.setdefault(buffer.plan.key.kind, []).extend(buffer.working_memory())
+    # Frozen params and module buffers are not trained, but forward reads them, so they count too.
     frozen = (each for each in module.named_parameters() if each[1] not in in_buffers)
     for name, tensor in (*frozen, *module.named_buffers()):
         tensors.setdefault(holders.kind_of(name, tensor), []).append(tensor)

@@ -1,15 +1,11 @@
-"""The collectives that ZeRO needs, always over a group that the caller names.
+"""The collectives that ZeRO needs, always over an explicit group.
 
-With `async_op` they return a handle at once; until it was waited for, the tensors may be neither
-read nor written. Without, they return None when they are done.
-
-torch 2.13 renames `reduce_scatter_tensor` to `reduce_scatter_single` and `all_gather_into_tensor`
-to `all_gather_single`, and warns about the old names. Which spelling this torch has is decided here
-and nowhere else.
+With `async_op` they return a handle at once. Until `wait()` returns, do not read or write the
+tensors. Without `async_op` they return None after completion.
 
 [Note: one byte an element]
-Libraries move only what they know: gloo refuses floats of one byte, and NCCL takes them in some
-versions. What is moved and not added up goes over as bytes.
+Backends reject dtypes they do not know: gloo refuses 8-bit floats, and NCCL accepts them in some
+versions only. Gathers and broadcasts of such tensors move raw bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +18,8 @@ from torch import Tensor
 
 from zero_sim.errors import UsageError
 
+# torch 2.13 renames `reduce_scatter_tensor` to `reduce_scatter_single` and
+# `all_gather_into_tensor` to `all_gather_single`, and warns about the old names.
 _reduce_scatter: Callable[..., dist.Work | None] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
@@ -31,21 +29,21 @@ _all_gather: Callable[..., dist.Work | None] = (
 
 
 def size_and_rank(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Return the size of a group and this process's rank *inside* it.
+    """Return the size of a group and this process's rank inside it.
 
     Raises:
-        UsageError: If no group is given, or this process is no member of it.
+        UsageError: If the group is None, or this process is not a member of it.
     """
     if group is None:
         raise UsageError(
             "expected an explicit process group, got None. "
-            "Try group=torch.distributed.group.WORLD for all ranks."
+            "Pass group=torch.distributed.group.WORLD for all ranks."
         )
     rank = dist.get_rank(group)
     if rank < 0:
         raise UsageError(
-            f"expected a group that this process is in, got one without global rank "
-            f"{dist.get_rank()}. Try the group that this rank belongs to."
+            f"expected a group that contains this process, got one without global rank "
+            f"{dist.get_rank()}. Pass the group of this rank."
         )
     return dist.get_world_size(group), rank
 
@@ -53,13 +51,13 @@ def size_and_rank(group: dist.ProcessGroup) -> tuple[int, int]:
 def reduce_scatter_sum(
     output: Tensor, flat: Tensor, *, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """Sum `flat` over the ranks and leave this rank's shard of the sum in `output`.
+    """Sum `flat` over the ranks and write this rank's shard of the sum to `output`.
 
     Args:
         output: 1D, a `group size`-th of `flat`; may be this rank's shard of `flat` itself.
-        flat: 1D. Where `output` is a part of it, the other parts hold no sum afterwards.
-        group: The ranks that hold one shard each.
-        async_op: Whether to return before it is done.
+        flat: 1D. If `output` is a part of it, the other parts are undefined afterwards.
+        group: The shard group, in shard order.
+        async_op: True to return before completion.
     """
     return _reduce_scatter(output, flat, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
 
@@ -72,14 +70,14 @@ def reduce_scatter_uneven_sum(
     group: dist.ProcessGroup,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """As `reduce_scatter_sum`, for shards of different lengths.
+    """Sum `flat` over the ranks into shards of different lengths; see `reduce_scatter_sum`.
 
     Args:
         output: 1D, as long as this rank's shard; may be this rank's shard of `flat` itself.
         flat: 1D.
         sizes: Length of each rank's shard; may be 0.
-        group: The ranks that hold one shard each.
-        async_op: Whether to return before it is done.
+        group: The shard group, in shard order.
+        async_op: True to return before completion.
     """
     parts = list(flat.split(list(sizes)))
     return dist.reduce_scatter(output, parts, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
@@ -93,8 +91,8 @@ def all_gather(
     Args:
         output: 1D, `group size` times as long as `shard`.
         shard: 1D; may be this rank's shard of `output` itself.
-        group: The ranks that hold one shard each.
-        async_op: Whether to return before it is done.
+        group: The shard group, in shard order.
+        async_op: True to return before completion.
     """
     return _all_gather(_movable(output), _movable(shard), group=group, async_op=async_op)
 
@@ -107,19 +105,18 @@ def all_gather_uneven(
     group: dist.ProcessGroup,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """As `all_gather`, for shards of different lengths.
-
-    An all-to-all in which each rank sends the same to all: gloo gathers only equal lengths. It
-    costs a copy of the shard for each rank, as long as `output` in all.
+    """Gather shards of different lengths into `output`, in rank order.
 
     Args:
-        output: 1D, as long as all shards.
+        output: 1D, as long as all shards together.
         shard: 1D; may be this rank's shard of `output` itself.
         sizes: Length of each rank's shard; may be 0.
-        group: The ranks that hold one shard each.
-        async_op: Whether to return before it is done.
+        group: The shard group, in shard order.
+        async_op: True to return before completion.
     """
     rank_count = len(sizes)
+    # An all-to-all in which each rank sends its shard to all, because gloo only gathers equal
+    # lengths. It costs one copy of the shard per rank: as many elements as `output`, if even.
     return dist.all_to_all_single(
         _movable(output),
         _movable(shard).repeat(rank_count),
@@ -133,13 +130,13 @@ def all_gather_uneven(
 def reduce_to_owner_sum(
     flat: Tensor, *, owner: int, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """Replace `flat` by its sum over the ranks on one of them; elsewhere it is no longer of use.
+    """Replace `flat` by its sum over the ranks on the owner; undefined on other ranks.
 
     Args:
-        flat: 1D, all of what the owner owns.
-        owner: Rank inside the group.
-        group: The ranks that have summands.
-        async_op: Whether to return before it is done.
+        flat: 1D, the owner's whole part.
+        owner: Group rank of the owner.
+        group: The ranks with summands.
+        async_op: True to return before completion.
     """
     return dist.reduce(flat, group_dst=owner, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
 
@@ -147,15 +144,16 @@ def reduce_to_owner_sum(
 def broadcast_from_owner(
     output: Tensor, part: Tensor, *, owner: int, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """Fill `output` on every rank with what its owner has.
+    """Fill `output` on every rank with the owner's values.
 
     Args:
         output: 1D.
-        part: 1D, on the owner as long as `output`, and maybe the same memory; elsewhere empty.
-        owner: Rank inside the group.
-        group: The ranks that want it.
-        async_op: Whether to return before it is done.
+        part: 1D, on the owner as long as `output`, and possibly the same memory; empty elsewhere.
+        owner: Group rank of the owner.
+        group: The receiving ranks and the owner.
+        async_op: True to return before completion.
     """
+    # dist.broadcast works in place, so the owner's values must be in `output` first.
     if part.numel() and part.data_ptr() != output.data_ptr():
         output.copy_(part)
     return dist.broadcast(_movable(output), group_src=owner, group=group, async_op=async_op)
@@ -174,22 +172,22 @@ def all_reduce_max(flat: Tensor, *, group: dist.ProcessGroup) -> None:
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or its bytes; see [Note: one byte an element]."""
+    """Return the tensor, or its bytes if it is an 8-bit float; see [Note: one byte an element]."""
     is_byte = tensor.is_floating_point() and tensor.element_size() == 1
     return tensor.view(torch.uint8) if is_byte else tensor
 
 
+# Small tensors travel together; for a larger tensor the copy costs more than a collective.
 _COALESCED_BYTES_MAX = 1 << 20
-"""Tensors up to this size travel together; copying a larger one costs more than a collective."""
 
 
 @torch.no_grad()
 def broadcast_from_first(tensors: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
-    """Replace tensors by those of group rank 0, whatever their shapes and strides.
+    """Replace tensors of any shapes and strides by those of group rank 0.
 
-    Small tensors of one dtype and device share a collective: a model has many of them, and a
-    collective costs more than a copy.
+    Small tensors of one dtype and device share a collective.
     """
+    # A model has many small tensors, and a collective costs more than a copy.
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_contiguous() and tensor.nbytes > _COALESCED_BYTES_MAX:

@@ -1,4 +1,4 @@
-"""The configuration of the ZeRO engine: one frozen record that all its layers read."""
+"""The configuration of the ZeRO engine: one frozen record for all layers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ DivideBy = Literal["ranks", "micro-batches", "tokens"]
 Sync = Literal["last", "every"]
 GradDtype = Literal["param", "fp32"]
 
+# The default of Megatron-LM's DistributedDataParallelConfig.
 _LAYOUT = LayoutPolicy(bucket_elems=40_000_000)
 
 
@@ -23,45 +24,44 @@ class ZeroConfig:
     """Stage, numerics and layout of one engine; the same on every rank.
 
     Raises:
-        UsageError: If a field has no such value. Sizes are checked when the layout is planned.
+        UsageError: If a field has an invalid value. Sizes are checked when the layout is planned.
     """
 
     stage: Stage = 1
-    """0: every rank keeps all (plain data parallelism); 1: each keeps a shard of the optimizer
-    state, 2: of the gradients too, 3: of the params too."""
+    """Sharded memory. 0: none (plain data parallelism); 1: the optimizer state; 2: gradients too;
+    3: params too."""
     divide: Divide = "post"
-    """How the sum over ranks becomes a mean: not at all; each rank divides before the sum, in the
-    gradient's dtype; the sum is divided in fp32 after it; or each rank multiplies before the sum by
-    the reciprocal, rounded to the gradient's dtype."""
+    """Conversion of the sum over ranks to a mean. `none`: no conversion. `pre`: each rank divides
+    before the sum, in the gradient's dtype. `post`: divide the sum in fp32. `premul`: each rank
+    multiplies before the sum by the reciprocal, rounded to the gradient's dtype."""
     divide_by: DivideBy = "ranks"
-    """What it is divided by, unless `finish_grad_sync` is told: the number of ranks; of ranks times
-    micro-batches; or the rows that all ranks
-    counted with `add_rows`."""
+    """Divisor, unless `finish_grad_sync` gets a count: the number of ranks, of ranks times
+    micro-batches, or of all rows counted with `add_rows`."""
     sync: Sync = "last"
-    """When ranks are summed: once, after the last micro-batch; or after every one, adding up the
-    sums in the gradient's dtype."""
+    """Time of the sum over ranks. `last`: once, after the last micro-batch. `every`: after each
+    micro-batch; the sums are added up in the gradient's dtype."""
     micro_batches: int | None = None
-    """Micro-batches of a step. Needed only where the division comes before the first of several
-    sums and depends on it; checked wherever given."""
+    """Micro-batches of a step, checked if given. Required only if the division comes before the
+    first of several sums and depends on it."""
     redundancy: int = 1
-    """Copies of all that is sharded: blocks of consecutive ranks that hold one each."""
+    """Replicas of the sharded state, each on a shard group of consecutive ranks."""
     grad_dtype: GradDtype = "param"
     """Dtype in which gradients are accumulated and summed: the param's own (its `grad_dtype`
     if that is set), or fp32."""
     layout: LayoutPolicy = _LAYOUT
-    """Placement of params into buffers, buckets and shards. The default bucket is that of
-    Megatron-LM. The number of shards follows from the groups, so it is not set here."""
+    """Placement of params into buffers, buckets and shards. The groups determine the number of
+    shards, so leave it at 1 here. Default: buckets of 40 million elements, as in Megatron-LM."""
     overlap_grads: bool = True
-    """Whether a bucket is reduced while backward runs, as soon as its gradients are there: in a
+    """True to reduce a bucket during backward, as soon as its gradients are complete. Applies to a
     backward after `begin_last_micro_batch`."""
     overlap_params: bool = False
-    """Whether params are gathered while the next forward runs, each waited for before its use. Not
-    by default: until then whoever reads a param otherwise than by a forward reads an old one."""
+    """True to gather params during the next forward; each module waits for its own params."""
+    # Off by default: code that reads a param outside a forward would read its old value.
     prefetch: int = 1
-    """With sharded params: how many further units are gathered ahead, forward and backward."""
+    """Number of further units to gather ahead, forward and backward; for sharded params."""
     reshard_after_forward: bool = True
-    """With sharded params: whether they are freed between a forward and its backward, all but the
-    last unit."""
+    """True to reshard params between a forward and its backward, except those of the last unit; for
+    sharded params."""
 
     def __post_init__(self) -> None:
         choices = {
@@ -86,27 +86,28 @@ class ZeroConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"expected {name} to be an integer of at least 1, got {value!r}.")
+        # A setting without effect is a mistake of the caller, so it is an error too.
         self._check_unused()
         if self.divides_before_sum and self.sync == "every":
             self._check_counts()
 
     @property
     def divides_before_sum(self) -> bool:
-        """Whether a rank has to know the divisor before its gradients are summed."""
+        """True if a rank needs the divisor before its gradients are summed."""
         return self.divide in ("pre", "premul")
 
     @property
     def sharding(self) -> Sharding:
-        """What each rank keeps a part of."""
+        """The memory that is sharded at this stage."""
         return sharding_of(self.stage)
 
     def _check_unused(self) -> None:
-        """Refuse settings of what this stage does not do."""
+        """Refuse settings without effect at this stage."""
         sharding, stage = self.sharding, self.stage
         if self.layout.shard_count != 1:
             raise UsageError(
-                f"expected a layout whose shard_count is left at 1, since the groups have as many "
-                f"shards as ranks, got {self.layout.shard_count}. Remove shard_count."
+                f"expected layout.shard_count=1, because the groups determine the number of "
+                f"shards, got {self.layout.shard_count}. Remove shard_count."
             )
         unused: dict[str, object] = {}
         if not sharding.state:
@@ -120,35 +121,35 @@ class ZeroConfig:
             if value != default:
                 why = "shards nothing" if not sharding.state else "gathers params as they are used"
                 if name in ("prefetch", "reshard_after_forward"):
-                    why = "keeps params whole"
+                    why = "keeps params unsharded"
                 raise UsageError(
                     f"expected {name}={default!r} with stage={stage}, which {why}, "
-                    f"got {value!r}. Try leaving it out, or another stage."
+                    f"got {value!r}. Remove it, or choose another stage."
                 )
 
     def _check_counts(self) -> None:
-        """Refuse a divisor of the first sum that would need the end of the step."""
+        """Refuse a divisor of the first sum that is known only at the end of the step."""
         self.check_counted_in_time("tokens", "rows")
         if self.divide_by == "micro-batches" and self.micro_batches is None:
             raise UsageError(
-                f"expected micro_batches to be given with divide={self.divide!r}, sync='every', "
-                f"divide_by='micro-batches', as the first sum is divided by it already, got "
+                f"expected micro_batches with divide={self.divide!r}, sync='every', "
+                f"divide_by='micro-batches', because it divides the first sum already, got "
                 f"None."
             )
 
     def check_counted_in_time(self, by: DivideBy, what: str) -> None:
-        """Refuse to divide before the first sum by a count that ends with the last micro-batch.
+        """Refuse to divide before the first sum by a count of the whole step.
 
         Args:
             by: The `divide_by` of that count.
-            what: What is counted.
+            what: The counted things, for the message.
 
         Raises:
-            UsageError: If the config divides by it.
+            UsageError: If `divide_by` is `by`.
         """
         if self.divide_by == by:
             raise UsageError(
-                f"expected a divisor that is known before the first sum, got "
+                f"expected a divisor known before the first sum, got "
                 f"divide={self.divide!r}, sync='every', divide_by={self.divide_by!r}: the {what} "
-                f"are counted only after the last micro-batch. Try divide='post' or sync='last'."
+                f"are counted only after the last micro-batch. Use divide='post' or sync='last'."
             )

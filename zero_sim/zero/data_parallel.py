@@ -1,16 +1,16 @@
 """Gradients of a module, accumulated locally and summed over ranks: the middle layer of ZeRO.
 
-The life of a gradient: autograd writes `param.grad`; a hook adds it to `param.main_grad`, a view
-of the flat buffer, and drops it; after the last micro-batch `finish_grad_sync` sums the buffers
-over ranks; the optimizer reads its part; `zero_grad_buffer` starts the next step.
+The life of a gradient: autograd writes `param.grad`. A hook adds it to `param.main_grad`, a view of
+the flat buffer, and drops it. After the last micro-batch `finish_grad_sync` sums the buffers over
+ranks, and the optimizer reads its part. `zero_grad_buffer` starts the next step.
 
-A step of several micro-batches, in full; what the config does not ask for may be left out:
+A full step of several micro-batches; lines for settings that are off may be omitted:
 
     for each micro-batch:
         ddp.add_rows(rows)                   # divide_by="tokens"
-        ddp.begin_last_micro_batch()         # overlap_grads: the last one; sync="every": each
+        ddp.begin_last_micro_batch()         # overlap_grads: the last; sync="every": each
         loss.backward()
-        ddp.end_micro_batch(last=...)        # of the last, finish_grad_sync() is the same
+        ddp.end_micro_batch(last=...)        # last=True: same as finish_grad_sync()
     optimizer.step()                         # ends with ddp.start_param_gather()
     optimizer.zero_grad()
 """
@@ -49,41 +49,39 @@ from zero_sim.zero.unit import ParamMemory, Unit
 
 
 class DistributedDataParallel:
-    """A module whose trainable params and gradients live in flat buffers.
+    """A module whose trainable params and gradients are in flat buffers.
 
-    It lives as long as somebody holds it, an optimizer for instance; the module does not. Frozen
-    params stay as they are and cost nothing. A trainable param that takes no part in a step
-    has a gradient of zero, on every rank, and is stepped with it.
+    The module holds no reference to it: keep one, for instance in an optimizer. Frozen params stay
+    in place and cost nothing. A trainable param that a step does not use has a zero gradient on
+    every rank, and is stepped with it.
 
     Args:
-        module: What is trained; its params are re-pointed into buffers.
+        module: The module to train; its params are re-pointed into buffers.
         config: Stage, numerics and layout.
-        group: The ranks that train together; with redundancy also the block of consecutive ranks
-            that shard together, and the ranks that hold the same shard in all blocks, from
-            `build_redundancy_groups`.
-        kind_of: Tells kinds apart, such as `dense` and `expert`; all are `dense` where left out.
-        kind_groups: By kind: the groups of params that not all of `group` hold, such as experts,
-            from `build_expert_groups`. A kind without an entry is held by all. The groups must lie
-            inside `group`, and no rank may be without a param of such a kind.
-        buffer_of: By name: params with different numbers share no buffer, such as those of
-            different param groups. They differ in kind and dtype alone where left out.
-        broadcast_params: True if group rank 0's params and module buffers replace all others' here.
-            If False, the caller vouches that every rank built the same bits.
-        seams: The parts that are exchanged for others.
+        group: The ranks that train together. With redundancy, the result of
+            `build_redundancy_groups`: also this rank's shard group and replica group.
+        kind_of: Returns a param's kind, such as `dense` or `expert`. Default: all are `dense`.
+        kind_groups: By kind: the groups of params that only some ranks of `group` hold, such as
+            experts, from `build_expert_groups`. All ranks hold a kind without an entry. The groups
+            must lie inside `group`, and every rank must hold a param of each such kind.
+        buffer_of: Returns a number for a name. Params with different numbers share no buffer, such
+            as params of different param groups. Default: separate buffers by kind and dtype only.
+        broadcast_params: True to replace params and module buffers by those of group rank 0.
+            False if the caller guarantees equal bits on every rank.
+        seams: Alternative parts.
 
     Raises:
         ModelError: If the module cannot be trained; see `find_trainable_params`.
         LayoutError: If the config asks for a layout that cannot exist.
-        UsageError: If a group is missing, is not as said above or does not hold this process.
+        UsageError: If a group is missing, has the wrong ranks, or does not contain this process.
     """
 
     params: dict[str, nn.Parameter]
     """Trainable params by name, in registration order; a tied param once."""
     cast: PlainCast
-    """How masters become working params."""
+    """Conversion from masters to working params."""
     divisor: Tensor  # 0D fp32
-    """What gradients are divided by: the count of the step once it is known, before the world size.
-    """
+    """Divisor of the gradients: the step's count once known, the world size before."""
     step_count: StepCount
     grad_schedule: GradSchedule
     param_schedule: ParamSchedule
@@ -150,69 +148,70 @@ class DistributedDataParallel:
 
     @property
     def grads_reduced(self) -> bool:
-        """Whether the buffers hold sums over ranks rather than this rank's own gradients."""
+        """True if the buffers contain sums over ranks, False for this rank's own gradients."""
         return self._grads_reduced
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of this step that have ended."""
+        """Number of micro-batches of this step that have ended."""
         return self.step_count.micro_batches
 
     def add_rows(self, rows: int) -> None:
         """Count rows of this rank's micro-batch, for `divide_by="tokens"`.
 
-        Before the end of the last micro-batch; with overlap_grads and a division before the sum,
-        before its `begin_last_micro_batch`, which then counts.
+        Call it before the end of the last micro-batch. If buckets are reduced during backward and
+        divided before the sum, call it before `begin_last_micro_batch`, which takes the count.
 
         Raises:
-            UsageError: If it is no count, or comes too late.
+            UsageError: If `rows` is not a count, or comes too late.
         """
         self.step_count.add_rows(rows)
 
     def begin_last_micro_batch(self, *, count: int | Tensor | None = None) -> None:
-        """Say that the next backward completes the gradients: buckets are reduced while it runs.
+        """Announce that the next backward completes the gradients, to reduce buckets during it.
 
-        With sync="every" each micro-batch is completed on its own. Without overlap_grads this is
-        not needed. Every rank must call it, or none.
+        With sync="every", call it before each micro-batch. Without overlap_grads it is optional.
+        Either every rank calls it, or none.
 
         Args:
-            count: As in `finish_grad_sync`.
+            count: See `finish_grad_sync`.
 
         Raises:
-            UsageError: If the gradients are sums already, or it was called before.
+            UsageError: If the gradients are sums already, or the previous call was not ended.
         """
         self._require_own_grads("begin_last_micro_batch")
         schedule = self.grad_schedule
         if schedule.running:
             raise UsageError(
                 "expected end_micro_batch() or finish_grad_sync() after begin_last_micro_batch(), "
-                "got it again."
+                "got a second begin_last_micro_batch(). End the micro-batch first."
             )
+        # A division before the sum needs the divisor now: the first bucket leaves during backward.
         if count is not None or (schedule.sums_in_backward and self.config.divides_before_sum):
             self.step_count.fix(count, last=self.config.sync == "last")
         schedule.begin()
 
     def end_micro_batch(self, last: bool, *, count: int | Tensor | None = None) -> None:
-        """End a micro-batch: the last is summed over the ranks, with sync="every" each is.
+        """End a micro-batch. Sums gradients over the ranks if it is the last, or sync="every".
 
-        Every rank must call it, also one whose backward touched no param: the collectives follow
-        from the layout alone, never from which gradients arrived.
+        Every rank must call it, even without any gradient: the collectives follow from the layout
+        alone, not from the gradients that arrived.
 
         Args:
-            last: Whether the step has no micro-batch after this one.
-            count: As in `finish_grad_sync`.
+            last: True for the last micro-batch of the step.
+            count: See `finish_grad_sync`.
 
         Raises:
-            UsageError: If the gradients are sums already, the count cannot be used, or a
-                micro-batch that was begun as the last is not.
+            UsageError: If the gradients are sums already, the count is unusable, or a micro-batch
+                begun as the last ends with `last=False`.
         """
         self._require_own_grads("end_micro_batch")
         is_summed = last or self.config.sync == "every"
         self.param_schedule.finish_backward()
         if not last and count is not None and not (is_summed and self.config.divides_before_sum):
             raise UsageError(
-                f"expected the count with the last micro-batch, where it is used, got "
-                f"count={count} with last=False."
+                f"expected the count with the last micro-batch, got count={count} with "
+                f"last=False. Pass it with last=True."
             )
         if is_summed:
             if self.config.divides_before_sum or count is not None:
@@ -223,11 +222,11 @@ class DistributedDataParallel:
         elif self.grad_schedule.running:
             raise UsageError(
                 "expected end_micro_batch(last=True) after begin_last_micro_batch() with "
-                "sync='last', got last=False: its gradients are on their way already."
+                "sync='last', got last=False, but its gradients are being reduced already."
             )
         if last:
-            # Behind the sums: ranks may have reached this point with different numbers of buckets
-            # issued, so that a collective before it would meet another one elsewhere.
+            # After the sums, because ranks get here with different numbers of buckets issued: an
+            # earlier collective could pair with another one on a faster rank.
             self.step_count.fix(count, last=True)
         self.step_count.end_micro_batch(last=last)
         self._grads_reduced = last
@@ -235,19 +234,19 @@ class DistributedDataParallel:
     def finish_grad_sync(self, *, count: int | Tensor | None = None) -> None:
         """Sum the accumulated gradients over the ranks, once a step, after the last backward.
 
-        The same as `end_micro_batch(last=True)`, and all that a step of one micro-batch needs.
+        Same as `end_micro_batch(last=True)`. A step of one micro-batch needs no other call.
 
         Args:
-            count: What the gradients are divided by: a positive integer, the same on every rank.
-                None for the world size, or for what `divide_by` says.
+            count: Divisor of the gradients: a positive integer, the same on every rank. None for
+                the world size, or the count named by `divide_by`.
 
         Raises:
-            UsageError: If the gradients are sums already, or the count cannot be used.
+            UsageError: If the gradients are sums already, or the count is unusable.
         """
         self.end_micro_batch(True, count=count)
 
     def zero_grad_buffer(self) -> None:
-        """Zero all gradients, so that the next backward starts a new step.
+        """Zero all gradients, to start the next step.
 
         Raises:
             UsageError: If a micro-batch was begun as the last and not ended.
@@ -255,33 +254,33 @@ class DistributedDataParallel:
         if self.grad_schedule.running:
             raise UsageError(
                 "expected end_micro_batch() or finish_grad_sync() after begin_last_micro_batch(), "
-                "got zero_grad_buffer() while gradients are on their way."
+                "got zero_grad_buffer() while gradients are being reduced."
             )
         self.grad_schedule.reset()
         self.step_count.reset()
         self._grads_reduced = False
 
     def start_param_gather(self) -> None:
-        """Give every rank what the owners wrote into the working params.
+        """Start to gather new working params from their owners; a collective.
 
-        With overlap_params it comes back at once, and each module waits for its own params when its
-        forward begins; without, it comes back when all is there. Where every rank owns everything
-        there is nothing to do, and where params are sharded each is gathered when it is used.
+        With overlap_params it returns at once, and each module waits for its own params before its
+        forward. Otherwise it returns after completion. No-op at stage 0. At stage 3 it only
+        reshards, because params are gathered on use.
         """
         self.param_schedule.start()
 
     def gather_params(self) -> None:
-        """Do the same, and come back when all is there, whatever is overlapped."""
+        """Gather new working params from their owners and wait, with any overlap setting."""
         self.param_schedule.gather()
 
     def finish_param_gather(self) -> None:
-        """Wait for all params: before anything but a module's forward reads them."""
+        """Wait for all params. Call it before code outside a module's forward reads them."""
         self.param_schedule.finish()
 
     def whole_params(self) -> dict[str, Tensor]:
-        """Return all working params of this rank; a collective where they are sharded.
+        """Return all unsharded working params of this rank; a collective if they are sharded.
 
-        For looking at them between steps, after `finish_param_gather`: of sharded params copies.
+        For inspection between steps, after `finish_param_gather`. Sharded params are copied.
         """
         copies = {
             param: copy for buffer in self.buffers for param, copy in buffer.whole_params().items()
@@ -289,9 +288,9 @@ class DistributedDataParallel:
         return {name: copies.get(param, param.detach()) for name, param in self.params.items()}
 
     def unwrap(self) -> nn.Module:
-        """Give the module back: no hooks, no gradients, each param in contiguous memory of its own.
+        """Return the module without hooks and gradients, each param in its own contiguous memory.
 
-        A collective where params are sharded. Afterwards neither this nor its optimizer is of use.
+        A collective if params are sharded. Afterwards do not use this object or its optimizer.
 
         Raises:
             UsageError: If a micro-batch was begun as the last and not ended.
@@ -301,6 +300,7 @@ class DistributedDataParallel:
         whole = self.whole_params()
         for handle in self._handles:
             handle.remove()
+        # Clones, because the params are views of buffers that would otherwise stay alive.
         for name, param in self.params.items():
             param.data = whole[name].clone(memory_format=torch.contiguous_format)
             param.grad = None
@@ -326,10 +326,10 @@ class DistributedDataParallel:
         yield from self.param_schedule.handles
         for buffer in self.buffers:
             for param in buffer.memory:
-                # A gradient from before the wrapping belongs to no step of ours.
+                # A gradient from before the wrapping is not part of any step.
                 param.grad = None
-                # By weak references: the collector does not see through torch's gradient hooks, so
-                # that a circle through one of them would keep the buffers for ever.
+                # Weak references: the garbage collector does not see through torch's gradient
+                # hooks, so a reference cycle through one of them would leak the buffers.
                 hook = partial(_accumulate, weakref.ref(self), weakref.ref(buffer))
                 yield param.register_post_accumulate_grad_hook(hook)
 
@@ -340,32 +340,34 @@ class DistributedDataParallel:
         self.grad_schedule.finish()
 
     def _require_own_grads(self, call: str) -> None:
-        # A wrapped module has a hook for each of its params.
+        # unwrap() clears the hooks, and a wrapped module has one for each param.
         if not self._handles:
             raise UsageError(
-                f"expected a wrapped module, got {call}() after unwrap(), which gave it back. "
-                f"Try a new DistributedDataParallel."
+                f"expected a wrapped module, got {call}() after unwrap(). "
+                f"Build a new DistributedDataParallel."
             )
         if self._grads_reduced:
             raise UsageError(
-                f"expected gradients of this rank alone, got sums over ranks: "
+                f"expected gradients of this rank, got sums over ranks, because "
                 f"finish_grad_sync() was called twice, or {call}() after it. "
-                f"Try zero_grad_buffer() between two steps."
+                f"Call zero_grad_buffer() between two steps."
             )
 
     def _accumulate(self, memory: ParamMemory, param: Tensor) -> None:
-        """Add a fresh gradient to the buffer; runs inside backward, once a param and backward."""
+        """Add a new gradient to the buffer. Runs in backward, once for each param."""
         grad = param.grad
         assert grad is not None
         if self._grads_reduced:
             raise UsageError(
                 f"expected no backward between finish_grad_sync() and zero_grad_buffer(), got a "
-                f"gradient of {memory.name!r}, which would be added to a sum over ranks."
+                f"gradient of {memory.name!r}, which would be added to a sum over ranks. "
+                f"Call zero_grad_buffer() first."
             )
+        # Embeddings with sparse=True: a sparse tensor cannot be added into a flat buffer.
         if grad.layout is not torch.strided:
             raise ModelError(
                 f"expected dense gradients, got layout {grad.layout} for {memory.name!r}. "
-                f"Try sparse=False in its module."
+                f"Set sparse=False in its module."
             )
         assert isinstance(param, nn.Parameter)
         self.grad_schedule.check_open(param, name=memory.name)
@@ -376,7 +378,7 @@ class DistributedDataParallel:
 def _accumulate(
     wrapper: weakref.ref[DistributedDataParallel], home: weakref.ref[Buffer], param: Tensor
 ) -> None:
-    """Hand a fresh gradient to its wrapper; one that nobody holds any more wants none."""
+    """Pass a new gradient to its wrapper; drop it if the wrapper is gone."""
     ddp, buffer = wrapper(), home()
     if ddp is not None and buffer is not None:
         assert isinstance(param, nn.Parameter)

@@ -10,49 +10,49 @@ from zero_sim.zero.config import Divide
 
 
 def build_divisor(count: int, *, device: torch.device) -> Tensor:
-    """Return `count` as a 0D fp32 tensor, the form in which `divide_` takes it.
-
-    Not a Python number: on CUDA, torch divides by a number by multiplying with its rounded
-    reciprocal, which is wrong in the last bit wherever `count` is not a power of two.
+    """Return `count` as a 0D fp32 tensor, the divisor of `divide_`.
 
     Raises:
-        UsageError: As `set_divisor`.
+        UsageError: See `set_divisor`.
     """
+    # A tensor, not a Python number: on CUDA, torch divides by a number by multiplying with its
+    # rounded reciprocal. This is wrong in the last bit unless `count` is a power of two.
     divisor = torch.empty((), dtype=torch.float32, device=device)  # 0D
     set_divisor(divisor, count)
     return divisor
 
 
 def set_divisor(divisor: Tensor, count: int) -> None:
-    """Overwrite a divisor, so that whoever holds it sees the new count.
+    """Overwrite a divisor in place, so that all its holders get the new count.
 
     Args:
         divisor: 0D fp32, from `build_divisor`.
         count: At least 1.
 
     Raises:
-        UsageError: If nothing was counted, or fp32 cannot hold the count.
+        UsageError: If the count is below 1, or fp32 cannot represent it.
     """
     if count < 1:
         raise UsageError(
             f"expected to divide gradients by at least 1, got a count of {count}. "
-            f"Try a step in which some rank has a row, and add_rows() for each micro-batch."
+            f"Give some rank a row, and call add_rows() for each micro-batch."
         )
-    # Without a look at the device: fp32 holds an integer if 24 bits hold all but its last zeros.
+    # On the host, without a device sync: fp32 represents an integer if 24 bits hold all but its
+    # trailing zeros.
     if (count // (count & -count)).bit_length() > 24:
         raise UsageError(
-            f"expected a count that fp32 can hold, as every integer up to 2**24, got {count}. "
-            f"Try finish_grad_sync(count=...) with a rounded count, the same on every rank."
+            f"expected a count that fp32 can represent, such as any integer up to 2**24, got "
+            f"{count}. Call finish_grad_sync(count=...) with a rounded count, equal on every rank."
         )
     divisor.fill_(count)
 
 
 def scale_before_sum_(values: Tensor, divide: Divide, *, divisor: Tensor) -> None:
-    """Do in place to a rank's own gradients what `divide` does before the sum.
+    """Apply the division before the sum to a rank's own gradients, in place.
 
     Args:
         values: Any shape, fp32, bf16 or fp16.
-        divide: Where gradients are divided; after the sum nothing is left to do here.
+        divide: The config's `divide`. No-op for `post`, which divides after the sum, and `none`.
         divisor: 0D fp32, from `build_divisor`.
     """
     if divide == "pre":
@@ -71,10 +71,10 @@ def divide_(values: Tensor, *, divisor: Tensor) -> None:
     if values.dtype is torch.float32:
         values.div_(divisor)
         return
-    # 16 bits cannot hold every count (bf16 makes 256 of 257, fp16 2048 of 2049), so the quotient is
-    # taken in fp32. Rounding twice is rounding once up to a count of 2**12: a tie of fp16 has 12
-    # bits (of bf16 9), its product with the count then fits into 24, and a quotient that is no tie
-    # is never rounded to one.
+    # 16 bits cannot represent every count (256 for 257 in bf16, 2048 for 2049 in fp16), so compute
+    # the quotient in fp32. The double rounding is exact up to a count of 2**12: a tie of fp16 has
+    # 12 bits (of bf16 9), so its product with the count fits into 24, and fp32 never rounds a
+    # quotient onto a tie.
     values.copy_(values.to(torch.float32).div_(divisor))
 
 
