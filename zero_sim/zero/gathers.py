@@ -1,16 +1,15 @@
-"""Param schedules: when params are gathered, and when whole ones are let go.
+"""Param schedules: when params are gathered, and when unsharded params are freed.
 
 [Note: one order of gathers and reductions]
-Where params are gathered under backward, too, reductions that wait for gradients would come between
-different gathers on ranks whose gradients differ. There a unit is ready when backward has come past
-every module that uses it, which is at the same point on all ranks that call the same modules in the
-same order: autograd evaluates nodes in the reverse order of their making. Ranks must do that, as
-with any engine that gathers params on use.
+If params are also gathered during backward, reductions must not wait for gradients: ranks with
+different gradients would then reduce between different gathers. So a unit is ready when backward
+has passed every module that uses it. This is the same point on all ranks that call the same modules
+in the same order, because autograd evaluates nodes in reverse order of creation. Ranks must do
+that, as with any engine that gathers params on use.
 
-Ranks that hold other experts may have more units of these, or fewer, between those that all have.
-So what is counted in units, how far is gathered ahead and which one is kept, is counted among those
-of one group of ranks; and a reduction that ends with another call in its group ends before a gather
-in that group (`before_gather`).
+Ranks with different experts may have different numbers of expert units between the dense ones. So
+prefetched units and the kept last unit are counted per group of ranks. A reduction that ends with
+another call in its group ends before a gather in that group (`before_gather`).
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from zero_sim.zero.unit import Unit
 
 
 class StayWhole:
-    """Whole params that stay; where their state is sharded, owners send new values after a step.
+    """Unsharded params that stay; if their state is sharded, owners send new values after a step.
 
     Args:
-        wrapped: Its units are gathered.
+        wrapped: The module, with the units to gather.
     """
 
     handles: list[RemovableHandle]
-    """Hooks on modules, until the module is unwrapped."""
+    """Hooks on modules, until `unwrap`."""
 
     def __init__(self, wrapped: Wrapped) -> None:
         self._units = wrapped.units
@@ -49,29 +48,29 @@ class StayWhole:
         self.handles = []
 
     def start(self) -> None:
-        """Give every rank what the owners wrote, or begin to."""
+        """Send the owners' new values to every rank, or start to."""
         self.gather()
 
     def gather(self) -> None:
-        """Give every rank what the owners wrote, and come back when all is there."""
+        """Send the owners' new values to every rank, and wait."""
         for buffer in self._gathered:
             buffer.allgather_params()
 
     def finish(self) -> None:
-        """Wait for all params that were begun."""
+        """Wait for all gathers in flight."""
 
     def check_read(self, param: nn.Parameter, *, name: str) -> None:
-        """Refuse a gradient of a param of which forward read an old value, or none."""
+        """Refuse a gradient of a param whose forward read an old value, or none."""
 
     def finish_backward(self) -> None:
-        """Come to the end of a backward."""
+        """End a backward."""
 
 
 class UnderForward(StayWhole):
-    """Gathers all units in the background, each waited for before a module uses it.
+    """Gathers all units in the background; each module waits for its own before its forward.
 
     Args:
-        wrapped: Hooks are put on its modules; its units are issued in their order.
+        wrapped: The module to put hooks on, with its units in the order of their gathers.
     """
 
     def __init__(self, wrapped: Wrapped) -> None:
@@ -83,13 +82,14 @@ class UnderForward(StayWhole):
             if user is not None and needed:
                 hook = partial(self._before_forward, tuple(needed))
                 self.handles.append(user.register_forward_pre_hook(hook))
-        # Nothing tells when these are used, so that they are never left in flight.
+        # No hook fires before the use of these params, so start() waits for them.
         self._unguarded = {unit_of[param] for param in users.get(None, ()) if param in unit_of}
 
     def start(self) -> None:
         """Issue the gathers."""
         for unit in self._units:
             unit.start_gather()
+        # A second loop, so that all gathers are issued before the first wait.
         for unit in self._units:
             if unit in self._unguarded:
                 unit.finish_gather()
@@ -100,7 +100,7 @@ class UnderForward(StayWhole):
             unit.finish_gather()
 
     def check_read(self, param: nn.Parameter, *, name: str) -> None:
-        """Refuse a gradient of a param that nobody waited for: forward read an old value.
+        """Refuse a gradient of a param without a wait for its gather: forward read an old value.
 
         Raises:
             ModelError: If the gather of the param is still in flight.
@@ -108,9 +108,9 @@ class UnderForward(StayWhole):
         unit = self._unit_of.get(param)
         if unit is not None and unit.gathering:
             raise ModelError(
-                f"expected {name!r} to be used by the forward of a module that it belongs to, "
-                f"got a gradient of it although no such forward waited for its gather. "
-                f"Try finish_param_gather() before forward, or overlap_params=False."
+                f"expected {name!r} to be used by the forward of its own module, got a gradient "
+                f"although no such forward waited for its gather. "
+                f"Call finish_param_gather() before forward, or set overlap_params=False."
             )
 
     def _before_forward(self, needed: Sequence[Unit], module: nn.Module, args: object) -> None:
@@ -124,17 +124,17 @@ class _Use:
 
     start: int
     stop: int
-    """Half-open, in begins and ends of calls since the last micro-batch ended."""
+    """Half-open, counted in starts and ends of calls since the last micro-batch ended."""
     module: nn.Module
     needed: tuple[Unit, ...]
     runs_again: bool
-    """True if it ran without gradients, as under a reentrant checkpoint: if it has a backward it is
-    called once more, and gathers."""
+    """True if it ran without gradients, as under a reentrant checkpoint. If it has a backward, that
+    calls it again, and gathers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """What autograd keeps of a whole param, without keeping its memory."""
+    """Position of a view of an unsharded param, saved by autograd in place of its memory."""
 
     unit: Unit
     offset: int
@@ -143,20 +143,19 @@ class _Kept:
 
 
 class OnUse(StayWhole):
-    """Params that are gathered before a module uses them, and freed when no module does.
+    """Sharded params: gathered before a module uses them, and resharded afterwards.
 
-    In a forward a unit is freed once every module that uses it has run; the last one stays, as the
-    backward begins with it, the last of each group of ranks. Backward gathers a unit before the
-    first module that needs it, and frees it when it has come past the last. See [Note: one order of
+    In a forward a unit is resharded after the last module that uses it. Backward gathers a unit
+    before the first module that needs it, and reshards it after the last. See [Note: one order of
     gathers and reductions].
 
     Args:
-        wrapped: Hooks are put on its modules. Its config says how many further units of a group of
-            ranks are gathered ahead, in both directions, when a module uses one.
-        grads: Reduces a unit when no further gradient of it comes.
+        wrapped: The module to put hooks on. Its config has the number of further units to prefetch
+            per group of ranks, in both directions, when a module uses a unit.
+        grads: The gradient schedule; it reduces a unit once no further gradient of it can arrive.
 
     Raises:
-        ModelError: If nothing tells when some params are used.
+        ModelError: If some params belong to no module with a forward.
     """
 
     def __init__(self, wrapped: Wrapped, *, grads: UnderBackward) -> None:
@@ -167,6 +166,8 @@ class OnUse(StayWhole):
         self._of_group: dict[dist.ProcessGroup | None, list[Unit]] = {}
         for unit in self._units:
             self._of_group.setdefault(unit.group, []).append(unit)
+        # Backward starts with the last unit, so resharding it after forward would only cost a
+        # second gather. One such unit for each group of ranks.
         last = [units[-1] for units in self._of_group.values()]
         self._kept = frozenset(last if wrapped.config.reshard_after_forward else units)
         self._users: dict[Unit, set[nn.Module]] = {unit: set() for unit in units}
@@ -181,10 +182,11 @@ class OnUse(StayWhole):
         stray = [param for param in users.get(None, ()) if param in unit_of]
         if stray:
             raise ModelError(
-                f"expected params below a module with a forward, before which they are gathered, "
-                f"got {len(stray)} elsewhere in {type(module).__name__}. Try a forward for the "
-                f"module that holds them, or a stage below 3."
+                f"expected params below a module with a forward, which gathers them, "
+                f"got {len(stray)} elsewhere in {type(module).__name__}. Give the module that owns "
+                f"them a forward, or choose a stage below 3."
             )
+        # The root module always gets hooks: they mark the start and the end of a forward.
         users.setdefault(module, [])
         for user, params in users.items():
             if user is None:
@@ -198,22 +200,23 @@ class OnUse(StayWhole):
                 partial(f, needed) for f in (self._before_forward, self._after_forward)
             )
             self.handles.append(user.register_forward_pre_hook(before))
-            # Also where the forward raises: its units are let go of all the same.
+            # always_call: if the forward raises, its units are resharded all the same.
             self.handles.append(user.register_forward_hook(after, always_call=True))
 
     def gather(self) -> None:
-        """Let go of what is old: each unit is gathered when it is used."""
+        """Reshard all units, because their values are old; each is gathered on use."""
         self.free_all()
 
     def free_all(self) -> None:
-        """Let go of all whole params: their owners have new values, or a step begins anew."""
+        """Reshard all units: their owners have new values, or a step starts again."""
         for unit in self._units:
             unit.finish_gather()
             if unit.param_state is ParamState.WHOLE:
                 unit.free_params()
 
     def finish_backward(self) -> None:
-        """Come to the end of backward, past every module that it did not reach on this rank."""
+        """End backward: close all units, including those of modules it did not reach here."""
+        # Other ranks may have reached units that this rank did not, so they are all reduced.
         self._unwind(len(self._uses))
         for unit in self._units[::-1]:
             self._end_gradients(unit)
@@ -231,17 +234,19 @@ class OnUse(StayWhole):
         unit = self._unit_of.get(param)
         if unit is not None and unit not in self._first_use:
             raise ModelError(
-                f"expected {name!r} to be used by the forward of a module that it belongs to, "
-                f"got a gradient of it although no such forward gathered it. Try to call that "
-                f"module, or to register the param in the one that uses it."
+                f"expected {name!r} to be used by the forward of its own module, got a gradient "
+                f"although no such forward gathered it. Call that module, or register the param "
+                f"in the module that uses it."
             )
 
     def _before_forward(
         self, needed: tuple[Unit, ...], module: nn.Module, args: tuple[object, ...]
     ) -> None:
+        # The outermost forward starts here, unless backward runs a checkpointed block again.
         if not self._starts and not self._in_backward:
             self._pending = {unit: set(users) for unit, users in self._users.items()}
             if torch.is_grad_enabled():
+                # Saved views of unsharded params would keep their memory until backward.
                 self._saving = saved_tensors_hooks(self._keep, self._restore)
                 self._saving.__enter__()
         self._starts.append(self._tick)
@@ -261,12 +266,15 @@ class OnUse(StayWhole):
         self._tick += 1
         for unit in needed:
             unit.leave()
+        # A block run again in backward: its uses were recorded in forward. Keep its params, since
+        # its backward follows at once.
         if self._in_backward:
             self._watch_again(module, output)
             return
         for unit in needed:
             self._pending[unit].discard(module)
-        # A reentrant checkpoint runs modules without gradients, and again with them in backward.
+        # A reentrant checkpoint runs modules without gradients, and again in backward with them.
+        # Inside an outer forward with gradients, such a use may have a backward.
         has_backward = torch.is_grad_enabled() or self._saving is not None
         if has_backward:
             use = _Use(start, self._tick, module, needed, not torch.is_grad_enabled())
@@ -275,6 +283,7 @@ class OnUse(StayWhole):
                 self._first_use[unit] = min(start, self._first_use.get(unit, start))
             on_gradients_of(output, partial(self._before_backward, use))
         is_outermost = not self._starts
+        # After the outermost forward even units of modules that never ran are resharded.
         for unit in self._units if is_outermost else needed:
             if is_outermost or not self._pending[unit]:
                 self._leave(unit, has_backward=has_backward)
@@ -283,6 +292,7 @@ class OnUse(StayWhole):
             self._saving = None
 
     def _leave(self, unit: Unit, *, has_backward: bool) -> None:
+        # Kept units are resharded by the end of their own backward.
         if has_backward and unit in self._kept:
             return
         unit.finish_gather()
@@ -290,7 +300,7 @@ class OnUse(StayWhole):
             unit.free_params()
 
     def _watch_again(self, module: nn.Module, output: object) -> None:
-        """Watch what a module returns that ran without gradients and runs again in backward."""
+        """Watch the output of a module that ran without gradients and runs again in backward."""
         for use in self._uses[::-1]:
             if use.module is module and use.runs_again:
                 on_gradients_of(output, partial(self._before_backward, use))
@@ -298,18 +308,21 @@ class OnUse(StayWhole):
 
     def _before_backward(self, use: _Use, grad: Tensor) -> None:
         self._in_backward = True
+        # Modules whose outputs got no gradient are skipped: unwind past them as well.
         later = [index for index, each in enumerate(self._uses) if each is use]
         if later:
             self._unwind(len(self._uses) - later[0])
 
     def _unwind(self, count: int) -> None:
-        """Come past the last uses of the forward, in reverse, whether gradients came or not."""
+        """Pass the last `count` uses of the forward, in reverse, with or without gradients."""
         for _ in range(count):
             use = self._uses.pop()
-            # Every node made after this use has been evaluated.
+            # Autograd has evaluated every node created after this use, so units first used later
+            # get no further gradients.
             for unit in self._units[::-1]:
                 if self._first_use.get(unit, -1) >= use.stop:
                     self._end_gradients(unit)
+            # A reentrant checkpoint calls the module again, and its forward hook gathers.
             if not use.runs_again:
                 self._gather(use.needed, ahead=self._before_in_backward(use.needed))
 
@@ -329,10 +342,11 @@ class OnUse(StayWhole):
             unit.finish_gather()
 
     def _after_in_forward(self, needed: Sequence[Unit]) -> Sequence[Unit]:
-        """The next units that this forward has not come to."""
+        """Return the next units that this forward has not reached, to prefetch them."""
         if not needed or not self._prefetch or self._in_backward:
             return ()
         ahead: list[Unit] = []
+        # Counted per group: a prefetch in one group must not depend on units of another.
         for group in dict.fromkeys(unit.group for unit in needed):
             line = self._of_group[group]
             first = max(line.index(unit) for unit in needed if unit.group is group) + 1
@@ -340,7 +354,7 @@ class OnUse(StayWhole):
         return ahead
 
     def _before_in_backward(self, needed: Sequence[Unit]) -> Sequence[Unit]:
-        """The next units that backward comes to, as the forward used them."""
+        """Return the next units that backward will reach, from the order of forward's uses."""
         if not needed or not self._prefetch:
             return ()
         coming = dict.fromkeys(unit for use in self._uses[::-1] for unit in use.needed)
@@ -351,12 +365,13 @@ class OnUse(StayWhole):
         return ahead
 
     def _keep(self, tensor: Tensor) -> object:
-        """Keep where a view of a whole param lies in place of the view, which would hold memory."""
+        """Save the position of a view of an unsharded param; the view would keep its memory."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         for unit in self._units:
             whole = unit.params
             if whole is None:
+                # The placeholder of a sharded param is one element, see `absent`.
                 if storage.nbytes() == tensor.element_size():
                     _check_present(unit, address)
             elif whole.untyped_storage().data_ptr() == address and whole.dtype == tensor.dtype:
@@ -366,7 +381,8 @@ class OnUse(StayWhole):
         return tensor
 
     def _restore(self, kept: object) -> Tensor:
-        """Find it again, gathered anew if backward reads it before it comes to a module."""
+        """Return a saved view again, and gather its unit if no module has yet."""
+        # Autograd also saves other tensors, such as activations: these pass unchanged.
         if not isinstance(kept, _Kept):
             assert isinstance(kept, Tensor)
             return kept
@@ -377,33 +393,33 @@ class OnUse(StayWhole):
 
 
 def _check_present(unit: Unit, address: int) -> None:
-    """Refuse a read of what stands for a param of a unit that is not in memory.
+    """Refuse a read of the placeholder of a sharded param.
 
     Raises:
-        ModelError: If that is what lies at the address.
+        ModelError: If the address is that of a placeholder of the unit.
     """
     for memory in unit.members:
         if memory.param.numel() and memory.param.data_ptr() == address:
             raise ModelError(
-                f"expected {memory.name!r} to be read by the forward of a module that it belongs "
-                f"to, before which it is gathered, but another one read it while it was SHARDED. "
-                f"Try to register it in the module that reads it, or a stage below 3."
+                f"expected {memory.name!r} to be read by the forward of its own module, which "
+                f"gathers it, but another module read it while it was SHARDED. Register it in the "
+                f"module that reads it, or choose a stage below 3."
             )
 
 
 ParamSchedule = StayWhole
-"""A schedule of the textbook or one that extends it."""
+"""A textbook param schedule, or a subclass of one."""
 
 
 def schedule_params(
     wrapped: Wrapped, *, grads: GradSchedule, on_use: type[OnUse] = OnUse
 ) -> ParamSchedule:
-    """Return the param schedule that a config requests.
+    """Return the param schedule for a config.
 
     Args:
-        wrapped: With its config.
+        wrapped: The module with its config.
         grads: The gradient schedule.
-        on_use: The class of a schedule of sharded params.
+        on_use: Class of the schedule for sharded params.
     """
     if wrapped.config.sharding.params:
         assert isinstance(grads, UnderBackward)

@@ -1,12 +1,12 @@
 """Groups of ranks: shard groups, and replica groups with copies of a shard.
 
-With redundancy K, N ranks are cut into K blocks of N / K consecutive ranks. A block shards the
-whole state: its ranks reduce-scatter and gather among themselves. The K ranks that hold the same
-shard, one a block, then sum what their blocks reduced. With K = 2 and 6 ranks: blocks 0 1 2 and
-3 4 5, and replicas 0 3, 1 4 and 2 5.
+With redundancy K, N ranks are split into K shard groups of N / K consecutive ranks. Each of them
+shards the whole state: its ranks reduce-scatter and gather among themselves. The K ranks with the
+same shard form a replica group, which sums the partial sums of the shard groups. With K = 2 and 6
+ranks: shard groups 0 1 2 and 3 4 5, replica groups 0 3, 1 4 and 2 5.
 
-Params of some kinds may be held by some of the ranks only. For these params they are what all ranks
-are for dense ones, copies of the state included.
+Params of some kinds may be on some of the ranks only. Those ranks form the same groups for them as
+all ranks do for dense params, replicas included.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from zero_sim.errors import LayoutError, UsageError
 from zero_sim.zero.collectives import size_and_rank
 from zero_sim.zero.config import ZeroConfig
 
-# A rank's place in its block follows from its place in `group`. In torch 2.11 all groups are
-# sorted, and there is nothing to ask for.
+# A rank's group rank decides its shard, so groups must keep the given order. torch 2.11 sorts all
+# groups and has no such option.
 _AS_THEY_STAND: dict[str, Any] = (
     {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
 )
@@ -32,24 +32,24 @@ _AS_THEY_STAND: dict[str, Any] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KindGroups:
-    """The groups over which params of one kind are summed, sharded and held in copies."""
+    """The groups that sum, shard and replicate params of one kind."""
 
     group: dist.ProcessGroup
-    """All ranks that hold them."""
+    """All ranks that hold these params."""
     shard_group: dist.ProcessGroup | None = None
-    """The ranks that hold a shard each; with one copy of the state it is `group`, and None where
-    each of them holds all."""
+    """The ranks with one shard each: `group` without redundancy. None if each rank holds
+    everything."""
     replica_group: dist.ProcessGroup | None = None
-    """The ranks that hold the same shard; None with one copy of the state."""
+    """The ranks with the same shard; None without redundancy."""
 
 
 KindOf = Callable[[str, Tensor], str]
-"""Returns the kind of a param, trained or not, or of a module buffer, from its name and the tensor;
-params of different kinds share no buffer."""
+"""Returns the kind of a param, trained or not, or of a module buffer, from its name and the tensor.
+Params of different kinds share no buffer."""
 
 
 def all_dense(name: str, tensor: Tensor) -> str:
-    """The kind of every param of a model without experts."""
+    """Return `dense`, the kind of every param of a model without experts."""
     return "dense"
 
 
@@ -58,15 +58,15 @@ class Holders:
     """The ranks that hold the params of each kind."""
 
     dense: KindGroups
-    """Groups of params on all ranks."""
+    """Groups of the params on all ranks."""
     parts: Mapping[str, KindGroups]
-    """By kind: groups of params on some ranks only, such as experts."""
+    """Groups of params on some ranks only, such as experts, by kind."""
     kind_of: KindOf
     kinds: Mapping[str, str]
     """Kind of each trained param, by name."""
 
     def groups_of(self, kind: str) -> KindGroups:
-        """Return the groups over which params of a kind are summed, sharded and held in copies."""
+        """Return the groups that sum, shard and replicate params of a kind."""
         return self.parts.get(kind, self.dense)
 
     def are_all(self, kind: str) -> bool:
@@ -74,41 +74,40 @@ class Holders:
         return kind not in self.parts
 
     def owners_of(self, kind: str) -> dist.ProcessGroup | None:
-        """Return the ranks that own a shard of a kind each; None where each of them owns all."""
+        """Return the ranks with one shard of a kind each; None if each rank owns everything."""
         return self.groups_of(kind).shard_group
 
     def is_first_copy(self, kind: str) -> bool:
-        """True if this rank holds the first copy of its shard of a kind.
+        """True if this rank holds the first replica of its shard of a kind.
 
-        Every element is in the first copy once, on one rank. Where nothing is sharded that is the
-        first rank of the kind's group; with redundancy, every rank of its first block.
+        Every element is in the first replica exactly once, on one rank: the first rank of the
+        kind's group if nothing is sharded; with redundancy, some rank of its first shard group.
         """
         replicas = self.groups_of(kind).replica_group
         return replicas is None or replicas.rank() == 0
 
 
 def build_redundancy_groups(group: dist.ProcessGroup, *, redundancy: int) -> KindGroups:
-    """Cut a group into blocks that shard and make the groups across them.
+    """Split a group into shard groups and replica groups.
 
-    Every rank of `group` must call it, at the same point among its other calls of `new_group`.
+    Every rank of `group` must call it, at the same point among its `new_group` calls.
 
     Args:
-        group: The ranks that train together, in the order in which blocks are cut from them.
-        redundancy: Number of blocks, K.
+        group: The ranks that train together, in the order to split them.
+        redundancy: Number of shard groups, K.
 
     Returns:
-        The group with the block of this rank, and the ranks that hold its shard in all blocks. With
-        one block these are `group` itself and None.
+        The group with this rank's shard group and replica group: `group` itself and None if K = 1.
 
     Raises:
-        LayoutError: If the blocks would not be equally large.
-        UsageError: If `group` is None or does not hold this process.
+        LayoutError: If the shard groups would not be equally large.
+        UsageError: If `group` is None or does not contain this process.
     """
     world_size, rank = size_and_rank(group)
     shard_count = split_ranks(world_size, redundancy=redundancy)
     if redundancy == 1:
         return KindGroups(group=group, shard_group=group)
-    # new_group counts ranks of the world, and `group` may be a part of it.
+    # new_group takes world ranks, and `group` may be a part of the world.
     ranks = dist.get_process_group_ranks(group)
     blocks = [ranks[start : start + shard_count] for start in range(0, world_size, shard_count)]
     replicas = [ranks[shard::shard_count] for shard in range(shard_count)]
@@ -120,7 +119,7 @@ def build_redundancy_groups(group: dist.ProcessGroup, *, redundancy: int) -> Kin
 
 
 def split_ranks(world_size: int, *, redundancy: int) -> int:
-    """Return how many ranks shard together, N / K.
+    """Return the number of ranks that shard together, N / K.
 
     Raises:
         LayoutError: If `redundancy` does not divide `world_size`.
@@ -128,21 +127,21 @@ def split_ranks(world_size: int, *, redundancy: int) -> int:
     if redundancy < 1 or world_size % redundancy:
         divisors = [count for count in range(1, world_size + 1) if world_size % count == 0]
         raise LayoutError(
-            f"expected redundancy to divide the number of ranks, so that every block of ranks "
-            f"shards alike, got redundancy={redundancy} for {world_size} ranks. "
-            f"Try one of {', '.join(map(str, divisors))}."
+            f"expected redundancy to divide the number of ranks, because all shard groups are "
+            f"equally large, got redundancy={redundancy} for {world_size} ranks. "
+            f"Use one of {', '.join(map(str, divisors))}."
         )
     return world_size // redundancy
 
 
 def new_groups(members: Sequence[Sequence[int]], *, own: int) -> dist.ProcessGroup:
-    """Make all groups, in one order on all ranks, and return the one that this rank is in.
+    """Create all groups, in one order on all ranks, and return the group of this rank.
 
     Args:
-        members: World ranks of each; together all ranks that call this.
+        members: World ranks of each group; together all ranks that call this.
         own: Index of this rank's group.
     """
-    # Ranks outside all of them do not call this, so that they must not be waited for.
+    # If some ranks of the world do not call this, new_group must not wait for them.
     is_part = sum(map(len, members)) < dist.get_world_size()
     groups = [
         dist.new_group(list(ranks), use_local_synchronization=is_part, **_AS_THEY_STAND)
@@ -156,49 +155,49 @@ def new_groups(members: Sequence[Sequence[int]], *, own: int) -> dist.ProcessGro
 def check_kind_groups(
     given: Mapping[str, KindGroups], *, within: dist.ProcessGroup, config: ZeroConfig
 ) -> dict[str, KindGroups]:
-    """Return the groups of each kind that not all ranks hold, with those left out filled in.
+    """Return the groups of each kind that only some ranks hold, with implied groups filled in.
 
     Args:
         given: By kind.
         within: All ranks that train together.
-        config: Says how they are to be cut.
+        config: Sharding and redundancy.
 
     Raises:
-        UsageError: If a group has other ranks in it, or is missing.
+        UsageError: If a group has the wrong ranks, or is missing.
     """
     for kind, groups in given.items():
         holders = set(dist.get_process_group_ranks(groups.group))
         if not holders <= set(dist.get_process_group_ranks(within)):
             raise UsageError(
-                f"expected the ranks that hold {kind!r} params among those that train "
-                f"together, got {sorted(holders)}. Try build_expert_groups(group, ...)."
+                f"expected the ranks with {kind!r} params among those that train together, "
+                f"got {sorted(holders)}. Use build_expert_groups(group, ...)."
             )
     return {kind: check_groups(groups, config=config) for kind, groups in given.items()}
 
 
 def check_groups(given: KindGroups, *, config: ZeroConfig) -> KindGroups:
-    """Return the groups that shard and that hold copies, after a look at who is in them.
+    """Return the groups with implied ones filled in, after a check of their ranks.
 
     Args:
-        given: With those left out that follow from others.
-        config: Says how ranks are to be cut.
+        given: The groups; implied ones may be None.
+        config: Sharding and redundancy.
 
     Raises:
-        UsageError: If a group has other ranks in it, or is missing.
+        UsageError: If a group has the wrong ranks, or is missing.
     """
     group, shard_group, replica_group = given.group, given.shard_group, given.replica_group
     redundancy = config.redundancy
     size, rank = size_and_rank(group)
     shard_count = split_ranks(size, redundancy=redundancy)
     if not config.sharding.state:
-        # Every rank is a shard group of its own, and all hold the same shard.
+        # Every rank is its own shard group, and all of them are replicas.
         return KindGroups(group=group, replica_group=group)
     if redundancy == 1 and replica_group is None and shard_group is None:
         return KindGroups(group=group, shard_group=group)
     if redundancy > 1 and (shard_group is None or replica_group is None):
         raise UsageError(
             f"expected shard_group and replica_group with redundancy={redundancy}, got None."
-            f" Try group=build_redundancy_groups(group, redundancy={redundancy})."
+            f" Pass group=build_redundancy_groups(group, redundancy={redundancy})."
         )
     for name, subgroup, expected in (
         ("shard_group", shard_group, (shard_count, rank % shard_count)),
@@ -207,9 +206,9 @@ def check_groups(given: KindGroups, *, config: ZeroConfig) -> KindGroups:
         got = expected if subgroup is None else size_and_rank(subgroup)
         if got != expected:
             raise UsageError(
-                f"expected {name} to have {expected[0]} ranks and this one, rank {rank} "
-                f"of {size}, as its rank {expected[1]}, got {got[0]} ranks and "
-                f"rank {got[1]}. Try build_redundancy_groups(group, redundancy={redundancy})."
+                f"expected {name} to have {expected[0]} ranks, with this one, rank {rank} "
+                f"of {size}, at group rank {expected[1]}, got {got[0]} ranks and group rank "
+                f"{got[1]}. Use build_redundancy_groups(group, redundancy={redundancy})."
             )
     return KindGroups(
         group=group,

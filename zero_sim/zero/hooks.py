@@ -1,4 +1,4 @@
-"""Hooks on modules and autograd: who uses which params, and when a backward comes to them."""
+"""Hooks on modules and autograd: the params of each module, and the start of its backward."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from torch import Tensor, nn
 
 
 def find_users(module: nn.Module) -> dict[nn.Module | None, list[nn.Parameter]]:
-    """Return by module the params that its forward may read.
+    """Return the params that each module's forward may read, by module.
 
-    Those that it owns itself, and those of containers below it that have no forward, such as
-    `nn.ParameterList`. None stands for params above which there is no module with a forward.
+    These are its own params, and those of containers below it without a forward, such as
+    `nn.ParameterList`. None is the key of params without any module with a forward above them.
     """
     users: dict[nn.Module | None, list[nn.Parameter]] = {}
     seen: set[tuple[nn.Module, nn.Module | None]] = set()
 
     def visit(member: nn.Module, above: nn.Module | None) -> None:
         user = member if _has_forward(member) else above
+        # A shared module can appear below several users; visit it once for each.
         if (member, user) in seen:
             return
         seen.add((member, user))
-        # Attention reads its output projection's params without calling it.
+        # MultiheadAttention reads its output projection's params without calling that module.
         reads_below = isinstance(member, nn.MultiheadAttention)
         users.setdefault(user, []).extend(member.parameters(recurse=reads_below))
         for child in member.children():
@@ -36,17 +37,19 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def on_gradients_of(output: object, call: Callable[[Tensor], None]) -> None:
-    """Call something once backward has the gradient of any tensor of a forward's output.
+    """Register `call` for the gradient of each tensor of a forward's output.
 
     Args:
-        output: What a module returned: a tensor, or tuples, lists and dicts with some in them.
-        call: Gets that gradient. A tensor that is itself a param has no backward of its own.
+        output: A module's output: a tensor, or tuples, lists and dicts of tensors.
+        call: Receives the gradient. Not called for a tensor that is itself a param.
     """
+    # grad_fn is None for leaves: a returned param has no backward of this module.
     for tensor in _tensors_in(output):
         if tensor.requires_grad and tensor.grad_fn is not None:
             tensor.register_hook(call)
 
 
+# Tensors inside other containers, such as dataclasses, are not found.
 def _tensors_in(output: object) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output

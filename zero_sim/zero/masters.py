@@ -1,4 +1,4 @@
-"""Masters: the fp32 values of what a rank owns, which its optimizer steps."""
+"""Masters: fp32 values of the fragments that a rank owns, stepped by its optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_sim.zero.data_parallel import DistributedDataParallel
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Master:
-    """One owned fragment and the fp32 leaf that the inner optimizer steps."""
+    """One owned fragment and its fp32 leaf, a param of the inner optimizer."""
 
     buffer_index: int
     buffer: Buffer
@@ -26,13 +26,12 @@ class Master:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OwnedFragment:
-    """One fragment that this rank owns, with all its state: what a judge compares.
+    """One fragment that this rank owns, with all its state, for the judge to compare.
 
-    The tensors are the engine's own memory: valid until the next call into it, and read only.
+    The tensors are the engine's own memory: read only, valid until the next call into the engine.
     """
 
     param: str
-    """Name of the param."""
     buffer: int
     """Index into `ddp.buffers`."""
     bucket: int
@@ -40,17 +39,17 @@ class OwnedFragment:
     in_param: Span
     in_buffer: Span
     grad: Tensor  # 1D, in the gradient's dtype
-    """The gradient as reduced, before any division after the sum; until `zero_grad`."""
+    """The reduced gradient, before any division after the sum; valid until `zero_grad`."""
     master: Tensor  # 1D fp32
     state: Mapping[str, Tensor]
-    """The optimizer's own state, under its names; empty before the first step. A 0D tensor is the
-    whole param's, and equal on all owners; any other has the shape of `master`."""
+    """The optimizer's state under its own names; empty before the first step. A 0D tensor belongs
+    to the whole param and is equal on all owners; others have the shape of `master`."""
 
 
 def build_masters(
     ddp: DistributedDataParallel, *, device: torch.device
 ) -> tuple[dict[tuple[int, int], Tensor], tuple[Master, ...]]:
-    """Allocate one flat fp32 shard a bucket and cut it into one leaf an owned fragment."""
+    """Allocate one flat fp32 shard per bucket, and one leaf view per owned fragment."""
     shards: dict[tuple[int, int], Tensor] = {}
     masters: list[Master] = []
     for index, buffer in enumerate(ddp.buffers):
@@ -59,12 +58,14 @@ def build_masters(
             if fragment is None:
                 continue
             key = (index, fragment.bucket)
+            # Zeros, because padding stays in the shard and must not contain garbage.
             if key not in shards:
                 span = buffer.plan.buckets[fragment.bucket].shard_span(fragment.shard)
                 shards[key] = torch.zeros(span.numel, dtype=torch.float32, device=device)
             place = fragment.in_shard
             view = shards[key].narrow(0, place.start, place.numel)
             view.copy_(buffer.get_param_shard(param))
+            # The leaf is a view of the shard, so the optimizer steps the shard in place.
             leaf = nn.Parameter(view, requires_grad=False)
             masters.append(
                 Master(buffer_index=index, buffer=buffer, param=param, fragment=fragment, leaf=leaf)

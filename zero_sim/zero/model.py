@@ -1,4 +1,4 @@
-"""Trained params of a module, and how their values are stored."""
+"""Trained params of a module, and the conversion between masters and working params."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DTYPE_NAMES: Final = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
 }
-"""The dtypes of params that can be trained, with the names they have in a layout."""
+"""Trainable dtypes of params, with their names in a layout."""
 
 
 class PlainCast:
-    """Working params that are their masters, cast to the param's dtype."""
+    """Working params that are masters cast to the param's dtype."""
 
     dtype_names: ClassVar[Mapping[torch.dtype, str]] = DTYPE_NAMES
-    """The dtypes of params that can be trained, with the names they have in a layout."""
+    """Trainable dtypes of params, with their names in a layout."""
 
     @classmethod
     def build(
@@ -39,20 +39,20 @@ class PlainCast:
         Args:
             module: The whole model.
             params: Its trainable params, by name.
-            holders: The ranks that hold each kind of them.
+            holders: The ranks of each kind of params.
         """
         return cls()
 
     def read(self, param: nn.Parameter, working: Tensor) -> Tensor:
-        """Return the weights that a part of a working param stands for."""
+        """Return the weights that part of a working param represents."""
         return working
 
     def write_(self, param: nn.Parameter, working: Tensor, master: Tensor) -> None:
-        """Write a master to its part of a working param."""
+        """Write a master to its part of a working param, rounded to the param's dtype."""
         working.copy_(master)
 
     def prepare(self, masters: Callable[[], Iterable[tuple[nn.Parameter, Tensor]]]) -> None:
-        """Make ready to write masters; every rank calls it, owning any or not."""
+        """Prepare to write masters. Every rank calls it, even one that owns nothing."""
 
 
 def find_trainable_params(
@@ -60,15 +60,15 @@ def find_trainable_params(
 ) -> dict[str, nn.Parameter]:
     """Return the params with `requires_grad`, by name, in registration order.
 
-    A tied param is one param and comes once, under the first of its names.
+    A tied param appears once, under the first of its names.
 
     Args:
         module: The whole model.
-        dtypes: Those that can be trained.
+        dtypes: Trainable dtypes.
 
     Raises:
-        ModelError: If there is none; if params lie on two devices or share memory; if one has a
-            dtype or layout that cannot be trained, is not materialized, or is already wrapped.
+        ModelError: If no param is trainable, params are on two devices or share memory, or one is
+            of an unsupported dtype or layout, not materialized, or already wrapped.
     """
     params = dict(module.named_parameters())
     check_params(params, of=type(module).__name__, dtypes=dtypes)
@@ -76,16 +76,17 @@ def find_trainable_params(
 
 
 def find_grad_dtype(params: Mapping[str, nn.Parameter]) -> torch.dtype:
-    """Return the dtype in which autograd gives the gradients of params of one buffer.
+    """Return the dtype of autograd's gradients for the params of one buffer.
 
     Raises:
-        ModelError: If it is not the same for all.
+        ModelError: If the params differ in it.
     """
+    # param.grad_dtype overrides the default of a leaf, its own dtype; fp8 params need it.
     by_dtype = {param.grad_dtype or param.dtype: name for name, param in params.items()}
     if len(by_dtype) > 1:
         found = ", ".join(f"{dtype} of {name!r}" for dtype, name in by_dtype.items())
         raise ModelError(
-            f"expected one dtype for the gradients of all params that share a buffer, got "
-            f"{found}. Try the same param.grad_dtype for all, or grad_dtype='fp32'."
+            f"expected one dtype for the gradients of all params of a buffer, got "
+            f"{found}. Set the same param.grad_dtype for all, or grad_dtype='fp32'."
         )
     return next(iter(by_dtype))

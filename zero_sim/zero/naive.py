@@ -1,19 +1,19 @@
 """Naive ZeRO: the whole idea on one screen, slow and plain, equal bit for bit to the engine.
 
-All params are one long vector. Every rank owns an equal slice of it: it alone keeps the fp32 values
-and the optimizer's state of that slice. A step is four lines:
+All params form one long vector, and every rank owns an equal slice of it. Only the owner keeps the
+fp32 values and the optimizer state of a slice. A step is four lines:
 
     1. put this rank's gradients into one vector
-    2. reduce-scatter it: each rank gets the sum over all ranks of its own slice
-    3. step the slice that it owns
+    2. reduce-scatter it: each rank gets the sum of its own slice over all ranks
+    3. step the owned slice
     4. all-gather the slices, so that every rank has all params again
 
-That is stage 1. The engine does the same in buckets, so that each can move while the next one is
-computed. Stage 2 reduces a bucket as soon as backward has filled it, and keeps of it only its own
-slice: line 1 is never whole. Stage 3 keeps only its slice of the params as well: line 4 comes
-before each forward and backward that needs a bucket, and is undone after it. Stage 0 is plain data
-parallelism: line 2 is an all-reduce, every rank owns everything, and there is no line 4. And where
-the slices are dealt out inside blocks of ranks, line 2 is followed by a sum across the blocks.
+This is stage 1. The engine works in buckets, so that each can move during the computation of the
+next. Stage 2 reduces a bucket as soon as backward has filled it and keeps only the owned slice, so
+the vector of line 1 is never complete. Stage 3 also keeps only its slice of the params: line 4
+comes before each forward and backward that needs a bucket, and is undone afterwards. Stage 0 is
+plain data parallelism: line 2 is an all-reduce, every rank owns everything, and line 4 is dropped.
+With redundancy, slices are per shard group, and a sum over the replicas follows line 2.
 
 Source: ZeRO (arXiv 1910.02054), section 5.
 """
@@ -30,12 +30,12 @@ from zero_sim.zero.optimizer import OptimFactory
 
 
 class NaiveZero:
-    """Stage 1 of a module whose params all have one dtype.
+    """Stage 1 of a module with params of one dtype.
 
     Args:
-        module: What is trained; the same on every rank.
+        module: The module to train; the same on every rank.
         group: The ranks that train together.
-        optim_factory: Builds the optimizer of one rank from the slice that it owns.
+        optim_factory: Builds the optimizer of one rank from its slice.
     """
 
     master: nn.Parameter  # 1D fp32, this rank's slice of all params
@@ -53,12 +53,14 @@ class NaiveZero:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update all params on every rank from each rank's own gradients, and drop these."""
+        """Update all params on every rank from all ranks' gradients, then drop the gradients."""
+        # A param without a gradient on this rank still takes part: others wait for the sum.
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
+        # whole: 1D, padded to a multiple of the world size; reduced: 1D, one slice.
         whole = self._as_vector(grads)
         reduced = torch.empty_like(self._own_slice(whole))
         reduce_scatter_sum(reduced, whole, group=self._group)
-        # A tensor: by a Python number some devices multiply with its rounded reciprocal.
+        # A tensor: some devices divide by a Python number as a product with its rounded reciprocal.
         self.master.grad = reduced.to(torch.float32) / reduced.new_full(
             (), self._world_size, dtype=torch.float32
         )
@@ -69,7 +71,7 @@ class NaiveZero:
             param.grad = None
 
     def _as_vector(self, tensors: list[Tensor]) -> Tensor:
-        """All elements, one after another, and zeros until the ranks can share them evenly."""
+        """Concatenate all elements, with zeros up to a multiple of the world size."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         return nn.functional.pad(flat, (0, -flat.numel() % self._world_size))
 

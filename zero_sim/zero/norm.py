@@ -1,11 +1,13 @@
-"""The norm of a gradient that lies in pieces on many ranks, and clipping by it.
+"""The norm of a gradient whose pieces are on many ranks, and clipping by it.
 
-Ranks exchange sums of squares, in fp64, and the root is taken once, of the whole sum. Both matter.
-A norm of norms rounds each root and squares it again, which for fp32 already loses about half of
-all small integers. And a sum in fp32 depends in its last bits on where shards are cut, so that the
-clipped gradient would depend on the number of ranks. The square of an fp32 value is exact in fp64,
-and the sum has 29 bits to spare before it is rounded to fp32: cuts show only where the root falls
-next to the middle between two fp32 numbers; the reference tells where that may be.
+Ranks exchange sums of squares in fp64, and take one root of the total.
+
+- A norm of norms would round each root and square it again. In fp32 this already loses about half
+  of all small integers.
+- A sum in fp32 would depend on the shard boundaries in its last bits, so the clipped gradient would
+  depend on the number of ranks. The square of an fp32 value is exact in fp64, and the sum has 29
+  spare bits before it is rounded to fp32. Boundaries only matter if the root is next to the middle
+  between two fp32 numbers; the reference detects these cases.
 """
 
 from __future__ import annotations
@@ -17,34 +19,37 @@ import torch
 from torch import Tensor
 
 _CHUNK_ELEMS = 1 << 20
-"""Elements that are in memory as fp64 at one time."""
+"""Number of elements that are in memory as fp64 at a time."""
 
 
 def measure_grads(grads: Iterable[Tensor], *, device: torch.device) -> Tensor:
-    """Measure what one rank owns; summed over owners, the result is that of the whole gradient.
+    """Measure the gradients of one rank. The sum over owners is that of the whole gradient.
 
     Args:
-        grads: fp32, any shapes; every element once, and no padding.
-        device: Where to put the result if there are no gradients.
+        grads: fp32, any shapes; every element once, without padding.
+        device: Device of the result if there are no gradients.
 
     Returns:
         1D fp64 `[sum of squares, number of zeros, overflows]`. The third is 1 if any element is
-        infinite or NaN, else 0: an entry of its own, as a NaN in the first would compare as no
-        overflow. A count is exact in fp64 up to 2**53.
+        infinite or NaN, else 0.
     """
-    # Python's floats are fp64, and adding numbers costs less than adding 0D tensors.
+    # A separate entry for overflows, because a NaN in the first would compare as no overflow.
+    # fp64 counts exactly up to 2**53.
+    # Python's floats are fp64, and adding numbers is cheaper than adding 0D tensors.
     squares, zeros = 0.0, 0
     for flat in _chunks(grads):
         wide = flat.to(torch.float64)
         squares += wide.dot(wide).item()
         zeros += flat.numel() - int(torch.count_nonzero(flat))
-    # No sum of squares of finite fp32 values leaves the range of fp64 (2**256 n), so this is exact.
+    # Squares of finite fp32 values sum to at most 2**256 n, inside the range of fp64, so a
+    # non-finite sum means a non-finite gradient.
     overflows = not math.isfinite(squares)
     return torch.tensor([squares, zeros, overflows], dtype=torch.float64, device=device)
 
 
 def _chunks(grads: Iterable[Tensor]) -> Iterator[Tensor]:
-    """All elements in 1D pieces: many small gradients in one, a large one in several."""
+    """Yield all elements in 1D pieces: many small gradients in one, a large one in several."""
+    # Pieces of at most _CHUNK_ELEMS bound the fp64 copy; joining small ones saves kernel calls.
     gathered: list[Tensor] = []
     gathered_elems = 0
     for grad in grads:
@@ -68,11 +73,11 @@ def clip_by_norm_(grads: Iterable[Tensor], *, norm: Tensor, max_norm: float) -> 
 
     Args:
         grads: fp32, any shapes.
-        norm: 0D fp32, the norm of the whole gradient. Where it is NaN, all gradients become NaN.
+        norm: 0D fp32, the norm of the whole gradient. If it is NaN, all gradients become NaN.
         max_norm: Upper bound for the norm.
     """
-    # All three as tensors: torch divides a Python number by a tensor as a product with the rounded
-    # reciprocal, and the bits would be those of no division.
+    # Tensors, because torch divides a Python number by a tensor as a product with the rounded
+    # reciprocal, which gives other bits than a division.
     bound, tiny, one = (torch.full_like(norm, value) for value in (max_norm, 1e-6, 1.0))
     coefficient = torch.minimum(one, bound / (norm + tiny))
     for grad in grads:

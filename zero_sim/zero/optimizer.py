@@ -1,8 +1,8 @@
 """Optimizer state, sharded over ranks: the top layer of ZeRO.
 
-Each rank keeps fp32 masters and moments only of the fragments that it owns (of everything,
-where nothing is sharded). An elementwise optimizer cannot tell a fragment from a param, so the
-update of the fragments, put together, is the update of the params.
+Each rank keeps fp32 masters and moments only for the fragments that it owns: all of them if nothing
+is sharded. An elementwise optimizer cannot distinguish a fragment from a param. So the updates of
+all fragments together are the update of the params.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from zero_sim.zero.norm import clip_by_norm_, clip_by_value_, measure_grads, roo
 from zero_sim.zero.refusals import Attached, check_groups, check_optimizer, check_state
 
 OptimFactory = Callable[[ParamsT], Optimizer]
-"""Builds the optimizer of one rank from the fp32 masters, or groups of them, that it is given."""
+"""Builds the optimizer of one rank from its fp32 masters, or groups of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepResult:
-    """What a step did; the same on all ranks."""
+    """The result of a step; the same on all ranks."""
 
     norm: Tensor  # 0D fp32
-    """The norm of the gradient, divided and unscaled but not clipped, over all params but frozen
-    ones; each element counts once, however many ranks hold it. With a model-parallel group, over
+    """The norm of the gradient over all params but frozen ones, divided and unscaled but not
+    clipped. Each element counts once, for any number of replicas. With a model-parallel group, over
     all parts of the model."""
     zeros: int
-    """How many elements of that gradient are zero."""
+    """Number of zero elements of that gradient."""
     skipped: bool
-    """Whether a gradient overflowed under loss scaling, so that nothing was stepped."""
+    """True if a gradient overflowed under loss scaling, so that nothing was stepped."""
     loss_scale: float | None
     """The loss scale used in this step; None without a loss scaler."""
 
@@ -49,23 +49,23 @@ class LossScale(Protocol):
     """A loss scale that adapts to overflows."""
 
     scale: float
-    """What the next loss is multiplied by, and its gradient divided."""
+    """Factor of the next loss, and divisor of its gradient."""
     growth_interval: int
     good_steps: int
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale: what backward is to be called on."""
+        """Return the loss times the scale. Call backward on the result."""
         ...
 
     def update(self, *, found_inf: bool) -> None:
-        """Adapt the scale to what happened in a step."""
+        """Adapt the scale after a step with or without overflow."""
 
 
 class AllAtOnce:
-    """Makes the fp32 gradients of all masters at once, and steps with them.
+    """A stepper that converts the gradients of all masters to fp32 at once.
 
     Args:
-        optimizer: Whose masters are stepped.
+        optimizer: The optimizer of the masters.
     """
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
@@ -87,68 +87,67 @@ class AllAtOnce:
         self._optimizer._step_masters(trained, self._grads)
 
     def release(self) -> None:
-        """Let go of the gradients."""
+        """Free the gradients."""
         self._grads.clear()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepSeams:
-    """The part at each seam of a step; the defaults are the textbook's.
+    """The part at each seam of a step; by default the textbook's.
 
     Example:
         DistributedOptimizer(ddp, optim_factory=make, seams=StepSeams(loss_scaler=LossScaler()))
     """
 
     stepper: Callable[[DistributedOptimizer], AllAtOnce] = AllAtOnce
-    """Makes gradients as fp32, and steps masters with them."""
+    """Converts gradients to fp32 and steps masters with them."""
     loss_scaler: LossScale | None = None
-    """This rank's loss scaler, with which the caller scales each loss."""
+    """This rank's loss scaler. The caller scales each loss with it."""
     state_device: torch.device | None = None
-    """Device of masters and state, where the step is taken, such as the CPU. Reduced gradients go
-    there and new params come from there. None for the device of the params."""
+    """Device of masters, state and step, such as the CPU: reduced gradients are copied there, and
+    new params back. None for the device of the params."""
     model_parallel_group: dist.ProcessGroup | None = None
-    """If ranks train different parts of one model (tensor or pipeline parallel): this rank and
-    those at its place in the other parts' groups. The norm is over all parts. An overflow in one is
-    one in all, so all take a step or none."""
+    """For tensor or pipeline parallelism: the ranks at this rank's index in the groups of all model
+    parts. The norm is over all parts. An overflow in one part skips the step in all."""
     is_counted: Callable[[str], bool] = lambda name: True
-    """True, by name, if the norm and the zeros count a param here. Of a param that several parts
-    hold, one should. All are clipped alike."""
+    """True, by name, if the norm and the zeros count a param on this rank. If several parts hold a
+    param, only one should count it. All are clipped alike."""
 
 
 class DistributedOptimizer:
     """An elementwise `torch.optim` optimizer over this rank's part of the params.
 
-    A step, after `ddp.finish_grad_sync()`: reduced gradient -> fp32 -> unscaled and divided ->
-    measured over all ranks -> clipped -> stepped on the masters -> cast into the working params
-    -> gathered from their owners. Params whose `requires_grad` is False
-    when the step runs are left out, from the measuring to the cast, and neither they nor their
-    state change.
+    A step, after `ddp.finish_grad_sync()`: reduced gradient -> fp32 -> unscale, divide -> measure
+    over all ranks -> clip -> step the masters -> cast into the working params -> gather from the
+    owners. Params whose `requires_grad` is False during a step are skipped in all of it, and their
+    state does not change.
 
     Args:
         ddp: The module and its buffers.
         optim_factory: Called once. Without `group_of`, with the list of owned fp32 masters, each
-            1D. With it, with one `{"params": [...], "group_index": i}` for each group, also those
-            of which this rank owns nothing: the factory adds the hyper-parameters of group i.
-        group_of: Maps the name of a param to the index of its group.
+            1D. With it, with one `{"params": [...], "group_index": i}` for each group, even if this
+            rank owns nothing of it; the factory adds the hyper-parameters of group i.
+        group_of: Returns the index of a param's group for its name.
         clip_norm: Bound for the norm of the gradient over all params; None for no clipping.
         clip_value: Bound for the magnitude of each element of it; None for no clipping.
-        elementwise: Vouches that an optimizer of a class that is not known here is elementwise.
-        seams: Parts in the place of the textbook's.
+        elementwise: True if the caller guarantees that an optimizer of an unknown class is
+            elementwise.
+        seams: Alternative parts.
 
     Raises:
-        UsageError: If the optimizer is not elementwise, is fused, or does not step what it was
-            given; if a bound is not positive, or both are given; if a group index is negative.
+        UsageError: If the optimizer is not elementwise, is fused, or does not step the given
+            masters; if a bound is not positive, or both are given; if a group index is negative.
     """
 
     inner: Optimizer
-    """The rank's optimizer; on a rank that owns nothing, with the same groups, all empty."""
+    """The rank's optimizer. If the rank owns nothing: with the same groups, all empty."""
     state_device: torch.device
     master_shards: Mapping[tuple[int, int], Tensor]  # 1D fp32 each
-    """Masters by (buffer, bucket) index, as long as a shard; padding is zero. Only where owned."""
+    """Masters by (buffer, bucket) index, as long as a shard, with zero padding; owned ones only."""
     masters: tuple[Master, ...]
-    """One for each owned fragment, in buffer order; what a checkpoint writes and overwrites."""
+    """One for each owned fragment, in buffer order; checkpoints write and overwrite them."""
     base_lrs: list[object]
-    """Of each group the learning rate before any factor."""
+    """Learning rate of each group before any factor."""
 
     def __init__(
         self,
@@ -171,6 +170,7 @@ class DistributedOptimizer:
         self.inner = self._build_inner(optim_factory, group_of=group_of, declared=elementwise)
         self.base_lrs = [group.get("lr") for group in self.inner.param_groups]
         self.stepper = self.seams.stepper(self)
+        # Attached optimizers gather whole params, so they need the buffers and their collectives.
         if isinstance(self.inner, Attached):
             self.inner.attach(self)
         self._scale_of_step = 1.0
@@ -185,48 +185,48 @@ class DistributedOptimizer:
     def step(self) -> StepResult:
         """Update the working params of all ranks from the reduced gradients.
 
-        The reduced gradients stay readable until `zero_grad`. With a loss scaler, a step in which
-        any rank's gradient overflowed changes nothing but the scale, on no rank. With overlapped
-        gathers the params are complete only where `ddp` says so.
+        The reduced gradients stay readable until `zero_grad`. With a loss scaler, an overflow on
+        any rank skips the step on all ranks; only the scale changes. With overlapped gathers the
+        params are complete only after `ddp.finish_param_gather()`.
 
         Raises:
             UsageError: If `ddp.finish_grad_sync()` was not called for this step, or the optimizer
-                turns out to keep state that sharding would change.
+                keeps state that sharding would change.
         """
         if not self.ddp.grads_reduced:
             raise UsageError(
                 "expected gradients summed over ranks, got this rank's own. "
-                "Try ddp.finish_grad_sync() after the last backward and before step()."
+                "Call ddp.finish_grad_sync() after the last backward and before step()."
             )
         trained = [master for master in self.masters if master.param.requires_grad]
-        # Gradients may be made once more after the scaler's update.
+        # The scale of this step's losses: the stepper may convert gradients again after update().
         self._scale_of_step = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
         norm, zeros, overflowed = self.stepper.measure(trained)
         loss_scale = None if self.loss_scaler is None else self._scale_of_step
         skipped = self.loss_scaler is not None and overflowed
         if self.loss_scaler is not None:
             self.loss_scaler.update(found_inf=overflowed)
-        # All ranks agree on the overflow, so all of them leave out the gather, or none.
+        # All ranks agree on the overflow, so either all of them gather or none.
         if not skipped:
             self.stepper.step(trained, norm=norm)
-            # Gone before this rank waits for others, or the copies of all ranks would pile up.
+            # Before this rank waits for others, or the fp32 copies of all ranks would pile up.
             self.stepper.release()
-            # Outside any test of what this rank owns: with nothing it gathers like the others.
+            # For any number of owned fragments: a rank without any takes part in the gather.
             self.ddp.start_param_gather()
         self.stepper.release()
         return StepResult(norm=norm, zeros=zeros, skipped=skipped, loss_scale=loss_scale)
 
     def set_lr_factor(self, factor: float) -> None:
-        """Set each group's learning rate to `factor` times what it was at construction.
+        """Set each group's learning rate to `factor` times its initial value.
 
         Raises:
-            UsageError: If a learning rate is no Python number.
+            UsageError: If a learning rate is not a Python number.
         """
         for group, base_lr in zip(self.inner.param_groups, self.base_lrs, strict=True):
             if not isinstance(base_lr, (int, float)):
                 raise UsageError(
                     f"expected learning rates that are Python numbers, got {base_lr!r}. "
-                    f"Try lr=1e-3."
+                    f"Use a float, such as lr=1e-3."
                 )
             group["lr"] = base_lr * factor
 
@@ -235,7 +235,7 @@ class DistributedOptimizer:
         self.ddp.zero_grad_buffer()
 
     def fragments(self) -> Iterator[OwnedFragment]:
-        """Yield everything that this rank owns, in buffer order; without shards whole params.
+        """Yield all owned fragments, in buffer order; whole params if nothing is sharded.
 
         Params without elements have no fragment.
         """
@@ -254,7 +254,7 @@ class DistributedOptimizer:
             )
 
     def settings(self) -> dict[str, dict[str, object]]:
-        """By param of which this rank owns any: what its group says, `lr` before any factor."""
+        """Return the group settings of each param with an owned fragment; `lr` without factor."""
         names = {id(master.leaf): master.fragment.param for master in self.masters}
         told: dict[str, dict[str, object]] = {}
         for group, base_lr in zip(self.inner.param_groups, self.base_lrs, strict=True):
@@ -268,9 +268,9 @@ class DistributedOptimizer:
         leaves: list[list[Tensor]] = [[] for _ in range(_count_groups(self.ddp, group_of=group_of))]
         for master in self.masters:
             leaves[0 if group_of is None else group_of(master.fragment.param)].append(master.leaf)
-        # torch.optim refuses an empty list, but not an empty group. A rank that owns nothing still
-        # calls the factory, so that a refused optimizer is refused on all ranks alike and none
-        # waits for the others; and it has the same groups as the others.
+        # torch.optim refuses an empty list, but not an empty group. A rank that owns nothing calls
+        # the factory too: it gets the same groups as the others, and an unsuitable optimizer raises
+        # on all ranks, so no rank waits for the others.
         idle = group_of is None and not self.masters
         if idle:
             nothing = torch.zeros(0, device=self.state_device)
@@ -293,10 +293,11 @@ class DistributedOptimizer:
 
     def _upcast_grad(self, master: Master) -> Tensor:
         reduced = master.buffer.get_grad_shard(master.param)
-        # Always a copy: optimizers may write to the gradient (foreach SGD with nesterov does), and
-        # the buffer has to keep what was reduced.
+        # Always a copy: optimizers may write to the gradient (foreach SGD with nesterov does), but
+        # the buffer must keep the reduced values.
         grad = self.stepper.copy(reduced)
         if self.loss_scaler is not None:
+            # A tensor, because on CUDA a division by a Python number is not correctly rounded.
             scale = torch.full((), self._scale_of_step, dtype=grad.dtype, device=grad.device)
             grad.div_(scale)
         if self.ddp.config.divide == "post":
@@ -308,28 +309,29 @@ class DistributedOptimizer:
         return self._agree_on(self._measure_own(trained, grads))
 
     def _measure_own(self, trained: list[Master], grads: list[Tensor]) -> Tensor:
-        """Return `measure_grads` of what this rank owns and counts; overflows of all it owns."""
+        """Measure the counted gradients of this rank, see `measure_grads`; overflows of all."""
         counted: list[Tensor] = []
         others: list[Tensor] = []
         for master, grad in zip(trained, grads, strict=True):
             (counted if self._counts(master) else others).append(grad)
         measured = measure_grads(counted, device=self._device)
         if self.loss_scaler is not None:
-            # Copies that others count should overflow alike. Should they ever differ, then a step
-            # that only some ranks take must not be what comes of it.
+            # Uncounted replicas should overflow alike. If they ever differ, ranks must still agree
+            # to step or to skip.
             measured[2] += measure_grads(others, device=self._device)[2]
         return measured
 
     def _agree_on(self, measured: Tensor) -> tuple[Tensor, int, bool]:
-        """Sum what ranks measured, and return norm, zeros and overflow."""
+        """Sum the measurements over ranks, and return norm, zeros and overflow."""
         all_reduce_sum(measured, group=self.ddp.group)
+        # Two sums in this order give every rank of every part the same total.
         if self.seams.model_parallel_group is not None:
             all_reduce_sum(measured, group=self.seams.model_parallel_group)
         _, zeros, overflow_count = measured.tolist()
         return root_of_squares(measured[0]), int(zeros), overflow_count > 0
 
     def _counts(self, master: Master) -> bool:
-        """Tell whether this rank counts what it owns: of all copies of an element one counts."""
+        """Return True if this rank counts a fragment: one replica of each element counts."""
         name = master.fragment.param
         if not self.seams.is_counted(name):
             return False
@@ -350,16 +352,17 @@ class DistributedOptimizer:
         self._write_back(trained)
 
     def _write_back(self, trained: list[Master]) -> None:
-        """Write masters to the working params, which only their owners see yet."""
-        # Outside any test of what this rank owns, too.
+        """Write masters to the working params; other ranks receive them with the next gather."""
+        # For any number of owned fragments, because prepare() may contain a collective.
         self.ddp.cast.prepare(lambda: ((each.param, each.leaf.detach()) for each in trained))
         for master in trained:
             master.buffer.write_param_shard(master.param, master.leaf)
-            # fp32 copies of the gradients are only needed inside a step.
+            # The fp32 gradient is needed inside a step only.
             master.leaf.grad = None
 
     def _check_new_state(self) -> None:
         """Check the state of masters that were stepped for the first time."""
+        # Frozen masters have no state yet, so check them after their first real step.
         stepless = []
         for master in self._unchecked:
             if not master.param.requires_grad:
@@ -371,7 +374,7 @@ class DistributedOptimizer:
 
 
 def _count_groups(ddp: DistributedDataParallel, *, group_of: Callable[[str], int] | None) -> int:
-    """Return the number of groups: from all params, not only those that this rank owns."""
+    """Return the number of groups, from all params, so that it is equal on all ranks."""
     if group_of is None:
         return 1
     indices = {name: group_of(name) for name in ddp.params}
@@ -386,11 +389,11 @@ def _count_groups(ddp: DistributedDataParallel, *, group_of: Callable[[str], int
 
 def _check_bounds(*, clip_norm: float | None, clip_value: float | None) -> None:
     for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        # Not `bound <= 0`, which a NaN would pass.
+        # Not `bound <= 0`, because NaN would pass.
         if bound is not None and not bound > 0:
             raise UsageError(f"expected {name} to be positive, or None, got {bound}.")
     if clip_norm is not None and clip_value is not None:
         raise UsageError(
             f"expected one way of clipping, got clip_norm={clip_norm} and "
-            f"clip_value={clip_value}. Try one of them."
+            f"clip_value={clip_value}. Remove one of them."
         )

@@ -1,9 +1,9 @@
-"""Refusals of modules and optimizers that cannot be trained; no value depends on them.
+"""Refusals of modules and optimizers that cannot be trained; no value depends on this module.
 
-An optimizer may be sharded if it is elementwise, so that it cannot tell a fragment from a param: if
-each element of master and state follows from the same element of master, state and gradient and
-from numbers that all ranks share. And it must round each element alike wherever it stands in a
-tensor, which rules out fused CPU kernels and 16-bit state.
+Only elementwise optimizers can be sharded, because they cannot distinguish a fragment from a param:
+each new element of master and state depends on the same element of master, state and gradient, and
+on numbers shared by all ranks. The rounding of an element must not depend on its position in a
+tensor either, which excludes fused CPU kernels and 16-bit state.
 """
 
 from __future__ import annotations
@@ -33,72 +33,73 @@ ELEMENTWISE: Final[frozenset[type[Optimizer]]] = frozenset(
         torch.optim.SGD,
     }
 )
-"""Classes known to be elementwise, in for-loop and foreach form. Not their subclasses, which may
-override the step."""
+"""Optimizers known to be elementwise, in for-loop and foreach form. Subclasses are excluded because
+they may override the step."""
 
 _NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 
 
 @runtime_checkable
 class Attached(Protocol):
-    """An optimizer that knows that it gets fragments, and gathers what it needs besides."""
+    """An optimizer prepared for fragments: it gathers the other values that it needs."""
 
     def attach(self, optimizer: Any) -> None:
-        """Take the `DistributedOptimizer` that it is the inner optimizer of."""
+        """Receive the `DistributedOptimizer` around this inner optimizer."""
 
 
 def check_optimizer(inner: Optimizer, *, declared: bool) -> None:
-    """Refuse an optimizer whose update of a fragment is not that of the whole param.
+    """Refuse an optimizer whose update of a fragment differs from that of the whole param.
 
     Args:
         inner: The optimizer.
-        declared: Whether the caller vouches that an optimizer of an unknown class is elementwise.
+        declared: True if the caller guarantees that an unknown optimizer is elementwise.
 
     Raises:
-        UsageError: If the optimizer is not elementwise, not known to be, or fused.
+        UsageError: If the optimizer is fused, not elementwise, or unknown and not declared.
     """
     cls = type(inner)
     names = {base.__name__ for base in cls.__mro__ if base.__module__.startswith("torch.optim")}
-    if names & _NOT_ELEMENTWISE:  # by what torch calls them
+    if names & _NOT_ELEMENTWISE:  # by torch's class names, subclasses included
         raise UsageError(
             f"expected an elementwise optimizer, got {cls.__name__}, whose update of one "
-            f"element depends on others that may lie on another rank. Try AdamW, Adam or SGD, or "
-            f"one that gathers what it needs."
+            f"element depends on others that may be on another rank. Use AdamW, Adam or SGD, or an "
+            f"optimizer with attach()."
         )
     if cls not in ELEMENTWISE and not isinstance(inner, Attached) and not declared:
         known = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
         raise UsageError(
             f"expected an optimizer known to be elementwise ({known}), got {cls.__name__}. "
             f"If its update of one element depends on no other element, "
-            f"try DistributedOptimizer(..., elementwise=True)."
+            f"pass DistributedOptimizer(..., elementwise=True)."
         )
     if any(group.get("fused") for group in inner.param_groups):
         raise UsageError(
             f"expected fused=False, got {cls.__name__} with fused=True. The fused CPU kernels "
             f"round the vector body and the scalar tail of a tensor differently, so the result "
-            f"would depend on where shards are cut. Try foreach=True."
+            f"would depend on shard boundaries. Pass foreach=True."
         )
 
 
 def check_groups(inner: Optimizer, *, handed: Sequence[Sequence[Tensor]]) -> None:
-    """Refuse an optimizer that does not step exactly the masters it was handed, group by group.
+    """Refuse an optimizer that does not step exactly the given masters, group by group.
 
     Raises:
-        UsageError: If it has other groups, or other params in them.
+        UsageError: If its groups, or the params in them, differ from `handed`.
     """
     groups = [group["params"] for group in inner.param_groups]
     if len(groups) != len(handed):
         raise UsageError(
-            f"expected an optimizer of {len(handed)} param groups, as handed to optim_factory, "
-            f"got {len(groups)} from {type(inner).__name__}. A rank sees only fragments, so a "
-            f"factory cannot split them alike on all ranks; try group_of= for groups."
+            f"expected an optimizer of {len(handed)} param groups, as passed to optim_factory, "
+            f"got {len(groups)} from {type(inner).__name__}. Pass group_of= for groups: a factory "
+            f"sees only fragments, so it cannot split them alike on all ranks."
         )
     for index, (got, expected) in enumerate(zip(groups, handed, strict=True)):
+        # By identity: a cast or a clone would be stepped in place of the master.
         if [id(tensor) for tensor in got] != [id(tensor) for tensor in expected]:
             raise UsageError(
-                f"expected {type(inner).__name__} to step the {len(expected)} masters handed to "
+                f"expected {type(inner).__name__} to step the {len(expected)} masters passed to "
                 f"optim_factory in param group {index}, in that order, got {len(got)} tensors, "
-                f"not all of them the same. Try passing them on as they are, without a cast."
+                f"not all the same. Pass the masters on unchanged, without a cast."
             )
 
 
@@ -106,28 +107,28 @@ def check_state(state: object, *, key: object, master: Tensor, param: str) -> No
     """Refuse a state tensor that sharding would change.
 
     Args:
-        state: A value of the optimizer's state; what is no tensor passes.
+        state: A value of the optimizer's state. Values other than tensors pass.
         key: Its name.
-        master: The master it belongs to.
+        master: The master of the state.
         param: Name of the param.
 
     Raises:
-        UsageError: If it is neither 0D nor an fp32 value for each element of the master.
+        UsageError: If it is neither 0D nor an fp32 tensor of the master's shape.
     """
     if not isinstance(state, Tensor) or state.dim() == 0:
         return
     if state.shape != master.shape:
         raise UsageError(
-            f"expected optimizer state of one value an element or a param, got {key!r} of shape "
-            f"{tuple(state.shape)} for a fragment of {master.numel()} elements of {param!r}. "
-            f"Try an elementwise optimizer."
+            f"expected optimizer state with one value per element or per param, got {key!r} of "
+            f"shape {tuple(state.shape)} for a fragment of {master.numel()} elements of {param!r}. "
+            f"Use an elementwise optimizer."
         )
     if state.dtype is not torch.float32:
         raise UsageError(
             f"expected fp32 optimizer state, got {key!r} of {state.dtype} for {param!r}. "
             f"16-bit state is not shard-invariant: its CPU kernels round the vector body and the "
-            f"scalar tail of a tensor differently. Try an optimizer that keeps its state in the "
-            f"dtype of its params."
+            f"scalar tail of a tensor differently. Use an optimizer whose state has the dtype of "
+            f"its params."
         )
 
 
@@ -137,25 +138,26 @@ def check_params(
     """Refuse params that cannot be trained.
 
     Args:
-        params: All of a module, by name.
-        of: Class of the module, as errors name it.
-        dtypes: Dtypes that can be trained.
+        params: All params of a module, by name.
+        of: Class of the module, for messages.
+        dtypes: Trainable dtypes.
 
     Raises:
-        ModelError: If none is trainable; if params lie on two devices or share memory; if one has a
-            dtype or layout that cannot be trained, is not materialized, or is already wrapped.
+        ModelError: If no param is trainable, params are on two devices or share memory, or one is
+            of an unsupported dtype or layout, not materialized, or already wrapped.
     """
+    # Frozen params too: they are broadcast from the first rank, and lazy ones have no shape yet.
     for name, param in params.items():
         if is_lazy(param) or param.is_meta:
             raise ModelError(
                 f"expected params with values, got {name!r}, which has none yet. "
-                f"Try a forward pass (lazy modules) or to_empty() (meta device) first."
+                f"Run a forward (lazy modules) or call to_empty() (meta device) first."
             )
     trainable = {name: param for name, param in params.items() if param.requires_grad}
     if not trainable:
         raise ModelError(
             f"expected at least one trainable param, got {of} with "
-            f"{len(params)} params, all frozen. Try requires_grad_(True) on what is to be trained."
+            f"{len(params)} params, all frozen. Call requires_grad_(True) on the ones to train."
         )
     _check_one_device(params)
     for name, param in trainable.items():
@@ -169,45 +171,47 @@ def _check_one_device(params: Mapping[str, nn.Parameter]) -> None:
         if param.device != first.device:
             raise ModelError(
                 f"expected all params on one device, got {first_name!r} on {first.device} and "
-                f"{name!r} on {param.device}. Try module.to({str(first.device)!r})."
+                f"{name!r} on {param.device}. Call module.to({str(first.device)!r})."
             )
 
 
 def _check_trainable(name: str, param: nn.Parameter, dtypes: Collection[torch.dtype]) -> None:
     if param.layout is not torch.strided:
         raise ModelError(
-            f"expected dense params, got {name!r} with layout {param.layout}. Try to_dense()."
+            f"expected dense params, got {name!r} with layout {param.layout}. Call to_dense()."
         )
     if param.dtype not in dtypes:
         expected = ", ".join(map(str, dtypes))
         raise ModelError(
             f"expected params of {expected}, got {name!r} of {param.dtype}. "
-            f"Try module.to(torch.float32), or freeze the param."
+            f"Call module.to(torch.float32), or freeze the param."
         )
     if hasattr(param, "main_grad"):
         raise ModelError(
             f"expected a module that is not wrapped yet, got {name!r} with a main_grad. "
-            f"Its hooks would count every gradient twice; try a fresh module."
+            f"Build a new module: hooks of two wrappers would count every gradient twice."
         )
 
 
 def _check_no_shared_memory(params: Mapping[str, nn.Parameter]) -> None:
-    """Refuse two params in one memory: a buffer would silently give each its own."""
+    """Refuse two params in one memory, because a buffer would silently separate them."""
     spans: list[tuple[int, int, str]] = []
     for name, param in params.items():
         if param.numel() == 0 or param.layout is not torch.strided:
             continue
+        # Elements between the first and the last one in memory, for any strides.
         extent = 1 + sum(
             (dim - 1) * stride for dim, stride in zip(param.shape, param.stride(), strict=True)
         )
         start_bytes = param.data_ptr()
         spans.append((start_bytes, start_bytes + extent * param.element_size(), name))
     spans.sort()
+    # Sorted by start, so one pass finds any overlap with the furthest end so far.
     reach_bytes, reach_name = 0, ""
     for start_bytes, stop_bytes, name in spans:
         if start_bytes < reach_bytes:
             raise ModelError(
                 f"expected params with memory of their own, got {reach_name!r} and {name!r}, "
-                f"which overlap. Try one nn.Parameter for both, or clone() one of them."
+                f"which overlap. Use one nn.Parameter for both, or clone() one of them."
             )
         reach_bytes, reach_name = stop_bytes, name

@@ -1,12 +1,12 @@
-"""Gradient schedules: when fresh gradients are taken, and when units are reduced.
+"""Gradient schedules: when new gradients are added to units, and when units are reduced.
 
 [Note: one order for all ranks]
-Ranks meet in collectives by the order in which each issues them. Gradients arrive in an order that
-differs between ranks, as soon as they differ in which params they use, and on some ranks never. So
-a unit that is ready still waits for all before it in one fixed order, which follows from the
-layout alone; what never became ready is issued at the end, in that order too.
+Ranks pair collectives by the order of their calls. But the arrival order of gradients differs
+between ranks if they use different params, and some gradients never arrive. So a ready unit waits
+for all units before it in a fixed order, which follows from the layout alone. Units that are not
+ready at the end are issued then, in the same order.
 
-Where params are gathered under backward as well, see [Note: one order of gathers and reductions] in
+If params are also gathered during backward, see [Note: one order of gathers and reductions] in
 `zero_sim.zero.gathers`.
 """
 
@@ -27,35 +27,36 @@ from zero_sim.zero.unit import ParamMemory, Unit
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Wrapped:
-    """The pieces of a wrapped module that schedules move."""
+    """The parts of a wrapped module that schedules use."""
 
     module: nn.Module
     config: ZeroConfig
     buffers: tuple[Buffer, ...]
     units: tuple[Unit, ...]
-    """In the order in which a forward is expected to need them."""
+    """In the expected order of their use in a forward."""
     unit_of: Mapping[nn.Parameter, Unit]
     """The unit of each param that has elements."""
     params: Mapping[str, nn.Parameter]
     """By name, in registration order."""
     holders: Holders
-    """Ranks by kind of params."""
+    """The ranks of each kind of params."""
     before_sum: Callable[[Unit], None]
-    """Called with what is reduced right before it is issued."""
+    """Called with each unit right before its sum is issued."""
 
 
 def order_by_forward(
     buffers: Sequence[Buffer], *, params: Sequence[nn.Parameter]
 ) -> tuple[Unit, ...]:
-    """Return the units in the order in which a forward is expected to need them.
+    """Return the units in the expected order of their use in a forward.
 
-    That of their first registered param, whatever the order of params inside a buffer; reversed it
-    is the order in which backward is expected to complete them.
+    This is the order of their first registered params, for any order inside a buffer. Backward is
+    expected to complete units in reverse order.
 
     Args:
         buffers: All buffers of a model.
         params: Their params in registration order.
     """
+    # The smallest index of a unit's params in the model. `buffer.memory` may be in reverse order.
     place_of = {param: place for place, param in enumerate(params)}
     first_place: dict[Unit, int] = {}
     for buffer in buffers:
@@ -70,13 +71,13 @@ class AtEnd:
     """Reduces all units after the last backward, one after another.
 
     Args:
-        wrapped: Its units are reduced, buffer by buffer.
+        wrapped: The module; its units are reduced buffer by buffer.
     """
 
     sums_in_backward = False
-    """True if sums can be issued while backward runs."""
+    """True if sums can be issued during backward."""
     running = False
-    """True from `begin` to `finish`, while sums are issued."""
+    """True from `begin` to `finish`, the time to issue sums."""
 
     def __init__(self, wrapped: Wrapped) -> None:
         self._buffers = wrapped.buffers
@@ -84,25 +85,25 @@ class AtEnd:
         self._before_sum = wrapped.before_sum
 
     def begin(self) -> None:
-        """Issue units from now on, if they are issued before `finish`."""
+        """Start to issue units, for schedules that issue before `finish`."""
 
     def check_open(self, param: nn.Parameter, *, name: str) -> None:
-        """Refuse a gradient whose unit is on its way already."""
+        """Refuse a gradient whose unit was already issued."""
 
     def take(self, memory: ParamMemory) -> None:
-        """Add a fresh gradient to its unit and drop it; runs inside backward."""
+        """Add a new gradient to its unit and drop it; runs in backward."""
         param = memory.param
         unit = self._home_of.get(param)
-        # A param without elements is in no unit, and has nothing to add.
+        # A param without elements has no unit, and nothing to add.
         if unit is not None:
             unit.fill()
             assert param.grad is not None
-            # detach: with create_graph=True a gradient has a history that the buffer must not keep.
+            # detach: with create_graph=True gradients have a graph, and the buffer would keep it.
             unit.add_grad(memory, param.grad.detach())
         param.grad = None
 
     def finish(self) -> None:
-        """Come back when every unit is reduced."""
+        """Reduce every unit and wait for the sums."""
         for buffer in self._buffers:
             for unit in buffer.units:
                 unit.fill()
@@ -110,13 +111,13 @@ class AtEnd:
             buffer.reduce_grads()
 
     def accumulate_sums(self, *, is_first: bool) -> None:
-        """Add the sums of one micro-batch to those before it, where gradients are kept."""
+        """Add the sums of one micro-batch to the previous ones, if gradients are unsharded."""
         for buffer in self._buffers:
             for unit in buffer.units:
                 unit.accumulate_sum(is_first=is_first)
 
     def reset(self) -> None:
-        """Forget the step's gradients."""
+        """Zero the step's gradients."""
         for buffer in self._buffers:
             buffer.zero_grads()
 
@@ -125,9 +126,8 @@ class UnderBackward(AtEnd):
     """Reduces each unit as soon as it is ready; see [Note: one order for all ranks].
 
     Args:
-        wrapped: Its units are issued in the order in which backward completes them. Where its
-            config shards params, a unit is ready once it is closed, else once its gradients are
-            there.
+        wrapped: The module; its units are issued in the order in which backward completes them. A
+            unit is ready once its gradients arrived or, if params are sharded, once it is closed.
     """
 
     sums_in_backward = True
@@ -144,54 +144,56 @@ class UnderBackward(AtEnd):
         self.running = False
 
     def begin(self) -> None:
-        """Issue units from now on; to be called before the backward that completes them."""
+        """Start to issue units; call it before the backward that completes them."""
         self._missing = {unit: set() for unit in self._units}
         for param, unit in self._unit_of.items():
-            # A param that is frozen now gets no gradient and nobody has to wait for it.
+            # A frozen param gets no gradient, so its unit must not wait for it.
             if param.requires_grad or not self._by_arrival:
                 self._missing[unit].add(param)
         self.running = True
+        # Units without any trainable param are ready at once.
         self._issue_ready()
 
     def check_open(self, param: nn.Parameter, *, name: str) -> None:
-        """Refuse a gradient whose unit is on its way already.
+        """Refuse a gradient whose unit was already issued.
 
         Raises:
-            UsageError: If the unit was issued.
+            UsageError: If the unit was already issued.
         """
         if self.running and self._unit_of.get(param) in self._issued:
             raise UsageError(
-                f"expected one gradient of {name!r} in the last micro-batch, got another one "
-                f"after its bucket was sent. Try one backward between begin_last_micro_batch() and "
-                f"end_micro_batch(), or overlap_grads=False."
+                f"expected one gradient of {name!r} in the last micro-batch, got a second one "
+                f"after its bucket was issued. Run one backward between begin_last_micro_batch() "
+                f"and end_micro_batch(), or set overlap_grads=False."
             )
 
     def take(self, memory: ParamMemory) -> None:
-        """Add a fresh gradient to its unit and drop it, and issue what became ready by it."""
+        """Add a new gradient to its unit, drop it, and issue units that are now ready."""
         super().take(memory)
         self.mark_ready(memory.param)
 
     def mark_ready(self, param: nn.Parameter) -> None:
-        """Note that a gradient is complete, and issue what became ready by it."""
+        """Mark a gradient as complete, and issue units that are now ready."""
         unit = self._unit_of.get(param)
         if self.running and self._by_arrival and unit is not None:
             self._missing[unit].discard(param)
             self._issue_ready()
 
     def close(self, unit: Unit) -> None:
-        """Note that no further gradient of a unit comes, and issue what became ready by it."""
+        """Mark a unit as complete, without further gradients, and issue units now ready."""
         if self.running:
             self._missing[unit].clear()
             self._issue_ready()
 
     def before_gather(self, group: dist.ProcessGroup | None) -> None:
-        """Make room for a gather in a group between the sums that were issued; these need none."""
+        """Prepare for a gather in a group. No-op here: issued sums contain no later calls."""
 
     def finish(self) -> None:
         """Issue the rest and wait until every unit is reduced."""
+        # Other ranks may have issued these units already, so this rank must issue them too.
         while self._issued_count < len(self._units):
             self._issue_next()
-        # Second sums are issued together, in order too, so that they overlap each other.
+        # Second sums are issued together, in the same order, so that they overlap each other.
         for unit in self._units:
             unit.chain_reduce()
         for unit in self._units:
@@ -201,6 +203,7 @@ class UnderBackward(AtEnd):
         self.running = False
 
     def _issue_ready(self) -> None:
+        # Stop at the first unit that is not ready, even if later ones are.
         while self._issued_count < len(self._units):
             if self._missing[self._units[self._issued_count]]:
                 return
@@ -209,9 +212,10 @@ class UnderBackward(AtEnd):
     def _issue_next(self) -> None:
         unit = self._units[self._issued_count]
         if unit.frees_grads and self._issued_count:
-            # One in flight, one that fills: more whole gradients are never in memory.
+            # At most two unsharded units in memory: one in flight and one being filled.
             self._units[self._issued_count - 1].finish_reduce()
         unit.fill()
+        # After fill(), so that missing gradients are zeros, and before the sum reads the buffer.
         self._before_sum(unit)
         if self._is_async:
             unit.start_reduce()
@@ -222,19 +226,20 @@ class UnderBackward(AtEnd):
 
 
 GradSchedule = AtEnd
-"""A schedule of the textbook or one that extends it."""
+"""A textbook gradient schedule, or a subclass of one."""
 
 
 def schedule_grads(
     wrapped: Wrapped, *, under_backward: type[UnderBackward] = UnderBackward
 ) -> GradSchedule:
-    """Return the gradient schedule that a config requests.
+    """Return the gradient schedule for a config.
 
     Args:
-        wrapped: With its config.
-        under_backward: The class of a schedule that reduces while backward runs, or in its order.
+        wrapped: The module with its config.
+        under_backward: Class of the schedule that reduces during backward, or in its order.
     """
     config = wrapped.config
+    # Sharded gradients need it without overlap too: AtEnd would keep all of them unsharded.
     if config.overlap_grads or config.sharding.grads:
         return under_backward(wrapped)
     return AtEnd(wrapped)

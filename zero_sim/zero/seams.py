@@ -1,4 +1,4 @@
-"""Seams: the parts of an engine that can be exchanged for another one's."""
+"""Seams: the replaceable parts of an engine."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from zero_sim.zero.unit import Unit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seams:
-    """The part at each seam; the defaults are the textbook's.
+    """The part at each seam; by default the textbook's.
 
     Example:
         DistributedDataParallel(module, config=config, group=group, seams=Seams(unit=OtherUnit))
     """
 
     cast: type[PlainCast] = PlainCast
-    """How masters become working params."""
+    """Conversion from masters to working params."""
     unit: Callable[..., Unit] = Unit
-    """Builds a unit, which issues the collectives over its gradients and params."""
+    """Factory of units, which issue the collectives over their gradients and params."""
     step_count: type[StepCount] = StepCount
-    """What gradients are divided by."""
+    """Divisor of the gradients."""
     grads: Callable[[Wrapped], GradSchedule] = schedule_grads
-    """When units are reduced."""
+    """Factory of the schedule that reduces units."""
     params: Callable[..., ParamSchedule] = schedule_params
-    """When params are gathered; arguments as `schedule_params`."""
+    """Factory of the schedule that gathers params; arguments as `schedule_params`."""
 
 
 TEXTBOOK = Seams()

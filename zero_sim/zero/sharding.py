@@ -1,7 +1,7 @@
-"""Sharding: what of a model's memory each rank keeps a part of, ZeRO's stages as rows of a table.
+"""Sharding: the memory that is split over ranks, with ZeRO's stages as rows of a table.
 
 Source: ZeRO (arXiv 1910.02054), section 5: P_os, P_os+g and P_os+g+p. Stage 0 is plain data
-parallelism: every rank is a shard group of its own, and all of them hold copies.
+parallelism: every rank is its own shard group, and all ranks are replicas.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
-    """Which memory is cut over the ranks of a shard group; the rest is whole on each of them."""
+    """The memory that is split over the ranks of a shard group; the rest is whole on each rank."""
 
     state: bool
     """fp32 masters and the optimizer's state."""
     grads: bool
-    """Gradients: whole ones live only from a unit's first gradient until it is reduced."""
+    """Gradients: unsharded ones exist only from a unit's first gradient to its reduction."""
     params: bool
-    """Working params: whole ones live only while a forward or backward uses their unit."""
+    """Working params: unsharded ones exist only while a forward or backward uses their unit."""
 
 
+# The only place that knows stage numbers; all other code reads the three booleans.
 _TABLE: dict[Stage, Sharding] = {
     0: Sharding(state=False, grads=False, params=False),
     1: Sharding(state=True, grads=False, params=False),
@@ -34,5 +35,5 @@ _TABLE: dict[Stage, Sharding] = {
 
 
 def sharding_of(stage: Stage) -> Sharding:
-    """Return the row of a stage; nothing else knows what a stage is."""
+    """Return the sharding of a stage."""
     return _TABLE[stage]

@@ -1,7 +1,7 @@
-"""States of a unit's memory, and the steps between them.
+"""States of a unit's memory, and the transitions between them.
 
-Every transition has a name and is checked, so a schedule that leaves one out is told which, and for
-which params:
+Every transition has a name and is checked. If a schedule skips one, the error names it, with the
+params:
 
     gradients  EMPTY -fill-> FILLING -reduce-> REDUCING -finish-> REDUCED -reset-> EMPTY
                                  ^---------------------fill-----------|   (the next micro-batch)
@@ -9,8 +9,8 @@ which params:
                   ^---------------------free-----------|
                SHARDED or WHOLE -update-> UPDATED SHARD -gather-> GATHERING
 
-Where gradients are not sharded, their memory is kept through all of its states. Where params are
-not sharded they are never SHARDED, and between an update and a gather whole params are old.
+Unsharded gradients stay in memory in all states. Unsharded params are never SHARDED. Between an
+update and the gather, the unsharded memory has old values.
 """
 
 from __future__ import annotations
@@ -23,35 +23,36 @@ from zero_sim.errors import UsageError
 
 
 class GradState(StrEnum):
-    """What the memory of a unit's gradients holds."""
+    """Contents of the memory of a unit's gradients."""
 
     EMPTY = "empty"
     """Nothing of this step."""
     FILLING = "filling"
-    """This rank's own gradients, as far as they came."""
+    """This rank's own gradients, as far as they have arrived."""
     REDUCING = "reducing"
     """A sum over ranks is in flight."""
     REDUCED = "reduced"
-    """This rank's shard is the sum over all ranks that train."""
+    """This rank's shard is the sum over all training ranks."""
 
 
 class ParamState(StrEnum):
-    """What of a unit's params is in this rank's memory."""
+    """Residency of a unit's params on this rank."""
 
     SHARDED = "sharded"
-    """This rank's shard alone."""
+    """Only this rank's shard is in memory."""
     GATHERING = "gathering"
-    """Whole memory that a gather in flight fills."""
+    """Unsharded memory, being filled by a gather in flight."""
     WHOLE = "whole"
     IN_USE = "in use"
-    """Whole, and read by a module that runs."""
+    """Unsharded, and read by a running module."""
     UPDATED = "updated shard"
-    """This rank's shard is new; whole memory, if it stays, has old values of the others."""
+    """This rank's shard is new. Unsharded memory, if resident, has old values of other shards."""
 
 
 GradStep = Literal["fill", "reduce", "finish", "reset"]
 ParamStep = Literal["gather", "finish", "use", "leave", "update", "free"]
 
+# Each step with the allowed states before it, and the state after it.
 _GRAD_STEPS: Final[Mapping[GradStep, tuple[tuple[GradState, ...], GradState]]] = {
     "fill": ((GradState.EMPTY, GradState.REDUCED), GradState.FILLING),
     "reduce": ((GradState.FILLING,), GradState.REDUCING),
@@ -69,7 +70,6 @@ _PARAM_STEPS: Final[Mapping[ParamStep, tuple[tuple[ParamState, ...], ParamState]
     "update": ((ParamState.SHARDED, ParamState.WHOLE), ParamState.UPDATED),
     "free": ((ParamState.WHOLE,), ParamState.SHARDED),
 }
-"""Each step with the states before it, and the state after it."""
 
 
 def next_grad_state(state: GradState, step: GradStep, *, of: Callable[[], str]) -> GradState:
@@ -78,10 +78,10 @@ def next_grad_state(state: GradState, step: GradStep, *, of: Callable[[], str]) 
     Args:
         state: Their state before it.
         step: Name of a transition.
-        of: Names the unit, if there is an error.
+        of: Returns the name of the unit, for an error.
 
     Raises:
-        UsageError: If the step may not be taken in that state.
+        UsageError: If the step is not allowed in that state.
     """
     allowed, then = _GRAD_STEPS[step]
     if state not in allowed:
@@ -93,7 +93,7 @@ def next_param_state(state: ParamState, step: ParamStep, *, of: Callable[[], str
     """Return the state of a unit's params after a step; arguments as `next_grad_state`.
 
     Raises:
-        UsageError: If the step may not be taken in that state.
+        UsageError: If the step is not allowed in that state.
     """
     allowed, then = _PARAM_STEPS[step]
     if state not in allowed:
@@ -109,13 +109,14 @@ def _out_of_step(
     steps: Mapping[Any, tuple[tuple[Any, ...], Any]],
 ) -> UsageError:
     allowed = steps[step][0]
+    # Steps that lead from the present state to an allowed one: one of them is probably missing.
     left_out = [
         repr(other)
         for other, (before, then) in steps.items()
         if state in before and then in allowed
     ]
-    why = f"{' or '.join(left_out)} was left out" if left_out else f"{step!r} came twice"
+    why = f"{' or '.join(left_out)} is missing" if left_out else f"{step!r} came twice"
     wanted = " or ".join(map(str.upper, allowed))
     return UsageError(
-        f"expected the {what} to be {wanted} for {step!r} but they are {state.upper()}: {why}."
+        f"expected the {what} to be {wanted} for {step!r}, got {state.upper()}: {why}."
     )

@@ -1,4 +1,4 @@
-"""The divisor of one step's gradients: an integer, counted while the step goes on."""
+"""The divisor of one step's gradients: an integer, counted during the step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from zero_sim.zero.division import set_divisor
 
 
 class StepCount:
-    """The count of one step, which `fix` writes into the divisor once.
+    """The count of one step, written into the divisor once, by `fix`.
 
     Args:
-        config: What is counted, and when it has to be known.
-        group: All ranks that train; rows are summed over them.
+        config: The counted quantity, and the time of the division.
+        group: All training ranks; rows are summed over them.
         divisor: 0D fp32, overwritten with the count of each step.
     """
 
     micro_batches: int
-    """Micro-batches of this step that have ended."""
+    """Number of micro-batches of this step that have ended."""
 
     def __init__(self, config: ZeroConfig, *, group: dist.ProcessGroup, divisor: Tensor) -> None:
         self._config = config
@@ -42,7 +42,7 @@ class StepCount:
         """Count rows of this rank.
 
         Raises:
-            UsageError: If it is no count, or the rows of this step were summed already.
+            UsageError: If `rows` is not a count, or the step's rows were summed already.
         """
         if type(rows) is not int or rows < 0:
             raise UsageError(
@@ -51,46 +51,48 @@ class StepCount:
             )
         if self._rows_counted:
             raise UsageError(
-                f"expected rows before they are counted, got {rows} more after it. Try "
+                f"expected rows before they are counted, got {rows} more afterwards. Call "
                 f"add_rows() before begin_last_micro_batch() and before the end of the step."
             )
         self._rows += rows
 
     def fix(self, given: int | Tensor | None, *, last: bool) -> None:
-        """Take the count; a second call in a step only checks that it would be the same.
+        """Determine the count. A second call in a step only checks for the same count.
 
-        With `divide_by="tokens"` and nothing given this is a collective.
+        A collective if `given` is None and `divide_by="tokens"`.
 
         Args:
             given: The caller's own count, the same on every rank; None to count as configured.
-            last: Whether the micro-batch that is going on is the step's last.
+            last: True if the current micro-batch is the step's last.
 
         Raises:
-            UsageError: If the count is not a positive integer that fp32 can hold, or another one
-                was used already in this step.
+            UsageError: If the count is not a positive integer that fp32 can represent, or differs
+                from the one already used in this step.
         """
         count = None if given is None else _to_integer(given)
+        # Every rank calls fix() at the same points, so the sum inside _take() is the same
+        # collective on all of them.
         if self._count is None:
             self._count = self._take(last=last) if count is None else count
             set_divisor(self._divisor, self._count)
         elif count is not None and count != self._count:
             raise UsageError(
-                f"expected the count {self._count}, by which gradients of this step were divided "
-                f"already, got {count}. Try the final count in begin_last_micro_batch()."
+                f"expected the count {self._count}, because gradients of this step were already "
+                f"divided by it, got {count}. Pass the final count to begin_last_micro_batch()."
             )
 
     def end_micro_batch(self, *, last: bool) -> None:
-        """Count one more.
+        """Count one more micro-batch.
 
         Raises:
-            UsageError: If the configured number of micro-batches is not that of the step.
+            UsageError: If the step has more or fewer micro-batches than configured.
         """
         ended, expected = self.micro_batches + 1, self._config.micro_batches
         if expected is not None and (ended > expected or last != (ended == expected)):
             raise UsageError(
                 f"expected {expected} micro-batches in a step, as configured, got "
                 f"{ended} so far, {'ending' if last else 'not ending'} it. "
-                f"Try micro_batches=None, or the number that is run."
+                f"Set micro_batches=None, or the number that is run."
             )
         self.micro_batches = ended
 
@@ -99,7 +101,7 @@ class StepCount:
             return self._world_size
         if self._config.divide_by == "micro-batches":
             running = self.micro_batches + 1
-            # Before the last micro-batch the config holds the number: it was refused without one.
+            # ZeroConfig refuses a division before the last micro-batch without the number.
             expected = running if last else self._config.micro_batches
             assert expected is not None
             return self._world_size * expected
@@ -107,6 +109,7 @@ class StepCount:
         return self._sum_over_ranks(self._rows)
 
     def _sum_over_ranks(self, own: int) -> int:
+        # int64: a sum of rows in fp32 would round above 2**24.
         counted = torch.tensor(own, dtype=torch.int64, device=self._divisor.device)
         all_reduce_sum(counted, group=self._group)
         return int(counted)

@@ -1,9 +1,9 @@
-"""Storage of a unit's whole memory: kept for good, or there only while somebody uses it.
+"""Storage of a unit's unsharded memory: resident, or allocated only during use.
 
 [Note: addresses]
-The address of a weight modulo the width of a vector can change the bits of a product. torch puts
-every allocation of its own at a multiple of 64 bytes, so that memory which comes and goes has
-params at the same addresses modulo 64 each time: they follow from the layout alone.
+The address of a weight modulo the vector width can change the bits of a product. torch aligns each
+of its allocations to 64 bytes. So params in transient memory have the same addresses modulo 64 each
+time: they follow from the layout alone.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torch import Tensor
 
 
 class Storage(Protocol):
-    """The whole memory of one unit, of params or of gradients."""
+    """The unsharded memory of one unit, of params or of gradients."""
 
     stays: bool
-    """True if it is there for good, whoever uses it."""
+    """True if the memory is resident at all times."""
 
     @property
     def whole(self) -> Tensor | None:
-        """1D, all elements of the unit with its padding; None while it is not there."""
+        """1D, all elements of the unit with padding; None if not allocated."""
 
     def acquire(self) -> Tensor:
-        """Make sure that it is there, and return it."""
+        """Allocate the memory unless it exists, and return it."""
 
     def release(self) -> None:
-        """Let go of it, if it does not stay for good."""
+        """Free the memory, unless it is resident."""
 
 
 class FlatStorage:
-    """A part of a flat buffer that stays: stages 0 and 1.
+    """A part of a resident flat buffer: stages 0 and 1.
 
     Args:
         view: 1D, the unit's part of the buffer.
@@ -49,24 +49,25 @@ class FlatStorage:
         return self._view
 
     def acquire(self) -> Tensor:
-        """It is there."""
+        """Return the part of the buffer."""
         return self._view
 
     def release(self) -> None:
-        """It stays."""
+        """Do nothing, because the memory is resident."""
 
 
 class TransientStorage:
-    """Memory of its own that is there only while it is used: what stages 2 and 3 save.
+    """Memory allocated only during use: the saving of stages 2 and 3.
 
-    Releasing drops this rank's reference, and writes to nothing: whoever still has a view, such as
-    autograd, keeps what it saw.
+    A release drops this rank's reference only. Remaining views, such as autograd's, stay valid and
+    keep their values.
 
     Args:
-        elems: Elements of the unit with its padding.
+        elems: Elements of the unit with padding.
         dtype: Their dtype.
-        device: Where they lie.
-        zeroed: Whether it begins as zeros, as gradients that are added to; params are all written.
+        device: Their device.
+        zeroed: True to start with zeros, for gradients, which accumulate. A gather writes all
+            params.
     """
 
     stays = False
@@ -86,11 +87,11 @@ class TransientStorage:
         return self._whole
 
     def acquire(self) -> Tensor:
-        """Make new memory unless it is there; see [Note: addresses]."""
+        """Allocate new memory unless it exists; see [Note: addresses]."""
         if self._whole is None:
             self._whole = self._make(self._elems, dtype=self._dtype, device=self._device)
         return self._whole
 
     def release(self) -> None:
-        """Drop it."""
+        """Drop the reference."""
         self._whole = None

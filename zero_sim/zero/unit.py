@@ -1,7 +1,7 @@
 """A unit: the params that one collective moves, with the life of their gradients and values.
 
-One bucket of a layout with its memory. Its collectives are issued here and nowhere else.
-`zero_sim.zero.states` has the states of its memory.
+It is one bucket of a layout with its memory, and the only code that issues the bucket's
+collectives. `zero_sim.zero.states` defines the states of its memory.
 
 Source: ZeRO (arXiv 1910.02054), section 5.
 """
@@ -42,48 +42,48 @@ from zero_sim.zero.storage import Storage
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ParamMemory:
-    """The memory of one param: its whole gradient, and the parts that this rank owns."""
+    """The memory of one param: its unsharded gradient, and the parts that this rank owns."""
 
     name: str
     param: nn.Parameter
     in_unit: Span
     """Elements of the param, from the start of its unit."""
     main_grad: Tensor | None  # ND, the param's shape
-    """The whole gradient, accumulated on this rank; also `param.main_grad`. None while it is not in
+    """The unsharded gradient, accumulated on this rank; also `param.main_grad`. None if not in
     memory."""
     fragment: Fragment | None
-    """Where this rank's part lies; None where it owns nothing of the param."""
+    """Position of this rank's part; None if it owns nothing of the param."""
     own_grad: Tensor  # 1D
-    """This rank's part of the gradient; the sum over ranks once the gradients are reduced."""
-    own_working: Tensor  # 1D; where nothing is sharded: ND, the whole param in its own storage
+    """This rank's part of the gradient; the sum over ranks after the reduction."""
+    own_working: Tensor  # 1D; if nothing is sharded: ND, the whole param in its own storage
     """This rank's part of the working param."""
     unit: Unit | None
-    """None for a param without elements in a bucket of such."""
+    """None for a param without elements in an empty bucket."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Unit:
     """One bucket with elements, its memory, and the collectives over it.
 
-    `reduce` and `gather` come back when they are done. `start_reduce`, then `chain_reduce`, then
-    `finish_reduce`, and `start_gather`, then `finish_gather`, are the same in steps, between which
-    the rank may do something else; finishing twice, or without a start, does nothing.
+    `reduce` and `gather` return after completion. In steps, with other work in between, call
+    `start_reduce`, `chain_reduce` and `finish_reduce`, or `start_gather` and `finish_gather`. A
+    second finish, or one without a start, does nothing.
     """
 
     name: str
-    """As errors name it: `bucket 2 of dense/bf16`."""
+    """Name in messages: `bucket 2 of dense/bf16`."""
     plan: BucketPlan
     own_span: Span
-    """This rank's shard, from the start of the unit."""
+    """This rank's shard, as offsets into the unit."""
     groups: KindGroups
-    """Its shard group and its replica group."""
+    """Shard group and replica group."""
     grad_storage: Storage
-    """Whole gradients; if these do not stay, they leave into `grad_total` once they are reduced."""
+    """Unsharded gradients. If transient, they move into `grad_total` after the reduction."""
     grad_total: Tensor | None = None  # 1D, as long as a shard; None without accumulated sums
     param_storage: Storage | None
-    """Whole params. None where nothing is sharded: they stay where the module has them."""
-    param_shard: Tensor | None = None  # 1D; None where nothing is sharded
-    """This rank's shard of the params, which it alone writes."""
+    """Unsharded params. None if nothing is sharded: they stay in the module's own memory."""
+    param_shard: Tensor | None = None  # 1D; None if nothing is sharded
+    """This rank's shard of the params, written by this rank only."""
     members: list[ParamMemory] = field(default_factory=list)
     grad_state: GradState = GradState.EMPTY
     param_state: ParamState = ParamState.WHOLE
@@ -95,27 +95,27 @@ class Unit:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold a shard each; None where each rank holds all."""
+        """The ranks with one shard each; None if each rank holds everything."""
         return self.groups.shard_group
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same shard; None where nobody else does."""
+        """The ranks with the same shard; None if there are no replicas."""
         return self.groups.replica_group
 
     @property
     def frees_grads(self) -> bool:
-        """True if whole gradients leave once they are reduced."""
+        """True if unsharded gradients are freed after the reduction."""
         return not self.grad_storage.stays
 
     @property
     def frees_params(self) -> bool:
-        """True if whole params leave once nobody uses them."""
+        """True if unsharded params are freed after use."""
         return self.param_storage is not None and not self.param_storage.stays
 
     @property
     def grads(self) -> Tensor:
-        """This rank's whole gradients, 1D, with padding."""
+        """This rank's unsharded gradients, 1D, with padding."""
         whole = self.grad_storage.whole
         if whole is None:
             raise self._without_memory()
@@ -123,38 +123,39 @@ class Unit:
 
     @property
     def grad_shard(self) -> Tensor:
-        """This rank's shard of them, 1D."""
+        """This rank's shard of the gradients, 1D."""
         return _view(self.grads, self.own_span)
 
     @property
     def params(self) -> Tensor | None:
-        """The whole params, 1D, with padding; None where nothing is sharded, or not in memory."""
+        """The unsharded params, 1D, with padding; None if not in memory, or nothing is sharded."""
         return None if self.param_storage is None else self.param_storage.whole
 
     @property
     def gathering(self) -> bool:
-        """Whether a gather was started that this rank has not waited for."""
+        """True if a gather is in flight on this rank."""
         return self._gathering is not None
 
     @property
     def is_sharded(self) -> bool:
-        """True if this rank has no more of the params than its shard."""
+        """True if only this rank's shard of the params is in memory."""
         if not self.frees_params:
             return False
         return self.param_state in (ParamState.SHARDED, ParamState.UPDATED)
 
     @property
     def reducing(self) -> bool:
-        """Whether a reduction was started that this rank has not waited for."""
+        """True if a reduction is in flight on this rank."""
         return self._reducing is not None
 
     # The life of gradients.
 
     def fill(self) -> None:
-        """Make room for gradients of this rank, zeros to be added to."""
+        """Allocate zeros for the gradients of this rank."""
         if self.grad_state is GradState.FILLING:
             return
         self._step_grads("fill")
+        # Zeros: add_grad accumulates, and padding and missing gradients take part in the sum.
         if self.frees_grads:
             whole = self.grad_storage.acquire()
             for memory in self.members:
@@ -163,25 +164,26 @@ class Unit:
                 set_main_grad(memory.param, grad)
 
     def add_grad(self, memory: ParamMemory, grad: Tensor) -> None:
-        """Add to the gradient of one of the params on this rank; `grad` has the param's shape."""
+        """Add to one param's gradient on this rank; `grad` has the param's shape."""
         if memory.main_grad is None:
             raise self._without_memory()
         memory.main_grad.add_(grad)
 
     def scale_grads(self, divide: Divide, *, divisor: Tensor) -> None:
-        """Do to this rank's own gradients what `divide` does before the sum."""
+        """Apply the part of `divide` before the sum to this rank's own gradients."""
         scale_before_sum_(self.grads, divide, divisor=divisor)
 
     def reduce(self) -> None:
-        """Sum over all ranks that train, in place."""
+        """Sum over all training ranks, in place."""
         self._step_grads("reduce")
         self._sum_shards(async_op=False)
         self._sum_replicas(async_op=False)
         self._end_reduce()
 
     def start_reduce(self) -> None:
-        """Issue the first of the two sums."""
+        """Issue the first sum, over the shard group, or the only one, over the replicas."""
         self._step_grads("reduce")
+        # At stage 0 there is no shard group, so the sum over replicas is the only one.
         if self.group is None:
             self._reducing = self._sum_replicas(async_op=True)
             return
@@ -189,10 +191,8 @@ class Unit:
         self._chained = False
 
     def chain_reduce(self) -> None:
-        """Wait for the first sum and issue the second, if there are replicas.
-
-        A rank whose part is empty waits, too: some sums end with a call of all ranks in the group.
-        """
+        """Wait for the first sum and issue the second, if there are replicas."""
+        # Ranks with an empty shard wait too, because some sums end with a call of all ranks.
         if self._chained:
             return
         self._chained = True
@@ -201,7 +201,7 @@ class Unit:
             self._reducing = self._sum_replicas(async_op=True)
 
     def finish_reduce(self) -> None:
-        """Wait until this rank's shard is the sum over all ranks that train."""
+        """Wait until this rank's shard is the sum over all training ranks."""
         if self.grad_state is GradState.REDUCED:
             return
         self.chain_reduce()
@@ -209,7 +209,7 @@ class Unit:
         self._end_reduce()
 
     def accumulate_sum(self, *, is_first: bool) -> None:
-        """Move the sum of one micro-batch to those before it, and zero the gradients."""
+        """Move the sum of one micro-batch to the previous ones, and zero the gradients."""
         assert self.grad_total is not None
         if is_first:
             self.grad_total.copy_(self.grad_shard)
@@ -219,7 +219,7 @@ class Unit:
             self.grads.zero_()
 
     def reset_grads(self) -> None:
-        """Forget the step's gradients and sums; memory of several units is zeroed by its owner."""
+        """Drop the step's gradients and sums. The `Buffer` zeroes memory of several units."""
         if self.grad_state is not GradState.EMPTY:
             self._step_grads("reset")
         self._has_sum = False
@@ -231,20 +231,21 @@ class Unit:
     # The life of params.
 
     def gather(self) -> None:
-        """Fill the params with what this rank's group has of them."""
+        """Gather the params from the shard group, and wait."""
+        # A gather may still be in flight, for instance after prefetching: it must end first.
         self.finish_gather()
         self._step_params("gather")
         self._gather_shards(async_op=False)
         self._adopt_whole()
 
     def start_gather(self) -> None:
-        """Issue the gather."""
+        """Issue the gather of the params."""
         self.finish_gather()
         self._step_params("gather")
         self._gathering = self._gather_shards(async_op=True)
 
     def finish_gather(self) -> None:
-        """Wait until the params are what their owners wrote."""
+        """Wait until the params have the values written by their owners."""
         if self.param_state is not ParamState.GATHERING:
             return
         if self._gathering is not None:
@@ -253,29 +254,30 @@ class Unit:
         self._adopt_whole()
 
     def use(self) -> None:
-        """Note that a module begins to read the whole params; modules may be nested."""
+        """Mark the start of a module's use of the unsharded params; modules may be nested."""
         self._users += 1
-        # Params that nobody waited for are not in use: who reads them races with their gather.
+        # Without a wait for the gather they are not in use: reading them is a race.
         if self.param_state is ParamState.WHOLE:
             self._step_params("use")
 
     def leave(self) -> None:
-        """Note that it ended; of one that failed before it began, nothing."""
+        """Mark the end of a module's use of the unsharded params."""
+        # At least 0, because a module that failed before its start leaves without use().
         self._users = max(0, self._users - 1)
         if not self._users and self.param_state is ParamState.IN_USE:
             self._step_params("leave")
 
     def update(self) -> None:
-        """Note that this rank writes its shard, after a gather in flight that may read it."""
+        """Mark a write to this rank's shard, after any gather in flight that may read it."""
         self.finish_gather()
         is_there = self.frees_params and self.params is not None
         if self.param_storage is None or is_there or self.param_state is ParamState.UPDATED:
-            # Nothing is to be gathered, or whole params are to be freed first.
+            # Either params are never gathered, or the unsharded params must be freed first.
             return
         self._step_params("update")
 
     def free_params(self) -> None:
-        """Let go of the whole params: a placeholder that holds nothing takes each one's place."""
+        """Reshard: free the unsharded params and point each param to a placeholder."""
         if not self.frees_params:
             return
         self.finish_gather()
@@ -287,7 +289,7 @@ class Unit:
 
     @property
     def _has_replica_sum(self) -> bool:
-        # With uneven shards this part can be empty; then it is on all its replicas.
+        # With uneven shards this shard can be empty, but then it is empty on all its replicas.
         return self.replica_group is not None and self.own_span.numel > 0
 
     def _wait_reduce(self) -> None:
@@ -296,6 +298,7 @@ class Unit:
             self._reducing = None
 
     def _end_reduce(self) -> None:
+        # Transient gradients: keep only this rank's shard of the sum, and free the rest.
         self._step_grads("finish")
         if self.frees_grads:
             self.accumulate_sum(is_first=not self._has_sum)
@@ -341,8 +344,9 @@ class Unit:
         group: dist.ProcessGroup,
         async_op: bool,
     ) -> dist.Work | None:
-        """Sum over a group and leave in `part` what is this rank's of `whole`."""
+        """Sum `whole` over a group and write this rank's shard to `part`."""
         sizes = self.plan.shard_sizes
+        # The plan, equal on all ranks, selects the collective, so all ranks of a group agree.
         call = partial(reduce_scatter_sum, part, whole, group=group)
         if self.plan.partition.owner is not None:
             call = partial(reduce_to_owner_sum, whole, owner=_index_of(sizes), group=group)
@@ -358,7 +362,7 @@ class Unit:
         sizes: tuple[int, ...],
         async_op: bool,
     ) -> dist.Work | None:
-        """Fill `whole` with what each rank of the group has of it."""
+        """Fill `whole` with the shards of the group."""
         group = self.group
         assert part is not None
         assert group is not None
@@ -377,8 +381,8 @@ class Unit:
 
     def _without_memory(self) -> UsageError:
         return UsageError(
-            f"expected the gradients of {self._described()} to be in memory but they are "
-            f"{self.grad_state.upper()}: 'fill' was left out."
+            f"expected the gradients of {self._described()} to be in memory, got "
+            f"{self.grad_state.upper()}: 'fill' is missing."
         )
 
     def _described(self) -> str:
@@ -386,22 +390,20 @@ class Unit:
 
 
 def absent(param: nn.Parameter) -> Tensor:
-    """What stands for a param whose values are elsewhere: its shape and one NaN, hardly any memory.
-
-    A forward that reads it without a gather computes NaN, and is refused where autograd would keep
-    it; nothing reads memory that is gone.
-    """
+    """Return the placeholder of a sharded param: its shape, but only one NaN of memory."""
+    # A forward that reads it without a gather computes NaN, not values of freed memory, and is
+    # refused when autograd saves it. `expand` gives all elements the same address.
     value = torch.full((), float("nan"), dtype=torch.float32, device=param.device)
     return value.to(param.dtype).expand(param.shape)
 
 
 def set_main_grad(param: nn.Parameter, grad: Tensor | None) -> None:
-    """Let users of a param see its whole gradient on this rank, None while there is none."""
+    """Set `param.main_grad`, the param's unsharded gradient on this rank; None if absent."""
     setattr(param, "main_grad", grad)  # noqa: B010  (nn.Parameter does not declare it)
 
 
 def _index_of(sizes: tuple[int, ...]) -> int:
-    """The one rank of a group that has elements."""
+    """Return the only rank of a group with elements."""
     return next(index for index, size in enumerate(sizes) if size)
 
 
