@@ -1,1 +1,1 @@
-"""Variants of the textbook: each plugs into one of its seams, and none of it imports them."""
+"""Variants of textbook parts. Each plugs into a seam; the textbook imports none of them."""

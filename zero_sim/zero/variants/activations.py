@@ -1,10 +1,9 @@
 """Activation checkpoints, whole or split over tensor-parallel ranks: P_a of ZeRO-R.
 
-With recomputation a block keeps what it began with, its checkpoint, and nothing else; backward runs
-it once more. Tensor-parallel ranks have the same checkpoint each. Split, each keeps its part, and
-they are all-gathered before the block is run again (ZeRO, arXiv 1910.02054, section 6.1): one
-gather beside six sums of the same length. On the CPU, where it is offloaded to, it takes nothing of
-the device's memory at all.
+With recomputation a block keeps only its input, the checkpoint, and backward runs the block again.
+All tensor-parallel ranks have the same checkpoint. With `split`, each rank keeps its part, and an
+all-gather precedes the second run (ZeRO, arXiv 1910.02054, section 6.1): one gather beside six sums
+of the same length. With offloading the checkpoint is on the CPU and takes no device memory.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ Checkpoints = Literal["none", "whole", "split"]
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """One checkpoint, as long as its block was not run again."""
+    """One checkpoint, until its block runs again."""
 
-    memory: Tensor | None  # 1D, all of it or this rank's part
+    memory: Tensor | None  # 1D, the whole checkpoint or this rank's part
     shape: torch.Size
     device: torch.device
 
 
 class TensorParallel:
-    """What one of several tensor-parallel ranks does around the layers that they split.
+    """One tensor-parallel rank's work around the layers that the ranks split.
 
     Args:
-        group: The ranks that hold a part each, by part; None for one that holds all.
-        checkpoints: What is kept of a block until its backward: all that autograd wants, its
-            checkpoint, or this rank's part of that.
-        offload: Whether checkpoints are kept on the CPU.
+        group: The ranks with one part each, in order of parts; None if this rank holds all.
+        checkpoints: Memory kept for a block's backward: `none` for autograd's own, `whole` for the
+            checkpoint, `split` for this rank's part of it.
+        offload: True to keep checkpoints on the CPU.
     """
 
     def __init__(
@@ -50,29 +49,31 @@ class TensorParallel:
         self._kept: list[_Kept] = []
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return it; backward sums its gradient over the ranks."""
+        """Return `x`. Backward sums its gradient over the ranks."""
         return x if self._group is None else _applied(_Enter, x, self._group)
 
     def leave(self, y: Tensor) -> Tensor:
-        """Return the sum over the ranks, in place; its gradient is that of each."""
+        """Return the sum over the ranks. Its gradient passes unchanged to each rank."""
         return y if self._group is None else _applied(_Leave, y, self._group)
 
     def run(self, block: nn.Module, x: Tensor) -> Tensor:
-        """Run a block, now and, where its checkpoint is kept, in backward."""
+        """Run a block now and, if its checkpoint is kept, again in backward."""
+        # Without gradients there is no backward, so nothing to keep.
         if self._checkpoints == "none" or not torch.is_grad_enabled():
             return block(x)
         return _applied(_Checkpointed, x, block, self)
 
     def memory(self) -> Iterator[Tensor]:
-        """All checkpoints that are there."""
+        """Return all checkpoints in memory, 1D."""
         return (kept.memory for kept in self._kept if kept.memory is not None)
 
     def keep(self, x: Tensor) -> _Kept:
-        """Keep what is to be kept of an activation."""
-        flat = x.detach().reshape(-1)
+        """Keep the checkpoint of an activation, or this rank's part of it."""
+        flat = x.detach().reshape(-1)  # 1D
         memory = flat
         if self._checkpoints == "split" and self._group is not None:
             ranks, rank = size_and_rank(self._group)
+            # Rounded up, and zeros behind the last elements: all_gather needs equal lengths.
             each = -(-flat.numel() // ranks)
             memory = flat.new_zeros(each)
             own = flat[rank * each : (rank + 1) * each]
@@ -84,13 +85,15 @@ class TensorParallel:
         return kept
 
     def bring_back(self, kept: _Kept) -> Tensor:
-        """Return the activation, in memory of its own, and let go of what was kept."""
+        """Return the activation in its own memory, and drop the checkpoint."""
         assert kept.memory is not None
+        # Dropped here, so that memory() counts only checkpoints of blocks yet to run again.
         part = kept.memory.to(kept.device)
         kept.memory = None
         self._kept.remove(kept)
         if self._checkpoints == "split" and self._group is not None:
             ranks, _ = size_and_rank(self._group)
+            # 1D, ranks * each elements; the padding is cut off.
             whole = part.new_empty(ranks * part.numel())
             all_gather(whole, part, group=self._group)
             part = whole[: kept.shape.numel()]
@@ -98,7 +101,7 @@ class TensorParallel:
 
 
 class _Enter(torch.autograd.Function):
-    """Forward: nothing. Backward: a sum over ranks."""
+    """Forward: identity. Backward: sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -107,16 +110,18 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # A clone, because autograd may use this gradient elsewhere, and the sum works in place.
         summed = grads[0].contiguous().clone()
         all_reduce_sum(summed, group=ctx.group)
         return summed, None
 
 
 class _Leave(torch.autograd.Function):
-    """Forward: a sum over ranks. Backward: nothing."""
+    """Forward: sum over ranks. Backward: identity."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup) -> Tensor:
+        # A clone, because the sum works in place on an output of another autograd function.
         summed = y.contiguous().clone()
         all_reduce_sum(summed, group=group)
         return summed
@@ -127,7 +132,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Checkpointed(torch.autograd.Function):
-    """Forward: a block, of which its input is kept. Backward: the block again, and its backward."""
+    """Forward: a block, keeping only its input. Backward: the block again, then its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: nn.Module, parallel: TensorParallel) -> Tensor:
@@ -137,6 +142,7 @@ class _Checkpointed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        # A leaf of its own, so that this backward ends at the block's input.
         x = ctx.parallel.bring_back(ctx.kept).requires_grad_()
         with torch.enable_grad():
             out = ctx.block(x)

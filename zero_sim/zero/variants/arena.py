@@ -1,18 +1,18 @@
-"""Arena: memory taken once, in which whole gradients lie that come and go within a step.
+"""Arena: memory allocated once, for unsharded gradients that come and go within a step.
 
-Gradients that live from their backward to their sum have activations born and freed around them;
-where each asks the allocator for memory, holes of many sizes are left between them (ZeRO, arXiv
-1910.02054, section 6.3, M_D). In an arena each unit has a place of its own from the start.
+Unsharded gradients live from their backward to their sum, while activations are allocated and freed
+around them. With separate allocations, memory fragments into holes of many sizes (ZeRO, arXiv
+1910.02054, section 6.3, M_D). In an arena each unit has a fixed place from the start.
 
 [Note: places]
-Units are reduced in one order, one fills while at most one is in flight. So those at even places of
-that order begin at the front of the arena, those at odd ones end at its back, and it is as long as
-the longest two in a row. Where all gradients stay until the last micro-batch each has a stretch of
-its own. Gradients that come in another order can find their place in use: that unit then has memory
-of its own, once more.
+Units are reduced in one order; one fills while at most one is in flight. So units at even indices
+of that order start at the front of the arena, and units at odd indices end at its back. The arena
+is as long as the longest two consecutive units. If all gradients stay until the last micro-batch,
+each unit has a separate span. If gradients arrive in another order and the place of a unit is in
+use, the unit allocates its own memory.
 
-Units of experts have a part of the arena to themselves: ranks can have different numbers of these,
-and what all ranks sum lies in the same place on each of them.
+Expert units have a separate part of the arena, because their number may differ between ranks. So
+gradients summed by all ranks are at the same place on each rank.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from zero_sim.zero.variants.reduce_buffers import BufferedGrads
 
 
 class Arena:
-    """Memory taken once, of which stretches are given out.
+    """Memory allocated once, lent out in spans.
 
     Args:
-        size: Its bytes.
-        device: Where it lies.
+        size: In bytes.
+        device: Device of the memory.
     """
 
     memory: Tensor  # 1D uint8
@@ -44,11 +44,11 @@ class Arena:
         self._in_use: list[Span] = []
 
     def take(self, span: Span, *, dtype: torch.dtype) -> Tensor | None:
-        """Return a stretch as 1D of a dtype, as it was left; None where some of it is in use.
+        """Return a span as a 1D tensor, with its old contents; None if any of it is in use.
 
         Args:
-            span: In bytes.
-            dtype: Of which it begins at a multiple, and has a whole number.
+            span: In bytes. Start and length are multiples of the element size.
+            dtype: Dtype of the tensor.
         """
         if any(not span.intersect(other).empty for other in self._in_use):
             return None
@@ -56,18 +56,18 @@ class Arena:
         return self.memory[span.start : span.stop].view(dtype)
 
     def take_back(self, span: Span) -> None:
-        """Note that a stretch is not used any more."""
+        """Mark a span as free."""
         self._in_use.remove(span)
 
 
 class ArenaStorage:
-    """The whole memory of a unit at its place in an arena; see [Note: places].
+    """The memory of a unit at its place in an arena; see [Note: places].
 
     Args:
-        arena: Where its place is.
-        place: In bytes.
-        dtype: Of the elements.
-        otherwise: Where they lie while others use the place.
+        arena: The arena.
+        place: Span in bytes.
+        dtype: Dtype of the elements.
+        otherwise: Storage to use while another unit occupies the place.
     """
 
     stays = False
@@ -81,23 +81,24 @@ class ArenaStorage:
         self._otherwise = otherwise
         self._whole: Tensor | None = None
         self.is_outside = False
-        """Whether the elements are in memory of their own."""
+        """True if the elements are in memory outside the arena."""
 
     @property
     def whole(self) -> Tensor | None:
-        """All elements, or None between a release and the next use."""
+        """All elements, 1D; None between a release and the next use."""
         return self._whole
 
     def acquire(self) -> Tensor:
-        """Zero its place, or take memory that is zero, unless it has some."""
+        """Return the unit's memory; if new, as zeros, at its place or else outside."""
         if self._whole is None:
             place = self._arena.take(self._place, dtype=self._dtype)
             self.is_outside = place is None
+            # Gradients accumulate, so the place is zeroed; `otherwise` allocates zeros.
             self._whole = self._otherwise.acquire() if place is None else place.zero_()
         return self._whole
 
     def release(self) -> None:
-        """Leave the place to others."""
+        """Free the place for other units."""
         if self._whole is None:
             return
         if self.is_outside:
@@ -108,31 +109,34 @@ class ArenaStorage:
 
 
 def move_grads(ddp: DistributedDataParallel) -> Arena:
-    """Give the whole gradients of all units places in a new arena.
+    """Move the unsharded gradients of all units into a new arena.
 
     Args:
-        ddp: A module at stage 2 or 3, whose whole gradients come and go.
+        ddp: A module at stage 2 or 3, with transient unsharded gradients.
 
     Raises:
-        UsageError: If whole gradients stay, or do not lie in units of their params.
+        UsageError: If unsharded gradients are resident, or use reduce buffers.
     """
     config, buffers = ddp.config, ddp.buffers
     if isinstance(ddp.grad_schedule, BufferedGrads):
         raise UsageError(
-            "expected gradients that fill the units of their params with an arena, got a "
-            "DistributedDataParallel with reduce buffers, in which they lie instead. Remove either."
+            "expected gradients in the units of their params with an arena, got a "
+            "DistributedDataParallel with reduce buffers. Remove either."
         )
     if not config.sharding.grads:
         raise UsageError(
-            f"expected stage 2 or 3 with an arena, got stage={config.stage}, which keeps gradients "
-            f"whole in memory that stays. Remove the arena, or choose another stage."
+            f"expected stage 2 or 3 with an arena, got stage={config.stage}, which keeps unsharded "
+            f"gradients resident. Remove the arena, or choose another stage."
         )
+    # The order of the reductions: reverse forward order.
     order = order_by_forward(buffers, params=list(ddp.params.values()))[::-1]
     dtypes = {unit: buffer.grad_dtype for buffer in buffers for unit in buffer.units}
     kinds = {unit: buffer.plan.key.kind for buffer in buffers for unit in buffer.units}
+    # With sync="last", gradients of earlier micro-batches stay, so units cannot share a place.
     stay = config.sync == "last" and config.micro_batches != 1
     places: dict[Unit, Span] = {}
     size = 0
+    # Sorted, so dense units come first and their places do not depend on a rank's experts.
     for kind in sorted(set(kinds.values())):
         units = [unit for unit in order if kinds[unit] == kind]
         plan = plan_arena(

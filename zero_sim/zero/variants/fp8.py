@@ -1,18 +1,18 @@
-"""Params of one byte an element: fp8 values times one scale a param.
+"""Params of one byte per element: fp8 values times one scale per param.
 
 [Note: fp8 params]
-A param of dtype `float8_e4m3fn` or `float8_e5m2` with the name `X` stands for the weight
-`X * X_scale`, where `X_scale` is a 0D fp32 buffer of the module that owns `X`: a buffer, so that it
-moves, is copied and is saved with the module. Its gradient is that of this product. Autograd casts
-what a leaf receives to `leaf.grad_dtype`, which would be fp8, so the module sets it to fp32 or
-bf16 (and once more after a `deepcopy`, which forgets it).
+A param `X` of dtype `float8_e4m3fn` or `float8_e5m2` represents the weight `X * X_scale`. `X_scale`
+is a 0D fp32 buffer of the module that owns `X`, so it is moved, copied and saved with the module.
+The gradient of the param is that of this product. Autograd casts a leaf's gradient to
+`leaf.grad_dtype`, which defaults to fp8. So the module must set it to fp32 or bf16, and again after
+a `deepcopy`, which drops it.
 
 [Note: current scaling]
-After the masters were stepped all ranks agree on `amax`, the greatest magnitude in the whole
-master. The new scale is the least power of two that keeps `amax / scale` within fp8, limited to
-what keeps the greatest fp8 value and the scale itself finite and normal in fp32; it is 1 where amax
-is zero, infinite or NaN. A value is `master / scale`, clamped to the finite numbers of fp8 and
-rounded to nearest, ties to even; a NaN stays one. Scaling by powers of two rounds nothing.
+After the step of the masters, all ranks agree on `amax`, the largest magnitude in the whole master.
+The new scale is the smallest power of two that keeps `amax / scale` within fp8. It is limited so
+that the largest fp8 value and the scale itself stay finite and normal in fp32. It is 1 if amax is
+zero, infinite or NaN. A value is `master / scale`, clamped to the finite numbers of fp8 and rounded
+to nearest, ties to even; NaN stays NaN. Scaling by a power of two does not round.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from zero_sim.zero.groups import Holders
 from zero_sim.zero.model import PlainCast
 
 DTYPE_NAMES: Final = {torch.float8_e4m3fn: "fp8-e4m3", torch.float8_e5m2: "fp8-e5m2"}
-"""The fp8 dtypes that can be trained, with the names that they have in a layout."""
+"""Trainable fp8 dtypes, with their names in a layout."""
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The greatest numbers, 448 and 57344, are both 0.875 times a power of two.
+# The largest numbers, 448 and 57344, are both 0.875 times a power of two.
 _MAX_MANTISSA = 0.875
 _MAX_EXPONENT = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}
-_FP32_EXPONENTS = (-126, 128)  # of the least normal number; of what is just too large
+_FP32_EXPONENTS = (-126, 128)  # of the smallest normal number; of the first number too large
 _FP32_BIAS, _FP32_MANTISSA_BITS = 127, 23
 
 
 def find_scale(module: nn.Module, *, name: str, param: nn.Parameter) -> Tensor:
-    """Return the scale of an fp8 param, memory of the module; see [Note: fp8 params].
+    """Return the scale of an fp8 param, a buffer of the module; see [Note: fp8 params].
 
     Args:
         module: The whole model.
@@ -53,49 +53,50 @@ def find_scale(module: nn.Module, *, name: str, param: nn.Parameter) -> Tensor:
         0D fp32.
 
     Raises:
-        ModelError: If there is none, or one that cannot be used; if modules that share the param do
-            not share the scale; or if the param's gradient would be fp8.
+        ModelError: If the scale is missing or unusable, if modules share the param but not the
+            scale, or if the param's gradient would be fp8.
     """
+    # By identity: modules that share the param must share the buffer too, not only its value.
     scales = {id(scale): scale for scale in _find_candidates(module, param)}
     scale = next(iter(scales.values()))
     if len(scales) > 1:
         raise ModelError(
             f"expected one scale for {name!r} in all modules that share it, got {len(scales)}. "
-            f"Try to share the buffer as the param is shared."
+            f"Share the buffer like the param."
         )
     if scale is None or scale.shape != () or scale.dtype is not torch.float32:
         got = "none" if scale is None else f"shape {tuple(scale.shape)} of {scale.dtype}"
         raise ModelError(
             f"expected a 0D fp32 buffer '{name}_scale', saved with the module, for the param "
             f"{name!r} of {param.dtype}, got {got}. "
-            f"Try register_buffer('{name.rpartition('.')[2]}_scale', torch.ones(()))."
+            f"Call register_buffer('{name.rpartition('.')[2]}_scale', torch.ones(()))."
         )
     if not (scale.isfinite() and scale > 0):
         raise ModelError(
             f"expected a positive, finite scale of {name!r}, got {scale.item()}. "
-            f"Try torch.ones(())."
+            f"Set it to torch.ones(())."
         )
     if param.grad_dtype not in _GRAD_DTYPES:
         raise ModelError(
             f"expected a gradient of fp32, bf16 or fp16 for {name!r} of {param.dtype}, got "
-            f"grad_dtype={param.grad_dtype}. Try param.grad_dtype = torch.bfloat16."
+            f"grad_dtype={param.grad_dtype}. Set param.grad_dtype = torch.bfloat16."
         )
     return scale
 
 
 def _find_candidates(module: nn.Module, param: nn.Parameter) -> Iterator[Tensor | None]:
-    """Yield what stands for the scale beside the param, under each of its names."""
+    """Yield the scale beside the param under each of its names; None if missing or not saved."""
     for owner in module.modules():
         buffers = dict(owner.named_buffers(recurse=False))
         for name, member in owner.named_parameters(recurse=False, remove_duplicate=False):
             if member is param:
-                # One that is not saved is none: the values mean nothing without it.
+                # A scale that is not saved is useless: the values mean nothing without it.
                 saved = f"{name}_scale" not in owner._non_persistent_buffers_set
                 yield buffers.get(f"{name}_scale") if saved else None
 
 
 def dequantize(values: Tensor, *, scale: Tensor) -> Tensor:
-    """Return what fp8 values stand for, in fp32.
+    """Return the weights of fp8 values, in fp32.
 
     Args:
         values: fp8, any shape.
@@ -112,20 +113,20 @@ def quantize_(values: Tensor, master: Tensor, *, scale: Tensor) -> None:
         master: fp32.
         scale: 0D fp32.
     """
-    # Casts of what is out of range differ: e5m2 overflows to infinity, and e4m3 to NaN or to the
-    # greatest number, depending on the version of torch.
+    # Clamp first, because casts of values out of range differ: e5m2 overflows to infinity, and e4m3
+    # to NaN or the largest number, depending on the torch version.
     bound = torch.finfo(values.dtype).max
     values.copy_((master / scale).clamp_(-bound, bound))
 
 
 class Fp8Cast(PlainCast):
-    """Working params of which some are in fp8; see [Note: current scaling].
+    """Conversion of masters to working params, some of them in fp8; see [Note: current scaling].
 
     Args:
-        scales: Of each fp8 param its scale, 0D fp32, a buffer of the module. It belongs to the
-            param's values and is to be read when they are.
-        kinds: The kind of each of these params.
-        holders: The ranks that hold each kind.
+        scales: Scale of each fp8 param, 0D fp32, a buffer of the module. Read it together with the
+            param's values.
+        kinds: Kind of each fp8 param.
+        holders: The ranks of each kind.
     """
 
     dtype_names = MappingProxyType({**PlainCast.dtype_names, **DTYPE_NAMES})
@@ -150,10 +151,10 @@ class Fp8Cast(PlainCast):
         params: Mapping[str, nn.Parameter],
         holders: Holders,
     ) -> Fp8Cast:
-        """Return the cast of a model, with the scales that it has.
+        """Return the cast of a model, with the model's scales.
 
         Raises:
-            ModelError: As `find_scale`.
+            ModelError: See `find_scale`.
         """
         names = {p: name for name, p in params.items() if p.dtype in DTYPE_NAMES}
         scales = {param: find_scale(module, name=names[param], param=param) for param in names}
@@ -161,12 +162,12 @@ class Fp8Cast(PlainCast):
         return cls(scales, kinds=kinds, holders=holders)
 
     def read(self, param: nn.Parameter, working: Tensor) -> Tensor:
-        """Return the weights that a part of a working param stands for, of fp8 ones in fp32."""
+        """Return the weights that part of a working param represents; in fp32 for fp8 params."""
         scale = self.scales.get(param)
         return working if scale is None else dequantize(working, scale=scale)
 
     def write_(self, param: nn.Parameter, working: Tensor, master: Tensor) -> None:
-        """Write a master to its part of a working param, fp8 at its present scale."""
+        """Write a master to its part of a working param, fp8 with the current scale."""
         scale = self.scales.get(param)
         if scale is None:
             working.copy_(master)
@@ -174,7 +175,8 @@ class Fp8Cast(PlainCast):
             quantize_(working, master, scale=scale)
 
     def prepare(self, masters: Callable[[], Iterable[tuple[nn.Parameter, Tensor]]]) -> None:
-        """Give all fp8 params their new scales, with one collective for each kind of them."""
+        """Compute the new scales of all fp8 params, with one collective per kind."""
+        # Built on first use, and one per kind, because experts have another shard group.
         if self._updates is None:
             by_kind: dict[str, dict[nn.Parameter, Tensor]] = {}
             for param, scale in self.scales.items():
@@ -188,11 +190,11 @@ class Fp8Cast(PlainCast):
 
 
 class ScaleUpdate:
-    """Gives all fp8 params of a model their new scales, with one collective a step.
+    """Computes the new scales of all fp8 params of one kind, with one collective per step.
 
     Args:
         scales: 0D fp32, by param; the same params in the same order on all ranks.
-        group: The ranks that hold a part of each master; None where every rank holds all.
+        group: The ranks with parts of the masters; None if every rank holds all.
     """
 
     def __init__(
@@ -204,15 +206,16 @@ class ScaleUpdate:
 
     @torch.no_grad()
     def run(self, masters: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        """Set the scale of every param that is not frozen; each rank calls it, owning or not.
+        """Set the scale of every param that is not frozen. Every rank calls it.
 
         Args:
-            masters: This rank's parts of the masters, fp32, none of them empty. Those of params
-                that are not fp8 are passed over.
+            masters: This rank's parts of the masters, fp32, none empty. Other dtypes' params are
+                ignored.
         """
         if not self._scales:
             return
         first = next(iter(self._scales.values()))
+        # [params], fp32; 0 for params without elements on this rank, neutral in the maximum.
         amax = first.new_zeros(len(self._scales))
         for param, master in masters:
             index = self._index_of.get(param)
@@ -220,19 +223,20 @@ class ScaleUpdate:
                 amax[index] = measure_amax(master)
         if self._group is not None:
             all_reduce_max(amax, group=self._group)
+        # A frozen param keeps its values, so it keeps its scale.
         for param, scale in self._scales.items():
             if param.requires_grad:
                 scale.copy_(choose_scale(amax[self._index_of[param]], dtype=param.dtype))
 
 
 def measure_amax(master: Tensor) -> Tensor:
-    """Return the greatest magnitude of some elements, at least one, as 0D; a NaN is infinite."""
-    # Libraries do not agree on the maximum of a NaN and a number.
+    """Return the largest magnitude of at least one element, 0D; infinity for NaN."""
+    # Backends disagree on the maximum of NaN and a number, but not on that of infinity.
     return master.abs().amax().nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def choose_scale(amax: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Return the scale for a greatest magnitude; see [Note: current scaling].
+    """Return the scale for a largest magnitude; see [Note: current scaling].
 
     Args:
         amax: 0D fp32.
@@ -241,10 +245,12 @@ def choose_scale(amax: Tensor, *, dtype: torch.dtype) -> Tensor:
     Returns:
         0D fp32.
     """
+    # amax = mantissa * 2**exponent, with 0.5 <= mantissa < 1. One exponent more if amax / scale
+    # would still exceed 0.875 * 2**_MAX_EXPONENT.
     mantissa, exponent = torch.frexp(amax)
     exponent = exponent - _MAX_EXPONENT[dtype] + (mantissa > _MAX_MANTISSA)
     least, beyond = _FP32_EXPONENTS
     exponent = exponent.clamp(least, beyond - _MAX_EXPONENT[dtype])
-    # By its bits: a power of two out of pow() or exp2() is not promised to be exact.
+    # Set the bits directly: pow() and exp2() do not guarantee exact powers of two.
     power = ((exponent + _FP32_BIAS) << _FP32_MANTISSA_BITS).to(torch.int32).view(torch.float32)
     return torch.where((amax > 0) & amax.isfinite(), power, torch.ones_like(power))

@@ -1,4 +1,4 @@
-"""Other gathers: in chunks, as DeepSpeed's stages 1 and 2, and once more after the step."""
+"""Alternative gathers: in chunks, as in DeepSpeed's stages 1 and 2, or again after the step."""
 
 from __future__ import annotations
 
@@ -18,29 +18,33 @@ from zero_sim.zero.unit import Unit
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ChunkedUnit(Unit):
-    """A unit whose whole params are gathered a chunk at a time, in memory as long as a chunk."""
+    """A unit whose params are gathered in chunks, so a call needs only a chunk of extra memory."""
 
     chunk_elems: int
-    """Most elements that one call gathers, over all ranks, but one of each at least."""
+    """Maximum number of elements per call over all ranks, but at least one from each rank."""
 
     def _gather_shards(self, *, async_op: bool) -> dist.Work | None:
         assert self.param_storage is not None
+        # Chunks share one memory in turn, so they cannot be in flight together.
         self._gather_chunks(self.param_storage.acquire())
         return None
 
     def _gather_chunks(self, whole: Tensor) -> None:
-        """Gather a stretch of every rank's shard at a time."""
+        """Gather chunk by chunk: an equal span of every rank's shard at a time."""
         assert self.param_shard is not None
         assert self.group is not None
         sizes = self.plan.shard_sizes
         starts = [*accumulate(sizes, initial=0)]
         own = dist.get_rank(self.group)
+        # Elements of one rank's shard per call.
         stretch = max(1, self.chunk_elems // len(sizes))
         for first in range(0, max(sizes), stretch):
+            # Uneven shards end at different chunks; shorter ones contribute fewer or no elements.
             parts = tuple(max(0, min(stretch, size - first)) for size in sizes)
             mine = self.param_shard.narrow(0, min(first, sizes[own]), parts[own])
             chunk = whole.new_empty(sum(parts))
             self.collect(chunk, mine, sizes=parts, async_op=False)
+            # Shards lie one after another, so a chunk is scattered to a position in each.
             for start, part, got in zip(starts, parts, chunk.split(parts), strict=False):
                 whole.narrow(0, start + min(first, whole.numel() - start), part).copy_(got)
 
@@ -48,14 +52,15 @@ class ChunkedUnit(Unit):
 def chunked_units(
     chunk_elems: int, *, config: ZeroConfig, unit: type[ChunkedUnit] = ChunkedUnit
 ) -> Callable[..., Unit]:
-    """Return a builder of units that gather in chunks.
+    """Return a factory of units that gather in chunks.
 
     Args:
-        chunk_elems: As in `ChunkedUnit`.
-        config: Of the engine.
+        chunk_elems: See `ChunkedUnit`.
+        config: The engine's config.
         unit: Class of the units.
 
     Raises:
+        UsageError: If the config does not allow chunks, or the length is invalid.
         UsageError: If gathers in chunks do not go with the config, or have no such length.
     """
     if type(chunk_elems) is not int or chunk_elems < 1:
@@ -64,31 +69,32 @@ def chunked_units(
         )
     if config.stage not in (1, 2):
         raise UsageError(
-            f"expected stage 1 or 2 with chunk_elems, where all params are gathered after a step, "
-            f"got stage={config.stage}. Remove chunk_elems, or choose another stage."
+            f"expected stage 1 or 2 with chunk_elems, because these gather all params after a "
+            f"step, got stage={config.stage}. Remove chunk_elems, or choose another stage."
         )
     if config.overlap_params:
         raise UsageError(
-            "expected overlap_params=False with chunk_elems, as one chunk's memory serves all of "
-            "them in turn, got True. Remove either."
+            "expected overlap_params=False with chunk_elems, because chunks share one memory in "
+            "turn, got True. Remove either."
         )
     if config.layout.partition == "one-owner":
         raise UsageError(
-            "expected partition='padded', 'uneven' or 'rows' with chunk_elems, of which every rank "
-            "has a stretch, got 'one-owner'. Set bucket_elems for smaller units."
+            "expected partition='padded', 'uneven' or 'rows' with chunk_elems, because every rank "
+            "needs a shard, got 'one-owner'. Set bucket_elems for smaller units instead."
         )
     return partial(unit, chunk_elems=chunk_elems)
 
 
 class GatheredAfterStep(OnUse):
-    """Sharded params that are gathered once after the step, too, and freed.
+    """Sharded params that are also gathered once after the step, and resharded.
 
-    The figure of ZeRO's paper has it so. No forward needs it, and it sends P more.
+    ZeRO's paper shows this gather in its figure. No forward needs it; it sends P more bytes.
     """
 
     def gather(self) -> None:
-        """Gather and free each unit."""
+        """Gather and reshard each unit."""
         super().gather()
+        # Buffer by buffer, one unit at a time, so only one is unsharded.
         for unit in (unit for buffer in self._gathered for unit in buffer.units):
             unit.gather()
             unit.free_params()

@@ -1,10 +1,10 @@
-"""A grad unit: gradients that are copied into one reduce buffer and reduced to their owners.
+"""A grad unit: gradients copied into one reduce buffer and reduced to their owners.
 
-Where gradients do not travel in the units of their params (`zero_sim.layout.grad_plan`), they are
-copied into a buffer of fixed length as backward gives them, and each run of elements with one
-owner is reduced to it, or all are summed to all ranks. The owner takes what is its own, and the
-buffer goes on to the unit after next, where two buffers take turns. The states are those of a
-unit's gradients (`zero_sim.zero.unit`).
+Used if gradients do not travel in the units of their params (`zero_sim.layout.grad_plan`). As
+backward produces them they are copied into a buffer of fixed length. Each run of elements with one
+owner is reduced to that owner, or everything is summed to all ranks, and the owner copies its part.
+The next unit can then use the buffer; with two buffers, the unit after next. The states are those
+of a unit's gradients (`zero_sim.zero.states`).
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ class GradSlice:
 
     memory: ParamMemory
     span: Span
-    """All of it, from the start of the unit."""
+    """The whole gradient, as offsets into the unit."""
     own: Span
-    """What this rank owns of it; empty where nothing."""
+    """The part that this rank owns; may be empty."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class GradUnit:
-    """Gradients of a few params on their way to their owners.
+    """Gradients of some params on their way to their owners.
 
-    `start_reduce` and `finish_reduce` are `reduce` in two steps, between which the rank may do
-    something else; the memory is somebody else's again after the second.
+    `start_reduce` and `finish_reduce` are `reduce` in two steps, with other work in between. After
+    the second, another unit may use the memory.
     """
 
     plan: GradUnitPlan
     slices: Sequence[GradSlice]
     storage: Storage
     group: dist.ProcessGroup
-    """The ranks that own a shard each, by shard."""
+    """The ranks with one shard each, in shard order."""
     sums_whole: bool
-    """Whether every rank gets the sum of all, of which it keeps its own."""
+    """True to sum everything to all ranks; each keeps its part."""
     grads_stay: bool
-    """Whether gradients are accumulated in `main_grad` and stay there; else they are the param's
-    own `grad`, which is dropped once it is copied."""
+    """True if gradients are accumulated in `main_grad` and stay there. Otherwise the unit copies
+    `param.grad` and drops it."""
     on_arrival: bool
-    """Whether a gradient is copied when it comes; else all are at once, when none is missing."""
+    """True to copy each gradient when it arrives; False to copy all once they are complete."""
     accumulates: bool
-    """Whether sums of several micro-batches are added up."""
+    """True to add up the sums of several micro-batches."""
     frees_grads: Final = True
-    """Whether its memory has to be free before another unit can use it."""
+    """True: another unit can use the memory only after this one."""
     grad_state: GradState = GradState.EMPTY
     _works: list[dist.Work] = field(default_factory=list)
     _taken: set[nn.Parameter] = field(default_factory=set)
@@ -71,35 +71,36 @@ class GradUnit:
 
     @property
     def params(self) -> Sequence[nn.Parameter]:
-        """Its params, as their gradients are expected."""
+        """The unit's params, in the expected order of their gradients."""
         return tuple(self._slice_of)
 
     @property
     def grads(self) -> Tensor:
-        """This rank's gradients, 1D, or their sums."""
+        """This rank's gradients or their sums, 1D."""
         whole = self.storage.whole
         assert whole is not None
         return whole
 
     def arrive(self, param: nn.Parameter) -> None:
-        """Copy a gradient that is complete, if gradients are copied one by one."""
+        """Copy a complete gradient, if gradients are copied on arrival."""
         if self.on_arrival:
             self._open()
             self._take(self._slice_of[param])
 
     def fill(self) -> None:
-        """Copy all that was not copied yet; what did not come is zero."""
+        """Copy all gradients not copied yet. Missing gradients are zero."""
         self._open()
         for each in self.slices:
+            # A second gradient of a param already copied is added to the buffer.
             if each.memory.param not in self._taken or each.memory.param.grad is not None:
                 self._take(each)
 
     def scale_grads(self, divide: Divide, *, divisor: Tensor) -> None:
-        """Do to this rank's own gradients what `divide` does before the sum."""
+        """Apply the part of `divide` before the sum to this rank's own gradients."""
         scale_before_sum_(self.grads, divide, divisor=divisor)
 
     def reduce(self) -> None:
-        """Sum over all ranks that train, each run to its owner."""
+        """Sum over all training ranks, each run to its owner."""
         self._step("reduce")
         self._sum(async_op=False)
         self._end_reduce()
@@ -110,10 +111,10 @@ class GradUnit:
         self._works = self._sum(async_op=True)
 
     def chain_reduce(self) -> None:
-        """There is no second sum: nobody holds copies of a shard."""
+        """Do nothing: without replicas there is no second sum."""
 
     def finish_reduce(self) -> None:
-        """Wait for the sums, keep what is this rank's own and leave the memory."""
+        """Wait for the sums, copy this rank's part and release the memory."""
         if self.grad_state is GradState.REDUCED:
             return
         for work in self._works:
@@ -122,7 +123,7 @@ class GradUnit:
         self._end_reduce()
 
     def reset_grads(self) -> None:
-        """Forget the step's gradients."""
+        """Drop the step's gradients."""
         if self.grad_state is not GradState.EMPTY:
             self._step("reset")
         self._has_sum = False
@@ -138,6 +139,8 @@ class GradUnit:
     def _take(self, each: GradSlice) -> None:
         memory = each.memory
         grad = memory.main_grad if self.grads_stay else memory.param.grad
+        # A view of the buffer in the param's shape. The buffer is not zeroed, so the first
+        # gradient of a param overwrites it.
         place = _view(self.grads, each.span).view(memory.param.shape)
         if grad is None:
             place.zero_()
@@ -153,6 +156,7 @@ class GradUnit:
         if self.sums_whole:
             works = [all_reduce_sum(self.grads, group=self.group, async_op=async_op)]
         else:
+            # One call per run of elements with one owner, in order, so that all ranks pair them.
             works = [
                 reduce_to_owner_sum(
                     _view(self.grads, run.span),
@@ -166,6 +170,7 @@ class GradUnit:
 
     def _end_reduce(self) -> None:
         self._step("finish")
+        # The buffer is needed by other units, so copy this rank's part out of it.
         for each in self.slices:
             if not each.own.empty:
                 summed = _view(self.grads, each.own)

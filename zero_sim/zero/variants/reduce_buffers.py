@@ -1,10 +1,9 @@
-"""Reduce buffers: memory of fixed length through which gradients go on their way to their owners.
+"""Reduce buffers: memory of fixed length that gradients pass through on the way to their owners.
 
-A gradient schedule with units of its own, as in DeepSpeed's stages 1 and 2.
+A gradient schedule with its own units, as in DeepSpeed's stages 1 and 2.
 
-One for each kind of params and dtype of gradients, or two that take turns, so that one fills while
-what is in the other is on its way. They are there from the first gradient of a backward to the last
-sum.
+There is one buffer for each kind of params and dtype of gradients, or two that alternate: one fills
+while the other is in flight. They are allocated from a backward's first gradient to the last sum.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from zero_sim.zero.variants.root_reduce import WholeSumUnit
 
 
 class LentStorage:
-    """A part of memory that several units use, one after another: a reduce buffer.
+    """A part of memory that several units use in turn: a reduce buffer.
 
-    Who lends it makes sure that a unit is done with it before the next one begins, and lets go of
-    it behind the last.
+    The lender ensures that a unit is finished before the next one starts, and frees the memory
+    after the last.
 
     Args:
         lender: The memory, at least as long as the unit.
@@ -47,16 +46,16 @@ class LentStorage:
 
     @property
     def whole(self) -> Tensor | None:
-        """The unit's part, or None while it does not use it."""
+        """The unit's part, 1D; None while the unit does not use it."""
         return self._whole
 
     def acquire(self) -> Tensor:
-        """Begin to use it."""
+        """Allocate the memory if needed, and return the unit's part."""
         self._whole = self._lender.acquire().narrow(0, 0, self._elems)
         return self._whole
 
     def release(self) -> None:
-        """Be done with it."""
+        """Stop using the memory. The lender frees it."""
         self._whole = None
 
 
@@ -65,18 +64,17 @@ class BufferSettings:
     """Settings of reduce buffers.
 
     Raises:
-        UsageError: If a length is no such integer.
+        UsageError: If `elems` is not a positive integer.
     """
 
     elems: int
-    """The length of the buffers into which gradients are copied as backward gives them, and out of
-    which each owner's are reduced to it: one, or with `overlap_grads` two that take turns. A longer
-    gradient goes by itself."""
+    """Length of the buffers, in elements. Gradients are copied into them as backward produces
+    them, and reduced to each owner. A longer gradient travels alone."""
     contiguous_grads: bool = True
-    """True if each gradient is copied when it comes; else all that go together are when the last of
-    them is there, into new memory."""
+    """True to copy each gradient on arrival; False to copy all gradients of a unit into new memory
+    once they are complete."""
     sums_whole: bool = False
-    """True if every rank gets the sum of all, of which it keeps its own."""
+    """True to sum everything to all ranks; each keeps its part."""
 
     def __post_init__(self) -> None:
         if type(self.elems) is not int or self.elems < 1:
@@ -84,18 +82,18 @@ class BufferSettings:
 
 
 class ReduceBuffers:
-    """The grad units of a model with the memory that they share.
+    """The grad units of a model, with their shared memory.
 
     Args:
-        buffers: All buffers of its params.
-        params: The params by name, in registration order; their gradients come in reverse.
-        config: Of the engine; with overlapped gradients two buffers take turns.
-        settings: Length of the buffers, and what is copied when.
-        holders: The ranks that hold each kind of params.
+        buffers: All buffers of the model's params.
+        params: The params by name, in registration order; gradients arrive in reverse.
+        config: The engine's config. With overlapped gradients two buffers alternate.
+        settings: Length of the buffers, and time of the copies.
+        holders: The ranks of each kind of params.
     """
 
     units: tuple[GradUnit, ...]
-    """In the order in which they are reduced."""
+    """In the order of their reductions."""
     unit_of: Mapping[nn.Parameter, GradUnit]
     """The unit of each param that has elements."""
 
@@ -112,7 +110,7 @@ class ReduceBuffers:
         self._config, self._settings = config, settings
         self._lenders: dict[tuple[object, int], TransientStorage] = {}
         home_of = {param: buffer for buffer in buffers for param in buffer.memory}
-        # A collective has one group and one dtype.
+        # One lane per kind and dtype, because a collective has one group and one dtype.
         lanes = [(buffer.plan.key.kind, buffer.grad_dtype) for buffer in buffers]
         plans = plan_grad_units(
             [buffer.plan for buffer in buffers],
@@ -134,11 +132,11 @@ class ReduceBuffers:
 
     @property
     def memory(self) -> list[Tensor]:
-        """The buffers, 1D each, as far as they are there."""
+        """The allocated buffers, 1D each."""
         return [each.whole for each in self._lenders.values() if each.whole is not None]
 
     def release(self) -> None:
-        """Let go of the memory, once no unit uses it."""
+        """Free the buffers, once no unit uses them."""
         for lender in self._lenders.values():
             lender.release()
 
@@ -150,6 +148,7 @@ class ReduceBuffers:
         holders: Holders,
     ) -> GradUnit:
         config, home = self._config, members[0][0]
+        # Set, because _check_config requires sharded state, so there is a shard group.
         group = holders.owners_of(home.plan.key.kind)
         assert group is not None
         slices = [
@@ -169,11 +168,13 @@ class ReduceBuffers:
 
     def _storage_of(self, plan: GradUnitPlan, *, home: Buffer) -> Storage:
         def memory(elems: int) -> TransientStorage:
-            # All of it is written: gradients lie in it without a gap.
+            # Not zeroed: gradients fill it without gaps, and missing ones are written as zeros.
             return TransientStorage(elems, dtype=home.grad_dtype, device=home.device, zeroed=False)
 
+        # A longer gradient, or one that is copied late, gets memory of its own.
         if plan.is_large or not self._settings.contiguous_grads:
             return memory(plan.numel)
+        # Two alternate with overlap, because one is in flight while the next unit fills.
         turns = 2 if self._config.overlap_grads else 1
         key = (plan.lane, plan.turn % turns)
         lender = self._lenders.setdefault(key, memory(self._elems))
@@ -181,17 +182,17 @@ class ReduceBuffers:
 
 
 class BufferedGrads(UnderBackward):
-    """Copies gradients into reduce buffers as they come, and reduces each unit of them once ready.
+    """Copies gradients into reduce buffers on arrival, and reduces each unit once it is ready.
 
-    The first unit that is not issued takes gradients as they come; others wait for their turn where
-    autograd left them, as the memory into which they go is another one's.
+    Only the first unit not yet issued copies gradients on arrival. Gradients of later units stay in
+    `param.grad` until their turn, because an earlier unit still uses their memory.
 
     Args:
-        wrapped: Its gradients are reduced.
-        settings: Length of the buffers, and what is copied when.
+        wrapped: The module with the gradients.
+        settings: Length of the buffers, and time of the copies.
 
     Raises:
-        UsageError: If reduce buffers do not go with the config, or with the units.
+        UsageError: If config or units do not allow reduce buffers.
     """
 
     def __init__(self, wrapped: Wrapped, *, settings: BufferSettings) -> None:
@@ -205,44 +206,45 @@ class BufferedGrads(UnderBackward):
             settings=settings,
             holders=wrapped.holders,
         )
-        # They have all that a schedule calls.
+        # Grad units have all methods that the schedule calls on units.
         self._units = cast("Sequence[Unit]", self.buffers.units)
         self._unit_of = cast("Mapping[nn.Parameter, Unit]", self.buffers.unit_of)
         self._leave_by_themselves = wrapped.config.sharding.grads
 
     def take(self, memory: ParamMemory) -> None:
-        """Accumulate a fresh gradient where gradients stay; else leave it to its grad unit."""
+        """Accumulate a new gradient if gradients are resident; otherwise leave it to its unit."""
         if self._leave_by_themselves and memory.param in self._unit_of:
             self.mark_ready(memory.param)
         else:
             super().take(memory)
 
     def mark_ready(self, param: nn.Parameter) -> None:
-        """Note that a gradient is complete, copy it if it is its turn, and issue what is ready."""
+        """Mark a gradient as complete, copy it if its unit is next, and issue ready units."""
         unit = self.buffers.unit_of.get(param)
         if self.running and unit is not None and unit is self.buffers.units[self._issued_count]:
             unit.arrive(param)
         super().mark_ready(param)
 
     def finish(self) -> None:
-        """Issue the rest, wait until every unit is reduced, and let go of the buffers."""
+        """Issue the rest, wait until every unit is reduced, and free the buffers."""
         super().finish()
         self.buffers.release()
 
     def accumulate_sums(self, *, is_first: bool) -> None:
-        """Zero gradients: their sums were added up when they came back."""
+        """Zero the gradients. Each grad unit has already added up its sums."""
         for buffer in self._buffers:
             assert buffer.grad_data is not None
             buffer.grad_data.zero_()
 
     def reset(self) -> None:
-        """Forget the step's gradients."""
+        """Drop the step's gradients."""
         super().reset()
         for unit in self.buffers.units:
             unit.reset_grads()
 
     def _issue_next(self) -> None:
         super()._issue_next()
+        # The next unit's turn: copy its gradients that arrived early.
         if self._issued_count < len(self.buffers.units):
             following = self.buffers.units[self._issued_count]
             for param in following.params:
@@ -251,33 +253,32 @@ class BufferedGrads(UnderBackward):
 
 
 def _check_config(config: ZeroConfig) -> None:
-    """Refuse settings that reduce buffers do not go with."""
+    """Refuse settings that reduce buffers do not support."""
     if config.stage not in (1, 2):
         raise UsageError(
-            f"expected stage 1 or 2 with reduce buffers, whose params are whole and whose state is "
-            f"sharded, got stage={config.stage}. Remove the buffers, or choose another stage."
+            f"expected stage 1 or 2 with reduce buffers, because they need unsharded params and "
+            f"sharded state, got stage={config.stage}. Remove the buffers, or change the stage."
         )
     if config.redundancy > 1:
         raise UsageError(
-            f"expected redundancy=1 with reduce buffers, whose sums end with one owner and go on "
-            f"to no copies, got {config.redundancy}. Remove either."
+            f"expected redundancy=1 with reduce buffers, because their sums end at one owner, "
+            f"without replicas, got {config.redundancy}. Remove either."
         )
     if config.sharding.grads and config.sync == "last":
         raise UsageError(
-            "expected sync='every' with reduce buffers and stage=2, where gradients leave as "
-            "backward goes and none stays for the next micro-batch, got 'last'. Try stage=1, or "
-            "sync='every'."
+            "expected sync='every' with reduce buffers and stage=2, because no gradient stays for "
+            "the next micro-batch, got 'last'. Set stage=1 or sync='every'."
         )
 
 
 def _check_units(units: Sequence[Unit]) -> None:
-    """Refuse units with sums of their own, which would never be issued."""
+    """Refuse units with their own kind of sum, which would never be issued."""
     for unit in units:
         if isinstance(unit, WholeSumUnit):
             raise UsageError(
-                f"expected units without sums of their own with reduce buffers, which sum "
-                f"gradients in their place, got {type(unit).__name__} for {unit.name}. Remove "
-                f"`unit` from the seams; for an all-reduce pass BufferSettings(sums_whole=True)."
+                f"expected units without their own sums, because reduce buffers sum gradients, "
+                f"got {type(unit).__name__} for {unit.name}. Remove `unit` from the seams; for an "
+                f"all-reduce pass BufferSettings(sums_whole=True)."
             )
 
 

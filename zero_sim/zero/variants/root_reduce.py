@@ -1,7 +1,7 @@
-"""Sums of whole gradients: by an all-reduce, or on the first rank of a group.
+"""Sums of unsharded gradients: by an all-reduce, or on the first rank of a group.
 
-Every rank gets the sum of a whole unit, of which it keeps its shard. That moves as much again as a
-reduce-scatter. On the first rank, the naive way, it moves far more.
+Every rank receives the sum of a whole unit and keeps its shard. An all-reduce moves twice as much
+as a reduce-scatter; the naive sum on the first rank moves far more through that rank.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from zero_sim.zero.unit import Unit
 def sum_at_first(
     flat: Tensor, *, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """As `all_reduce_sum`, the naive way: all send to the first rank, which adds and sends back.
+    """Sum like `all_reduce_sum`, the naive way: the first rank receives all, adds and broadcasts.
 
-    That rank adds in rank order, in the dtype of `flat`, and moves 2(N - 1) times as much as `flat`
-    holds, where each rank of a ring moves less than twice that.
+    It adds in rank order, in the dtype of `flat`, and moves 2(N - 1) times the size of `flat`. Each
+    rank of a ring all-reduce moves less than twice that size.
     """
     size, rank = size_and_rank(group)
     parts = [torch.empty_like(flat) for _ in range(size)] if rank == 0 else None
+    # Always asynchronous: wait() below continues with the second half.
     sent = dist.gather(flat, parts, group_dst=0, group=group, async_op=True)
     summing = _SumAtFirst(flat=flat, parts=parts, sent=sent, group=group)
     if async_op:
@@ -40,17 +41,18 @@ def sum_at_first(
 
 @dataclass(kw_only=True, slots=True)
 class _SumAtFirst:
-    """A sum at the first rank, in flight: the second half of it is made by whoever waits."""
+    """A sum on the first rank, in flight. `wait` performs its second half."""
 
     flat: Tensor
     parts: list[Tensor] | None
-    """What each rank sent, on the first rank."""
+    """The values received from each rank; on the first rank only."""
     sent: dist.Work | None
     group: dist.ProcessGroup
 
     def wait(self) -> None:
-        """Add what was sent, and send the sum back."""
+        """Add the received values, and broadcast the sum."""
         assert self.sent is not None
+        # Only here, because the broadcast must not start before the gather has ended.
         self.sent.wait()
         if self.parts is not None:
             self._add(self.parts)
@@ -58,6 +60,7 @@ class _SumAtFirst:
         self._send_back()
 
     def _add(self, parts: list[Tensor]) -> None:
+        # In rank order, starting with rank 0: the reference adds in this named order.
         self.flat.copy_(parts[0])
         for part in parts[1:]:
             self.flat.add_(part)
@@ -68,7 +71,7 @@ class _SumAtFirst:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class WholeSumUnit(Unit):
-    """A unit whose whole gradients are summed to all ranks that shard it."""
+    """A unit whose unsharded gradients are summed to all ranks of its shard group."""
 
     sum_all: ClassVar[Callable[..., dist.Work | None]]
     """Sums a tensor to all ranks of a group; arguments as `all_reduce_sum`."""
@@ -81,7 +84,7 @@ class WholeSumUnit(Unit):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class AllReducedUnit(WholeSumUnit):
-    """A unit whose whole gradients are summed by an all-reduce.
+    """A unit whose unsharded gradients are summed by an all-reduce.
 
     Raises:
         UsageError: If nothing is sharded.
@@ -90,35 +93,37 @@ class AllReducedUnit(WholeSumUnit):
     sum_all = staticmethod(all_reduce_sum)
 
     def __post_init__(self) -> None:
-        # Stage 0 sums by an all-reduce as it is. Accepted there, the unit would change nothing.
+        # Stage 0 all-reduces anyway, so this unit would have no effect there.
         if self.group is None:
             raise UsageError(
-                f"expected stage 1, 2 or 3 with AllReducedUnit, of whose sum each rank keeps its "
-                f"shard, got {self.name} of stage 0, which sums to all ranks by itself. Remove "
+                f"expected stage 1, 2 or 3 with AllReducedUnit, because each rank keeps a shard of "
+                f"the sum, got {self.name} of stage 0, which all-reduces anyway. Remove "
                 f"`unit`, or pass SummedAtFirstUnit."
             )
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class SummedAtFirstUnit(WholeSumUnit):
-    """A unit whose whole gradients are summed on the first rank, at stage 0 too."""
+    """A unit whose unsharded gradients are summed on the first rank, at stage 0 too."""
 
     sum_all = staticmethod(sum_at_first)
 
     def _sum_replicas(self, *, async_op: bool) -> dist.Work | None:
+        # With a shard group, the sum over its replicas stays a plain all-reduce.
         if self.group is not None or self.replica_group is None:
             return Unit._sum_replicas(self, async_op=async_op)
         return sum_at_first(self.grad_shard, group=self.replica_group, async_op=async_op)
 
 
 class UnderBackwardAtFirst(UnderBackward):
-    """Reduces each unit as soon as it is ready, by sums that end with another call.
+    """Reduces each unit as soon as it is ready, for sums that end with a second call.
 
-    That call has to come before a gather in its group, or it pairs with it on a faster rank.
+    The second call must come before a gather in its group, or it would pair with that gather on a
+    faster rank.
     """
 
     def before_gather(self, group: dist.ProcessGroup | None) -> None:
-        """Wait for the sum that was issued last, if it was in that group."""
+        """Wait for the last issued sum, if it was in that group."""
         if self._issued_count:
             last = self._units[self._issued_count - 1]
             if isinstance(last, SummedAtFirstUnit) and last.group is group:

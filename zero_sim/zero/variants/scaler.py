@@ -1,11 +1,11 @@
-"""Dynamic loss scaling: a power of two that keeps small gradients out of underflow.
+"""Dynamic loss scaling: a power of two that protects small gradients from underflow.
 
-The loss is multiplied by the scale before backward and the summed gradient divided by it, both
-exact as long as nothing over- or underflows. Where something overflowed the step is skipped and the
-scale halved; after enough steps without one it is doubled, to stay as high as it can.
+The loss is multiplied by the scale before backward and the summed gradient divided by it. Both are
+exact unless something overflows or underflows. After an overflow the step is skipped and the scale
+halved. After enough steps without overflow it is doubled, to stay as high as possible.
 
-Source: Micikevicius et al., "Mixed precision training", 2018, section 3.2; the rule for growth is
-that of `torch.amp.GradScaler` with factors of two.
+Source: Micikevicius et al., "Mixed precision training", 2018, section 3.2; the growth rule is that
+of `torch.amp.GradScaler` with factors of two.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from zero_sim.errors import UsageError
 
 @dataclass(kw_only=True, slots=True)
 class LossScaler:
-    """The loss scale of one rank; equal on all ranks, as they agree on what overflowed.
+    """The loss scale of one rank; equal on all ranks, because they agree on overflows.
 
-    All three fields are its state: a checkpoint keeps them.
+    The three fields are its state, saved in checkpoints.
 
     Raises:
-        UsageError: If the scale is no power of two of at least 1, or a count is out of range.
+        UsageError: If the scale is not a power of two of at least 1, or a count is out of range.
     """
 
     scale: float = 65536.0
-    """What the next loss is multiplied by."""
+    """Factor of the next loss."""
     growth_interval: int = 2000
-    """Steps without overflow in a row after which the scale doubles."""
+    """Consecutive steps without overflow before the scale doubles."""
     good_steps: int = 0
     """Steps without overflow since the scale last changed."""
 
     def __post_init__(self) -> None:
+        # frexp returns a mantissa of exactly 0.5 for powers of two.
         if not (math.isfinite(self.scale) and self.scale >= 1 and math.frexp(self.scale)[0] == 0.5):
             raise UsageError(
                 f"expected a loss scale that is a power of two and at least 1, so that scaling "
-                f"does not round, got scale={self.scale}. Try 65536.0."
+                f"does not round, got scale={self.scale}. Use 65536.0."
             )
         if self.growth_interval < 1 or not 0 <= self.good_steps < self.growth_interval:
             raise UsageError(
@@ -48,14 +49,14 @@ class LossScaler:
             )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale: what backward is to be called on."""
+        """Return the loss times the scale. Call backward on the result."""
         return loss * self.scale
 
     def update(self, *, found_inf: bool) -> None:
-        """Adapt the scale to what happened in a step.
+        """Adapt the scale after a step.
 
         Args:
-            found_inf: Whether any rank's gradient had an infinity or a NaN; the same on all ranks.
+            found_inf: True if any rank's gradient had an infinity or NaN; the same on all ranks.
         """
         if found_inf:
             self.scale = max(self.scale / 2, 1.0)

@@ -1,11 +1,8 @@
-"""A step buffer: fp32 gradients pass through memory of one length, whatever the model's size.
+"""A step buffer: fp32 gradients pass through memory of fixed length, for any model size.
 
-Unscaling, dividing, measuring and clipping take a rank's gradients as fp32, as many bytes as its
-masters have. Through a step buffer go only as many at a time as fit (ZeRO, arXiv 1910.02054,
-section 6.2, C_B): they are made once to be measured, and once more to be stepped, as the norm is
-known only behind the last. An element's computation is the same, and sums of squares are fp64, so
-that no bit depends on the turns. A part of a param that is longer than the buffer goes by itself,
-in memory of its own: torch's optimizers keep a count for each tensor, which cannot be cut.
+Unscaling, dividing, measuring and clipping need a rank's gradients in fp32, as large as its
+masters. With a step buffer, only as many as fit are converted at a time (ZeRO, arXiv 1910.02054,
+section 6.2, C_B).
 """
 
 from __future__ import annotations
@@ -31,14 +28,14 @@ AnyMaster = TypeVar("AnyMaster", bound=_WithLeaf)
 
 
 class StepBuffer(AllAtOnce):
-    """A stepper whose gradients pass through memory of one length, as many at a time as fit.
+    """A stepper that converts gradients in turns, as many as fit into memory of fixed length.
 
     Args:
-        optimizer: Whose masters are stepped.
+        optimizer: The optimizer of the masters.
         elems: Length of the memory.
 
     Raises:
-        UsageError: If it has no such length.
+        UsageError: If `elems` is not a positive integer.
     """
 
     def __init__(self, optimizer: DistributedOptimizer, *, elems: int) -> None:
@@ -51,16 +48,19 @@ class StepBuffer(AllAtOnce):
         self._turns: list[list[Master]] = []
 
     def measure(self, trained: list[Master]) -> tuple[Tensor, int, bool]:
-        """Make gradients turn by turn, and return what all of them have together."""
+        """Convert and measure gradients turn by turn; return the totals over all ranks."""
         self._turns = self.turns(trained)
         return self._measure_in_turns(self._turns)
 
     def step(self, trained: list[Master], *, norm: Tensor) -> None:
-        """Make gradients anew, as many at a time as fit, and step their masters; then write all."""
+        """Convert gradients again, turn by turn, step their masters, then write all of them."""
+        # A second conversion, because the norm is known only after the last turn. Each element's
+        # computation is the same and sums of squares are fp64, so no bit depends on the turns.
         self._step_in_turns(self._turns, norm=norm)
 
     def copy(self, reduced: Tensor) -> Tensor:
-        """Return a copy as fp32, 1D: in the buffer until the next turn, or of its own if longer."""
+        """Return an fp32 copy, 1D: in the buffer until the next turn, or its own if longer."""
+        # A longer fragment cannot be split: torch's optimizers keep a step count per tensor.
         if reduced.numel() > self.elems:
             return super().copy(reduced)
         if self._memory is None:
@@ -71,12 +71,13 @@ class StepBuffer(AllAtOnce):
         return self._memory[start : self._used].copy_(reduced)
 
     def release(self) -> None:
-        """Let go of the memory, behind the step."""
+        """Free the memory after the step."""
         self._memory = None
 
     def turns(self, masters: Sequence[AnyMaster]) -> list[list[AnyMaster]]:
-        """Cut masters into turns, each of which fits, or is one that does not."""
+        """Split masters into turns. Each turn fits the buffer, or is a single longer master."""
         made: list[list[AnyMaster]] = []
+        # Over the limit, so that the first master opens a turn.
         held = self.elems + 1
         for master in masters:
             elems = master.leaf.numel()
@@ -95,15 +96,18 @@ class StepBuffer(AllAtOnce):
         return optimizer._agree_on(measured)
 
     def _step_in_turns(self, turns: list[list[Master]], *, norm: Tensor) -> None:
+        # Each turn reuses the buffer, so gradients must be dropped before the next one.
         optimizer = self._optimizer
         for turn in turns:
             grads = self._upcast_turn(turn)
             optimizer._clip(grads, norm=norm)
             for master, grad in zip(turn, grads, strict=True):
                 master.leaf.grad = grad
+            # Masters without a gradient are skipped by torch's optimizers.
             optimizer.inner.step()
             for master in turn:
                 master.leaf.grad = None
+        # One write for all turns, because new fp8 scales need every master.
         optimizer._check_new_state()
         optimizer._write_back([master for turn in turns for master in turn])
 

@@ -1,7 +1,7 @@
-"""Micro-batches for which some ranks have no data: these ranks join them with zeros.
+"""Micro-batches without data on some ranks: these ranks join with zero gradients.
 
-A rank that joins makes the collectives of a micro-batch without a forward of its own. What it
-accumulated in the step before is summed with the others' gradients.
+A joining rank issues the collectives of a micro-batch without a forward. Gradients it accumulated
+earlier in the step are summed with those of the other ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from zero_sim.zero.unit import Unit
 
 
 class UnevenStepCount(StepCount):
-    """The count of a step in which ranks may have data for different micro-batches.
+    """The count of a step with different numbers of micro-batches per rank.
 
-    `divide_by="micro-batches"` counts those that ranks had data for.
+    `divide_by="micro-batches"` counts micro-batches with data, over all ranks.
 
     Raises:
         UsageError: If that count is needed before the step's last micro-batch.
@@ -39,19 +39,20 @@ class UnevenStepCount(StepCount):
         self._joined = 0
 
     def join(self) -> None:
-        """Note that this rank has no data for the micro-batch that begins."""
+        """Record that this rank has no data for the next micro-batch."""
         self._joined += 1
 
     def _take(self, *, last: bool) -> int:
         if self._config.divide_by != "micro-batches":
             return super()._take(last=last)
+        # micro_batches counts the ended ones, so the current one adds 1.
         return self._sum_over_ranks(self.micro_batches + 1 - self._joined)
 
 
 class RepeatableOnUse(OnUse):
-    """Params gathered on use, on ranks that join micro-batches as well.
+    """Params gathered on use, also on ranks that join micro-batches.
 
-    A rank without data gathers and frees in the order of its last micro-batch that had some.
+    A rank without data gathers and reshards in the order of its last micro-batch with data.
     """
 
     def __init__(self, wrapped: Wrapped, *, grads: UnderBackward) -> None:
@@ -60,19 +61,21 @@ class RepeatableOnUse(OnUse):
         super().__init__(wrapped, grads=grads)
 
     def repeat_forward(self) -> None:
-        """Gather and free as the last micro-batch's forward did, without one, beside other ranks'.
+        """Repeat the gathers of the last micro-batch's forward, without running it.
 
-        The end of backward then goes the way back through it.
+        The end of backward then goes through it in reverse, as usual.
 
         Raises:
-            UsageError: If there was none.
+            UsageError: If this rank had no forward yet.
         """
+        # Other ranks run a forward at this time; their gathers must find the same calls here.
         if not self._last_calls:
             raise UsageError(
-                "expected a micro-batch with a forward on this rank before it joins one without, "
-                "since params are gathered in the order of the last one, got none. Try a first "
-                "micro-batch on every rank, or a stage below 3."
+                "expected a forward on this rank before it joins a micro-batch without data, "
+                "because it repeats the gathers of that forward, got none. Give every rank data in "
+                "the first micro-batch, or choose a stage below 3."
             )
+        # enable_grad: the hooks record uses only with gradients.
         with torch.enable_grad():
             for module, needed, begins in self._last_calls:
                 if begins:
@@ -81,8 +84,9 @@ class RepeatableOnUse(OnUse):
                     self._after_forward(needed, module, (), None)
 
     def finish_backward(self) -> None:
-        """Come to the end of backward."""
+        """End a backward."""
         super().finish_backward()
+        # A micro-batch without calls keeps the earlier recording.
         self._last_calls, self._calls = self._calls or self._last_calls, []
 
     def _before_forward(
@@ -107,30 +111,29 @@ class RepeatableOnUse(OnUse):
 def join_micro_batch(
     ddp: DistributedDataParallel, last: bool, *, count: int | Tensor | None = None
 ) -> None:
-    """Take part in a micro-batch for which this rank has no data, with gradients of zero.
+    """Take part in a micro-batch without data on this rank, with zero gradients.
 
-    In the place of begin_last_micro_batch, forward, backward and end_micro_batch.
+    It replaces begin_last_micro_batch, forward, backward and end_micro_batch.
 
     Args:
-        ddp: Built with `UnevenStepCount` and, where it shards params, `RepeatableOnUse`.
-        last: As in `end_micro_batch`.
-        count: As in `finish_grad_sync`.
+        ddp: Built with `UnevenStepCount` and, if it shards params, `RepeatableOnUse`.
+        last: See `end_micro_batch`.
+        count: See `finish_grad_sync`.
 
     Raises:
-        UsageError: As those; or if `ddp` counts micro-batches that all ranks have data for, or
-            params are sharded and this rank has not trained in a micro-batch yet, in the order of
-            which it gathers them.
+        UsageError: For the reasons of these methods; if `ddp` has another step count; or if params
+            are sharded and this rank had no data yet, so there is no order of gathers.
     """
     if not isinstance(ddp.step_count, UnevenStepCount):
         raise UsageError(
-            "expected an UnevenStepCount for a micro-batch without data, as what all divide by "
-            "follows from it, got a StepCount. Pass seams=Seams(step_count=UnevenStepCount)."
+            "expected an UnevenStepCount for a micro-batch without data, because it determines the "
+            "divisor, got a StepCount. Pass seams=Seams(step_count=UnevenStepCount)."
         )
     ddp.step_count.join()
     ddp.finish_param_gather()
     if isinstance(ddp.param_schedule, RepeatableOnUse):
         ddp.param_schedule.repeat_forward()
-    # After the forward, as on ranks that have one: it may count over ranks.
+    # After the forward, as on ranks with data, because it may contain a collective.
     if last or ddp.config.sync == "every":
         ddp.begin_last_micro_batch(count=count)
     ddp.end_micro_batch(last, count=count)

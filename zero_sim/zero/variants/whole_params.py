@@ -1,13 +1,17 @@
-"""Optimizers whose step of an element depends on its whole param, over shards.
+"""Optimizers over shards whose step of an element depends on its whole param.
 
-Their state is elementwise, and so is what they add to a master; in between stands a number or a
-matrix that only the whole param gives. So a step has three parts: each owner computes its part of a
-direction from its part of gradient and state; the parts are gathered; each owner computes what the
-whole gives, and takes of it what is its own. Nothing but the directions is ever whole, a bucket at
-a time. Where one rank has all of a param, nothing is gathered.
+Their state is elementwise, and so is the update of a master. But the update also needs a number or
+a matrix computed from the whole param. So a step has three parts:
 
-What the whole gives is computed in memory of its own, as the place of a matrix in a flat buffer can
-change the bits of a product.
+1. Each owner computes its part of a direction from its part of gradient and state.
+2. The parts are gathered, one bucket at a time; nothing else is ever unsharded.
+3. Each owner computes the whole update and applies its own part.
+
+If one rank owns all of a param, nothing is gathered.
+
+[Note: memory of its own]
+The address of a matrix in a flat buffer can change the bits of a product. So whole matrices are
+copied to their own memory first.
 """
 
 from __future__ import annotations
@@ -28,34 +32,35 @@ from zero_sim.zero.optimizer import AllAtOnce, DistributedOptimizer
 from zero_sim.zero.unit import Unit
 
 Parts = Mapping[Tensor, tuple[Tensor, ...]]
-"""By leaf, a fragment of a master: tensors with a value for each of its elements."""
+"""By leaf, a fragment of a master: tensors with one value per element of the leaf."""
 WholeOf = Callable[[Parts], Iterable[tuple[Tensor, tuple[Tensor, ...], slice]]]
-"""Gathers parts: yields each leaf with the whole tensors, in the shape of its param, and where in
-these, flattened, the leaf lies. Every rank calls it equally often, also without leaves."""
+"""Gathers parts. Yields each leaf with the whole tensors, in the shape of its param, and the leaf's
+slice of these, flattened. Every rank calls it equally often, even without leaves."""
 
+# Coefficients and number of iterations of Jordan's Muon.
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
 
 
 def leaves_are_whole(parts: Parts) -> Iterator[tuple[Tensor, tuple[Tensor, ...], slice]]:
-    """The `WholeOf` of leaves that are whole params."""
+    """Yield leaves that are whole params: the `WholeOf` without sharding."""
     for leaf, tensors in parts.items():
         yield leaf, tensors, slice(None)
 
 
 class Muon(Optimizer):
-    """Momentum whose matrices are made orthogonal before they are added.
+    """Momentum with matrices made orthogonal before they are added.
 
-    Tensors of more dimensions count as matrices of their first one; vectors and scalars are moved
-    by their momentum as it is.
+    Tensors of more than two dimensions count as matrices of their first one. Vectors and scalars
+    are moved by their momentum directly.
 
     Args:
         params: Masters, fp32.
         lr: Learning rate.
-        momentum: Of the moving mean of gradients.
-        nesterov: Whether the direction is the mean of gradient and momentum.
-        eps: Least norm by which a matrix is divided.
-        weight_decay: Decoupled, as AdamW's.
+        momentum: Weight of the old mean in the moving mean of gradients.
+        nesterov: True to use the mean of gradient and momentum as the direction.
+        eps: Lower bound for the norm that divides a matrix.
+        weight_decay: Decoupled, as in AdamW.
 
     Source:
         Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024), with its
@@ -64,7 +69,7 @@ class Muon(Optimizer):
     """
 
     gathers = 1
-    """Quantities of which it needs the whole."""
+    """Number of quantities to gather per param."""
 
     def __init__(
         self,
@@ -89,16 +94,16 @@ class Muon(Optimizer):
         self.whole_of: WholeOf = leaves_are_whole
 
     def attach(self, optimizer: DistributedOptimizer) -> None:
-        """Gather what the whole params give by the collectives of their owners.
+        """Gather whole directions with the collectives of the params' owners.
 
         Raises:
-            UsageError: If masters are on another device, or not stepped all at once.
+            UsageError: If masters are on another device, or the stepper works in turns.
         """
         _attach(self, optimizer)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyrefly: ignore
-        """Move all masters that have a gradient."""
+        """Update all masters with a gradient."""
         groups, directions = _groups_of(self), {}
         for leaf, group in groups.items():
             assert leaf.grad is not None
@@ -116,22 +121,22 @@ class Muon(Optimizer):
 
 
 class Lamb(Optimizer):
-    """Adam whose step of each param is as long as the param, times the learning rate.
+    """Adam with each param's step scaled to the norm of the param, times the learning rate.
 
     Args:
         params: Masters, fp32.
         lr: Learning rate.
         betas: Decay rates of the moments.
         eps: Added to the denominator.
-        weight_decay: Added to the direction, before its norm is taken.
+        weight_decay: Added to the direction before its norm is taken.
 
     Source:
         You et al., "Large batch optimization for deep learning" (arXiv 1904.00962), algorithm 2,
-        with bias correction and without bounds for the ratio, which is 1 where a norm is zero.
+        with bias correction and without bounds for the ratio, which is 1 if a norm is zero.
     """
 
     gathers = 2
-    """Quantities of which it needs the whole."""
+    """Number of quantities to gather per param: weights and direction."""
 
     def __init__(
         self,
@@ -148,21 +153,22 @@ class Lamb(Optimizer):
         self.whole_of: WholeOf = leaves_are_whole
 
     def attach(self, optimizer: DistributedOptimizer) -> None:
-        """Gather what the whole params give by the collectives of their owners.
+        """Gather whole weights and directions with the collectives of the params' owners.
 
         Raises:
-            UsageError: If masters are on another device, or not stepped all at once.
+            UsageError: If masters are on another device, or the stepper works in turns.
         """
         _attach(self, optimizer)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyrefly: ignore
-        """Move all masters that have a gradient."""
+        """Update all masters with a gradient."""
         groups, parts = _groups_of(self), {}
         directions: dict[Tensor, Tensor] = {}
         for leaf, group in groups.items():
             directions[leaf] = self._direction(leaf, group)
             parts[leaf] = (leaf.detach(), directions[leaf])
+        # The ratio needs both wholes, but the update is elementwise, so it uses the own part.
         for leaf, (weights, direction), _ in self.whole_of(parts):
             ratio = trust_ratio(weights, direction)
             leaf.sub_(directions[leaf] * (ratio * groups[leaf]["lr"]))
@@ -174,6 +180,7 @@ class Lamb(Optimizer):
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(leaf)
             state["exp_avg_sq"] = torch.zeros_like(leaf)
+        # Bias-corrected moments of Adam, in fp32.
         state["step"] += 1
         steps, (first, second) = state["step"].item(), group["betas"]
         mean = state["exp_avg"].lerp_(leaf.grad, 1 - first)
@@ -186,13 +193,13 @@ def _attach(inner: Muon | Lamb, optimizer: DistributedOptimizer) -> None:
     device = optimizer.ddp.buffers[0].device
     if optimizer.state_device != device:
         raise UsageError(
-            f"expected state_device={str(device)!r} with {type(inner).__name__}, which brings "
-            f"whole params together with the params' own collectives, got "
-            f"{str(optimizer.state_device)!r}. Try leaving it out."
+            f"expected state_device={str(device)!r} with {type(inner).__name__}, because it "
+            f"gathers whole params with the params' own collectives, got "
+            f"{str(optimizer.state_device)!r}. Remove state_device."
         )
     if type(optimizer.stepper) is not AllAtOnce:
         raise UsageError(
-            f"expected all gradients at once with {type(inner).__name__}, which steps whole "
+            f"expected all gradients at once with {type(inner).__name__}, because it steps whole "
             f"params, got {type(optimizer.stepper).__name__}. Remove `stepper`."
         )
     inner.whole_of = partial(_whole_of, optimizer, inner.gathers)
@@ -201,7 +208,8 @@ def _attach(inner: Muon | Lamb, optimizer: DistributedOptimizer) -> None:
 def _whole_of(
     optimizer: DistributedOptimizer, gathers: int, parts: Parts
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...], slice]]:
-    """The `WholeOf` of fragments: bucket by bucket, on all ranks alike."""
+    """Gather fragments bucket by bucket: the `WholeOf` with sharding."""
+    # Over all units, not over `parts`: ranks without a fragment take part in each collective.
     members: dict[tuple[int, int], list[Master]] = {}
     for master in optimizer.masters:
         if master.leaf in parts:
@@ -211,6 +219,7 @@ def _whole_of(
             here = members.get((index, unit.plan.index), [])
             wholes = []
             for which in range(gathers):
+                # 1D, one shard of this quantity; zeros for padding and frozen params.
                 shard = torch.zeros(unit.own_span.numel, device=buffer.device)
                 for master in here:
                     place = master.fragment.in_shard
@@ -221,7 +230,7 @@ def _whole_of(
 
 
 def whole_of_unit(unit: Unit, shard: Tensor) -> Tensor:
-    """Return the whole from each owner's shard, 1D; a collective where several own parts."""
+    """Return the whole of a unit from each owner's shard, 1D; a collective if several own parts."""
     if unit.plan.partition.owner is not None or unit.plan.shard_count == 1:
         return shard
     whole = shard.new_empty(unit.plan.span.numel)
@@ -230,7 +239,7 @@ def whole_of_unit(unit: Unit, shard: Tensor) -> Tensor:
 
 
 def _of_param(master: Master, wholes: list[Tensor]) -> tuple[tuple[Tensor, ...], slice]:
-    """Of a unit's whole quantities what is one param's, and where in that the master lies."""
+    """Return one param's part of a unit's whole quantities, and the master's slice of it."""
     at, own = master.buffer.memory[master.param].in_unit, master.fragment.in_param
     shape = master.param.shape
     mine = tuple(whole.narrow(0, at.start, at.numel).view(shape) for whole in wholes)
@@ -238,18 +247,21 @@ def _of_param(master: Master, wholes: list[Tensor]) -> tuple[tuple[Tensor, ...],
 
 
 def orthogonalized(direction: Tensor, *, eps: float) -> Tensor:
-    """Return the nearest orthogonal matrix, roughly, scaled by its shape; a vector as it is.
+    """Return an approximation of the nearest orthogonal matrix, scaled by its shape.
+
+    Vectors are returned unchanged.
 
     Args:
-        direction: fp32, a whole param's.
-        eps: Least norm by which it is divided.
+        direction: fp32, in the shape of the whole param.
+        eps: Lower bound for the norm that divides it.
     """
     if direction.dim() < 2 or not direction.numel():
         return direction
-    # A copy, in memory of its own: see above.
+    # A contiguous copy, [rows, columns], fp32; see [Note: memory of its own].
     matrix = direction.clone(memory_format=torch.contiguous_format).view(direction.shape[0], -1)
     rows, columns = matrix.shape
     near = matrix / torch.linalg.vector_norm(matrix).clamp(min=eps)
+    # The iteration multiplies rows x rows matrices, so take the shorter side as rows.
     near = near.mT.contiguous() if rows > columns else near
     a, b, c = _NEWTON_SCHULZ
     for _ in range(_NEWTON_SCHULZ_STEPS):
@@ -260,15 +272,15 @@ def orthogonalized(direction: Tensor, *, eps: float) -> Tensor:
 
 
 def trust_ratio(weights: Tensor, direction: Tensor) -> Tensor:
-    """Return the norm of a whole param by that of its direction, 0D fp32; 1 where one is zero."""
-    # Copies, in memory of their own: see above.
+    """Return the norm of a whole param over that of its direction, 0D fp32; 1 if either is zero."""
+    # Copies; see [Note: memory of its own].
     norms = [torch.linalg.vector_norm(each.clone()) for each in (weights, direction)]
     ratio = norms[0] / norms[1]
     return torch.where((norms[0] > 0) & (norms[1] > 0), ratio, torch.ones_like(ratio))
 
 
 def _groups_of(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """By leaf with a gradient its group."""
+    """Return the group of each leaf with a gradient."""
     return {
         leaf: group
         for group in optimizer.param_groups
