@@ -1,16 +1,13 @@
-"""Checkpoints that any layout can continue from, bit for bit.
+"""Checkpoints that can be loaded into any layout, bit for bit.
 
-`save` and `load` are collectives over the ranks that train. On the disk a checkpoint is a folder: a
-JSON manifest, and beside it files of tensors, in spans that are named by param.
+`save` and `load` are collectives over the training ranks. A checkpoint is a folder: a JSON manifest
+and files of tensors, in spans named by param.
 
-[Note: read with distrust]
-Checksums find damage; whoever alters a checkpoint on purpose puts them right. So nothing is
-believed because of one, and nothing is unpickled. The manifest is checked value by value and as a
-whole; names, sizes and headers of files follow from it, and files that are made otherwise are
-refused before they are read. Whoever writes a checkpoint decides what is in it, of course: other
-weights, another learning rate.
-
-Each name below is loaded when it is first used: most runs neither save nor load.
+[Note: distrust]
+Checksums detect damage, but a deliberate change can include correct checksums. So no value is
+trusted because of a checksum, and nothing is unpickled. The manifest is checked value by value and
+as a whole. It determines names, sizes and headers of all files; other files are refused before they
+are read. The author of a checkpoint still decides its content, such as weights or a learning rate.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointError", "Form", "Manifest", "SaveHandle", "load", "save", "save_async"]
 
+# Each name is imported on first use, because most runs neither save nor load.
 _HOMES = {
     "CheckpointError": "zero_sim.errors",
     "Form": "zero_sim.checkpoint.manifest",

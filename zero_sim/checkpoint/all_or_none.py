@@ -1,11 +1,11 @@
-"""Ranks that save or load together: they tell each other records, and fail together or not at all.
+"""Ranks that save or load together: they exchange records, and either all fail or none.
 
-Records travel as JSON in tensors of bytes. torch's own collectives of objects would pickle them.
+Records travel as JSON in tensors of bytes. torch's collectives of objects would pickle them.
 
 [Note: frames]
-A collective costs more than the few bytes that most messages are. So a message does not go after
-its length: it begins in a frame of fixed size, behind its length, and only what does not fit into
-the frame goes in a second collective. An error goes in the place of the record that it prevented.
+A collective costs more than the few bytes of most messages, so the length is not sent separately.
+A message starts in a frame of fixed size, after its length. Only if it does not fit, a second
+collective sends the rest. An error replaces the record that it prevented.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from zero_sim.zero.collectives import all_gather, size_and_rank
 
 T = TypeVar("T")
 
+# Longer errors are cut.
 _MESSAGE_BYTES_MAX = 4000
+# Small, because every rank receives a frame from every rank.
 _FRAME_TO_ALL_BYTES = 1 << 10
-"""Of what every rank gets from every rank."""
 _FRAME_TO_FIRST_BYTES = 1 << 13
 _FRAME_FROM_FIRST_BYTES = 1 << 14
 _LENGTH_BYTES = 8
 
+# The first byte of a message: its kind. `_MORE` requests the rest of messages longer than a frame.
 _RECORD, _ERROR, _MORE = b"r", b"e", b"m"
-"""What a message is, its first byte; the last asks for the rest of what is longer than a frame."""
 
 
 class Coordinator:
-    """The ranks of a group, one of which is this one.
+    """The ranks of a group, seen from this rank.
 
     Args:
-        group: All ranks that take part.
-        device: Where the group's collectives expect tensors.
+        group: All participating ranks.
+        device: Device of tensors in the group's collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, device: torch.device) -> None:
@@ -49,55 +50,58 @@ class Coordinator:
         self.size, self.rank = size_and_rank(group)
 
     def attempt(self, action: Callable[[], T], *, what: str) -> T:
-        """Do something on this rank, and fail on every rank if it failed on any.
+        """Run an action on this rank, and fail on every rank if it fails on any.
 
         Args:
-            action: Must not communicate: a rank that fails would leave the others waiting.
-            what: What failed, for the message.
+            action: Must not communicate, because a failing rank would leave the others waiting.
+            what: Description of the failure, for the message.
 
         Raises:
-            CheckpointError: On every rank alike, naming the ranks and what each of them raised.
+            CheckpointError: On every rank alike, with the ranks and the error of each.
         """
         kept: list[T] = []
         self._exchange(lambda: kept.append(action()), what=what)
         return kept[0]
 
     def share(self, action: Callable[[], Any], *, what: str) -> list[Any]:
-        """As `attempt`; return every rank's record in rank order, on every rank.
+        """Run an action like `attempt`; return every rank's record in rank order, on every rank.
 
         Args:
             action: Returns this rank's record; must not communicate.
-            what: What failed, for the message.
+            what: Description of the failure, for the message.
 
         Raises:
-            CheckpointError: As `attempt`.
+            CheckpointError: See `attempt`.
         """
         return [json.loads(message[1:]) for message in self._exchange(action, what=what)]
 
     def gather_and_decide(
         self, action: Callable[[], Any], decide: Callable[[list[Any]], Any], *, what: str
     ) -> Any:
-        """As `attempt`; let rank 0 decide on every rank's record, and return what it decided.
+        """Run an action like `attempt`; return rank 0's decision on the records of all ranks.
 
         Args:
-            action: Returns this rank's record. If it communicates, it must do so to the end even
-                if it fails.
+            action: Returns this rank's record. If it communicates, it must complete all of its
+                calls even if it fails.
             decide: Called on rank 0 with the records in rank order, unless a rank failed.
-            what: What failed, for the message.
+            what: Description of the failure, for the message.
 
         Raises:
-            CheckpointError: As `attempt`; also if `decide` failed.
+            CheckpointError: See `attempt`; also if `decide` failed.
         """
+        # 1. Every rank sends a frame to rank 0. `frames` is empty on other ranks.
         mine, error = _try(action)
         frames, sent = self._gather(_frame(mine, _FRAME_TO_FIRST_BYTES))
         answer = b""
         rest_bytes = max(map(_count_rest, frames), default=0)
+        # 2. Too long for a frame: request the rest. Frames do not grow for one long message.
         if rest_bytes:
             answer = _MORE + str(rest_bytes).encode()
         elif frames:
             answer, error = _answer(list(map(_unframe, frames)), decide, error=error)
         answer = self._broadcast(answer)
         sent.wait()
+        # 3. All ranks see the request, so all of them send the rest, padded to the longest.
         if answer[:1] == _MORE:
             rest = mine[_FRAME_TO_FIRST_BYTES - _LENGTH_BYTES :]
             rests, sent = self._gather(rest.ljust(int(answer[1:]), b"\0"))
@@ -110,11 +114,11 @@ class Coordinator:
         return json.loads(_open(answer, what=what, error=error))
 
     def share_first(self, action: Callable[[], bytes], *, what: str) -> bytes:
-        """Return on every rank what rank 0 gets, and fail on every rank if that fails.
+        """Return rank 0's bytes on every rank, and fail on every rank if rank 0 fails.
 
         Args:
             action: Called on rank 0.
-            what: What failed, for the message.
+            what: Description of the failure, for the message.
 
         Raises:
             CheckpointError: On every rank alike.
@@ -132,6 +136,7 @@ class Coordinator:
         mine, error = _try(action)
         frames = self._all_gather(_frame(mine, _FRAME_TO_ALL_BYTES))
         rest_bytes = max(map(_count_rest, frames))
+        # Every rank has all frames, so all ranks agree on a second collective and its length.
         if rest_bytes:
             rest = mine[_FRAME_TO_ALL_BYTES - _LENGTH_BYTES :]
             rests = self._all_gather(rest.ljust(rest_bytes, b"\0"))
@@ -144,16 +149,16 @@ class Coordinator:
         return messages
 
     def _all_gather(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes, as many on each, on every rank."""
+        """Return every rank's bytes, of equal length, on every rank."""
         rows = torch.empty(self.size * len(data), dtype=torch.uint8, device=self.device)
         all_gather(rows, _to_tensor(data, device=self.device), group=self.group)
         return _cut(_to_bytes(rows), len(data))
 
     def _gather(self, data: bytes) -> tuple[list[bytes], dist.Work]:
-        """Return every rank's bytes, as many on each, on rank 0, and nothing elsewhere.
+        """Return every rank's bytes, of equal length, on rank 0, and an empty list elsewhere.
 
-        Also returns what is to be waited for when rank 0 has answered: until then another rank has
-        nothing else to wait for.
+        Also returns the handle of the send. Wait for it after rank 0's answer, because other ranks
+        have nothing else to wait for until then.
         """
         rows = torch.empty(0, dtype=torch.uint8, device=self.device)
         parts = None
@@ -182,7 +187,7 @@ class Coordinator:
 
 
 def _try(action: Callable[[], Any]) -> tuple[bytes, Exception | None]:
-    """Return what an action returns as a message, or what it raises, and then that as well."""
+    """Return an action's result as a message, or its error as a message and as raised."""
     try:
         return _RECORD + json.dumps(action(), default=take_apart).encode(), None
     except Exception as error:  # noqa: BLE001  (raised again by `_open`, on all ranks)
@@ -192,7 +197,7 @@ def _try(action: Callable[[], Any]) -> tuple[bytes, Exception | None]:
 def _answer(
     messages: list[bytes], decide: Callable[[list[Any]], Any], *, error: Exception | None
 ) -> tuple[bytes, Exception | None]:
-    """Return rank 0's answer to the messages of all ranks, and what it raises with a failure."""
+    """Return rank 0's answer to the messages of all ranks, with its own error if it failed."""
     failed = _find_failed(messages)
     if not failed:
         answer, error = _try(lambda: decide([json.loads(message[1:]) for message in messages]))
@@ -203,7 +208,7 @@ def _answer(
 
 
 def _open(message: bytes, *, what: str, error: Exception | None) -> bytes:
-    """Return the content of a message, or raise the error that it is."""
+    """Return the content of a message, or raise the error it contains."""
     if message[:1] == _ERROR:
         raise CheckpointError(f"{what}: {message[1:].decode(errors='replace')}") from error
     return message[1:]
@@ -214,10 +219,11 @@ def _find_failed(messages: list[bytes]) -> dict[int, bytes]:
 
 
 def _list_failures(failed: dict[int, bytes], *, size: int) -> bytes:
-    """Return one text for what ranks raised, each with the ranks that raised it."""
+    """Return one text for the errors of ranks; equal errors are listed once, with their ranks."""
     by_text: dict[bytes, list[int]] = {}
     for rank, text in failed.items():
         by_text.setdefault(text, []).append(rank)
+    # If all ranks failed alike, list the error without ranks.
     if len(failed) == size and len(by_text) == 1:
         return next(iter(by_text))
     lines = [f"{_name_ranks(ranks)}: ".encode() + text for text, ranks in by_text.items()]
@@ -227,24 +233,25 @@ def _list_failures(failed: dict[int, bytes], *, size: int) -> bytes:
 def _describe(error: Exception) -> bytes:
     text = str(error)
     if not isinstance(error, CheckpointError):
+        # Add the class, because the message alone can be meaningless: a KeyError's is the key.
         text = f"{type(error).__name__}: {text}"
     return text.encode(errors="backslashreplace")[:_MESSAGE_BYTES_MAX]
 
 
 def _frame(data: bytes, size_bytes: int) -> bytes:
-    """Return the frame that a message begins in; see [Note: frames]."""
+    """Return the first frame of a message; see [Note: frames]."""
     framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data[: size_bytes - _LENGTH_BYTES]
     return framed.ljust(size_bytes, b"\0")
 
 
 def _count_rest(frame: bytes) -> int:
-    """Return how many bytes of its message a frame lacks."""
+    """Return the number of bytes of its message that a frame lacks."""
     length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
     return max(0, length - (len(frame) - _LENGTH_BYTES))
 
 
 def _unframe(frame: bytes) -> bytes:
-    """Return the message of a frame and what followed it."""
+    """Return the message in a frame and its continuation."""
     length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
     return frame[_LENGTH_BYTES : _LENGTH_BYTES + length]
 

@@ -1,6 +1,6 @@
-"""Compatibility of a checkpoint with a run, as far as it shows without reading a tensor.
+"""Compatibility of a checkpoint with a run, checked from the manifest without reading a tensor.
 
-Params, spans and state first, then the settings of param groups: which a run takes, and which not.
+Params, spans and optimizer state come first, then the settings of param groups.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ from zero_sim.zero.optimizer import DistributedOptimizer
 from zero_sim.zero.refusals import ELEMENTWISE, Attached
 
 KEPT_SETTINGS: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""How a step is computed rather than what: a run keeps its own, whatever the checkpoint has."""
+"""Settings that select an implementation, not a result. A run keeps its own on load."""
 
 _OF_SCHEDULERS: Final = frozenset(
     {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 )
-"""What torch's schedulers leave in param groups; one may be made before the load or after it."""
+"""Settings that torch's schedulers add to param groups. They may be created before or after a load.
+"""
 
 _NUMBER_MAX: Final = torch.finfo(torch.float32).max
-"""Masters are fp32: no step can use a greater one."""
+"""Masters are fp32, so no step can use a larger number."""
 
 
 def find_param_problems(
     manifest: Manifest, ddp: DistributedDataParallel, *, params: Sequence[ParamRecord]
 ) -> list[str]:
-    """Return every difference between the tensors that a checkpoint and a run have.
+    """Return all differences between the tensors of a checkpoint and of a run.
 
     Args:
-        manifest: What the checkpoint has.
-        ddp: The run, for what is not trained.
-        params: Its trained params, those of all ranks.
+        manifest: The checkpoint's manifest.
+        ddp: The run, for frozen params and buffers.
+        params: The run's trained params, of all ranks.
     """
     here = {param.name: (param.shape, param.dtype) for param in params}
     saved: Mapping[str, ParamRecord | ModuleRecord] = {p.name: p for p in manifest.params}
@@ -74,11 +75,11 @@ def find_param_problems(
 def find_span_problems(
     manifest: Manifest, spans: Mapping[tuple[str, str], Sequence[Span]]
 ) -> list[str]:
-    """Return what keeps a checkpoint from holding every element of every tensor exactly once.
+    """Return the elements that a checkpoint does not contain exactly once.
 
     Args:
-        manifest: What there should be.
-        spans: What there is, by param and tensor.
+        manifest: The expected tensors.
+        spans: The spans in its files, by param and tensor.
     """
     expected: dict[str, dict[str, int]] = {}
     for param in manifest.params:
@@ -96,7 +97,7 @@ def find_span_problems(
 
 
 def find_optimizer_problems(manifest: Manifest, optimizer: DistributedOptimizer) -> list[str]:
-    """Return how the optimizer, its groups, its state and the loss scaler differ in kind."""
+    """Return differences in kind of the optimizer, its groups, its state and the loss scaler."""
     inner = optimizer.inner
     problems: list[str] = []
     has, wants = manifest.loss_scaler is not None, read_scaler(optimizer) is not None
@@ -107,7 +108,7 @@ def find_optimizer_problems(manifest: Manifest, optimizer: DistributedOptimizer)
         problems.append(
             f"the checkpoint is of {manifest.optimizer}, this run steps with {name_class(inner)}"
         )
-        # Its settings and state are another class's: comparing them would only add noise.
+        # Settings and state belong to another class: comparing them would only add noise.
         return problems
     problems += find_setting_problems(manifest, optimizer)
     problems += _find_state_problems(manifest, inner)
@@ -134,7 +135,7 @@ def _compare_tensors(
 
 
 def _first(names: Iterable[str], *, like: Sequence[str]) -> list[str]:
-    """Return names in the order in which they first come in `like`."""
+    """Return names in order of their first occurrence in `like`."""
     wanted = set(names)
     return [name for name in dict.fromkeys(like) if name in wanted]
 
@@ -144,17 +145,19 @@ def _find_state_problems(manifest: Manifest, inner: Optimizer) -> Iterator[str]:
     for param in manifest.params:
         if param.group is None:
             continue
+        # One probe per group, because the state can depend on settings such as amsgrad.
         if param.group not in probes:
             saved = manifest.groups[param.group]
             settings = read_new_settings(saved, inner.param_groups[0])
             probes[param.group] = probe_state(inner, settings=settings)
         values = {e.key: decode_value(e.value) for e in param.state if e.dtype is None}
+        # Other classes, from users, may keep any values.
         if type(inner) in ELEMENTWISE or isinstance(inner, Attached):
             yield from _find_count_problems(param.name, values)
         probe = probes[param.group]
         if probe is None:
             continue
-        # A param that was never stepped has what the constructor gave it, which may be nothing.
+        # A param that was never stepped has the constructor's state, which may be empty.
         expected = [_describe_state(state) for state in probe]
         got = {
             entry.key: entry.dtype or _describe_value(values[entry.key]) for entry in param.state
@@ -166,7 +169,8 @@ def _find_state_problems(manifest: Manifest, inner: Optimizer) -> Iterator[str]:
 
 
 def _find_count_problems(name: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what torch's own optimizers never come to: they count steps, and weigh by the count."""
+    """Yield state values impossible for torch's own optimizers, which count steps."""
+    # They derive weights such as bias corrections from the count, so it must be a whole number.
     for key, value in values.items():
         number = value.item() if isinstance(value, Tensor) else value
         if not isinstance(number, int | float) or not math.isfinite(number):
@@ -191,15 +195,17 @@ def _describe_value(value: object) -> str:
 
 
 def find_setting_problems(manifest: Manifest, optimizer: DistributedOptimizer) -> Iterator[str]:
-    """Yield what keeps the optimizer from stepping with a checkpoint's param groups.
+    """Yield reasons why the optimizer cannot step with a checkpoint's param groups.
 
     Args:
-        manifest: What the checkpoint has.
-        optimizer: An optimizer of the class that it was saved with.
+        manifest: The checkpoint's manifest.
+        optimizer: An optimizer of the saved class.
     """
     inner = optimizer.inner
     own = inner.defaults | {k: v for g in inner.param_groups for k, v in read_settings(g).items()}
     names = set().union(*(read_settings(group) for group in inner.param_groups))
+    # Defaults that the constructor does not accept, so the class fixes them, as AdamW does with
+    # decoupled_weight_decay.
     fixed = inner.defaults.keys() - _list_accepted(inner)
     for index, saved in enumerate(manifest.groups):
         what = f"param group {index} of the checkpoint"
@@ -208,7 +214,7 @@ def find_setting_problems(manifest: Manifest, optimizer: DistributedOptimizer) -
             yield f"{what} lacks {sorted(missing)}"
         unknown = saved.settings.keys() - own.keys() - KEPT_SETTINGS - _OF_SCHEDULERS
         if unknown:
-            yield f"{what} has {sorted(unknown)}, which this run's groups have not"
+            yield f"{what} has {sorted(unknown)}, unknown to this run's groups"
         settings = {name: decode_value(value) for name, value in saved.settings.items()}
         found = bool(missing or unknown)
         for name, value in settings.items():
@@ -222,6 +228,7 @@ def find_setting_problems(manifest: Manifest, optimizer: DistributedOptimizer) -
         for problem in _compare("base_lr", base_lr, own={"base_lr": own.get("lr")}, fixed=set()):
             found = True
             yield f"{what}: {problem}"
+        # Only for settings of the right names and kinds, or the class would repeat the problems.
         if not found:
             yield from _find_refusals(inner, saved, base_lr=base_lr, what=what)
 
@@ -229,22 +236,21 @@ def find_setting_problems(manifest: Manifest, optimizer: DistributedOptimizer) -
 def probe_state(
     inner: Optimizer, *, settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return what a fresh optimizer keeps of a param, before and after its first step.
-
-    torch creates state lazily, so that the only way to know its names, dtypes and devices is to see
-    it created.
+    """Return a new optimizer's state of a param, before and after its first step.
 
     Returns:
-        State of a param of two elements; None if a class cannot be built like that.
+        State of a param of two elements; None if the class cannot be constructed this way.
     """
+    # torch creates state lazily, so creating it is the only way to learn its names, dtypes and
+    # devices.
     try:
         return _step_once(inner, settings=settings)
-    except Exception:  # noqa: BLE001  (a class of the user's, of which nothing is known)
+    except Exception:  # noqa: BLE001  (unknown user class, anything may be raised)
         return None
 
 
 def read_new_settings(saved: GroupRecord, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a param group's settings are to be, from a checkpoint's encoded group."""
+    """Return the new settings of a param group, from a checkpoint's encoded group."""
     settings = {name: decode_value(value) for name, value in saved.settings.items()}
     own = read_settings(group)
     for name, value in settings.items():
@@ -269,21 +275,22 @@ def _step_once(
 
 
 def _list_accepted(inner: Optimizer) -> set[str]:
-    """Return the names of what the optimizer can be made with."""
+    """Return the names of the arguments of the optimizer's constructor."""
     return set(inspect.signature(type(inner).__init__).parameters)
 
 
 def _find_refusals(
     inner: Optimizer, saved: GroupRecord, *, base_lr: object, what: str
 ) -> Iterator[str]:
-    """Yield why the optimizer's own class refuses settings: it knows their ranges."""
+    """Yield reasons why the optimizer's class refuses settings, because it knows their ranges."""
     group = inner.param_groups[0]
     settings = read_new_settings(saved, group)
     rates = {} if base_lr is None or "lr" not in settings else {"base_lr": {"lr": base_lr}}
     for name, change in {"settings": {}, **rates}.items():
         try:
             _step_once(inner, settings=settings | change)
-        except Exception as error:  # noqa: BLE001  (whatever a class of the user's raises)
+        except Exception as error:  # noqa: BLE001  (any error of a user's class)
+            # If even the run's own settings fail, the class cannot be probed and proves nothing.
             if probe_state(inner, settings=read_settings(group)) is not None:
                 yield f"{what}: {name_class(inner)} refuses its {name}: {error}"
                 return
@@ -294,17 +301,18 @@ def _compare(name: str, value: object, *, own: Mapping[str, Any], fixed: set[str
         if value is not None and not isinstance(value, bool):
             yield f"{name!r} is {value!r}, not true, false or null"
         return
+    # Settings of schedulers may be absent in this run, so compare their kind with a number.
     mine = own.get(name, 0.0 if name in _OF_SCHEDULERS else None)
     if mine is not None and _describe(value) != _describe(mine):
         yield f"{name!r} is {value!r}, in this run {mine!r}"
     elif not all(map(_is_usable, _numbers(value))) and all(map(_is_usable, _numbers(mine))):
-        yield f"{name!r} is {value!r}, more than fp32 holds"
+        yield f"{name!r} is {value!r}, too large for fp32"
     elif name in fixed and value != mine:
-        yield f"{name!r} is {value!r}, of this class always {mine!r}"
+        yield f"{name!r} is {value!r}, but this class always has {mine!r}"
 
 
 def _describe(value: object) -> Any:
-    """Return of what kind a setting is; numbers are one, and lists of as many."""
+    """Return the kind of a setting. All numbers are one kind; lists differ by length."""
     match value:
         case Tensor():
             return Tensor, value.dtype == torch.bool

@@ -1,9 +1,9 @@
-"""Manifests, read with distrust: whoever wrote one may have written its checksums as well.
+"""Decoding of manifests, which are not trusted: an attacker can also write matching checksums.
 
-The records check each value (`manifest.py`); here values are checked against each other, and the
-files against the form. All that is known of files follows from the manifest, so that no file is
-opened which is not of the checkpoint, and none is read to its end which claims to be longer than
-what it holds. Whether a manifest fits a run is checked in `compatibility.py`.
+The records check each value (`manifest.py`). This module checks values against each other, and
+files against the form. Everything about files follows from the manifest. So no file outside the
+checkpoint is opened, and no file longer than its content is read to the end. `compatibility.py`
+checks if a manifest fits a run.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ _FIELDS: Final = ("format", "version", "sha256", "content")
 _RANK_FILE: Final = re.compile(r"rank-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
 
 
-# Simulated ranks share a process: a thousand of them would each parse the same megabytes.
+# Simulated ranks share a process: without a cache, each of a thousand would parse the same
+# megabytes.
 @lru_cache(maxsize=1)
 def decode_manifest(data: bytes, *, where: str) -> Manifest:
-    """Return the record that a manifest file holds.
+    """Return the record in a manifest file.
 
     Args:
         data: Content of the file.
         where: Path of the file, for messages.
 
     Raises:
-        CheckpointError: If it is no manifest, of another version, was changed since, or holds
-            something that no save writes; then the message names the field.
+        CheckpointError: If it is not a manifest, has another version, was changed, or contains
+            something that no save writes; the message names the field.
     """
     try:
         whole = parse(data, where="the manifest")
@@ -68,15 +69,17 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
 
 
 def _open_manifest(whole: Any, *, where: str) -> Any:
-    """Return the content of a manifest of this version with the right checksum."""
+    """Check version and checksum of a manifest, and return its content."""
+    # Format and version first: the other fields may differ between versions.
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
         raise CheckpointError(
-            f"expected a manifest with format={FORMAT!r} in {where}, got something else."
+            f"expected a manifest with format={FORMAT!r} in {where}, got another file. Choose the "
+            f"path of a checkpoint."
         )
     if type(whole.get("version")) is not int or whole["version"] != VERSION:
         raise CheckpointError(
             f"expected version {VERSION} in {where}, got {show(whole.get('version'))}. "
-            f"Try the release that wrote it."
+            f"Use the release that wrote it."
         )
     if whole.keys() != set(_FIELDS):
         got = show(", ".join(whole))
@@ -85,19 +88,19 @@ def _open_manifest(whole: Any, *, where: str) -> Any:
     if whole["sha256"] != digest:
         raise CheckpointError(
             f"expected sha256 {show(whole['sha256'])} of the content of {where}, got "
-            f"{digest}: the file was changed after it was written."
+            f"{digest}: the file was changed after it was written. Restore the original."
         )
     return whole["content"]
 
 
 def _check_params(manifest: Manifest) -> None:
-    """Check that params are told apart, and have the groups that there are."""
+    """Check that params have different names, and groups that exist."""
     _check_unlike((param.name for param in manifest.params), "content.params")
     groups = range(len(manifest.groups))
     for index, param in enumerate(manifest.params):
         where = f"content.params[{index}]"
         has_elements = math.prod(param.shape) > 0
-        # Without elements a param is in no optimizer.
+        # A param without elements has no master, so no optimizer has it.
         if has_elements and param.group not in groups:
             raise InvalidField(
                 f"{where}.group: expected an index into the {len(groups)} groups, got {param.group}"
@@ -108,18 +111,18 @@ def _check_params(manifest: Manifest) -> None:
             )
         if not has_elements and param.state:
             raise InvalidField(
-                f"{where}.state: expected none for a param without elements, got some"
+                f"{where}.state: expected no state for a param without elements, got some"
             )
         _check_unlike((entry.key for entry in param.state), f"{where}.state")
     unused = set(groups) - {param.group for param in manifest.params}
     if unused:
         raise InvalidField(
-            f"content.groups[{min(unused)}]: expected the group of a param, got one of none"
+            f"content.groups[{min(unused)}]: expected a group with a param, got one without"
         )
 
 
 def _check_files(manifest: Manifest) -> None:
-    """Check that the files are those of the form, and of the size that their pieces make."""
+    """Check that files belong to the form, with the sizes given by their pieces."""
     tensors = manifest.describe_tensors()
     _check_unlike((file.name for file in manifest.files), "content.files")
     for index, file in enumerate(manifest.files):
@@ -127,19 +130,20 @@ def _check_files(manifest: Manifest) -> None:
         if not _belongs(file.name, manifest):
             raise InvalidField(
                 f"{where}.name: expected the name of a file of form {manifest.form!r}, as its "
-                f"ranks would write it, got {show(file.name)}"
+                f"ranks write it, got {show(file.name)}"
             )
         _check_pieces(file, where, tensors=tensors)
         entries = list_entries(file, tensors)
+        # The header is part of the size, and follows from the pieces as well.
         size_bytes = len(build_header(entries)) + sum(entry.size_bytes for entry in entries)
         if file.size_bytes != size_bytes:
             raise InvalidField(
-                f"{where}.size_bytes: expected {size_bytes}, by its pieces, got {file.size_bytes}"
+                f"{where}.size_bytes: expected {size_bytes} from its pieces, got {file.size_bytes}"
             )
 
 
 def _belongs(name: str, manifest: Manifest) -> bool:
-    """Return whether a file of this name is written in this form by ranks that there were."""
+    """Return True if ranks of this world write a file of this name in this form."""
     if manifest.form == "consolidated":
         return name == CONSOLIDATED_NAME
     found = _RANK_FILE.fullmatch(name)
@@ -151,13 +155,14 @@ def _check_pieces(
     file: FileRecord, path: str, *, tensors: Mapping[tuple[str, str], tuple[tuple[int, ...], str]]
 ) -> None:
     if not file.pieces:
-        raise InvalidField(f"{path}.pieces: expected the pieces that the file holds, got none")
+        raise InvalidField(f"{path}.pieces: expected the pieces of the file, got none")
     _check_unlike((piece.key for piece in file.pieces), f"{path}.pieces")
     for index, piece in enumerate(file.pieces):
         where = f"{path}.pieces[{index}]"
         if (piece.param, piece.tensor) not in tensors:
             got = show(f"{piece.tensor} of {piece.param}")
             raise InvalidField(f"{where}: expected a tensor of params or module, got {got}")
+        # The names and spans that a save would give this piece; any other value is refused.
         shape, dtype = tensors[piece.param, piece.tensor]
         entry = build_whole(param=piece.param, tensor=piece.tensor, shape=shape, dtype=dtype)
         is_module = piece.tensor in ("frozen", "buffer")
@@ -181,7 +186,5 @@ def _check_unlike(items: Iterable[Hashable], path: str) -> None:
     seen: set[Hashable] = set()
     for index, item in enumerate(items):
         if item in seen:
-            raise InvalidField(
-                f"{path}[{index}]: expected another than those before, got {show(item)} again"
-            )
+            raise InvalidField(f"{path}[{index}]: expected no duplicates, got {show(item)} again")
         seen.add(item)

@@ -1,4 +1,4 @@
-"""Entries of a file of tensors, and their offsets: its header, which follows from what it holds."""
+"""Entries of a file of tensors, their offsets, and the file's header, computed from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_sim.layout import Span
 
 CONSOLIDATED_NAME: Final = "consolidated.safetensors"
 MODULE_NAME: Final = "module.safetensors"
-"""Of what is not trained, where ranks write files of their own."""
+"""File of frozen params and buffers, in checkpoints with one file per rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +33,13 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its data."""
+        """Size of its data in bytes."""
         return self.numel * find_dtype(self.dtype).itemsize
 
 
 def sort_entries(entries: Iterable[Entry]) -> list[Entry]:
-    """Return entries in file order: wide dtypes first, else as they came."""
+    """Return entries in file order: wide dtypes first, otherwise in the given order."""
+    # Offsets are then multiples of each dtype's size, so a mapped file can be viewed directly.
     return sorted(entries, key=lambda entry: -find_dtype(entry.dtype).itemsize)
 
 
@@ -56,14 +57,14 @@ def build_whole(*, param: str, tensor: str, shape: tuple[int, ...], dtype: str) 
 
 
 def build_part(*, param: str, tensor: str, span: Span, dtype: str) -> Entry:
-    """Return the entry of a span of a tensor, which is flat."""
+    """Return the entry of a span of a tensor, flattened."""
     key = f"{name_whole(tensor, param)}{span}"
     piece = PieceRecord(key=key, param=param, tensor=tensor, start=span.start, stop=span.stop)
     return Entry(piece=piece, shape=(span.numel,), dtype=dtype)
 
 
 def build_header(entries: Sequence[Entry]) -> bytes:
-    """Return what a safetensors file of these tensors begins with: a length and that much JSON."""
+    """Return the start of a safetensors file with these tensors: a length and as much JSON."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -82,12 +83,13 @@ def build_header(entries: Sequence[Entry]) -> bytes:
 def list_entries(
     file: FileRecord, tensors: Mapping[tuple[str, str], tuple[tuple[int, ...], str]]
 ) -> list[Entry]:
-    """Return what a file holds, in its order, in shapes that follow from its name.
+    """Return the entries of a file, in file order. Their shapes follow from the file's name.
 
     Args:
         file: A record of a file with pieces.
         tensors: Shape and dtype of all tensors, from `Manifest.describe_tensors`.
     """
+    # Files of ranks contain flattened spans, the other two whole tensors.
     is_whole = file.name in (CONSOLIDATED_NAME, MODULE_NAME)
     entries = []
     for piece in file.pieces:

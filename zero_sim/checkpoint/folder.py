@@ -1,11 +1,11 @@
-"""A checkpoint appears under its name whole or not at all.
+"""The folder of a checkpoint, which appears under its name complete or not at all.
 
 [Note: swap]
-Everything is written into a hidden sibling, `.NAME.saving`. Once it is complete and on the disk,
-the checkpoint that has the name is renamed to `.NAME.previous`, the sibling takes the name, and
-only then the previous one is removed. There is no portable way to replace one full folder by
-another in one step, so for a moment nothing has the name. If a crash comes in it, the previous one
-is what is read; the next save gives it its name back before it begins.
+A save writes into a hidden sibling, `.NAME.saving`. Once it is complete and on disk, an existing
+checkpoint is renamed to `.NAME.previous`, the sibling gets the name, and the previous checkpoint is
+removed. There is no portable way to replace a full folder in one step, so for a moment the name
+does not exist. After a crash at this moment, `load` reads the previous checkpoint; the next save
+first renames it back.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from zero_sim.errors import CheckpointError
 from zero_sim.untrusted import Unreadable
 
 MANIFEST_BYTES_MAX: Final = 1 << 28
-"""Of a million pieces; what is longer is not even read."""
+"""Size of a manifest with a million pieces. Longer files are not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """The name of a checkpoint, and the two names beside it."""
+    """The path of a checkpoint, and the two paths beside it."""
 
     final: Path
 
@@ -36,7 +36,7 @@ class Folder:
         """Return the folder of a path.
 
         Raises:
-            CheckpointError: If the path has no last part that could be a name.
+            CheckpointError: If the path does not end with a name.
         """
         final = Path(os.path.abspath(path))
         if not final.name:
@@ -45,49 +45,52 @@ class Folder:
 
     @property
     def saving(self) -> Path:
-        """Where the next one is written."""
+        """Path of the save in progress."""
         return self.final.with_name(f".{self.final.name}.saving")
 
     @property
     def previous(self) -> Path:
-        """Where the last one waits until the next has its name."""
+        """Path of the replaced checkpoint during the swap."""
         return self.final.with_name(f".{self.final.name}.previous")
 
     def find(self) -> Path:
-        """Return where the newest complete checkpoint lies.
+        """Return the path of the newest complete checkpoint.
 
         Raises:
             CheckpointError: If there is none.
         """
         for path in (self.final, self.previous):
-            # Whatever it is; a link or a pipe is refused by name when it is read.
+            # lexists: links and pipes count here, and are refused by name when they are read.
             if os.path.lexists(path / MANIFEST_NAME):
                 return path
+            # A folder without a manifest is not a checkpoint, so `previous` does not replace it.
             if path.exists():
                 break
         if not self.final.exists():
             raise CheckpointError(
-                f"expected a checkpoint at {self.final} but there is nothing. A run that was cut "
-                f"off while it saved its first one leaves {self.saving.name}, which is incomplete."
+                f"expected a checkpoint at {self.final}, got nothing. If the first save was "
+                f"interrupted, {self.saving.name} is left, which is incomplete."
             )
         raise CheckpointError(
-            f"expected {MANIFEST_NAME} in {self.final} but there is none: it is no checkpoint."
+            f"expected {MANIFEST_NAME} in {self.final}, got a folder without it. Choose the path "
+            f"of a checkpoint."
         )
 
     def begin(self) -> None:
-        """Make an empty folder to write into; what a crash left behind goes.
+        """Create an empty folder to write into, and clean up after a crash.
 
         Raises:
-            CheckpointError: If the name belongs to something that is no checkpoint.
+            CheckpointError: If the path exists and is not a checkpoint.
         """
         if self.final.exists():
             is_ours = (self.final / MANIFEST_NAME).is_file()
             is_free = self.final.is_dir() and not any(self.final.iterdir())
             if not is_ours and not is_free:
                 raise CheckpointError(
-                    f"expected a new name, or that of a checkpoint to be replaced, got "
-                    f"{self.final}, which holds no {MANIFEST_NAME}. Try another name."
+                    f"expected a new path, or a checkpoint to replace, got "
+                    f"{self.final}, which has no {MANIFEST_NAME}. Choose another path."
                 )
+            # A crash came during the swap: rename the previous checkpoint back before removing.
         elif (self.previous / MANIFEST_NAME).is_file():
             os.rename(self.previous, self.final)
         for leftover in (self.saving, self.previous):
@@ -96,7 +99,8 @@ class Folder:
         self.saving.mkdir(parents=True)
 
     def publish(self) -> None:
-        """Give the new checkpoint its name, and remove the one that had it; see [Note: swap]."""
+        """Rename the new checkpoint to its path, replacing any other; see [Note: swap]."""
+        # The content must be on disk before the name: a crash may otherwise leave empty files.
         sync_folder(self.saving)
         if self.final.exists():
             os.rename(self.final, self.previous)
@@ -107,28 +111,28 @@ class Folder:
                 os.rename(self.previous, self.final)
             raise
         sync_folder(self.final.parent)
-        # The new one is in place: a previous one that cannot be removed is no failure.
+        # The new checkpoint is in place, so a failure to remove the previous one is harmless.
         shutil.rmtree(self.previous, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove what was written so far."""
+        """Remove the save in progress."""
         shutil.rmtree(self.saving, ignore_errors=True)
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading, if it is one and lies where its path says.
+    """Open a regular file for reading, without following links.
 
     Raises:
         OSError: If it cannot be opened.
-        CheckpointError: If it is a link, a folder, a pipe, a socket or a device: those lead out of
-            a checkpoint, or are read without end.
+        CheckpointError: If it is a link, folder, pipe, socket or device. These lead out of the
+            checkpoint, or can be read without end.
     """
     try:
         return untrusted.open_regular(path, follow=False)
     except Unreadable as reason:
         raise CheckpointError(
-            f"expected to read {path}, got {reason}. If it is a link of yours, try a copy with "
-            f"`cp -RL`, which follows links."
+            f"expected to read {path}, got {reason}. If you made this link, copy the checkpoint "
+            f"with `cp -RL`, which follows links."
         ) from None
 
 
@@ -137,21 +141,22 @@ def read_manifest(folder: Path) -> bytes:
 
     Raises:
         OSError: If it cannot be read.
-        CheckpointError: If it is no regular file, or longer than any manifest.
+        CheckpointError: If it is not a regular file, or too long for a manifest.
     """
     path = folder / MANIFEST_NAME
+    # By the open handle, because the file at the path may change in between.
     with open_regular(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         if size_bytes > MANIFEST_BYTES_MAX:
             raise CheckpointError(
-                f"expected at most {MANIFEST_BYTES_MAX} bytes in {path}, got {size_bytes}: it "
-                f"is no manifest."
+                f"expected at most {MANIFEST_BYTES_MAX} bytes in {path}, got {size_bytes}, too "
+                f"long for a manifest. Choose the path of a checkpoint."
             )
         return file.read(size_bytes)
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the names in a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -160,7 +165,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a small file and bring it to the disk."""
+    """Write a small file and flush it to disk."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()

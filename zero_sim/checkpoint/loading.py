@@ -1,4 +1,4 @@
-"""Loading: check everything, read everything, and only then change anything."""
+"""Loading: check everything and read everything before changing anything."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ WHAT = "Checkpoint not loaded"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Loaded:
-    """Everything that this rank will write, in memory of its own."""
+    """All new values of this rank, in their own memory."""
 
     masters: Mapping[nn.Parameter, Tensor]  # 1D fp32 each, by leaf
     states: Mapping[nn.Parameter, dict[str, Any]]
-    module: tuple[Tensor, ...]  # ND each, as iterate_module_tensors
+    module: tuple[Tensor, ...]  # ND each, in the order of iterate_module_tensors
 
 
 def load(
@@ -63,23 +63,24 @@ def load(
 ) -> None:
     """Continue from a checkpoint; every rank of `ddp.group` must call it.
 
-    World size, redundancy, stage, buckets, partition, alignment and order of params may all be
-    others than those that it was saved with; training goes on in the same bits. Settings of param
-    groups become the checkpoint's, found by the params in them, except those that choose between
-    implementations (`foreach`). Gradients are zeroed.
+    World size, redundancy, stage, buckets, partition, alignment and order of params may differ from
+    those of the save; training continues in the same bits. The settings of a param group become
+    those that its params had in the checkpoint, except settings that select an implementation
+    (`foreach`). Gradients are zeroed.
 
     Args:
-        path: Name of the checkpoint.
-        ddp: The params; their names, shapes and dtypes must be the checkpoint's.
+        path: Path of the checkpoint.
+        ddp: The params; their names, shapes and dtypes must match the checkpoint.
         optimizer: Their masters and state.
-        weights_only: Whether to take masters, working params and what the module holds besides,
-            and leave state, settings and loss scaler of this run as they are.
+        weights_only: True to load masters, working params, frozen params and module buffers only,
+            and keep this run's state, settings and loss scaler.
 
     Raises:
-        CheckpointError: On all ranks, if anything is wrong with the checkpoint, or it does not fit;
-            lists everything found. The run is as it was before.
+        CheckpointError: On all ranks, if the checkpoint is invalid or does not fit, with all
+            problems found. The run is unchanged.
     """
     coordinator = Coordinator(ddp.group, device=ddp.buffers[0].device)
+    # Wait for gathers in flight before params are overwritten.
     ddp.finish_param_gather()
     folder, data = _find_checkpoint(path, coordinator=coordinator)
     params = _list_all_params(ddp, coordinator=coordinator)
@@ -87,20 +88,25 @@ def load(
 
     def check() -> list[dict[str, str]]:
         manifest = decode_manifest(data, where=str(folder / MANIFEST_NAME))
-        # First what can be told from the manifest: files are as long as it says.
+        # The manifest first: it gives the expected size of each file.
         _check_fit(folder, manifest, ddp, optimizer, params, weights_only=weights_only)
+        # One rank is enough, because all ranks read the same manifest.
         if coordinator.rank == 0:
             _check_spans(folder, manifest)
+        # Each rank checks a part of the files, see _check_files.
         _check_files(folder, manifest, coordinator=coordinator)
         decoded.append(manifest)
         return [] if weights_only else _cast_votes(manifest, optimizer)
 
+    # Phase 1: checks, on all ranks or none. Phase 2: read into new memory, on all or none. Nothing
+    # of the run changes before both have succeeded on every rank.
     ballots = coordinator.share(check, what=WHAT)
     manifest, groups = decoded[0], _match_groups(ballots)
     loaded = coordinator.attempt(
         lambda: _read_tensors(folder, manifest, ddp, optimizer, weights_only=weights_only),
         what=WHAT,
     )
+    # Phase 3: changes, without any step that is expected to fail.
     _commit_weights(loaded, ddp, optimizer)
     if not weights_only:
         _commit_optimizer(loaded, manifest, optimizer, groups=groups)
@@ -109,7 +115,7 @@ def load(
 def _find_checkpoint(
     path: str | os.PathLike[str], *, coordinator: Coordinator
 ) -> tuple[Path, bytes]:
-    """Find it on rank 0 for all: ranks must not see two checkpoints while one is replaced.
+    """Find the checkpoint on rank 0 for all ranks, so that all read the same one during a swap.
 
     Returns:
         The folder, and the content of its manifest.
@@ -124,7 +130,7 @@ def _find_checkpoint(
 
 
 def _check_files(folder: Path, manifest: Manifest, *, coordinator: Coordinator) -> None:
-    """Check this rank's part of the files; the others check the rest."""
+    """Check this rank's share of the files; other ranks check the rest."""
     records = manifest.files[coordinator.rank :: coordinator.size]
     problems = [check_file(folder / record.name, record=record) for record in records]
     found = [problem for problem in problems if problem is not None]
@@ -133,19 +139,20 @@ def _check_files(folder: Path, manifest: Manifest, *, coordinator: Coordinator) 
 
 
 def _check_spans(folder: Path, manifest: Manifest) -> None:
-    """Check that the files hold everything once, which one rank can do for all."""
+    """Check that the files contain every element exactly once."""
     with TensorFileReader(folder, manifest=manifest) as reader:
         problems = find_span_problems(manifest, reader.spans())
     if problems:
         raise CheckpointError(
-            f"expected {folder} to hold every element once, got " + "; ".join(problems) + "."
+            f"expected {folder} to contain every element once, got " + "; ".join(problems) + "."
         )
 
 
 def _list_all_params(
     ddp: DistributedDataParallel, *, coordinator: Coordinator
 ) -> tuple[ParamRecord, ...]:
-    """Return the trained params of all ranks, on all ranks."""
+    """Return the trained params of all ranks, on every rank."""
+    # Without expert parallelism all ranks have the same params, so save a collective.
     params = list_params(ddp)
     if not ddp.holders.parts:
         return params
@@ -175,10 +182,10 @@ def _check_fit(
 
 
 def _cast_votes(manifest: Manifest, optimizer: DistributedOptimizer) -> list[dict[str, str]]:
-    """Say for each param group of this rank which of the checkpoint's its params were in.
+    """Find the checkpoint's groups of the params in each param group of this rank.
 
     Returns:
-        For every group the checkpoint's groups by index, each with a param that was in it.
+        For every group: the checkpoint's groups by index, each with the name of one such param.
     """
     group_of = {param.name: param.group for param in manifest.params}
     names = {id(master.leaf): master.fragment.param for master in optimizer.masters}
@@ -189,16 +196,15 @@ def _cast_votes(manifest: Manifest, optimizer: DistributedOptimizer) -> list[dic
 
 
 def _match_groups(ballots: Sequence[Sequence[Mapping[str, str]]]) -> dict[int, int]:
-    """Find for each param group of this run that of the checkpoint which its params were in.
-
-    By the params of all ranks: a rank that owns nothing of a group learns of it from the others,
-    and a group that mixes two is refused in every layout alike.
+    """Match each param group of this run with the checkpoint's group of its params.
 
     Args:
-        ballots: Every rank's votes.
+        ballots: The candidates of every rank.
     """
+    # From the params of all ranks: a rank without params of a group still needs its settings, and
+    # a group that mixes two of the checkpoint's is refused for every layout alike.
     matched: dict[int, int] = {}
-    # A rank has groups up to the last one that any of its params is in.
+    # The number of groups can differ: a rank has groups up to the last index of its own params.
     for index in range(max(map(len, ballots))):
         voted: dict[str, str] = {}
         for ballot in ballots:
@@ -207,8 +213,8 @@ def _match_groups(ballots: Sequence[Sequence[Mapping[str, str]]]) -> dict[int, i
             first, second, *_ = voted.values()
             raise CheckpointError(
                 f"{WHAT}: expected param groups as in the checkpoint, got {first!r} and "
-                f"{second!r} together in group {index}: the checkpoint has different settings for "
-                f"them."
+                f"{second!r} in one group, {index}, but the checkpoint has different settings for "
+                f"them. Put them into separate groups."
             )
         if voted:
             matched[index] = int(next(iter(voted)))
@@ -223,8 +229,9 @@ def _read_tensors(
     *,
     weights_only: bool,
 ) -> _Loaded:
-    """Read what this rank owns into new memory."""
+    """Read the values of this rank's fragments and of the module into new memory."""
     records = {param.name: param for param in manifest.params}
+    # The 1D tensors to fill, by param, tensor name and span.
     wanted: dict[tuple[str, str, Span], Tensor] = {}
     masters: dict[nn.Parameter, Tensor] = {}
     states: dict[nn.Parameter, dict[str, Any]] = {}
@@ -238,6 +245,7 @@ def _read_tensors(
         for entry in records[name].state:
             if entry.dtype is not None:
                 wanted[name, name_state(entry.key), span] = state[entry.key]
+    # Frozen params and buffers are whole on every rank.
     module = []
     for record, tensor in iterate_module_tensors(ddp):
         fresh = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
@@ -250,7 +258,7 @@ def _read_tensors(
 
 
 class _StateBuilder:
-    """Builds empty state as torch would have created it."""
+    """Builds uninitialized state with the dtypes and devices that torch would choose."""
 
     def __init__(self, manifest: Manifest, optimizer: DistributedOptimizer) -> None:
         self._manifest = manifest
@@ -258,7 +266,7 @@ class _StateBuilder:
         self._devices: dict[int, dict[str, torch.device]] = {}
 
     def build(self, record: ParamRecord, *, leaf: nn.Parameter) -> dict[str, Any]:
-        """Return the state of a leaf: what is elementwise uninitialized, the rest complete."""
+        """Return the state of a leaf: elementwise tensors uninitialized, other values complete."""
         state: dict[str, Any] = {}
         for entry in record.state:
             if entry.dtype is not None:
@@ -273,7 +281,7 @@ class _StateBuilder:
         return state
 
     def _find_device(self, record: ParamRecord, key: str, *, leaf: nn.Parameter) -> torch.device:
-        """Find where torch keeps a 0D state: `step` on the CPU, unless capturable, others not."""
+        """Return torch's device of a 0D state: the CPU for `step`, unless capturable."""
         assert record.group is not None
         if leaf.device.type == "cpu":
             return leaf.device
@@ -285,6 +293,7 @@ class _StateBuilder:
             self._devices[record.group] = {
                 name: value.device for name, value in created.items() if isinstance(value, Tensor)
             }
+        # The CPU if the class cannot be probed, as for `step`.
         return self._devices[record.group].get(key, torch.device("cpu"))
 
 
@@ -293,7 +302,8 @@ def _commit_weights(
     loaded: _Loaded, ddp: DistributedDataParallel, optimizer: DistributedOptimizer
 ) -> None:
     optimizer.zero_grad()
-    # Module buffers first: the scales of fp8 params are among them.
+    # Module buffers first, because the scales of fp8 params are among them and write_param_shard
+    # reads these.
     for (_, tensor), fresh in zip(iterate_module_tensors(ddp), loaded.module, strict=True):
         tensor.copy_(fresh)
     for master in optimizer.masters:
@@ -310,13 +320,14 @@ def _commit_optimizer(
     groups: Mapping[int, int],
 ) -> None:
     inner = optimizer.inner
+    # Cleared, because a param that was never stepped in the checkpoint has no state.
     inner.state.clear()
     for leaf, state in loaded.states.items():
         if state:
             inner.state[leaf] = state
     for index, saved_index in groups.items():
         if index >= len(inner.param_groups):
-            continue  # Of params that only other ranks hold.
+            continue  # A group of params on other ranks only.
         saved = manifest.groups[saved_index]
         inner.param_groups[index].update(read_new_settings(saved, inner.param_groups[index]))
         optimizer.base_lrs[index] = decode_value(saved.base_lr)

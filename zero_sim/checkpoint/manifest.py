@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: one JSON file that is written last and checked first."""
+"""The manifest of a checkpoint: one JSON file, written last and checked first."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MASTER: Final = "master"
 """Name of the fp32 master among a param's tensors."""
 
 NO_SETTINGS: Final = frozenset({"params", "param_names", "group_index"})
-"""What a param group of torch holds besides its settings."""
+"""Entries of a torch param group that are not settings."""
 
-
+# Offsets and sizes are int64 in torch.
 _ELEMS_STOP: Final = 1 << 63
 _DIMS_MAX: Final = 64
 
@@ -40,7 +40,7 @@ def _check_dtype(name: str) -> str:
 def _check_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(shape) > _DIMS_MAX:
         raise unfit(f"at most {_DIMS_MAX} sizes, as torch allows")
-    # A size of 0 does not take back what the others come to.
+    # Without zeros: a size of 0 would hide overflow by the other sizes.
     if math.prod(size for size in shape if size) >= _ELEMS_STOP:
         raise unfit("sizes of fewer than 2^63 elements")
     return shape
@@ -48,7 +48,7 @@ def _check_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _check_setting(name: str) -> str:
     if name in NO_SETTINGS:
-        raise unfit("a setting, not what torch keeps beside them")
+        raise unfit("a setting, not another entry of torch's param groups")
     return name
 
 
@@ -69,13 +69,13 @@ class StateRecord:
     """One entry of the optimizer's state of one param."""
 
     key: Text
-    """Its name in `torch.optim`, such as `exp_avg`."""
+    """Name in `torch.optim`, such as `exp_avg`."""
     dtype: DtypeName | None
-    """Dtype of a tensor with one element for each of the param, which lies in files; None for
-    everything else."""
+    """Dtype of a tensor with one element per element of the param, stored in files; None for other
+    values."""
     value: Encoded
-    """What is not elementwise, such as a 0D `step`: encoded, once a param however many ranks own a
-    part of it."""
+    """Encoded value if not elementwise, such as a 0D `step`. Stored once per param, for any number
+    of owners."""
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.value is not None:
@@ -89,16 +89,17 @@ class ParamRecord:
     name: Text
     shape: Shape
     dtype: DtypeName
-    """Of the working param; its master is fp32."""
+    """Dtype of the working param; its master is fp32."""
     group: Count | None
-    """Index into `Manifest.groups`; None where no optimizer holds it, as for an empty param."""
+    """Index into `Manifest.groups`; None if no optimizer has the param, because it is empty."""
     state: tuple[StateRecord, ...]
+    """In the optimizer's order of creation."""
     """In the order in which the optimizer created it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleRecord:
-    """One tensor of the module that is not trained."""
+    """One untrained tensor of the module."""
 
     name: Text
     kind: Literal["frozen", "buffer"]
@@ -108,7 +109,7 @@ class ModuleRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceRecord:
-    """Where a file holds a span of a tensor of a param."""
+    """A span of a param's tensor inside a file."""
 
     key: Text
     """Name of the tensor inside its file."""
@@ -130,16 +131,16 @@ class FileRecord:
     size_bytes: Count
     sha256: Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")]
     pieces: tuple[PieceRecord, ...]
-    """In the order in which they lie there."""
+    """In file order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalerRecord:
-    """The loss scaler, which checks its ranges."""
+    """The loss scaler. `LossScaler` checks the ranges."""
 
     scale: float
     good_steps: Count
-    """Finite steps since the scale last changed."""
+    """Consecutive steps without overflow since the scale last changed."""
     growth_interval: Count
 
     def __post_init__(self) -> None:
@@ -150,7 +151,7 @@ class ScalerRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldRecord:
-    """Who wrote a checkpoint: for people, and for the names of its files."""
+    """The writers of a checkpoint: for people, and for the names of its files."""
 
     world_size: Annotated[Count, Field(ge=1)]
     torch: Annotated[
@@ -165,12 +166,12 @@ class GroupRecord:
 
     settings: dict[Setting, Encoded]
     base_lr: Encoded
-    """Learning rate that factors are applied to."""
+    """Learning rate before any factor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Manifest:
-    """The whole record."""
+    """The content of a manifest file."""
 
     form: Form
     world: WorldRecord
@@ -180,12 +181,12 @@ class Manifest:
     optimizer: Text
     """Class of the optimizer."""
     groups: tuple[GroupRecord, ...]
-    """Equal ones only once. Params name theirs."""
+    """Distinct groups. Params refer to them by index."""
     loss_scaler: ScalerRecord | None
     files: tuple[FileRecord, ...]
 
     def describe_tensors(self) -> dict[tuple[str, str], tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of everything that lies in files, by param and tensor."""
+        """Return shape and dtype of all tensors in files, by param and tensor."""
         tensors: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
         for param in self.params:
             tensors[param.name, MASTER] = (param.shape, "float32")
@@ -201,7 +202,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """Return the content of the manifest file."""
     content = take_apart(manifest)
     whole = {"format": FORMAT, "version": VERSION, "sha256": digest_content(content)}
-    # One record a line, by hand: json's own indentation is ten times as slow.
+    # One record per line, formatted here, because json's indentation is ten times slower.
     head = [f"{_encode(name)}: {_encode(value)}" for name, value in whole.items()]
     body = ",\n".join(_encode_part(name, value) for name, value in content.items())
     return ("{\n" + ",\n".join([*head, f'"content": {{\n{body}\n}}']) + "\n}\n").encode()
@@ -219,15 +220,15 @@ def _encode(value: Any) -> str:
 
 
 def take_apart(record: Any) -> dict[str, Any]:
-    """Return what a record holds by name, for `json.dumps` to encode the records in it in turn."""
+    """Return a record's fields by name, the `default` of `json.dumps` for records."""
     names = getattr(type(record), "__dataclass_fields__", None)
     if names is None:
-        raise TypeError(f"expected what JSON can hold, or a record, got {record!r}.")
+        raise TypeError(f"expected a JSON value or a record, got {record!r}.")
     return {name: getattr(record, name) for name in names}
 
 
 def digest_content(content: Any) -> str:
-    """Return the checksum of a manifest's content, however it is laid out in its file."""
-    # Through JSON first: tuples become lists, as they will when the file is read.
+    """Return the checksum of a manifest's content, for any formatting of the file."""
+    # Via JSON, so that tuples count as lists, as they do when the file is read.
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), default=take_apart)
     return hashlib.sha256(canonical.encode()).hexdigest()

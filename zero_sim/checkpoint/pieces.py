@@ -1,7 +1,7 @@
-"""Pieces: which rank writes which elements, and where each is read again. Integers only.
+"""Pieces: the elements that each rank writes, and their positions when read. Integers only.
 
-Nothing here knows of buffers, buckets or shards: a piece of a checkpoint is a param's name and a
-span of its elements in logical order, which mean the same in every layout.
+A piece is a param's name and a span of its elements in logical order. It does not depend on
+buffers, buckets or shards, so it has the same meaning in every layout.
 """
 
 from __future__ import annotations
@@ -16,59 +16,61 @@ from zero_sim.layout import Span
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Where a stored piece meets a wanted span."""
+    """The intersection of a stored piece with a requested span."""
 
     piece: int
     """Index of the piece."""
     in_piece: Span
-    """Elements counted from the start of the piece."""
+    """Offsets from the start of the piece."""
     in_wanted: Span
-    """Elements counted from the start of what is wanted."""
+    """Offsets from the start of the requested span."""
 
 
 def find_cover_problems(
     numels: Mapping[str, int], spans: Mapping[str, Sequence[Span]]
 ) -> list[str]:
-    """Return what keeps spans from holding every element of every param exactly once.
+    """Return the elements that spans do not contain exactly once.
 
     Args:
         numels: Number of elements of every param.
-        spans: What there is of every param, in any order; empty spans do not count.
+        spans: The spans of every param, in any order; empty spans are ignored.
     """
     problems = [f"{name!r} is not a param" for name in sorted(spans.keys() - numels.keys())]
     for name, numel in numels.items():
         reached = 0
         present = (span for span in spans.get(name, ()) if not span.empty)
+        # Spans sorted by start cover the param if each begins at the end of those before it.
         for span in sorted(present, key=lambda span: (span.start, span.stop)):
             if span.start > reached:
-                problems.append(f"{name!r}: nothing holds {Span(reached, span.start)}")
+                problems.append(f"{name!r}: no span contains {Span(reached, span.start)}")
             elif span.start < reached:
-                problems.append(f"{name!r}: two hold {Span(span.start, min(reached, span.stop))}")
+                problems.append(
+                    f"{name!r}: two contain {Span(span.start, min(reached, span.stop))}"
+                )
             reached = max(reached, span.stop)
         if reached > numel:
-            problems.append(f"{name!r}: {Span(numel, reached)} lies past its {numel} elements")
+            problems.append(f"{name!r}: {Span(numel, reached)} is past its {numel} elements")
         elif reached < numel:
-            problems.append(f"{name!r}: nothing holds {Span(reached, numel)}")
+            problems.append(f"{name!r}: no span contains {Span(reached, numel)}")
     return problems
 
 
 def assign_writers(
     numels: Mapping[str, int], owned: Sequence[Sequence[tuple[str, Span]]]
 ) -> list[list[int]]:
-    """Choose for every piece the lowest rank that owns it.
-
-    With redundancy, or without sharding, several ranks own the same span; one of them writes it.
+    """Choose the lowest rank that owns a piece as its writer.
 
     Args:
         numels: Number of elements of every param.
         owned: The pieces of every rank.
 
     Returns:
-        For every rank the indices of the pieces that it writes.
+        For every rank: the indices of the pieces it writes.
 
     Raises:
-        CheckpointError: If what the ranks own is not every element exactly once, copies aside.
+        CheckpointError: If the ranks do not own every element exactly once, replicas aside.
     """
+    # With redundancy, or without sharding, several ranks own equal pieces: replicas.
     taken: set[tuple[str, Span]] = set()
     chosen: list[list[int]] = []
     for pieces in owned:
@@ -77,6 +79,7 @@ def assign_writers(
         chosen.append(mine)
     spans: dict[str, list[Span]] = {}
     for name, span in taken:
+        # Equal spans are merged by now. Spans that overlap otherwise are an error of the layout.
         spans.setdefault(name, []).append(span)
     problems = find_cover_problems(numels, spans)
     if problems:
@@ -87,10 +90,10 @@ def assign_writers(
 
 
 class PieceIndex:
-    """The pieces of one tensor in order, to be searched by span.
+    """The pieces of one tensor, sorted for search by span.
 
     Args:
-        spans: Disjoint; in any order.
+        spans: Disjoint spans, in any order.
     """
 
     def __init__(self, spans: Iterable[Span]) -> None:
@@ -99,8 +102,9 @@ class PieceIndex:
         self._starts = [span.start for span, _ in self._pieces]
 
     def find(self, wanted: Span) -> list[Part]:
-        """Return the parts of pieces that make up a span, in order."""
+        """Return the parts of pieces that together make up a span, in order."""
         parts: list[Part] = []
+        # The piece before the first start after wanted.start may reach into the span.
         first = max(0, bisect_right(self._starts, wanted.start) - 1)
         for span, index in self._pieces[first:]:
             if span.start >= wanted.stop:

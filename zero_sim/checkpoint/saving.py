@@ -1,8 +1,8 @@
-"""Saving: every rank says what it owns, the ranks agree who writes what, and one gives the name.
+"""Saving: ranks report their pieces, agree on writers and write; rank 0 publishes the checkpoint.
 
 [Note: together]
-Whatever can fail on one rank runs inside `Coordinator.attempt`, so that all ranks fail with it
-and none waits for another. Nothing is renamed before all have written.
+Everything that can fail on one rank runs inside the `Coordinator`'s methods. So all ranks fail
+together, and none waits for another. Nothing is renamed before all ranks have written.
 """
 
 from __future__ import annotations
@@ -47,33 +47,33 @@ def save(
 ) -> None:
     """Save the run; every rank of `ddp.group` must call it.
 
-    Saved are fp32 masters, all optimizer state, the settings of the param groups, the loss scaler,
-    and rank 0's frozen params and persistent module buffers, the scales of fp8 params among them.
-    Working params are not: they are their masters, cast. Nor are gradients: save between two steps.
-    `load` takes it into any other layout.
+    The checkpoint contains fp32 masters, all optimizer state, the settings of the param groups, the
+    loss scaler, and rank 0's frozen params and persistent module buffers, including the scales of
+    fp8 params. Working params are not saved, because they are their masters, cast. Gradients are
+    not saved either, so save between two steps. `load` accepts any other layout.
 
     Args:
-        path: Name of the checkpoint, a folder that all ranks reach. A checkpoint of that name is
-            replaced, at the very end; until then, and if anything fails, it stays.
+        path: Path of the checkpoint, a folder that all ranks can reach. An existing checkpoint is
+            replaced at the very end. Until then, and after a failure, it stays.
         ddp: The params.
         optimizer: Their masters and state.
-        form: `sharded` writes one file for each rank that owns something; `consolidated` one file
-            with whole tensors, which rank 0 gathers one at a time.
+        form: `sharded` for one file per rank that owns something; `consolidated` for one file with
+            whole tensors, gathered on rank 0 one at a time.
 
     Raises:
-        CheckpointError: On all ranks, if anything fails on one.
+        CheckpointError: On all ranks, if anything fails on one rank.
     """
     plan = _agree(path, ddp=ddp, optimizer=optimizer, form=form, copy=False)
     _finish(plan, lambda: _write(plan))
 
 
 def _write(plan: SavePlan) -> list[FileRecord]:
-    """Write this rank's files; return their records."""
+    """Write this rank's files and return their records."""
     return write_own_files(plan) if plan.form == "sharded" else write_consolidated(plan)
 
 
 class SaveHandle:
-    """A save under way; from `save_async`."""
+    """A save in progress, from `save_async`."""
 
     def __init__(self, plan: SavePlan) -> None:
         self._plan: SavePlan | None = plan
@@ -81,6 +81,7 @@ class SaveHandle:
         self._error: Exception | None = None
         self._failure: CheckpointError | None = None
         self._thread: Thread | None = None
+        # A consolidated save communicates, so it is written in wait(), not in a thread.
         if plan.form != "consolidated":
             thread = Thread(target=self._write, args=(plan,), name="checkpoint", daemon=True)
             self._thread = thread
@@ -88,17 +89,18 @@ class SaveHandle:
 
     @property
     def waited(self) -> bool:
-        """Whether `wait` was called to its end."""
+        """True if `wait` has completed."""
         return self._plan is None
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete; every rank must call it.
 
         Raises:
-            CheckpointError: On all ranks, if anything failed on one. A second call says the same.
+            CheckpointError: On all ranks, if anything failed on one. Raised again by later calls.
         """
         if self._thread is not None:
             self._thread.join()
+        # None after the first call, because a second one must not publish again.
         plan = self._plan
         if plan is not None:
             try:
@@ -115,15 +117,15 @@ class SaveHandle:
         return self._files
 
     def _write(self, plan: SavePlan) -> None:
-        # In a thread of its own: no collectives here, the ranks agree in wait().
+        # Runs in a thread, so without collectives; the ranks agree in wait().
         try:
             self._files = _write(plan)
         except Exception as error:  # noqa: BLE001  (raised by wait(), on all ranks)
             self._error = error
 
 
+# Asynchronous saves of rank 0 by path, because two into one folder would mix their files.
 _under_way: weakref.WeakValueDictionary[Path, SaveHandle] = weakref.WeakValueDictionary()
-"""Asynchronous saves of rank 0 by path: two into one folder would mix their files."""
 
 
 def save_async(
@@ -133,20 +135,20 @@ def save_async(
     optimizer: DistributedOptimizer,
     form: Form = "sharded",
 ) -> SaveHandle:
-    """Save as `save` does, while training goes on.
+    """Save like `save`, while training continues.
 
     Everything is copied to the CPU before this returns; a thread writes the copies. The checkpoint
-    is there once every rank has called `wait` on what this returns, and not before.
+    does not exist until every rank has called `wait` on the returned handle.
 
     Args:
-        path: As for `save`.
-        ddp: As for `save`.
-        optimizer: As for `save`.
-        form: As for `save`. Of `consolidated` the copies are gathered and written in `wait`: a
-            thread beside training cannot communicate.
+        path: See `save`.
+        ddp: See `save`.
+        optimizer: See `save`.
+        form: See `save`. With `consolidated` the copies are gathered and written in `wait`,
+            because a thread beside training cannot communicate.
 
     Raises:
-        CheckpointError: On all ranks, if anything fails on one before the writing starts.
+        CheckpointError: On all ranks, if anything fails on one rank before the writing starts.
     """
     plan = _agree(path, ddp=ddp, optimizer=optimizer, form=form, copy=True)
     handle = SaveHandle(plan)
@@ -159,8 +161,8 @@ def _check_free(folder: Folder) -> None:
     running = _under_way.get(folder.final)
     if running is not None and not running.waited:
         raise CheckpointError(
-            f"expected no other save into {folder.final} under way but there is one. "
-            f"Try wait() on its handle first."
+            f"expected no save in progress into {folder.final}, got a second one. "
+            f"Call wait() on the first one's handle."
         )
 
 
@@ -172,14 +174,14 @@ def _agree(
     form: Form,
     copy: bool,
 ) -> SavePlan:
-    """Take a snapshot on every rank, settle who writes what, and make the folder.
+    """Take a snapshot on every rank, assign writers, and create the folder.
 
     Args:
-        path: As for `save`.
-        ddp: As for `save`.
-        optimizer: As for `save`.
-        form: As for `save`.
-        copy: True if tensors are copied, so that they may change before they are written.
+        path: See `save`.
+        ddp: See `save`.
+        optimizer: See `save`.
+        form: See `save`.
+        copy: True to copy tensors, so that they may change before they are written.
     """
     coordinator = Coordinator(ddp.group, device=ddp.buffers[0].device)
     ddp.finish_param_gather()
@@ -196,6 +198,7 @@ def _agree(
         return snapshot.report()
 
     def divide(reports: list[dict[str, Any]]) -> dict[str, Any]:
+        # On rank 0 only: it alone sees the reports of all ranks, and creates the folder.
         folder, snapshot = begun[0]
         writers, params, groups = merge_reports(snapshot.params, reports)
         _check_free(folder)
@@ -223,10 +226,10 @@ def _agree(
 
 
 def _finish(plan: SavePlan, write: Callable[[], list[Any]]) -> None:
-    """Write on every rank; on rank 0 the manifest, which makes it a checkpoint, and its name.
+    """Write on every rank; then write the manifest and publish the checkpoint on rank 0.
 
     Raises:
-        CheckpointError: On all ranks, if anything fails on one; then nothing is left.
+        CheckpointError: On all ranks, if anything fails on one. All written files are removed.
     """
     try:
         plan.coordinator.gather_and_decide(
@@ -250,5 +253,6 @@ def _publish(plan: SavePlan, written: list[list[Any]]) -> None:
         loss_scaler=plan.snapshot.loss_scaler,
         files=build_record(tuple[FileRecord, ...], files, where="files"),
     )
+    # The manifest is last: a folder without it is not a checkpoint.
     write_synced(plan.folder.saving / MANIFEST_NAME, encode_manifest(manifest))
     plan.folder.publish()

@@ -1,9 +1,9 @@
-"""A rank's snapshot of the run: the pieces that it owns, and what all ranks know.
+"""A rank's snapshot of the run: the pieces that it owns, and data common to all ranks.
 
 [Note: named by param]
-Nothing is named by place. A buffer offset, a padded length, the position of a param or of a param
-group mean something else in the next layout; a param's name and an element of the flattened param
-mean the same in all.
+Nothing is identified by position. A buffer offset, a padded length, or the index of a param or
+param group has another meaning in the next layout. The name of a param and an element of the
+flattened param have the same meaning in all layouts.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Snapshot:
-    """The run as one rank sees it."""
+    """The run, seen from one rank."""
 
     params: tuple[ParamRecord, ...]
-    """All trained params, without what only their owners know: group and state."""
+    """All trained params, without group and state, which only their owners know."""
     part_params: list[dict[str, Any]]
-    """Those among them that not all ranks hold, such as experts; from `list_part_params`."""
+    """The params that only some ranks hold, such as experts; from `list_part_params`."""
     pieces: tuple[Piece, ...]
     groups: tuple[GroupRecord, ...]
     """This rank's param groups."""
@@ -66,7 +66,7 @@ class Snapshot:
     module_tensors: tuple[Tensor, ...]  # ND each, as in `module`
 
     def report(self) -> dict[str, Any]:
-        """Return what rank 0 has to know, as records for JSON; no tensors."""
+        """Return the data that rank 0 needs, as records for JSON; no tensors."""
         return {
             "part_params": self.part_params,
             "pieces": [
@@ -86,23 +86,24 @@ class Snapshot:
 def take_snapshot(
     ddp: DistributedDataParallel, optimizer: DistributedOptimizer, *, copy: bool
 ) -> Snapshot:
-    """Collect what this rank owns.
+    """Collect the state of this rank.
 
     Args:
         ddp: The params.
         optimizer: Their masters and state.
-        copy: Whether to copy all tensors to the CPU; else they are the engine's own memory.
+        copy: True to copy all tensors to the CPU; False to use the engine's own memory.
 
     Raises:
-        CheckpointError: If the optimizer keeps something that cannot be cut into spans.
+        CheckpointError: If some optimizer state cannot be split into spans, or an untrained tensor
+            is on some ranks only.
     """
     module = list(iterate_module_tensors(ddp))
     for record, tensor in module:
         if not ddp.holders.are_all(ddp.holders.kind_of(record.name, tensor)):
             raise CheckpointError(
-                f"expected every tensor that is not trained to be on all ranks, as one of them "
-                f"saves it, got {record.kind} {record.name!r}, which some hold. Try to train "
-                f"it, with a learning rate of 0."
+                f"expected all untrained tensors on all ranks, because rank 0 saves them, "
+                f"got {record.kind} {record.name!r}, which only some ranks hold. Train it "
+                f"with a learning rate of 0."
             )
     return Snapshot(
         params=list_params(ddp),
@@ -131,7 +132,7 @@ def list_params(ddp: DistributedDataParallel) -> tuple[ParamRecord, ...]:
 
 
 def list_part_params(ddp: DistributedDataParallel) -> list[dict[str, Any]]:
-    """Return those that not all ranks hold for JSON, each with the first rank that holds it."""
+    """Return the params on some ranks only, for JSON, each with the first rank of its group."""
     holders = ddp.holders
     return [
         {"param": param, "holder": dist.get_global_rank(holders.parts[kind].group, 0)}
@@ -143,14 +144,14 @@ def list_part_params(ddp: DistributedDataParallel) -> list[dict[str, Any]]:
 def merge_params(
     first: Sequence[ParamRecord], parts: Sequence[Sequence[dict[str, Any]]]
 ) -> tuple[ParamRecord, ...]:
-    """Return the params of all ranks: rank 0's, then what others hold besides, by rank.
+    """Return the params of all ranks: rank 0's, then others by rank.
 
     Args:
-        first: Those of rank 0.
-        parts: For every rank those that not all ranks hold, from `list_part_params`.
+        first: The params of rank 0.
+        parts: For every rank the result of `list_part_params`.
 
     Raises:
-        CheckpointError: If two groups of ranks have params of one name.
+        CheckpointError: If two groups of ranks have params of the same name.
     """
     merged = {param.name: param for param in first}
     holders: dict[str, int] = {}
@@ -160,20 +161,20 @@ def merge_params(
         merged.setdefault(param.name, param)
         if holders.setdefault(param.name, holder) != holder:
             raise CheckpointError(
-                f"expected params that not all ranks hold to have names of their own, got two "
+                f"expected params on some ranks only to have unique names, got two "
                 f"called {param.name!r}, in the groups of ranks {holders[param.name]} and {holder}."
-                f" Try names that tell experts apart, whatever rank they are on."
+                f" Include the expert's global index in the name."
             )
     return tuple(merged.values())
 
 
 def name_class(inner: Optimizer) -> str:
-    """Return the name under which checkpoints know an optimizer."""
+    """Return the class name that identifies an optimizer in checkpoints."""
     return type(inner).__qualname__
 
 
 def read_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a param group without its params, and without its place among the groups."""
+    """Return the settings of a param group, without its params and index."""
     return {key: value for key, value in group.items() if key not in NO_SETTINGS}
 
 
@@ -192,11 +193,11 @@ def read_scaler(optimizer: DistributedOptimizer) -> ScalerRecord | None:
 def iterate_module_tensors(
     ddp: DistributedDataParallel,
 ) -> Iterator[tuple[ModuleRecord, Tensor]]:
-    """Yield what belongs to the module and is not trained: frozen params and saved buffers.
+    """Yield the module's untrained tensors: frozen params and persistent buffers.
 
-    Buffers that the module declares as not persistent are left out, as in `state_dict`.
+    Buffers declared as not persistent are skipped, as in `state_dict`.
     """
-    # By id: hashing a param takes longer than all else here.
+    # Compare ids, because hashing a param is slower than everything else here.
     trained = set(map(id, ddp.params.values()))
     for name, param in ddp.module.named_parameters():
         if id(param) not in trained:
@@ -214,15 +215,15 @@ def iterate_module_tensors(
 def merge_reports(
     params: Sequence[ParamRecord], reports: Sequence[dict[str, Any]]
 ) -> tuple[list[list[int]], list[ParamRecord], list[dict[str, Any]]]:
-    """Put together what all ranks reported.
+    """Combine the reports of all ranks.
 
     Args:
         params: The params of rank 0.
-        reports: Of all ranks.
+        reports: The reports of all ranks.
 
     Returns:
-        For every rank the indices of the pieces that it writes; the params with their groups and
-        state; and the groups.
+        For every rank the indices of the pieces it writes; the params with groups and state; and
+        the groups.
 
     Raises:
         CheckpointError: If the ranks contradict each other, or an element has no owner.
@@ -236,6 +237,7 @@ def merge_reports(
     classes = {report["optimizer"] for report in reports}
     if len(classes) > 1:
         raise CheckpointError(f"expected one class of optimizer, got {sorted(classes)}.")
+    # Groups are compared by settings, not by index: equal groups are stored once.
     groups: list[dict[str, Any]] = []
     known: dict[str, tuple[int, list[dict[str, Any]], int]] = {}
     for rank, report in enumerate(reports):
@@ -245,10 +247,11 @@ def merge_reports(
                 groups.append(settings)
             mine = (groups.index(settings), piece["state"])
             first = known.setdefault(piece["param"], (*mine, rank))
+            # Every owner of a fragment reports group and state of the whole param: they must agree.
             if first[:2] != mine:
                 raise CheckpointError(
-                    f"expected one param group and one step count for each param but ranks "
-                    f"{first[2]} and {rank}, which own parts of {piece['param']!r}, have "
+                    f"expected one param group and one step count for each param, got, on ranks "
+                    f"{first[2]} and {rank}, which own parts of {piece['param']!r}, "
                     f"{groups[first[0]]}, {first[1]} and {settings}, {piece['state']}."
                 )
     merged = []
@@ -286,7 +289,7 @@ def _build_pieces(optimizer: DistributedOptimizer, *, copy: bool) -> Iterator[Pi
 
 
 def _encode_groups(optimizer: DistributedOptimizer) -> Iterator[GroupRecord]:
-    """Yield settings, and the learning rate that factors are applied to, of each group."""
+    """Yield the settings of each group, and its learning rate before any factor."""
     groups = optimizer.inner.param_groups
     for group, base_lr in zip(groups, optimizer.base_lrs, strict=True):
         settings = read_settings(group)
@@ -298,12 +301,13 @@ def _encode_groups(optimizer: DistributedOptimizer) -> Iterator[GroupRecord]:
 
 def _describe_state(key: object, value: object, *, leaf: nn.Parameter, where: str) -> StateRecord:
     if not isinstance(key, str):
-        raise CheckpointError(f"expected state under a string, got {key!r} {where}.")
+        raise CheckpointError(f"expected state with string keys, got {key!r} {where}.")
+        # A tensor with dimensions is elementwise: split into spans like its master.
     if isinstance(value, Tensor) and value.dim():
         if value.shape != leaf.shape:
             raise CheckpointError(
-                f"expected state of one element or of shape {tuple(leaf.shape)}, the part that "
-                f"this rank owns, got {key!r} of shape {tuple(value.shape)} {where}."
+                f"expected state of one element or of shape {tuple(leaf.shape)}, this rank's "
+                f"fragment, got {key!r} of shape {tuple(value.shape)} {where}."
             )
         return StateRecord(key=key, dtype=name_dtype(value.dtype), value=None)
     try:
@@ -319,6 +323,7 @@ def _record(name: str, kind: Literal["frozen", "buffer"], tensor: Tensor) -> Mod
 
 
 def _keep(tensor: Tensor, *, copy: bool) -> Tensor:
+    # copy=True even on the CPU, because training continues to write to the original.
     return tensor.detach().to("cpu", copy=True) if copy else tensor
 
 

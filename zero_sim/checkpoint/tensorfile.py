@@ -1,7 +1,7 @@
 """safetensors files, written tensor by tensor and read span by span.
 
-The library's own writer wants all tensors in memory at once. The format is simple enough to be
-streamed: eight bytes of length, a JSON header, then the tensors without gaps.
+The library's own writer needs all tensors in memory at once. This writer streams the simple format:
+eight bytes of length, a JSON header, then the tensors without gaps.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from zero_sim.layout import Span
 
 
 class TensorFileWriter:
-    """One file being written; `write` wants the tensors in the order of `entries`.
+    """One file in progress. Call `write` for the tensors in the order of `entries`.
 
     Args:
         path: A new file.
-        entries: What it will hold.
+        entries: Its tensors, in any order.
     """
 
     entries: tuple[Entry, ...]
-    """In file order: wide dtypes first, so that every tensor lies at a multiple of its width."""
+    """In file order: wide dtypes first, so that every tensor is at a multiple of its itemsize."""
 
     def __init__(self, path: Path, *, entries: Sequence[Entry]) -> None:
         self.entries = tuple(sort_entries(entries))
         self._path = path
         self._digest = hashlib.sha256()
         self._size_bytes = 0
+        # "x": a save never overwrites a file.
         self._written = 0
         self._file: BinaryIO = path.open("xb")
         try:
@@ -61,7 +62,7 @@ class TensorFileWriter:
         self._written += 1
 
     def finish(self) -> FileRecord:
-        """Bring everything to the disk and return the file's record."""
+        """Flush everything to disk and return the file's record."""
         assert self._written == len(self.entries)
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -74,8 +75,10 @@ class TensorFileWriter:
         )
 
     def close(self) -> None:
-        """Close the file as it is; nothing after `finish`."""
+        """Close the file. No-op after `finish`."""
         self._file.close()
+
+        # The digest is computed during the write, so that the file is not read again.
 
     def _put(self, data: bytes | memoryview) -> None:
         write_bytes(self._file, data)
@@ -84,15 +87,16 @@ class TensorFileWriter:
 
 
 def write_bytes(file: BinaryIO, data: bytes | memoryview) -> None:
-    """Write all of `data`; the one place where tensors reach the disk."""
+    """Write all of `data`. All tensor data is written here, so tests can make it fail."""
     file.write(data)
 
 
 def check_file(path: Path, *, record: FileRecord) -> str | None:
-    """Return how a file differs from its record; None if it does not."""
+    """Return the difference between a file and its record; None if there is none."""
     try:
         with open_regular(path) as file:
             size_bytes = os.fstat(file.fileno()).st_size
+            # The size first: a wrong one is found without reading the file.
             if size_bytes != record.size_bytes:
                 return f"expected {record.size_bytes} bytes in {path}, got {size_bytes}."
             digest = hashlib.file_digest(file, "sha256")  # pyrefly: ignore[bad-argument-type]
@@ -107,21 +111,21 @@ def check_file(path: Path, *, record: FileRecord) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FileLayout:
-    """Where in a file everything lies, as follows from its record."""
+    """The positions of tensors in a file, computed from its record."""
 
     header: bytes
-    """What the file begins with."""
+    """The first bytes of the file."""
     entries: Mapping[str, tuple[Entry, int]]
-    """Each tensor by key, with its first byte."""
+    """Each tensor by key, with the offset of its first byte."""
     size_bytes: int
 
 
 class _Held:
-    """What the files of a checkpoint hold, indexed."""
+    """Index of the tensors in the files of a checkpoint."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.pieces: dict[tuple[str, str], list[tuple[FileRecord, PieceRecord]]] = {}
-        """Which files hold what of each param and tensor."""
+        """Files and pieces of each tensor, by param and tensor."""
         for file in manifest.files:
             for piece in file.pieces:
                 self.pieces.setdefault((piece.param, piece.tensor), []).append((file, piece))
@@ -130,12 +134,12 @@ class _Held:
             for where, held in self.pieces.items()
         }
         self.indices = {where: PieceIndex(spans) for where, spans in self.spans.items()}
-        """The spans to be searched."""
+        """Search index of each tensor's spans."""
         self._tensors = manifest.describe_tensors()
         self._layouts: dict[str, _FileLayout] = {}
 
     def lay_out(self, file: FileRecord) -> _FileLayout:
-        """Return the layout of a file; that of one rank serves all others."""
+        """Return the layout of a file. It is cached, because all ranks need it."""
         if file.name not in self._layouts:
             entries = list_entries(file, self._tensors)
             header = build_header(entries)
@@ -147,16 +151,16 @@ class _Held:
         return self._layouts[file.name]
 
 
-# For the same reason as `decode_manifest`.
+# Cached because simulated ranks share a process, see `decode_manifest`.
 _index_pieces = lru_cache(maxsize=1)(_Held)
 
 
 class TensorFileReader:
-    """Spans of tensors, from whichever files hold them.
+    """Reads spans of tensors from all files of a checkpoint.
 
     Args:
-        folder: Where the files are.
-        manifest: Which file holds what.
+        folder: The checkpoint.
+        manifest: Its manifest.
     """
 
     def __init__(self, folder: Path, *, manifest: Manifest) -> None:
@@ -171,14 +175,14 @@ class TensorFileReader:
         self._open.clear()
 
     def spans(self) -> dict[tuple[str, str], list[Span]]:
-        """Return what there is, by param and tensor."""
+        """Return the spans in the files, by param and tensor."""
         return self._held.spans
 
     def read(self, output: Tensor, *, param: str, tensor: str, span: Span) -> None:
-        """Fill a 1D tensor with a span.
+        """Fill a 1D tensor with the elements of a span.
 
         Raises:
-            CheckpointError: If a file does not hold what the manifest says.
+            CheckpointError: If a file differs from the manifest.
         """
         held = self._held.pieces[param, tensor]
         for part in self._held.indices[param, tensor].find(span):
@@ -186,12 +190,13 @@ class TensorFileReader:
             source = self._read_piece(file, piece)[part.in_piece.start : part.in_piece.stop]
             if source.dtype != output.dtype:
                 raise CheckpointError(
-                    f"expected {output.dtype} under {piece.key!r} in {self._folder / file.name}, "
-                    f"got {source.dtype}."
+                    f"expected dtype {output.dtype} of {piece.key!r} in "
+                    f"{self._folder / file.name}, got {source.dtype}."
                 )
             output[part.in_wanted.start : part.in_wanted.stop].copy_(source)
 
     def _read_piece(self, file: FileRecord, piece: PieceRecord) -> Tensor:
+        # Opened on first use and kept: many spans are read from the same few files.
         if file.name not in self._open:
             path = self._folder / file.name
             try:
@@ -206,48 +211,49 @@ class TensorFileReader:
 
 
 class _OpenFile:
-    """One file in memory, as far as it is looked at.
+    """One file, mapped into memory.
 
-    Nothing in it is believed: where a tensor lies follows from the manifest, and a file whose
-    header says otherwise is refused without being parsed.
+    The file is not trusted. The positions of tensors follow from the manifest, and a file with
+    another header is refused without parsing it.
 
     Args:
         path: The file.
-        layout: What it must hold.
+        layout: The expected layout.
 
     Raises:
         OSError, ValueError: If it cannot be read.
-        CheckpointError: If it is made otherwise.
+        CheckpointError: If header or size differ from the layout.
     """
 
     def __init__(self, path: Path, *, layout: _FileLayout) -> None:
         self._path = path
         self._layout = layout
         with open_regular(path) as opened:
-            # What is mapped must pass for writable, or torch warns; nothing writes to it.
+            # ACCESS_COPY, because torch warns about read-only memory; nothing writes to it.
             self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         if self._bytes[: len(layout.header)] != layout.header or (
             len(self._bytes) != layout.size_bytes
         ):
             raise CheckpointError(
-                f"expected {path} to begin with the header of the {len(layout.entries)} tensors "
-                f"that the manifest lists, in all {layout.size_bytes} bytes, got "
-                f"{len(self._bytes)} bytes with another."
+                f"expected {path} to start with the header of the {len(layout.entries)} tensors "
+                f"in the manifest and to have {layout.size_bytes} bytes, got "
+                f"{len(self._bytes)} bytes or another header."
             )
 
     def find(self, key: str) -> Tensor:
-        """Return all elements of a tensor, 1D, in memory that must not be written.
+        """Return all elements of a tensor, 1D, read only.
 
         Raises:
-            CheckpointError: If its bytes are no such tensor.
+            CheckpointError: If its bytes are invalid for the dtype.
         """
         entry, start = self._layout.entries[key]
         dtype = find_dtype(entry.dtype)
+        # frombuffer refuses a count of 0.
         if not entry.numel:
             return torch.empty(0, dtype=dtype)
         found = torch.frombuffer(self._bytes, dtype=dtype, count=entry.numel, offset=start)
         if dtype == torch.bool and int(found.view(torch.uint8).max()) > 1:
             raise CheckpointError(
-                f"expected bytes of 0 and 1 under {key!r} in {self._path}, as of bools, got others."
+                f"expected bytes of 0 and 1 for {key!r} in {self._path}, a bool tensor, got others."
             )
         return found

@@ -15,8 +15,8 @@ from zero_sim.untrusted import nests_too_deep
 from zero_sim.untrusted_json import unfit
 
 _TEXT_CHARS_MAX: Final = 1 << 12
+# Depth of nested lists in the settings of an optimizer.
 _DEPTH_MAX: Final = 8
-"""Of lists in lists in the settings of an optimizer."""
 _INTEGER_STOP: Final = 1 << 63
 
 SAFETENSORS_DTYPES: Final = {
@@ -33,11 +33,11 @@ SAFETENSORS_DTYPES: Final = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""The dtypes that can be saved, as torch and as safetensors name them."""
+"""Supported dtypes, with torch's and safetensors' names."""
 
 
 def _is_text(text: str) -> bool:
-    # What is not printable would reach terminals through messages; so would a name of a megabyte.
+    # Messages print names on terminals: no control characters, and no name of a megabyte.
     return text.isprintable() and len(text) <= _TEXT_CHARS_MAX
 
 
@@ -51,10 +51,10 @@ Text = Annotated[str, AfterValidator(_check_text)]
 
 
 def name_dtype(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype without the `torch.`.
+    """Return torch's name of a dtype without `torch.`.
 
     Raises:
-        CheckpointError: If tensors of it cannot be saved.
+        CheckpointError: If tensors of the dtype cannot be saved.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in SAFETENSORS_DTYPES:
@@ -66,7 +66,7 @@ def find_dtype(name: str) -> torch.dtype:
     """Return the dtype of a name from `name_dtype`.
 
     Raises:
-        CheckpointError: If there is none of this name.
+        CheckpointError: If the name is unknown.
     """
     if name not in SAFETENSORS_DTYPES:
         raise CheckpointError(f"expected the name of a dtype, got {name!r}.")
@@ -74,13 +74,13 @@ def find_dtype(name: str) -> torch.dtype:
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes in logical order; without a copy where it lies on the CPU so."""
+    """Return a tensor's bytes in logical order, without a copy if contiguous on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
 def encode_value(value: object) -> Any:
-    """Return JSON for a number, string, None, 0D tensor, or a list or tuple of those.
+    """Return JSON for a number, string, None, 0D tensor, or a list or tuple of these.
 
     Raises:
         CheckpointError: If the value is anything else.
@@ -93,26 +93,28 @@ def encode_value(value: object) -> Any:
         case str() if _is_text(value):
             return value
         case float():
-            # JSON has no inf and no nan; every other float survives as its shortest decimal.
+            # JSON has no inf and NaN. Other floats survive as their shortest decimal.
             return value if math.isfinite(value) else {"float": str(value)}
         case tuple():
+            # Tagged, because JSON has no tuples.
             return {"tuple": [encode_value(item) for item in value]}
         case list():
             return [encode_value(item) for item in value]
         case Tensor() if value.dim() == 0:
+            # The bits restore the tensor; the value is for readers of the file.
             bits = view_bytes(value).hex()
             return {"tensor": name_dtype(value.dtype), "bits": bits, "value": str(value.item())}
     raise CheckpointError(
-        f"expected a number of 64 bits, a short string, None, a 0D tensor or a list of those, got "
-        f"{value!r} (type={type(value).__name__})."
+        f"expected a 64-bit number, a short string, None, a 0D tensor or a list of these, got "
+        f"{value!r} (type={type(value).__name__}). Remove it from the optimizer."
     )
 
 
 def decode_value(encoded: Any) -> Any:
-    """Return what `encode_value` was given; tensors lie on the CPU.
+    """Return the original of an encoded value; tensors are on the CPU.
 
     Raises:
-        CheckpointError: If it is not what `encode_value` returns.
+        CheckpointError: If `encode_value` could not have returned it.
     """
     match encoded:
         case None | bool() | int() | float() | str():
@@ -125,18 +127,20 @@ def decode_value(encoded: Any) -> Any:
             return tuple(decode_value(item) for item in items)
         case {"tensor": name, "bits": bits}:
             content = torch.frombuffer(bytearray.fromhex(bits), dtype=torch.uint8)
+            # A bool tensor may contain bytes 0 and 1 only.
             if name != "bool" or content.max() <= 1:
                 return content.view(find_dtype(name)).reshape(())
     raise CheckpointError(f"expected an encoded value, got {encoded!r}.")
 
 
 def check_encoded(encoded: Any) -> Any:
-    """Return the argument; the validator of fields with encoded values.
+    """Return the argument, as a validator of fields with encoded values.
 
     Raises:
         PydanticCustomError: If `encode_value` would not have returned it.
     """
     is_own = False
+    # Encoding the decoded value again must give the same JSON, so there is one form only.
     if not nests_too_deep(encoded, most=_DEPTH_MAX):
         with contextlib.suppress(CheckpointError, RuntimeError, TypeError, ValueError):
             is_own = encode_value(decode_value(encoded)) == encoded

@@ -1,4 +1,4 @@
-"""The plan of a save, and its files: each rank writes its own pieces, or rank 0 everything."""
+"""The plan of a save, and its files, written by each rank or by rank 0 alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from zero_sim.layout import Span
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavePlan:
-    """One save, as agreed; the same on all ranks but for the snapshot."""
+    """One save, as agreed on; equal on all ranks except for the snapshot."""
 
     coordinator: Coordinator
     folder: Folder
@@ -45,24 +45,24 @@ class SavePlan:
     params: tuple[ParamRecord, ...]
     groups: tuple[GroupRecord, ...]
     writers: Sequence[Sequence[tuple[str, int, int]]]
-    """For every rank the pieces that it writes: param, first element, and that after the last."""
+    """For every rank the pieces it writes: param, first element, and element after the last."""
 
     @property
     def pieces(self) -> dict[tuple[str, Span], Piece]:
-        """What this rank writes."""
+        """The pieces that this rank writes."""
         mine = set(self.find_pieces(self.coordinator.rank))
         held = {(piece.param, piece.span): piece for piece in self.snapshot.pieces}
         return {where: piece for where, piece in held.items() if where in mine}
 
     def find_pieces(self, rank: int) -> list[tuple[str, Span]]:
-        """Return what a rank writes, by param and span."""
+        """Return the pieces that a rank writes, by param and span."""
         return [(name, Span(start, stop)) for name, start, stop in self.writers[rank]]
 
 
 def write_own_files(plan: SavePlan) -> list[FileRecord]:
-    """Write what this rank was chosen to write, and on rank 0 what is not trained.
+    """Write the pieces assigned to this rank; on rank 0 also untrained tensors.
 
-    No collectives: it may run in a thread of its own.
+    No collectives, because it may run in a thread.
     """
     tensors: dict[Entry, Tensor] = {}
     for piece in plan.pieces.values():
@@ -72,7 +72,7 @@ def write_own_files(plan: SavePlan) -> list[FileRecord]:
             tensors[entry] = tensor
     files = []
     if tensors:
-        # Padded with zeros, so that a listing in string order is in rank order.
+        # With leading zeros, so that file listings are in rank order.
         name = f"rank-{plan.coordinator.rank:05d}-of-{plan.coordinator.size:05d}.safetensors"
         files.append(_write_all(plan.folder.saving / name, tensors))
     return files + write_module_file(plan)
@@ -87,10 +87,10 @@ def write_module_file(plan: SavePlan) -> list[FileRecord]:
 
 
 def write_consolidated(plan: SavePlan) -> list[FileRecord]:
-    """Gather on rank 0, which writes one tensor before the next comes.
+    """Gather on rank 0, which writes each tensor before it receives the next.
 
     Raises:
-        Exception: On rank 0, if it cannot write, once it has received everything.
+        Exception: On rank 0, if it cannot write, after receiving everything.
     """
     if plan.coordinator.rank != 0:
         _send_own(plan)
@@ -102,16 +102,16 @@ def write_consolidated(plan: SavePlan) -> list[FileRecord]:
     try:
         return [_write_file(plan.folder.saving / CONSOLIDATED_NAME, entries, tensors)]
     except Exception:
-        # To the end even if the disk is full: the others send, and wait until it is received.
+        # Receive the rest even if the disk is full, because the other ranks wait in send.
         for _ in collected:
             pass
         raise
 
 
 def _send_own(plan: SavePlan) -> None:
-    """Send this rank's pieces in the order in which rank 0 wants them."""
+    """Send this rank's pieces in the order of rank 0's receives."""
     pieces, own = plan.pieces, plan.find_pieces(plan.coordinator.rank)
-    # Copies lie on the CPU, wherever the group expects tensors.
+    # Copies are on the CPU, but the group may need tensors on its device.
     parts = [
         pieces[where].tensors[entry.piece.tensor].to(plan.coordinator.device)
         for entry in sort_entries(_list_whole(plan.params))
@@ -119,6 +119,7 @@ def _send_own(plan: SavePlan) -> None:
         if where[0] == entry.piece.param
     ]
     group = plan.coordinator.group
+    # All sends are issued before the first wait; rank 0 receives them one at a time.
     for work in [dist.isend(part, group=group, group_dst=0) for part in parts]:
         assert work is not None
         work.wait()
@@ -127,7 +128,7 @@ def _send_own(plan: SavePlan) -> None:
 def _collect_whole(
     plan: SavePlan, entries: Sequence[Entry], module: Mapping[Entry, Tensor]
 ) -> Iterator[tuple[Entry, Tensor]]:
-    """Yield whole tensors in file order; of those that are gathered one is in memory at a time."""
+    """Yield whole tensors in file order. Only one gathered tensor is in memory at a time."""
     owners: dict[str, list[tuple[int, Span]]] = {}
     for rank in range(plan.coordinator.size):
         for name, span in plan.find_pieces(rank):
@@ -138,9 +139,11 @@ def _collect_whole(
             yield entry, module[entry]
             continue
         record = entry.piece
+        # 1D, all elements of the param, on the device of the group's collectives.
         whole = torch.empty(
             record.stop, dtype=find_dtype(entry.dtype), device=plan.coordinator.device
         )
+        # In rank order per tensor: _send_own issues its sends in the order of these receives.
         for rank, span in owners.get(record.param, []):
             part = whole[span.start : span.stop]
             if rank == plan.coordinator.rank:
@@ -174,7 +177,7 @@ def _list_module(plan: SavePlan) -> dict[Entry, Tensor]:
 
 
 def _write_file(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor]) -> FileRecord:
-    """Write a file of tensors, which come in the order of `sort_entries`."""
+    """Write a file from tensors in the order of `sort_entries`."""
     writer = TensorFileWriter(path, entries=entries)
     try:
         for tensor in tensors:
