@@ -59,6 +59,7 @@ class Coordinator:
         Raises:
             CheckpointError: On every rank alike, with the ranks and the error of each.
         """
+        # The result stays on this rank; only success or failure is exchanged.
         kept: list[T] = []
         self._exchange(lambda: kept.append(action()), what=what)
         return kept[0]
@@ -96,6 +97,7 @@ class Coordinator:
         rest_bytes = max(map(_count_rest, frames), default=0)
         # 2. Too long for a frame: request the rest. Frames do not grow for one long message.
         if rest_bytes:
+            # The longest rest of all ranks, because a gather needs equal lengths.
             answer = _MORE + str(rest_bytes).encode()
         elif frames:
             answer, error = _answer(list(map(_unframe, frames)), decide, error=error)
@@ -103,6 +105,7 @@ class Coordinator:
         sent.wait()
         # 3. All ranks see the request, so all of them send the rest, padded to the longest.
         if answer[:1] == _MORE:
+            # Zeros fill up shorter rests; lengths in the frames tell where messages end.
             rest = mine[_FRAME_TO_FIRST_BYTES - _LENGTH_BYTES :]
             rests, sent = self._gather(rest.ljust(int(answer[1:]), b"\0"))
             answer = b""
@@ -150,6 +153,7 @@ class Coordinator:
 
     def _all_gather(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, of equal length, on every rank."""
+        # [ranks * bytes], uint8: the rows of all ranks, one after another.
         rows = torch.empty(self.size * len(data), dtype=torch.uint8, device=self.device)
         all_gather(rows, _to_tensor(data, device=self.device), group=self.group)
         return _cut(_to_bytes(rows), len(data))
@@ -174,6 +178,7 @@ class Coordinator:
 
     def _broadcast(self, data: bytes) -> bytes:
         """Return rank 0's bytes on every rank."""
+        # Other ranks pass zeros of the same length, which the broadcast overwrites.
         frame = _to_tensor(_frame(data, _FRAME_FROM_FIRST_BYTES), device=self.device)
         dist.broadcast(frame, group=self.group, group_src=0)
         received = _to_bytes(frame)
@@ -261,6 +266,7 @@ def _cut(data: bytes, size_bytes: int) -> list[bytes]:
 
 
 def _to_tensor(data: bytes, *, device: torch.device) -> Tensor:
+    # A bytearray, because torch warns about read-only memory such as bytes.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
@@ -269,5 +275,6 @@ def _to_bytes(tensor: Tensor) -> bytes:
 
 
 def _name_ranks(ranks: list[int]) -> str:
+    # At most 8, so that messages stay readable with many ranks.
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if ranks[8:] else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

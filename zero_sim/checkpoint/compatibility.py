@@ -104,6 +104,7 @@ def find_optimizer_problems(manifest: Manifest, optimizer: DistributedOptimizer)
     if has != wants:
         words = {True: "a loss scaler", False: "no loss scaler"}
         problems.append(f"the checkpoint has {words[has]}, this run has {words[wants]}")
+    # By name, because the checkpoint has no other identity of a class.
     if manifest.optimizer != name_class(inner):
         problems.append(
             f"the checkpoint is of {manifest.optimizer}, this run steps with {name_class(inner)}"
@@ -255,6 +256,7 @@ def read_new_settings(saved: GroupRecord, group: Mapping[str, Any]) -> dict[str,
     own = read_settings(group)
     for name, value in settings.items():
         mine = own.get(name)
+        # Tensor settings, such as a capturable lr, stay on the device of the run.
         if isinstance(value, Tensor) and isinstance(mine, Tensor):
             settings[name] = value.to(mine.device)
     return settings | {name: own[name] for name in KEPT_SETTINGS & own.keys()}
@@ -263,12 +265,14 @@ def read_new_settings(saved: GroupRecord, group: Mapping[str, Any]) -> dict[str,
 def _step_once(
     inner: Optimizer, *, settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
+    # On the device of the masters, because some state is created on the CPU and some on it.
     device = next((p.device for group in inner.param_groups for p in group["params"]), None)
     leaf = nn.Parameter(torch.zeros(2, device=device))
     options = {**inner.defaults, **settings}
     accepted = _list_accepted(inner)
     probe = type(inner)([leaf], **{k: v for k, v in options.items() if k in accepted})
     before = dict(probe.state[leaf])
+    # A zero gradient is enough: the state is created for any gradient.
     leaf.grad = torch.zeros_like(leaf)
     probe.step()
     return before, dict(probe.state[leaf])
@@ -285,6 +289,7 @@ def _find_refusals(
     """Yield reasons why the optimizer's class refuses settings, because it knows their ranges."""
     group = inner.param_groups[0]
     settings = read_new_settings(saved, group)
+    # base_lr becomes a group's `lr` once a factor is applied, so it must be acceptable there too.
     rates = {} if base_lr is None or "lr" not in settings else {"base_lr": {"lr": base_lr}}
     for name, change in {"settings": {}, **rates}.items():
         try:

@@ -60,6 +60,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
         _check_params(manifest)
         modules = ((record.kind, record.name) for record in manifest.module)
         _check_unlike(modules, "content.module")
+        # As sorted JSON, because dicts are not hashable.
         groups = (json.dumps(take_apart(group), sort_keys=True) for group in manifest.groups)
         _check_unlike(groups, "content.groups")
         _check_files(manifest)
@@ -114,6 +115,7 @@ def _check_params(manifest: Manifest) -> None:
                 f"{where}.state: expected no state for a param without elements, got some"
             )
         _check_unlike((entry.key for entry in param.state), f"{where}.state")
+    # A save writes the groups of params only.
     unused = set(groups) - {param.group for param in manifest.params}
     if unused:
         raise InvalidField(
@@ -146,6 +148,7 @@ def _belongs(name: str, manifest: Manifest) -> bool:
     """Return True if ranks of this world write a file of this name in this form."""
     if manifest.form == "consolidated":
         return name == CONSOLIDATED_NAME
+    # The groups are rank and world size, both checked against the manifest.
     found = _RANK_FILE.fullmatch(name)
     world_size = manifest.world.world_size
     return name == MODULE_NAME or bool(found and int(found[1]) < int(found[2]) == world_size)
@@ -175,6 +178,7 @@ def _check_pieces(
                 got = f"[{piece.start}, {piece.stop})"
                 raise InvalidField(f"{where}: expected a span of {entry.numel} elements, got {got}")
             span = Span(piece.start, piece.stop)
+            # Files of ranks contain spans, so the piece has the name of a span.
             entry = build_part(param=piece.param, tensor=piece.tensor, span=span, dtype=dtype)
         if piece != entry.piece:
             wanted = f"{entry.piece.key!r}, [{entry.piece.start}, {entry.piece.stop})"

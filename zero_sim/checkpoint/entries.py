@@ -50,6 +50,7 @@ def name_whole(tensor: str, param: str) -> str:
 
 def build_whole(*, param: str, tensor: str, shape: tuple[int, ...], dtype: str) -> Entry:
     """Return the entry of a whole tensor, in its own shape."""
+    # A whole tensor is the span of all its elements.
     stop = torch.Size(shape).numel()
     key = name_whole(tensor, param)
     piece = PieceRecord(key=key, param=param, tensor=tensor, start=0, stop=stop)
@@ -65,7 +66,9 @@ def build_part(*, param: str, tensor: str, span: Span, dtype: str) -> Entry:
 
 def build_header(entries: Sequence[Entry]) -> bytes:
     """Return the start of a safetensors file with these tensors: a length and as much JSON."""
+    # "format": "pt" as written by safetensors.torch.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # Bytes from the end of the header.
     offset = 0
     for entry in entries:
         stop = offset + entry.size_bytes

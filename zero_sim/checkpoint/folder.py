@@ -106,10 +106,12 @@ class Folder:
             os.rename(self.final, self.previous)
         try:
             os.rename(self.saving, self.final)
+        # Undo the first rename, so that the old checkpoint keeps its name.
         except OSError:
             if self.previous.exists():
                 os.rename(self.previous, self.final)
             raise
+        # The new name must be on disk before the previous checkpoint is removed.
         sync_folder(self.final.parent)
         # The new checkpoint is in place, so a failure to remove the previous one is harmless.
         shutil.rmtree(self.previous, ignore_errors=True)

@@ -84,6 +84,7 @@ def load(
     ddp.finish_param_gather()
     folder, data = _find_checkpoint(path, coordinator=coordinator)
     params = _list_all_params(ddp, coordinator=coordinator)
+    # The check must return JSON, so it leaves the decoded manifest here.
     decoded: list[Manifest] = []
 
     def check() -> list[dict[str, str]]:
@@ -123,6 +124,7 @@ def _find_checkpoint(
 
     def read() -> bytes:
         folder = Folder.at(path).find()
+        # A path contains no zero byte, so the first one ends it.
         return os.fsencode(folder) + b"\0" + read_manifest(folder)
 
     name, _, data = coordinator.share_first(read, what=WHAT).partition(b"\0")
@@ -131,6 +133,7 @@ def _find_checkpoint(
 
 def _check_files(folder: Path, manifest: Manifest, *, coordinator: Coordinator) -> None:
     """Check this rank's share of the files; other ranks check the rest."""
+    # Every n-th file, so that each file is checked by one rank only.
     records = manifest.files[coordinator.rank :: coordinator.size]
     problems = [check_file(folder / record.name, record=record) for record in records]
     found = [problem for problem in problems if problem is not None]
@@ -156,6 +159,7 @@ def _list_all_params(
     params = list_params(ddp)
     if not ddp.holders.parts:
         return params
+    # Ranks hold different experts, so only together do they know all params.
     merged = coordinator.gather_and_decide(
         lambda: list_part_params(ddp), lambda parts: merge_params(params, parts), what=WHAT
     )
@@ -209,6 +213,7 @@ def _match_groups(ballots: Sequence[Sequence[Mapping[str, str]]]) -> dict[int, i
         voted: dict[str, str] = {}
         for ballot in ballots:
             voted |= ballot[index] if index < len(ballot) else {}
+        # Two of the checkpoint's groups in one of this run's: their settings differ.
         if len(voted) > 1:
             first, second, *_ = voted.values()
             raise CheckpointError(
@@ -248,6 +253,7 @@ def _read_tensors(
     # Frozen params and buffers are whole on every rank.
     module = []
     for record, tensor in iterate_module_tensors(ddp):
+        # 1D, viewed in the tensor's shape below; pieces are flattened.
         fresh = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         wanted[record.name, record.kind, Span(0, tensor.numel())] = fresh
         module.append(fresh.view(tensor.shape))
@@ -307,6 +313,7 @@ def _commit_weights(
     for (_, tensor), fresh in zip(iterate_module_tensors(ddp), loaded.module, strict=True):
         tensor.copy_(fresh)
     for master in optimizer.masters:
+        # In place, because leaves are views of the master shards.
         master.leaf.copy_(loaded.masters[master.leaf])
         master.buffer.write_param_shard(master.param, master.leaf)
     ddp.gather_params()

@@ -37,6 +37,7 @@ def _check_dtype(name: str) -> str:
     return name
 
 
+# Limits of torch, so that later code can use any accepted value without overflow.
 def _check_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(shape) > _DIMS_MAX:
         raise unfit(f"at most {_DIMS_MAX} sizes, as torch allows")
@@ -93,8 +94,7 @@ class ParamRecord:
     group: Count | None
     """Index into `Manifest.groups`; None if no optimizer has the param, because it is empty."""
     state: tuple[StateRecord, ...]
-    """In the optimizer's order of creation."""
-    """In the order in which the optimizer created it."""
+    """Ordered as the optimizer created it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +131,7 @@ class FileRecord:
     size_bytes: Count
     sha256: Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")]
     pieces: tuple[PieceRecord, ...]
-    """In file order."""
+    """Pieces in file order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +144,7 @@ class ScalerRecord:
     growth_interval: Count
 
     def __post_init__(self) -> None:
+        # Constructed for its checks only.
         LossScaler(
             scale=self.scale, good_steps=self.good_steps, growth_interval=self.growth_interval
         )
@@ -176,7 +177,7 @@ class Manifest:
     form: Form
     world: WorldRecord
     params: tuple[ParamRecord, ...]
-    """In registration order."""
+    """Params in registration order."""
     module: tuple[ModuleRecord, ...]
     optimizer: Text
     """Class of the optimizer."""
@@ -189,6 +190,7 @@ class Manifest:
         """Return shape and dtype of all tensors in files, by param and tensor."""
         tensors: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
         for param in self.params:
+            # Masters are fp32 for any dtype of working params.
             tensors[param.name, MASTER] = (param.shape, "float32")
             for entry in param.state:
                 if entry.dtype is not None:
@@ -221,6 +223,8 @@ def _encode(value: Any) -> str:
 
 def take_apart(record: Any) -> dict[str, Any]:
     """Return a record's fields by name, the `default` of `json.dumps` for records."""
+    # One level only: json.dumps calls this again for records inside. dataclasses.asdict would copy
+    # everything.
     names = getattr(type(record), "__dataclass_fields__", None)
     if names is None:
         raise TypeError(f"expected a JSON value or a record, got {record!r}.")
@@ -230,5 +234,6 @@ def take_apart(record: Any) -> dict[str, Any]:
 def digest_content(content: Any) -> str:
     """Return the checksum of a manifest's content, for any formatting of the file."""
     # Via JSON, so that tuples count as lists, as they do when the file is read.
+    # Sorted keys and fixed separators, so that equal contents have equal bytes.
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), default=take_apart)
     return hashlib.sha256(canonical.encode()).hexdigest()

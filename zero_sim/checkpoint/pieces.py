@@ -38,6 +38,7 @@ def find_cover_problems(
     problems = [f"{name!r} is not a param" for name in sorted(spans.keys() - numels.keys())]
     for name, numel in numels.items():
         reached = 0
+        # Empty spans are at no position, so they neither overlap nor cover.
         present = (span for span in spans.get(name, ()) if not span.empty)
         # Spans sorted by start cover the param if each begins at the end of those before it.
         for span in sorted(present, key=lambda span: (span.start, span.stop)):

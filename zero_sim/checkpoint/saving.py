@@ -83,6 +83,7 @@ class SaveHandle:
         self._thread: Thread | None = None
         # A consolidated save communicates, so it is written in wait(), not in a thread.
         if plan.form != "consolidated":
+            # A daemon, so that a run that fails does not hang at exit.
             thread = Thread(target=self._write, args=(plan,), name="checkpoint", daemon=True)
             self._thread = thread
             thread.start()
@@ -159,6 +160,7 @@ def save_async(
 
 def _check_free(folder: Folder) -> None:
     running = _under_way.get(folder.final)
+    # A handle that was dropped without wait() is gone from the weak dictionary.
     if running is not None and not running.waited:
         raise CheckpointError(
             f"expected no save in progress into {folder.final}, got a second one. "
@@ -186,6 +188,7 @@ def _agree(
     coordinator = Coordinator(ddp.group, device=ddp.buffers[0].device)
     ddp.finish_param_gather()
 
+    # `begin` must return JSON, so it leaves its snapshot here.
     begun: list[tuple[Folder, Snapshot]] = []
 
     def begin() -> dict[str, Any]:
@@ -206,12 +209,14 @@ def _agree(
         return {
             "params": params,
             "groups": groups,
+            # Pieces by param and span, because indices refer to each rank's own report.
             "writes": [
                 [[report["pieces"][i]["param"], *report["pieces"][i]["span"]] for i in indices]
                 for report, indices in zip(reports, writers, strict=True)
             ],
         }
 
+    # After this line all ranks have the same plan, or all have raised.
     agreed = coordinator.gather_and_decide(begin, divide, what=WHAT)
     folder, snapshot = begun[0]
     return SavePlan(
@@ -245,6 +250,7 @@ def _publish(plan: SavePlan, written: list[list[Any]]) -> None:
     files = [record for records in written for record in records]
     manifest = Manifest(
         form=plan.form,
+        # Without a local version label such as +cu128.
         world=WorldRecord(world_size=plan.coordinator.size, torch=torch.__version__.split("+")[0]),
         params=plan.params,
         module=plan.snapshot.module,

@@ -97,6 +97,7 @@ def take_snapshot(
         CheckpointError: If some optimizer state cannot be split into spans, or an untrained tensor
             is on some ranks only.
     """
+    # Rank 0 saves untrained tensors for all ranks, so all ranks must have them.
     module = list(iterate_module_tensors(ddp))
     for record, tensor in module:
         if not ddp.holders.are_all(ddp.holders.kind_of(record.name, tensor)):
@@ -154,10 +155,12 @@ def merge_params(
         CheckpointError: If two groups of ranks have params of the same name.
     """
     merged = {param.name: param for param in first}
+    # The first rank of each param's group identifies the group.
     holders: dict[str, int] = {}
     for record in (record for records in parts for record in records):
         param = build_record(ParamRecord, record["param"], where="param")
         holder = record["holder"]
+        # Rank 0 may hold it too; then its place in registration order stays.
         merged.setdefault(param.name, param)
         if holders.setdefault(param.name, holder) != holder:
             raise CheckpointError(
@@ -202,6 +205,7 @@ def iterate_module_tensors(
     for name, param in ddp.module.named_parameters():
         if id(param) not in trained:
             yield _record(name, "frozen", param), param.detach()
+    # Names with the prefix of the module that declares the buffer.
     skipped = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in ddp.module.named_modules()
@@ -228,10 +232,12 @@ def merge_reports(
     Raises:
         CheckpointError: If the ranks contradict each other, or an element has no owner.
     """
+    # JSON has no spans, so a report contains [start, stop].
     owned = [
         [(piece["param"], Span(*piece["span"])) for piece in report["pieces"]] for report in reports
     ]
     params = merge_params(params, [report["part_params"] for report in reports])
+    # All elements must have exactly one writer, so count them from the shapes.
     numels = {param.name: _count(param.shape) for param in params}
     writers = assign_writers(numels, owned)
     classes = {report["optimizer"] for report in reports}
@@ -256,6 +262,7 @@ def merge_reports(
                 )
     merged = []
     for param in params:
+        # Params without elements have no piece, so neither group nor state.
         group, state, _ = known.get(param.name, (None, [], 0))
         entries = build_record(tuple[StateRecord, ...], state, where=f"state of {param.name}")
         merged.append(
@@ -268,6 +275,7 @@ def merge_reports(
 
 def _build_pieces(optimizer: DistributedOptimizer, *, copy: bool) -> Iterator[Piece]:
     inner = optimizer.inner
+    # By id, because tensors compare elementwise.
     group_of = {
         id(param): index
         for index, group in enumerate(inner.param_groups)
@@ -276,6 +284,7 @@ def _build_pieces(optimizer: DistributedOptimizer, *, copy: bool) -> Iterator[Pi
     for master in optimizer.masters:
         leaf = master.leaf
         name, span = master.fragment.param, master.fragment.in_param
+        # 1D each, as long as the fragment.
         tensors = {MASTER: _keep(leaf.detach(), copy=copy)}
         state: list[StateRecord] = []
         for key, value in inner.state.get(leaf, {}).items():

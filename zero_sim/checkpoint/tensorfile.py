@@ -37,7 +37,7 @@ class TensorFileWriter:
     """
 
     entries: tuple[Entry, ...]
-    """In file order: wide dtypes first, so that every tensor is at a multiple of its itemsize."""
+    """File order: wide dtypes first, so that every tensor is at a multiple of its itemsize."""
 
     def __init__(self, path: Path, *, entries: Sequence[Entry]) -> None:
         self.entries = tuple(sort_entries(entries))
@@ -64,6 +64,7 @@ class TensorFileWriter:
     def finish(self) -> FileRecord:
         """Flush everything to disk and return the file's record."""
         assert self._written == len(self.entries)
+        # From Python's buffer to the system, and from there to disk.
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -144,6 +145,7 @@ class _Held:
             entries = list_entries(file, self._tensors)
             header = build_header(entries)
             sizes = (entry.size_bytes for entry in entries)
+            # The last sum is the size of the file.
             *starts, size_bytes = accumulate(sizes, initial=len(header))
             placed = zip(entries, starts, strict=True)
             by_key = {entry.piece.key: (entry, start) for entry, start in placed}
@@ -184,9 +186,11 @@ class TensorFileReader:
         Raises:
             CheckpointError: If a file differs from the manifest.
         """
+        # A span can be in several pieces, of several files.
         held = self._held.pieces[param, tensor]
         for part in self._held.indices[param, tensor].find(span):
             file, piece = held[part.piece]
+            # 1D view of the file; only the elements in `output` are read from disk.
             source = self._read_piece(file, piece)[part.in_piece.start : part.in_piece.stop]
             if source.dtype != output.dtype:
                 raise CheckpointError(
@@ -201,6 +205,7 @@ class TensorFileReader:
             path = self._folder / file.name
             try:
                 self._open[file.name] = _OpenFile(path, layout=self._held.lay_out(file))
+            # Already a good message.
             except CheckpointError:
                 raise
             except (OSError, ValueError) as error:
@@ -251,6 +256,7 @@ class _OpenFile:
         # frombuffer refuses a count of 0.
         if not entry.numel:
             return torch.empty(0, dtype=dtype)
+        # 1D view of the mapped file, without a copy.
         found = torch.frombuffer(self._bytes, dtype=dtype, count=entry.numel, offset=start)
         if dtype == torch.bool and int(found.view(torch.uint8).max()) > 1:
             raise CheckpointError(

@@ -75,6 +75,7 @@ def find_dtype(name: str) -> torch.dtype:
 
 def view_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes in logical order, without a copy if contiguous on the CPU."""
+    # 1D, contiguous; numpy has no bf16 or fp8, so it sees bytes.
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -126,6 +127,7 @@ def decode_value(encoded: Any) -> Any:
         case {"tuple": items}:
             return tuple(decode_value(item) for item in items)
         case {"tensor": name, "bits": bits}:
+            # 1D uint8, the bytes of one element.
             content = torch.frombuffer(bytearray.fromhex(bits), dtype=torch.uint8)
             # A bool tensor may contain bytes 0 and 1 only.
             if name != "bool" or content.max() <= 1:
@@ -142,6 +144,7 @@ def check_encoded(encoded: Any) -> Any:
     is_own = False
     # Encoding the decoded value again must give the same JSON, so there is one form only.
     if not nests_too_deep(encoded, most=_DEPTH_MAX):
+        # Any failure to decode means that no save has written it.
         with contextlib.suppress(CheckpointError, RuntimeError, TypeError, ValueError):
             is_own = encode_value(decode_value(encoded)) == encoded
     if not is_own:

@@ -50,6 +50,7 @@ class SavePlan:
     @property
     def pieces(self) -> dict[tuple[str, Span], Piece]:
         """The pieces that this rank writes."""
+        # A rank owns more pieces than it writes if there are replicas.
         mine = set(self.find_pieces(self.coordinator.rank))
         held = {(piece.param, piece.span): piece for piece in self.snapshot.pieces}
         return {where: piece for where, piece in held.items() if where in mine}
@@ -96,6 +97,7 @@ def write_consolidated(plan: SavePlan) -> list[FileRecord]:
         _send_own(plan)
         return []
     module = _list_module(plan)
+    # Untrained tensors are on rank 0 already, so they are not gathered.
     entries = [*_list_whole(plan.params), *module]
     collected = _collect_whole(plan, entries, module)
     tensors = (tensor for _, tensor in collected)
@@ -129,6 +131,7 @@ def _collect_whole(
     plan: SavePlan, entries: Sequence[Entry], module: Mapping[Entry, Tensor]
 ) -> Iterator[tuple[Entry, Tensor]]:
     """Yield whole tensors in file order. Only one gathered tensor is in memory at a time."""
+    # Writers of each param by rank.
     owners: dict[str, list[tuple[int, Span]]] = {}
     for rank in range(plan.coordinator.size):
         for name, span in plan.find_pieces(rank):
@@ -188,5 +191,6 @@ def _write_file(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor])
 
 
 def _write_all(path: Path, tensors: Mapping[Entry, Tensor]) -> FileRecord:
+    # The writer sorts in the same way, so tensors come in its order.
     entries = sort_entries(tensors)
     return _write_file(path, entries, map(tensors.__getitem__, entries))

@@ -88,15 +88,20 @@ class Buffer:
         # Zeros, not torch.empty: padding takes part in every sum, and must stay zero in all of
         # them.
         self.grad_data = self.param_data = self.shard_data = self.total_data = None
+        # 1D, all buckets with padding. Sharded gradients are in each unit's transient memory
+        # instead.
         if not sharding.grads:
             self.grad_data = self._zeros(plan.span.numel, dtype=grad_dtype)
         if sharding.state and not sharding.params:
             self.param_data = self._zeros(plan.span.numel, dtype=first.dtype)
         by_index = self._build_units(groups=groups, unit=unit, dtype=first.dtype)
+        # 1D, this rank's shards of all units, one after another.
         if sharding.params:
             self.shard_data = self._zeros(
                 sum(unit.own_span.numel for unit in by_index.values()), dtype=first.dtype
             )
+        # Sums need memory of their own: unsharded gradients are transient at stage 2, and with
+        # sync="every" the next micro-batch overwrites them.
         if accumulate_sums or sharding.grads:
             self.total_data = self._zeros(
                 sum(unit.own_span.numel for unit in by_index.values()), dtype=grad_dtype
@@ -133,6 +138,7 @@ class Buffer:
                         memory.param.detach().reshape(-1), held.shift(-memory.in_unit.start)
                     )
                     _view(unit.param_shard, held.shift(-unit.own_span.start)).copy_(flat)
+                # The placeholder drops the unsharded values; only the shard stays in memory.
                 memory.param.data = absent(memory.param)
             unit.param_state = ParamState.SHARDED
 
@@ -210,6 +216,7 @@ class Buffer:
         """
         memory = self._find(param)
         working = memory.own_working
+        # Masters are 1D. `working` has the param's shape if nothing is sharded.
         if data.dim() != 1 or data.numel() != working.numel():
             raise LayoutError(
                 f"expected 1D data of {working.numel()} elements, this rank's part of the param, "
@@ -230,6 +237,7 @@ class Buffer:
         params are unsharded.
         """
         found: dict[nn.Parameter, Tensor] = {}
+        # Unit by unit, in the same order on all ranks, because each gather is a collective.
         for unit in self.units if self.sharding.params else ():
             was_sharded = unit.is_sharded
             if was_sharded:
@@ -312,6 +320,7 @@ class Buffer:
             plan.index: unit(
                 name=f"bucket {plan.index} of {self.plan.key}",
                 plan=plan,
+                # Offsets into the unit, not into the buffer.
                 own_span=plan.shard_span(self.shard).shift(-plan.span.start),
                 groups=groups,
                 # Gradients accumulate, so they start as zeros; a gather writes every param.
@@ -330,6 +339,7 @@ class Buffer:
 
     def _give_parts(self, units: Iterable[Unit]) -> None:
         """Assign each unit its views of the resident memory."""
+        # Shards of units follow each other without gaps, in bucket order.
         params_start = sums_start = 0
         for unit in units:
             if self.param_data is not None:

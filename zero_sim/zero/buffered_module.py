@@ -74,6 +74,7 @@ def _plan(
     """Plan the buffers of each kind for its shard group; kinds in order of registration."""
     for kind, members in specs.items():
         owners = holders.owners_of(kind)
+        # Stage 0 has no shard group: one shard, owned by every rank.
         shard_count = 1 if owners is None else size_and_rank(owners)[0]
         yield from plan_buffers(members, policy=replace(config.layout, shard_count=shard_count))
 
@@ -87,6 +88,7 @@ def find_replicated_tensors(
     collectives is the same on ranks with different experts.
     """
     in_buffers = {param for buffer in buffers for param in buffer.memory}
+    # Dense first, even if the first buffer contains experts.
     tensors: dict[str, list[Tensor]] = {"dense": []}
     for buffer in buffers:
         tensors.setdefault(buffer.plan.key.kind, []).extend(buffer.working_memory())
@@ -94,6 +96,7 @@ def find_replicated_tensors(
     frozen = (each for each in module.named_parameters() if each[1] not in in_buffers)
     for name, tensor in (*frozen, *module.named_buffers()):
         tensors.setdefault(holders.kind_of(name, tensor), []).append(tensor)
+    # Kinds on all ranks share one list, so that small tensors of several kinds share a message.
     shared = [
         tensor for kind, members in tensors.items() if holders.are_all(kind) for tensor in members
     ]

@@ -39,6 +39,7 @@ def size_and_rank(group: dist.ProcessGroup) -> tuple[int, int]:
             "expected an explicit process group, got None. "
             "Pass group=torch.distributed.group.WORLD for all ranks."
         )
+    # Negative for a process outside the group.
     rank = dist.get_rank(group)
     if rank < 0:
         raise UsageError(
@@ -79,6 +80,7 @@ def reduce_scatter_uneven_sum(
         group: The shard group, in shard order.
         async_op: True to return before completion.
     """
+    # Views of `flat`, 1D, one for each rank.
     parts = list(flat.split(list(sizes)))
     return dist.reduce_scatter(output, parts, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
 
@@ -195,6 +197,7 @@ def broadcast_from_first(tensors: Iterable[Tensor], *, group: dist.ProcessGroup)
         elif tensor.numel():
             alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for members in alike.values():
+        # 1D, all members one after another, in logical order for any strides.
         flat = torch.cat([member.reshape(-1) for member in members])
         dist.broadcast(_movable(flat), group=group, group_src=0)
         parts = flat.split([member.numel() for member in members])

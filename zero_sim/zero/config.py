@@ -72,6 +72,7 @@ class ZeroConfig:
         }
         for name, literal in choices.items():
             value = getattr(self, name)
+            # True equals 1, so booleans must be excluded by type.
             if isinstance(value, bool) or value not in get_args(literal):
                 expected = ", ".join(map(repr, get_args(literal)))
                 raise UsageError(f"expected {name} to be one of {expected}, got {value!r}.")
@@ -84,10 +85,12 @@ class ZeroConfig:
             )
         for name in ("redundancy", "micro_batches"):
             value = getattr(self, name)
+            # type(), because bool is a subclass of int.
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"expected {name} to be an integer of at least 1, got {value!r}.")
         # A setting without effect is a mistake of the caller, so it is an error too.
         self._check_unused()
+        # Here the first sum comes before the end of the step, so its divisor must be known early.
         if self.divides_before_sum and self.sync == "every":
             self._check_counts()
 
@@ -115,6 +118,7 @@ class ZeroConfig:
         if sharding.params:
             unused |= {"overlap_params": False}
         else:
+            # Unsharded params are neither gathered on use nor resharded.
             unused |= {"prefetch": 1, "reshard_after_forward": True}
         for name, default in unused.items():
             value = attrgetter(name)(self)

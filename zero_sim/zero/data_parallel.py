@@ -124,11 +124,13 @@ class DistributedDataParallel:
                 broadcast_from_first(tensors, group=holders)
         for buffer in self.buffers:
             buffer.shard_params()
+        # One tensor for the whole run; step_count.fix() overwrites it in each step.
         self.divisor = build_divisor(size_and_rank(dense.group)[0], device=self.buffers[0].device)
         self.step_count = seams.step_count(config, group=dense.group, divisor=self.divisor)
         self._grads_reduced = False
         wrapped = self._as_wrapped()
         self.grad_schedule = seams.grads(wrapped)
+        # After the gradient schedule, because gathers on use close units in backward.
         self.param_schedule = seams.params(wrapped, grads=self.grad_schedule)
         self._handles = list(self._add_hooks())
 
@@ -207,6 +209,7 @@ class DistributedDataParallel:
         """
         self._require_own_grads("end_micro_batch")
         is_summed = last or self.config.sync == "every"
+        # First, because at stage 3 it closes units, whose gradients are summed below.
         self.param_schedule.finish_backward()
         if not last and count is not None and not (is_summed and self.config.divides_before_sum):
             raise UsageError(
@@ -214,9 +217,11 @@ class DistributedDataParallel:
                 f"last=False. Pass it with last=True."
             )
         if is_summed:
+            # A division after the sum needs the count only at the end of the step.
             if self.config.divides_before_sum or count is not None:
                 self.step_count.fix(count, last=last)
             self._sum_over_ranks()
+            # Sharded gradients were already added up when each unit was reduced.
             if self.config.sync == "every" and not self.config.sharding.grads:
                 self.grad_schedule.accumulate_sums(is_first=self.micro_batches == 0)
         elif self.grad_schedule.running:
@@ -310,6 +315,7 @@ class DistributedDataParallel:
 
     def _as_wrapped(self) -> Wrapped:
         units = order_by_forward(self.buffers, params=list(self.params.values()))
+        # Params without elements have no unit.
         members = ((memory.param, unit) for unit in units for memory in unit.members)
         return Wrapped(
             module=self.module,
@@ -370,6 +376,8 @@ class DistributedDataParallel:
                 f"Set sparse=False in its module."
             )
         assert isinstance(param, nn.Parameter)
+        # All checks come before the gradient is added, so that a refusal leaves the buffer
+        # unchanged.
         self.grad_schedule.check_open(param, name=memory.name)
         self.param_schedule.check_read(param, name=memory.name)
         self.grad_schedule.take(memory)

@@ -78,6 +78,7 @@ class UnderForward(StayWhole):
         unit_of = self._unit_of
         users = find_users(wrapped.module)
         for user, params in users.items():
+            # A dict as an ordered set: units in the order of the module's params.
             needed = {unit_of[param]: None for param in params if param in unit_of}
             if user is not None and needed:
                 hook = partial(self._before_forward, tuple(needed))
@@ -171,10 +172,14 @@ class OnUse(StayWhole):
         last = [units[-1] for units in self._of_group.values()]
         self._kept = frozenset(last if wrapped.config.reshard_after_forward else units)
         self._users: dict[Unit, set[nn.Module]] = {unit: set() for unit in units}
+        # Modules of this forward that have not run yet, by unit.
         self._pending: dict[Unit, set[nn.Module]] = {}
+        # Starts and ends of module calls so far: the clock of `_Use` and `_first_use`.
         self._tick = 0
         self._starts: list[int] = []
         self._uses: list[_Use] = []
+        # Start of each unit's first use. Once backward has passed it, no gradient of the unit
+        # follows.
         self._first_use: dict[Unit, int] = {}
         self._in_backward = False
         self._saving: saved_tensors_hooks | None = None
@@ -248,6 +253,7 @@ class OnUse(StayWhole):
             if torch.is_grad_enabled():
                 # Saved views of unsharded params would keep their memory until backward.
                 self._saving = saved_tensors_hooks(self._keep, self._restore)
+                # Not a with block, because another hook ends it, after the outermost module.
                 self._saving.__enter__()
         self._starts.append(self._tick)
         self._tick += 1
@@ -309,6 +315,7 @@ class OnUse(StayWhole):
     def _before_backward(self, use: _Use, grad: Tensor) -> None:
         self._in_backward = True
         # Modules whose outputs got no gradient are skipped: unwind past them as well.
+        # Only an output's first gradient unwinds. For later ones the use is gone already.
         later = [index for index, each in enumerate(self._uses) if each is use]
         if later:
             self._unwind(len(self._uses) - later[0])
@@ -366,6 +373,7 @@ class OnUse(StayWhole):
 
     def _keep(self, tensor: Tensor) -> object:
         """Save the position of a view of an unsharded param; the view would keep its memory."""
+        # Compare addresses, because autograd saves views of the unsharded memory, not the params.
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         for unit in self._units:
@@ -386,6 +394,7 @@ class OnUse(StayWhole):
         if not isinstance(kept, _Kept):
             assert isinstance(kept, Tensor)
             return kept
+        # No-op if a module has gathered the unit already.
         self._gather((kept.unit,), ahead=())
         whole = kept.unit.params
         assert whole is not None

@@ -71,6 +71,7 @@ class Holders:
 
     def are_all(self, kind: str) -> bool:
         """True if all ranks hold the params of a kind."""
+        # Kinds without an entry are on all ranks.
         return kind not in self.parts
 
     def owners_of(self, kind: str) -> dist.ProcessGroup | None:
@@ -113,6 +114,7 @@ def build_redundancy_groups(group: dist.ProcessGroup, *, redundancy: int) -> Kin
     replicas = [ranks[shard::shard_count] for shard in range(shard_count)]
     return KindGroups(
         group=group,
+        # Both calls create all groups on every rank, in the same order.
         shard_group=new_groups(blocks, own=rank // shard_count),
         replica_group=new_groups(replicas, own=rank % shard_count),
     )
@@ -188,6 +190,7 @@ def check_groups(given: KindGroups, *, config: ZeroConfig) -> KindGroups:
     group, shard_group, replica_group = given.group, given.shard_group, given.replica_group
     redundancy = config.redundancy
     size, rank = size_and_rank(group)
+    # Before the return below, so that redundancy must divide the number of ranks at every stage.
     shard_count = split_ranks(size, redundancy=redundancy)
     if not config.sharding.state:
         # Every rank is its own shard group, and all of them are replicas.
@@ -203,6 +206,7 @@ def check_groups(given: KindGroups, *, config: ZeroConfig) -> KindGroups:
         ("shard_group", shard_group, (shard_count, rank % shard_count)),
         ("replica_group", replica_group, (redundancy, rank // shard_count)),
     ):
+        # A group that is None follows from the others, see below.
         got = expected if subgroup is None else size_and_rank(subgroup)
         if got != expected:
             raise UsageError(

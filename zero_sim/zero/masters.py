@@ -62,6 +62,7 @@ def build_masters(
             if key not in shards:
                 span = buffer.plan.buckets[fragment.bucket].shard_span(fragment.shard)
                 shards[key] = torch.zeros(span.numel, dtype=torch.float32, device=device)
+            # Offsets into the shard, not into the bucket.
             place = fragment.in_shard
             view = shards[key].narrow(0, place.start, place.numel)
             view.copy_(buffer.get_param_shard(param))

@@ -49,6 +49,7 @@ class PlainCast:
 
     def write_(self, param: nn.Parameter, working: Tensor, master: Tensor) -> None:
         """Write a master to its part of a working param, rounded to the param's dtype."""
+        # copy_ rounds to nearest even, as torch's casts do.
         working.copy_(master)
 
     def prepare(self, masters: Callable[[], Iterable[tuple[nn.Parameter, Tensor]]]) -> None:
@@ -70,6 +71,7 @@ def find_trainable_params(
         ModelError: If no param is trainable, params are on two devices or share memory, or one is
             of an unsupported dtype or layout, not materialized, or already wrapped.
     """
+    # named_parameters() returns a tied param only once.
     params = dict(module.named_parameters())
     check_params(params, of=type(module).__name__, dtypes=dtypes)
     return {name: param for name, param in params.items() if param.requires_grad}

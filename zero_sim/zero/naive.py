@@ -48,6 +48,7 @@ class NaiveZero:
         self._group = group
         self._world_size, self._rank = size_and_rank(group)
         whole = self._as_vector([param.detach() for param in self._params])
+        # 1D fp32, [elements / world size]; a copy, not a view of the params.
         self.master = nn.Parameter(self._own_slice(whole).to(torch.float32), requires_grad=False)
         self.inner = optim_factory([self.master])
 

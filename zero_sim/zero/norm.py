@@ -38,6 +38,7 @@ def measure_grads(grads: Iterable[Tensor], *, device: torch.device) -> Tensor:
     # Python's floats are fp64, and adding numbers is cheaper than adding 0D tensors.
     squares, zeros = 0.0, 0
     for flat in _chunks(grads):
+        # 1D fp64, at most _CHUNK_ELEMS elements.
         wide = flat.to(torch.float64)
         squares += wide.dot(wide).item()
         zeros += flat.numel() - int(torch.count_nonzero(flat))

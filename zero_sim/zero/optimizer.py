@@ -174,6 +174,7 @@ class DistributedOptimizer:
         if isinstance(self.inner, Attached):
             self.inner.attach(self)
         self._scale_of_step = 1.0
+        # The first step creates the state, so it can only be checked afterwards.
         self._unchecked = list(self.masters)
 
     @property
@@ -265,6 +266,7 @@ class DistributedOptimizer:
     def _build_inner(
         self, optim_factory: OptimFactory, *, group_of: Callable[[str], int] | None, declared: bool
     ) -> Optimizer:
+        # Owned masters by group, in buffer order.
         leaves: list[list[Tensor]] = [[] for _ in range(_count_groups(self.ddp, group_of=group_of))]
         for master in self.masters:
             leaves[0 if group_of is None else group_of(master.fragment.param)].append(master.leaf)
@@ -375,6 +377,7 @@ class DistributedOptimizer:
 
 def _count_groups(ddp: DistributedDataParallel, *, group_of: Callable[[str], int] | None) -> int:
     """Return the number of groups, from all params, so that it is equal on all ranks."""
+    # Without groups of params there is one group on every rank.
     if group_of is None:
         return 1
     indices = {name: group_of(name) for name in ddp.params}

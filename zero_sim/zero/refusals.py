@@ -65,6 +65,7 @@ def check_optimizer(inner: Optimizer, *, declared: bool) -> None:
             f"element depends on others that may be on another rank. Use AdamW, Adam or SGD, or an "
             f"optimizer with attach()."
         )
+    # The exact class, because a subclass may override step().
     if cls not in ELEMENTWISE and not isinstance(inner, Attached) and not declared:
         known = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
         raise UsageError(
@@ -115,6 +116,7 @@ def check_state(state: object, *, key: object, master: Tensor, param: str) -> No
     Raises:
         UsageError: If it is neither 0D nor an fp32 tensor of the master's shape.
     """
+    # Numbers and 0D tensors, such as step counts, belong to the whole param.
     if not isinstance(state, Tensor) or state.dim() == 0:
         return
     if state.shape != master.shape:
@@ -166,6 +168,7 @@ def check_params(
 
 
 def _check_one_device(params: Mapping[str, nn.Parameter]) -> None:
+    # Frozen params count too: forward needs all params on one device.
     first_name, first = next(iter(params.items()))
     for name, param in params.items():
         if param.device != first.device:
@@ -186,6 +189,7 @@ def _check_trainable(name: str, param: nn.Parameter, dtypes: Collection[torch.dt
             f"expected params of {expected}, got {name!r} of {param.dtype}. "
             f"Call module.to(torch.float32), or freeze the param."
         )
+    # Set by a wrapper, and removed by its unwrap().
     if hasattr(param, "main_grad"):
         raise ModelError(
             f"expected a module that is not wrapped yet, got {name!r} with a main_grad. "
@@ -203,6 +207,7 @@ def _check_no_shared_memory(params: Mapping[str, nn.Parameter]) -> None:
         extent = 1 + sum(
             (dim - 1) * stride for dim, stride in zip(param.shape, param.stride(), strict=True)
         )
+        # Bytes, because params of different dtypes can overlap too.
         start_bytes = param.data_ptr()
         spans.append((start_bytes, start_bytes + extent * param.element_size(), name))
     spans.sort()

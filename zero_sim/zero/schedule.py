@@ -33,11 +33,11 @@ class Wrapped:
     config: ZeroConfig
     buffers: tuple[Buffer, ...]
     units: tuple[Unit, ...]
-    """In the expected order of their use in a forward."""
+    """Units in the expected order of their use in a forward."""
     unit_of: Mapping[nn.Parameter, Unit]
     """The unit of each param that has elements."""
     params: Mapping[str, nn.Parameter]
-    """By name, in registration order."""
+    """Trained params by name, in registration order."""
     holders: Holders
     """The ranks of each kind of params."""
     before_sum: Callable[[Unit], None]
@@ -136,8 +136,12 @@ class UnderBackward(AtEnd):
         super().__init__(wrapped)
         self._units: Sequence[Unit] = wrapped.units[::-1]
         self._unit_of: Mapping[nn.Parameter, Unit] = wrapped.unit_of
+        # At stage 3 the arrival of gradients must not decide, see [Note: one order of gathers and
+        # reductions].
         self._by_arrival = not wrapped.config.sharding.params
+        # Without overlap, in the same order, but each sum is waited for.
         self._is_async = wrapped.config.overlap_grads
+        # Params whose gradients have not arrived, by unit.
         self._missing: dict[Unit, set[nn.Parameter]] = {}
         self._issued_count = 0
         self._issued: set[Unit] = set()

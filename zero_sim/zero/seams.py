@@ -20,6 +20,7 @@ class Seams:
         DistributedDataParallel(module, config=config, group=group, seams=Seams(unit=OtherUnit))
     """
 
+    # Factories rather than instances, because each needs the module, its units or its groups.
     cast: type[PlainCast] = PlainCast
     """Conversion from masters to working params."""
     unit: Callable[..., Unit] = Unit

@@ -83,6 +83,7 @@ def next_grad_state(state: GradState, step: GradStep, *, of: Callable[[], str]) 
     Raises:
         UsageError: If the step is not allowed in that state.
     """
+    # `of` is a function, because names are only needed for an error and this runs often.
     allowed, then = _GRAD_STEPS[step]
     if state not in allowed:
         raise _out_of_step(f"gradients of {of()}", state, step, steps=_GRAD_STEPS)

@@ -44,6 +44,7 @@ class StepCount:
         Raises:
             UsageError: If `rows` is not a count, or the step's rows were summed already.
         """
+        # type(), because bool is a subclass of int.
         if type(rows) is not int or rows < 0:
             raise UsageError(
                 f"expected a number of rows of at least 0, got {rows!r} "
@@ -106,6 +107,7 @@ class StepCount:
             assert expected is not None
             return self._world_size * expected
         self._rows_counted = True
+        # A collective over all training ranks.
         return self._sum_over_ranks(self._rows)
 
     def _sum_over_ranks(self, own: int) -> int:

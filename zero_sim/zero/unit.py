@@ -188,6 +188,7 @@ class Unit:
             self._reducing = self._sum_replicas(async_op=True)
             return
         self._reducing = self._sum_shards(async_op=True)
+        # The sum over replicas follows in chain_reduce(), once this one has ended.
         self._chained = False
 
     def chain_reduce(self) -> None:
@@ -271,6 +272,7 @@ class Unit:
         """Mark a write to this rank's shard, after any gather in flight that may read it."""
         self.finish_gather()
         is_there = self.frees_params and self.params is not None
+        # UPDATED already: several params of one unit are written one after another.
         if self.param_storage is None or is_there or self.param_state is ParamState.UPDATED:
             # Either params are never gathered, or the unsharded params must be freed first.
             return
@@ -306,6 +308,7 @@ class Unit:
             self._free_grads()
 
     def _free_grads(self) -> None:
+        # `main_grad` must go too, because the views would keep the memory.
         self.grad_storage.release()
         for memory in self.members:
             memory.main_grad = None
@@ -317,6 +320,7 @@ class Unit:
             whole = self.params
             assert whole is not None
             for memory in self.members:
+                # Views of new memory, at another address after each gather.
                 memory.param.data = _view(whole, memory.in_unit).view(memory.param.shape)
 
     def _sum_shards(self, *, async_op: bool) -> dist.Work | None:
@@ -393,6 +397,7 @@ def absent(param: nn.Parameter) -> Tensor:
     """Return the placeholder of a sharded param: its shape, but only one NaN of memory."""
     # A forward that reads it without a gather computes NaN, not values of freed memory, and is
     # refused when autograd saves it. `expand` gives all elements the same address.
+    # fp32 first, because torch cannot fill every dtype of params, such as fp8.
     value = torch.full((), float("nan"), dtype=torch.float32, device=param.device)
     return value.to(param.dtype).expand(param.shape)
 

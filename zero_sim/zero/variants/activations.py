@@ -75,6 +75,7 @@ class TensorParallel:
             ranks, rank = size_and_rank(self._group)
             # Rounded up, and zeros behind the last elements: all_gather needs equal lengths.
             each = -(-flat.numel() // ranks)
+            # 1D, this rank's part.
             memory = flat.new_zeros(each)
             own = flat[rank * each : (rank + 1) * each]
             memory[: own.numel()].copy_(own)

@@ -40,6 +40,7 @@ class Arena:
     memory: Tensor  # 1D uint8
 
     def __init__(self, size: int, *, device: torch.device) -> None:
+        # Bytes, because units of several dtypes share the memory.
         self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
         self._in_use: list[Span] = []
 
@@ -50,6 +51,7 @@ class Arena:
             span: In bytes. Start and length are multiples of the element size.
             dtype: Dtype of the tensor.
         """
+        # Overlap with a single unit is enough, even if the rest of the place is free.
         if any(not span.intersect(other).empty for other in self._in_use):
             return None
         self._in_use.append(span)
@@ -135,6 +137,7 @@ def move_grads(ddp: DistributedDataParallel) -> Arena:
     # With sync="last", gradients of earlier micro-batches stay, so units cannot share a place.
     stay = config.sync == "last" and config.micro_batches != 1
     places: dict[Unit, Span] = {}
+    # Bytes of the parts planned so far; the next kind's part starts there.
     size = 0
     # Sorted, so dense units come first and their places do not depend on a rank's experts.
     for kind in sorted(set(kinds.values())):

@@ -132,6 +132,7 @@ class GradUnit:
             param.grad = None
 
     def _open(self) -> None:
+        # The first gradient opens the unit and acquires the buffer.
         if self.grad_state is not GradState.FILLING:
             self._step("fill")
             self.storage.acquire()
@@ -154,6 +155,7 @@ class GradUnit:
 
     def _sum(self, *, async_op: bool) -> list[dist.Work]:
         if self.sums_whole:
+            # 1D, all gradients of the unit in one call.
             works = [all_reduce_sum(self.grads, group=self.group, async_op=async_op)]
         else:
             # One call per run of elements with one owner, in order, so that all ranks pair them.
@@ -173,6 +175,7 @@ class GradUnit:
         # The buffer is needed by other units, so copy this rank's part out of it.
         for each in self.slices:
             if not each.own.empty:
+                # 1D, this rank's part of one param's sum.
                 summed = _view(self.grads, each.own)
                 if self.accumulates and self._has_sum:
                     each.memory.own_grad.add_(summed)

@@ -51,6 +51,7 @@ def build_expert_groups(
         ranks = dist.get_process_group_ranks(group)
         shares = [ranks[index::expert_parallel] for index in range(expert_parallel)]
         own = new_groups(shares, own=rank % expert_parallel)
+    # Shard and replica groups lie inside the ranks with the same experts.
     return build_redundancy_groups(own, redundancy=redundancy)
 
 
@@ -69,6 +70,7 @@ def build_model_parallel_group(places: Sequence[Sequence[int]]) -> dist.ProcessG
         UsageError: If `places` does not contain this process.
     """
     rank = dist.get_rank()
+    # Each rank is in exactly one of them.
     own = next((index for index, ranks in enumerate(places) if rank in ranks), None)
     if own is None:
         raise UsageError(f"expected places that contain rank {rank}, got {list(places)}.")

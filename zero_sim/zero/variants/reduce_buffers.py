@@ -93,7 +93,7 @@ class ReduceBuffers:
     """
 
     units: tuple[GradUnit, ...]
-    """In the order of their reductions."""
+    """Units in the order of their reductions."""
     unit_of: Mapping[nn.Parameter, GradUnit]
     """The unit of each param that has elements."""
 
@@ -109,6 +109,7 @@ class ReduceBuffers:
         self._elems = settings.elems
         self._config, self._settings = config, settings
         self._lenders: dict[tuple[object, int], TransientStorage] = {}
+        # A grad unit may contain params of several buffers.
         home_of = {param: buffer for buffer in buffers for param in buffer.memory}
         # One lane per kind and dtype, because a collective has one group and one dtype.
         lanes = [(buffer.plan.key.kind, buffer.grad_dtype) for buffer in buffers]
@@ -209,6 +210,7 @@ class BufferedGrads(UnderBackward):
         # Grad units have all methods that the schedule calls on units.
         self._units = cast("Sequence[Unit]", self.buffers.units)
         self._unit_of = cast("Mapping[nn.Parameter, Unit]", self.buffers.unit_of)
+        # At stage 2 the grad unit copies `param.grad` and drops it.
         self._leave_by_themselves = wrapped.config.sharding.grads
 
     def take(self, memory: ParamMemory) -> None:
@@ -243,6 +245,7 @@ class BufferedGrads(UnderBackward):
             unit.reset_grads()
 
     def _issue_next(self) -> None:
+        # Issuing first, because it frees or fills the buffer that the next unit uses.
         super()._issue_next()
         # The next unit's turn: copy its gradients that arrived early.
         if self._issued_count < len(self.buffers.units):
@@ -285,5 +288,6 @@ def _check_units(units: Sequence[Unit]) -> None:
 def _slice_of(memory: ParamMemory, *, span: Span) -> GradSlice:
     own = Span(span.start, span.start)
     if memory.fragment is not None:
+        # Offsets into the grad unit, like `span`.
         own = memory.fragment.in_param.shift(span.start)
     return GradSlice(memory=memory, span=span, own=own)

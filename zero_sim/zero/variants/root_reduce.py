@@ -29,6 +29,7 @@ def sum_at_first(
     rank of a ring all-reduce moves less than twice that size.
     """
     size, rank = size_and_rank(group)
+    # N tensors as long as `flat`, on the first rank only.
     parts = [torch.empty_like(flat) for _ in range(size)] if rank == 0 else None
     # Always asynchronous: wait() below continues with the second half.
     sent = dist.gather(flat, parts, group_dst=0, group=group, async_op=True)

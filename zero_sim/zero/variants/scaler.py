@@ -59,10 +59,12 @@ class LossScaler:
             found_inf: True if any rank's gradient had an infinity or NaN; the same on all ranks.
         """
         if found_inf:
+            # The lower limit is 1, as the constructor requires.
             self.scale = max(self.scale / 2, 1.0)
             self.good_steps = 0
             return
         self.good_steps += 1
+        # Counted from the last change of the scale, up or down.
         if self.good_steps == self.growth_interval:
             self.scale *= 2
             self.good_steps = 0

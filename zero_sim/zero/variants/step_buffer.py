@@ -68,6 +68,7 @@ class StepBuffer(AllAtOnce):
                 self.elems, dtype=torch.float32, device=self._optimizer.state_device
             )
         start, self._used = self._used, self._used + reduced.numel()
+        # A view of the buffer, 1D fp32, after the gradients of this turn so far.
         return self._memory[start : self._used].copy_(reduced)
 
     def release(self) -> None:
@@ -92,6 +93,8 @@ class StepBuffer(AllAtOnce):
         optimizer = self._optimizer
         measured = measure_grads([], device=optimizer.ddp.buffers[0].device)
         for turn in turns:
+            # Sums of squares, counts and overflows add up over turns; one agreement over ranks
+            # follows.
             measured += optimizer._measure_own(turn, self._upcast_turn(turn))
         return optimizer._agree_on(measured)
 

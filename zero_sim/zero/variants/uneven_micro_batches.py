@@ -56,6 +56,7 @@ class RepeatableOnUse(OnUse):
     """
 
     def __init__(self, wrapped: Wrapped, *, grads: UnderBackward) -> None:
+        # Starts and ends of module calls in this micro-batch, and in the last one with data.
         self._calls: list[tuple[nn.Module, tuple[Unit, ...], bool]] = []
         self._last_calls: list[tuple[nn.Module, tuple[Unit, ...], bool]] = []
         super().__init__(wrapped, grads=grads)
@@ -131,6 +132,7 @@ def join_micro_batch(
         )
     ddp.step_count.join()
     ddp.finish_param_gather()
+    # Other schedules issue no gathers in forward.
     if isinstance(ddp.param_schedule, RepeatableOnUse):
         ddp.param_schedule.repeat_forward()
     # After the forward, as on ranks with data, because it may contain a collective.

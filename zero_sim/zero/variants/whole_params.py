@@ -32,7 +32,7 @@ from zero_sim.zero.optimizer import AllAtOnce, DistributedOptimizer
 from zero_sim.zero.unit import Unit
 
 Parts = Mapping[Tensor, tuple[Tensor, ...]]
-"""By leaf, a fragment of a master: tensors with one value per element of the leaf."""
+"""Tensors with one value per element of a leaf, by leaf; a leaf is a fragment of a master."""
 WholeOf = Callable[[Parts], Iterable[tuple[Tensor, tuple[Tensor, ...], slice]]]
 """Gathers parts. Yields each leaf with the whole tensors, in the shape of its param, and the leaf's
 slice of these, flattened. Every rank calls it equally often, even without leaves."""
@@ -110,12 +110,14 @@ class Muon(Optimizer):
             state = self.state[leaf]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(leaf)
+            # 1D fp32, the moving mean over this rank's fragment.
             mean = state["momentum_buffer"].lerp_(leaf.grad, 1 - group["momentum"])
             nesterov = group["nesterov"]
             directions[leaf] = (leaf.grad.lerp(mean, group["momentum"]) if nesterov else mean,)
         for leaf, (direction,), place in self.whole_of(directions):
             group = groups[leaf]
             update = orthogonalized(direction, eps=group["eps"]).reshape(-1)[place]
+            # Decoupled decay, before the update, as in AdamW.
             leaf.mul_(1 - group["lr"] * group["weight_decay"])
             leaf.sub_(update.view(leaf.shape) * group["lr"])
 
@@ -177,6 +179,7 @@ class Lamb(Optimizer):
         assert leaf.grad is not None
         state = self.state[leaf]
         if not state:
+            # A 0D tensor on the CPU, as in torch's Adam, so checkpoints store it once per param.
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(leaf)
             state["exp_avg_sq"] = torch.zeros_like(leaf)
@@ -217,6 +220,7 @@ def _whole_of(
     for index, buffer in enumerate(optimizer.ddp.buffers):
         for unit in buffer.units:
             here = members.get((index, unit.plan.index), [])
+            # One whole 1D tensor per gathered quantity, in the order of `parts`.
             wholes = []
             for which in range(gathers):
                 # 1D, one shard of this quantity; zeros for padding and frozen params.
@@ -266,6 +270,7 @@ def orthogonalized(direction: Tensor, *, eps: float) -> Tensor:
     a, b, c = _NEWTON_SCHULZ
     for _ in range(_NEWTON_SCHULZ_STEPS):
         gram = near @ near.mT
+        # One Newton-Schulz step: a X + (b A + c A^2) X with A = X X^T, [rows, rows].
         near = near * a + (gram * b + (gram @ gram) * c) @ near
     near = near.mT.contiguous() if rows > columns else near
     return (near * math.sqrt(max(1.0, rows / columns))).view(direction.shape)
