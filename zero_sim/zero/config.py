@@ -15,7 +15,7 @@ DivideBy = Literal["ranks", "micro-batches", "tokens"]
 Sync = Literal["last", "every"]
 GradDtype = Literal["param", "fp32"]
 
-# The default of Megatron-LM's DistributedDataParallelConfig.
+# The default of Megatron-LM.
 _LAYOUT = LayoutPolicy(bucket_elems=40_000_000)
 
 

@@ -40,7 +40,7 @@ class KindGroups:
     """The ranks with one shard each: `group` without redundancy. None if each rank holds
     everything."""
     replica_group: dist.ProcessGroup | None = None
-    """The ranks with the same shard; None without redundancy."""
+    """The ranks with the same shard; None without replicas."""
 
 
 KindOf = Callable[[str, Tensor], str]
@@ -190,7 +190,6 @@ def check_groups(given: KindGroups, *, config: ZeroConfig) -> KindGroups:
     group, shard_group, replica_group = given.group, given.shard_group, given.replica_group
     redundancy = config.redundancy
     size, rank = size_and_rank(group)
-    # Before the return below, so that redundancy must divide the number of ranks at every stage.
     shard_count = split_ranks(size, redundancy=redundancy)
     if not config.sharding.state:
         # Every rank is its own shard group, and all of them are replicas.

@@ -50,7 +50,7 @@ def measure_grads(grads: Iterable[Tensor], *, device: torch.device) -> Tensor:
 
 def _chunks(grads: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield all elements in 1D pieces: many small gradients in one, a large one in several."""
-    # Pieces of at most _CHUNK_ELEMS bound the fp64 copy; joining small ones saves kernel calls.
+    # Pieces of at most _CHUNK_ELEMS bound the memory of the fp64 copy.
     gathered: list[Tensor] = []
     gathered_elems = 0
     for grad in grads:

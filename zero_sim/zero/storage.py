@@ -78,7 +78,7 @@ class TransientStorage:
         self._elems = elems
         self._dtype = dtype
         self._device = device
-        # Without zeros for params saves a write of the whole memory per gather.
+        # torch.empty for params, because a gather would overwrite the zeros.
         self._make = torch.zeros if zeroed else torch.empty
         self._whole: Tensor | None = None
 

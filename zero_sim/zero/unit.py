@@ -272,9 +272,9 @@ class Unit:
         """Mark a write to this rank's shard, after any gather in flight that may read it."""
         self.finish_gather()
         is_there = self.frees_params and self.params is not None
-        # UPDATED already: several params of one unit are written one after another.
         if self.param_storage is None or is_there or self.param_state is ParamState.UPDATED:
-            # Either params are never gathered, or the unsharded params must be freed first.
+            # Params are never gathered, or the unsharded params must be freed first, or another
+            # param of this unit was written before.
             return
         self._step_params("update")
 
@@ -300,8 +300,8 @@ class Unit:
             self._reducing = None
 
     def _end_reduce(self) -> None:
-        # Transient gradients: keep only this rank's shard of the sum, and free the rest.
         self._step_grads("finish")
+        # Transient gradients: keep only this rank's shard of the sum, and free the rest.
         if self.frees_grads:
             self.accumulate_sum(is_first=not self._has_sum)
             self._has_sum = True
