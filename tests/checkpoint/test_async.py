@@ -106,7 +106,7 @@ class TestSaveAsync:
         def program(rank):
             run = kit.build()
             handle = start(tmp_path / "c", run)
-            with pytest.raises(CheckpointError, match="under way"):
+            with pytest.raises(CheckpointError, match="in progress"):
                 kit.save(tmp_path / "c", run)
             other = start(tmp_path / "d", run)
             slow.set()

@@ -154,7 +154,7 @@ class TestSaving:
         """A folder of the user's is never replaced."""
         path.mkdir()
         (path / "thesis.tex").write_text("years of work")
-        assert "holds no manifest.json" in save_refusal()
+        assert "has no manifest.json" in save_refusal()
         assert (path / "thesis.tex").read_text() == "years of work"
 
     def test_an_unknown_form(self, save_refusal):
@@ -184,7 +184,7 @@ class TestFiles:
     """Files are checked before anything is read."""
 
     def test_nothing_there(self, refusal, path):
-        assert f"expected a checkpoint at {path} but there is nothing" in refusal()
+        assert f"expected a checkpoint at {path}, got nothing" in refusal()
 
     def test_a_folder_without_a_manifest(self, refusal, path):
         path.mkdir()
@@ -195,7 +195,7 @@ class TestFiles:
         [
             (lambda text: text[:-40], "the manifest: expected JSON"),
             (lambda text: text.replace('"version": 3', '"version": 99'), "expected version 3"),
-            (lambda text: text.replace("zero_sim checkpoint", "other"), "got something else"),
+            (lambda text: text.replace("zero_sim checkpoint", "other"), "got another file"),
             (lambda text: text.replace('"lr": 0.05', '"lr": 7.0'), "changed after it was written"),
         ],
         ids=["cut off", "version", "format", "edited"],
@@ -307,8 +307,8 @@ class TestFit:
 
         kit.reseal(path, lose)
         message = refusal()
-        assert "nothing holds" in message
-        assert ("two hold" in message) == (change == "repeat")
+        assert "no span contains" in message
+        assert ("two contain" in message) == (change == "repeat")
 
 
 def test_a_file_may_be_opened_by_the_library(saved, path):

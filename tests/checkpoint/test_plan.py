@@ -25,13 +25,13 @@ class TestCover:
     @pytest.mark.parametrize(
         ("spans", "problem"),
         [
-            ([], "nothing holds [0, 5)"),
-            ([Span(1, 5)], "nothing holds [0, 1)"),
-            ([Span(0, 2), Span(3, 5)], "nothing holds [2, 3)"),
-            ([Span(0, 4)], "nothing holds [4, 5)"),
-            ([Span(0, 3), Span(2, 5)], "two hold [2, 3)"),
-            ([Span(0, 5), Span(1, 2)], "two hold [1, 2)"),
-            ([Span(0, 6)], "[5, 6) lies past its 5 elements"),
+            ([], "no span contains [0, 5)"),
+            ([Span(1, 5)], "no span contains [0, 1)"),
+            ([Span(0, 2), Span(3, 5)], "no span contains [2, 3)"),
+            ([Span(0, 4)], "no span contains [4, 5)"),
+            ([Span(0, 3), Span(2, 5)], "two contain [2, 3)"),
+            ([Span(0, 5), Span(1, 2)], "two contain [1, 2)"),
+            ([Span(0, 6)], "[5, 6) is past its 5 elements"),
         ],
     )
     def test_problems(self, spans, problem):
@@ -51,12 +51,12 @@ class TestWriters:
         assert assign_writers({"w": 3}, owned) == [[0], [0], [], [], []]
 
     def test_a_hole_is_an_error(self):
-        with pytest.raises(CheckpointError, match=r"nothing holds \[2, 3\)"):
+        with pytest.raises(CheckpointError, match=r"no span contains \[2, 3\)"):
             assign_writers({"w": 3}, [[("w", Span(0, 2))]])
 
     def test_two_cuts_are_an_error(self):
         """Replicas that are cut differently overlap."""
-        with pytest.raises(CheckpointError, match="two hold"):
+        with pytest.raises(CheckpointError, match="two contain"):
             assign_writers({"w": 3}, [[("w", Span(0, 3))], [("w", Span(0, 2))]])
 
 

@@ -120,7 +120,7 @@ def test_a_file_that_is_not_as_the_manifest_says(tmp_path, damage):
     damaged = DAMAGES[damage](path.read_bytes())
     assert damaged != path.read_bytes()
     path.write_bytes(damaged)
-    begins = r".*/f to begin with the header of the 1 tensors.*"
+    begins = r".*/f to start with the header of the 1 tensors.*"
     said = f"expected ({begins}|1 tensors in .*/f), got"
     with pytest.raises(CheckpointError, match=said):
         read(path, record, tensors, "a", Span(0, 4))
@@ -132,5 +132,5 @@ def test_bytes_that_are_no_bools(tmp_path):
     tensors = {"a": torch.tensor([True, False])}
     record = write(path, tensors)
     path.write_bytes(path.read_bytes()[:-1] + b"\2")
-    with pytest.raises(CheckpointError, match="expected bytes of 0 and 1 under 'a'"):
+    with pytest.raises(CheckpointError, match="expected bytes of 0 and 1 for 'a'"):
         read(path, record, tensors, "a", Span(0, 2))

@@ -199,7 +199,7 @@ class TestCheckpoints:
             run=LATER_STEPS,
         )
         finding = first_finding(result, "world.rank-failed")
-        assert "to hold every element once" in finding.message
+        assert "to contain every element once" in finding.message
 
 
 class TestAnswers:

@@ -101,7 +101,7 @@ def test_what_is_in_use_is_given_to_nobody_else():
 
 def test_without_use_it_is_refused(world_of):
     def program(rank):
-        with pytest.raises(UsageError, match="stage=1, which keeps gradients whole"):
+        with pytest.raises(UsageError, match="stage=1, which keeps unsharded gradients"):
             wrap(stage=1)
 
     world_of(1).run(program)

@@ -154,7 +154,7 @@ class TestReduction:
     def test_of_whole_params_needs_some_whose_owners_write_shards(self, lone_group, stage):
         """Without shards there is nothing to gather, and shards of params are gathered on use."""
         buffer = make_buffer(make_params(2), group=lone_group, stage=stage)
-        with pytest.raises(UsageError, match=r"whole params.*got allgather_params\(\)"):
+        with pytest.raises(UsageError, match=r"unsharded params.*got allgather_params\(\)"):
             buffer.allgather_params()
 
 
@@ -337,7 +337,7 @@ class TestPlanCheck:
     @pytest.mark.parametrize(("stage", "shard_count", "expected"), [(1, 2, 1), (0, 2, 1)])
     def test_shard_count_must_fit_the_group(self, lone_group, stage, shard_count, expected):
         """The message holds both numbers and what to plan with."""
-        message = f"{expected} shards.*shard_count={shard_count}.*Try plan_buffers"
+        message = f"{expected} shards.*shard_count={shard_count}.*Use plan_buffers"
         with pytest.raises(LayoutError, match=message):
             make_buffer(make_params(4), group=lone_group, stage=stage, shard_count=shard_count)
 

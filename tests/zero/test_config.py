@@ -52,7 +52,7 @@ class TestZeroConfig:
         early = {"divide": divide, "sync": "every"}
         with pytest.raises(UsageError, match=r"rows are counted only after.*sync='last'"):
             ZeroConfig(divide_by="tokens", **early)
-        with pytest.raises(UsageError, match="micro_batches to be given"):
+        with pytest.raises(UsageError, match="expected micro_batches with"):
             ZeroConfig(divide_by="micro-batches", **early)
         assert ZeroConfig(divide_by="micro-batches", micro_batches=2, **early).divides_before_sum
 

@@ -107,7 +107,7 @@ class TestAccumulation:
     def test_refuses_a_sparse_gradient(self, lone_group):
         """An embedding with sparse gradients is named."""
         ddp = wrap(nn.Embedding(3, 2, sparse=True), lone_group)
-        with pytest.raises(ModelError, match=r"'weight'\. Try sparse=False"):
+        with pytest.raises(ModelError, match=r"'weight'\. Set sparse=False"):
             ddp(torch.tensor([1])).sum().backward()
 
     def test_leaves_frozen_params_alone(self, lone_group):

@@ -126,7 +126,7 @@ class TestScaleFound:
     def test_gradient_in_fp8(self):
         """Autograd would round it, unless the module says otherwise."""
         module = Weights(E4M3, grad_dtype=E4M3)
-        self.refuse(module, r"got grad_dtype=torch.float8_e4m3fn. Try param.grad_dtype =")
+        self.refuse(module, r"got grad_dtype=torch.float8_e4m3fn. Set param.grad_dtype =")
 
     def test_shared_param_with_a_scale_each(self):
         """The second would stay as it was."""

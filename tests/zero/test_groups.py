@@ -71,7 +71,7 @@ class TestBuildRedundancyGroups:
         """The message holds both numbers and what would do."""
 
         def program(rank):
-            message = rf"redundancy={redundancy} for 6 ranks\. Try one of 1, 2, 3, 6"
+            message = rf"redundancy={redundancy} for 6 ranks\. Use one of 1, 2, 3, 6"
             with pytest.raises(LayoutError, match=message):
                 build_redundancy_groups(dist.group.WORLD, redundancy=redundancy)
 

@@ -86,7 +86,7 @@ def test_a_rank_without_any_data_steps_with_the_others(run_ranks, config):
 
 
 def test_at_stage_3_a_rank_has_to_have_trained_before(run_ranks):
-    with pytest.raises(RankFailed, match=r"a micro-batch with a forward on this rank before"):
+    with pytest.raises(RankFailed, match=r"expected a forward on this rank before"):
         run_ranks(1, lambda rank: train(rank, [[]], stage=3))
 
 

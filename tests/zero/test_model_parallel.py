@@ -109,7 +109,7 @@ def test_zeros_are_counted_like_the_norm(run_ranks):
 def test_a_rank_without_a_place_is_refused(run_ranks):
     def program(rank):
         if rank == 2:
-            with pytest.raises(UsageError, match="places that hold rank 2"):
+            with pytest.raises(UsageError, match="places that contain rank 2"):
                 build_model_parallel_group([(0, 1)])
 
     run_ranks(3, program)

@@ -178,7 +178,7 @@ class TestStep:
         """A step on this rank's own gradients would let ranks drift apart."""
         ddp, optimizer = build(Bare(2), group=lone_group)
         ddp(1.0).backward()
-        with pytest.raises(UsageError, match=r"Try ddp\.finish_grad_sync\(\)"):
+        with pytest.raises(UsageError, match=r"Call ddp\.finish_grad_sync\(\)"):
             optimizer.step()
 
     def test_communicates_once_a_bucket(self, run_ranks):

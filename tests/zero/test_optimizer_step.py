@@ -191,7 +191,7 @@ class TestClip:
 
     def test_by_both_is_refused(self, lone_group):
         """As it is not said which comes first."""
-        with pytest.raises(UsageError, match=r"one way of clipping.*Try one"):
+        with pytest.raises(UsageError, match=r"one way of clipping.*Remove one"):
             build(clip_norm=1.0, clip_value=1.0)
 
 

@@ -121,7 +121,7 @@ def test_a_second_gradient_behind_its_unit_is_refused(world_of):
         ddp = wrap({"overlap_grads": True})
         ddp.begin_last_micro_batch()
         backward(ddp)
-        with pytest.raises(UsageError, match="after its bucket was sent"):
+        with pytest.raises(UsageError, match="after its bucket was issued"):
             backward(ddp)
         ddp.finish_grad_sync()
 
@@ -236,7 +236,7 @@ def test_refuses_a_length_that_is_none():
         (-1, {}, "chunk_elems to be an integer of at least 1"),
         (1, {"stage": 3}, "stage 1 or 2 with chunk_elems"),
         (1, {"overlap_params": True}, "overlap_params=False"),
-        (1, {"partition": "one-owner"}, "of which every rank has a stretch"),
+        (1, {"partition": "one-owner"}, "because every rank needs a shard"),
     ],
 )
 def test_chunks_refuse_what_does_not_go_together(chunk, config, match):

@@ -67,7 +67,7 @@ class TestRefused:
     @pytest.mark.parametrize("scale", [0.0, -2.0, 0.5, 3.0, math.inf, math.nan])
     def test_scales_that_are_no_powers_of_two_from_1(self, scale):
         """With what to try."""
-        with pytest.raises(UsageError, match=r"power of two.*Try 65536\.0"):
+        with pytest.raises(UsageError, match=r"power of two.*Use 65536\.0"):
             LossScaler(scale=scale)
 
     @pytest.mark.parametrize("counts", [(0, 0), (2, 2), (2, -1)])

@@ -86,7 +86,7 @@ class TestCount:
     def test_is_exact_in_fp32(self, lone_group):
         """2**24 + 1 would silently be 2**24; 2**24 + 2 is held."""
         ddp = wrap(lone_group)
-        with pytest.raises(UsageError, match=r"fp32 can hold.*16777217"):
+        with pytest.raises(UsageError, match=r"fp32 can represent.*16777217"):
             ddp.finish_grad_sync(count=2**24 + 1)
         ddp = wrap(lone_group)
         ddp.finish_grad_sync(count=2**24 + 2)
@@ -107,7 +107,7 @@ class TestRows:
         ddp = wrap(lone_group, divide_by="tokens", divide="pre", overlap_grads=True)
         ddp.add_rows(2)
         ddp.begin_last_micro_batch()
-        with pytest.raises(UsageError, match="3 more after it"):
+        with pytest.raises(UsageError, match="3 more afterwards"):
             ddp.add_rows(3)
 
 

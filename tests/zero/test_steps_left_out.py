@@ -81,10 +81,10 @@ def test_a_wait_that_is_left_out_is_a_race_and_its_line_named(monkeypatch, step)
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        ("fill", "'fill' was left out"),
-        ("start_reduce", "'reduce' was left out"),
-        ("_adopt_whole", "'finish' was left out"),
-        ("_end_reduce", "'finish' was left out"),
+        ("fill", "'fill' is missing"),
+        ("start_reduce", "'reduce' is missing"),
+        ("_adopt_whole", "'finish' is missing"),
+        ("_end_reduce", "'finish' is missing"),
     ],
 )
 def test_what_a_unit_sees_itself_it_says(monkeypatch, step, said):

@@ -102,7 +102,7 @@ def test_foreach_is_refused():
 def test_torchs_own_is_refused_with_what_to_try():
     """It knows of no shards, and would make each of them orthogonal by itself."""
     inner = torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))])
-    with pytest.raises(UsageError, match="one that gathers what it needs"):
+    with pytest.raises(UsageError, match="an optimizer with attach"):
         check_optimizer(inner, declared=True)
 
 
