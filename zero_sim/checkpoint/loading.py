@@ -97,12 +97,12 @@ def load(
         # Each rank checks a part of the files, see _check_files.
         _check_files(folder, manifest, coordinator=coordinator)
         decoded.append(manifest)
-        return [] if weights_only else _cast_votes(manifest, optimizer)
+        return [] if weights_only else _list_group_candidates(manifest, optimizer)
 
     # Phase 1: checks, on all ranks or none. Phase 2: read into new memory, on all or none. Nothing
     # of the run changes before both have succeeded on every rank.
-    ballots = coordinator.share(check, what=WHAT)
-    manifest, groups = decoded[0], _match_groups(ballots)
+    candidates = coordinator.share(check, what=WHAT)
+    manifest, groups = decoded[0], _match_param_groups(candidates)
     loaded = coordinator.attempt(
         lambda: _read_tensors(folder, manifest, ddp, optimizer, weights_only=weights_only),
         what=WHAT,
@@ -185,7 +185,9 @@ def _check_fit(
         )
 
 
-def _cast_votes(manifest: Manifest, optimizer: DistributedOptimizer) -> list[dict[str, str]]:
+def _list_group_candidates(
+    manifest: Manifest, optimizer: DistributedOptimizer
+) -> list[dict[str, str]]:
     """Find the checkpoint's groups of the params in each param group of this rank.
 
     Returns:
@@ -199,30 +201,30 @@ def _cast_votes(manifest: Manifest, optimizer: DistributedOptimizer) -> list[dic
     ]
 
 
-def _match_groups(ballots: Sequence[Sequence[Mapping[str, str]]]) -> dict[int, int]:
+def _match_param_groups(candidates: Sequence[Sequence[Mapping[str, str]]]) -> dict[int, int]:
     """Match each param group of this run with the checkpoint's group of its params.
 
     Args:
-        ballots: The candidates of every rank.
+        candidates: The result of `_list_group_candidates` of every rank.
     """
     # From the params of all ranks: a rank without params of a group still needs its settings, and
     # a group that mixes two of the checkpoint's is refused for every layout alike.
     matched: dict[int, int] = {}
     # The number of groups can differ: a rank has groups up to the last index of its own params.
-    for index in range(max(map(len, ballots))):
-        voted: dict[str, str] = {}
-        for ballot in ballots:
-            voted |= ballot[index] if index < len(ballot) else {}
+    for index in range(max(map(len, candidates))):
+        found: dict[str, str] = {}
+        for own in candidates:
+            found |= own[index] if index < len(own) else {}
         # Two of the checkpoint's groups in one of this run's: their settings differ.
-        if len(voted) > 1:
-            first, second, *_ = voted.values()
+        if len(found) > 1:
+            first, second, *_ = found.values()
             raise CheckpointError(
                 f"{WHAT}: expected param groups as in the checkpoint, got {first!r} and "
                 f"{second!r} in one group, {index}, but the checkpoint has different settings for "
                 f"them. Put them into separate groups."
             )
-        if voted:
-            matched[index] = int(next(iter(voted)))
+        if found:
+            matched[index] = int(next(iter(found)))
     return matched
 
 

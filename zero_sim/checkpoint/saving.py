@@ -105,14 +105,16 @@ class SaveHandle:
         plan = self._plan
         if plan is not None:
             try:
-                _finish(plan, self._tell if self._thread is not None else lambda: _write(plan))
+                _finish(
+                    plan, self._written_files if self._thread is not None else lambda: _write(plan)
+                )
             except CheckpointError as failure:
                 self._failure = failure
             self._plan = None
         if self._failure is not None:
             raise self._failure
 
-    def _tell(self) -> list[FileRecord]:
+    def _written_files(self) -> list[FileRecord]:
         if self._error is not None:
             raise self._error
         return self._files

@@ -121,7 +121,7 @@ class _FileLayout:
     size_bytes: int
 
 
-class _Held:
+class _FileIndex:
     """Index of the tensors in the files of a checkpoint."""
 
     def __init__(self, manifest: Manifest) -> None:
@@ -154,7 +154,7 @@ class _Held:
 
 
 # Cached because simulated ranks share a process, see `decode_manifest`.
-_index_pieces = lru_cache(maxsize=1)(_Held)
+_index_pieces = lru_cache(maxsize=1)(_FileIndex)
 
 
 class TensorFileReader:

@@ -6,7 +6,7 @@ from zero_sim.checkpoint import pieces, snapshot, write
 from zero_sim.checkpoint.loading import (
     _commit_optimizer,
     _commit_weights,
-    _match_groups,
+    _match_param_groups,
     _StateBuilder,
 )
 from zero_sim.checkpoint.saving import SaveHandle, save_async
@@ -56,7 +56,9 @@ def params_lag_behind(patch: Patches) -> None:
 @mutant("M101", "CKPT", "CK PG", seen_in="Megatron-LM#4705")
 def groups_by_position(patch: Patches) -> None:
     """Param groups take the checkpoint's group settings in reverse order."""
-    patch[_match_groups, "return matched"] = "return dict(zip(matched, reversed(matched.values())))"
+    patch[_match_param_groups, "return matched"] = (
+        "return dict(zip(matched, reversed(matched.values())))"
+    )
 
 
 @mutant("M103", "CKPT", "CK K", seen_in="nanotron 013a153c")

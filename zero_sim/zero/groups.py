@@ -25,7 +25,7 @@ from zero_sim.zero.config import ZeroConfig
 
 # A rank's group rank decides its shard, so groups must keep the given order. torch 2.11 sorts all
 # groups and has no such option.
-_AS_THEY_STAND: dict[str, Any] = (
+_KEEP_RANK_ORDER: dict[str, Any] = (
     {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
 )
 
@@ -146,7 +146,7 @@ def new_groups(members: Sequence[Sequence[int]], *, own: int) -> dist.ProcessGro
     # If some ranks of the world do not call this, new_group must not wait for them.
     is_part = sum(map(len, members)) < dist.get_world_size()
     groups = [
-        dist.new_group(list(ranks), use_local_synchronization=is_part, **_AS_THEY_STAND)
+        dist.new_group(list(ranks), use_local_synchronization=is_part, **_KEEP_RANK_ORDER)
         for ranks in members
     ]
     group = groups[own]

@@ -257,11 +257,11 @@ class DistributedOptimizer:
     def settings(self) -> dict[str, dict[str, object]]:
         """Return the group settings of each param with an owned fragment; `lr` without factor."""
         names = {id(master.leaf): master.fragment.param for master in self.masters}
-        told: dict[str, dict[str, object]] = {}
+        settings: dict[str, dict[str, object]] = {}
         for group, base_lr in zip(self.inner.param_groups, self.base_lrs, strict=True):
-            said = {key: value for key, value in group.items() if key != "params"} | {"lr": base_lr}
-            told |= {names[id(leaf)]: said for leaf in group["params"]}
-        return told
+            own = {key: value for key, value in group.items() if key != "params"} | {"lr": base_lr}
+            settings |= {names[id(leaf)]: own for leaf in group["params"]}
+        return settings
 
     def _build_inner(
         self, optim_factory: OptimFactory, *, group_of: Callable[[str], int] | None, declared: bool

@@ -211,11 +211,11 @@ class BufferedGrads(UnderBackward):
         self._units = cast("Sequence[Unit]", self.buffers.units)
         self._unit_of = cast("Mapping[nn.Parameter, Unit]", self.buffers.unit_of)
         # At stage 2 the grad unit copies `param.grad` and drops it.
-        self._leave_by_themselves = wrapped.config.sharding.grads
+        self._grads_are_transient = wrapped.config.sharding.grads
 
     def take(self, memory: ParamMemory) -> None:
         """Accumulate a new gradient if gradients are resident; otherwise leave it to its unit."""
-        if self._leave_by_themselves and memory.param in self._unit_of:
+        if self._grads_are_transient and memory.param in self._unit_of:
             self.mark_ready(memory.param)
         else:
             super().take(memory)
