@@ -41,8 +41,7 @@ KEPT_SETTINGS: Final = frozenset({"foreach", "fused", "capturable", "differentia
 _OF_SCHEDULERS: Final = frozenset(
     {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 )
-"""Settings that torch's schedulers add to param groups. They may be created before or after a load.
-"""
+"""Settings that torch's schedulers add to param groups, before or after a load."""
 
 _NUMBER_MAX: Final = torch.finfo(torch.float32).max
 """Masters are fp32, so no step can use a larger number."""

@@ -90,8 +90,8 @@ class Folder:
                     f"expected a new path, or a checkpoint to replace, got "
                     f"{self.final}, which has no {MANIFEST_NAME}. Choose another path."
                 )
-            # A crash came during the swap: rename the previous checkpoint back before removing.
         elif (self.previous / MANIFEST_NAME).is_file():
+            # A crash during the swap: rename the previous checkpoint back before the clean-up.
             os.rename(self.previous, self.final)
         for leftover in (self.saving, self.previous):
             if leftover.exists():
@@ -106,8 +106,8 @@ class Folder:
             os.rename(self.final, self.previous)
         try:
             os.rename(self.saving, self.final)
-        # Undo the first rename, so that the old checkpoint keeps its name.
         except OSError:
+            # Undo the first rename, so that the old checkpoint keeps its name.
             if self.previous.exists():
                 os.rename(self.previous, self.final)
             raise
@@ -146,8 +146,8 @@ def read_manifest(folder: Path) -> bytes:
         CheckpointError: If it is not a regular file, or too long for a manifest.
     """
     path = folder / MANIFEST_NAME
-    # By the open handle, because the file at the path may change in between.
     with open_regular(path) as file:
+        # By the open handle, because the file at the path may change in between.
         size_bytes = os.fstat(file.fileno()).st_size
         if size_bytes > MANIFEST_BYTES_MAX:
             raise CheckpointError(

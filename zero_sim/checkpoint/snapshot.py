@@ -311,7 +311,7 @@ def _encode_groups(optimizer: DistributedOptimizer) -> Iterator[GroupRecord]:
 def _describe_state(key: object, value: object, *, leaf: nn.Parameter, where: str) -> StateRecord:
     if not isinstance(key, str):
         raise CheckpointError(f"expected state with string keys, got {key!r} {where}.")
-        # A tensor with dimensions is elementwise: split into spans like its master.
+    # A tensor with dimensions is elementwise: split into spans like its master.
     if isinstance(value, Tensor) and value.dim():
         if value.shape != leaf.shape:
             raise CheckpointError(

@@ -44,8 +44,8 @@ class TensorFileWriter:
         self._path = path
         self._digest = hashlib.sha256()
         self._size_bytes = 0
-        # "x": a save never overwrites a file.
         self._written = 0
+        # "x": a save never overwrites a file.
         self._file: BinaryIO = path.open("xb")
         try:
             self._put(build_header(self.entries))
@@ -79,9 +79,8 @@ class TensorFileWriter:
         """Close the file. No-op after `finish`."""
         self._file.close()
 
-        # The digest is computed during the write, so that the file is not read again.
-
     def _put(self, data: bytes | memoryview) -> None:
+        # The digest is computed during the write, so that the file is not read again.
         write_bytes(self._file, data)
         self._digest.update(data)
         self._size_bytes += len(data)
@@ -205,8 +204,8 @@ class TensorFileReader:
             path = self._folder / file.name
             try:
                 self._open[file.name] = _OpenFile(path, layout=self._held.lay_out(file))
-            # Already a good message.
             except CheckpointError:
+                # Already a good message.
                 raise
             except (OSError, ValueError) as error:
                 raise CheckpointError(

@@ -299,7 +299,6 @@ class DistributedOptimizer:
         # the buffer must keep the reduced values.
         grad = self.stepper.copy(reduced)
         if self.loss_scaler is not None:
-            # A tensor, because on CUDA a division by a Python number is not correctly rounded.
             scale = torch.full((), self._scale_of_step, dtype=grad.dtype, device=grad.device)
             grad.div_(scale)
         if self.ddp.config.divide == "post":

@@ -88,8 +88,8 @@ class TensorParallel:
     def bring_back(self, kept: _Kept) -> Tensor:
         """Return the activation in its own memory, and drop the checkpoint."""
         assert kept.memory is not None
-        # Dropped here, so that memory() counts only checkpoints of blocks yet to run again.
         part = kept.memory.to(kept.device)
+        # Dropped here, so that memory() counts only checkpoints of blocks yet to run again.
         kept.memory = None
         self._kept.remove(kept)
         if self._checkpoints == "split" and self._group is not None:

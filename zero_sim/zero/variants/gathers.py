@@ -61,7 +61,6 @@ def chunked_units(
 
     Raises:
         UsageError: If the config does not allow chunks, or the length is invalid.
-        UsageError: If gathers in chunks do not go with the config, or have no such length.
     """
     if type(chunk_elems) is not int or chunk_elems < 1:
         raise UsageError(
