@@ -176,7 +176,9 @@ class OnUse(StayWhole):
         self._pending: dict[Unit, set[nn.Module]] = {}
         # Starts and ends of module calls so far: the clock of `_Use` and `_first_use`.
         self._tick = 0
+        # Starts of the modules that run now, the outermost first.
         self._starts: list[int] = []
+        # Uses of this forward, in order of their ends, until backward has passed them.
         self._uses: list[_Use] = []
         # Start of each unit's first use. Once backward has passed it, no gradient of the unit
         # follows.

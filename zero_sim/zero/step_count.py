@@ -36,6 +36,7 @@ class StepCount:
         self.micro_batches = 0
         self._rows = 0
         self._rows_counted = False
+        # None until `fix`.
         self._count: int | None = None
 
     def add_rows(self, rows: int) -> None:

@@ -87,10 +87,14 @@ class Unit:
     members: list[ParamMemory] = field(default_factory=list)
     grad_state: GradState = GradState.EMPTY
     param_state: ParamState = ParamState.WHOLE
+    # The sum in flight, the first or the second of the two.
     _reducing: dist.Work | None = None
+    # False while the second sum is still to be issued.
     _chained: bool = True
     _gathering: dist.Work | None = None
+    # True if `grad_total` contains sums of earlier micro-batches of this step.
     _has_sum: bool = False
+    # Number of modules that use the params now; they may be nested.
     _users: int = 0
 
     @property

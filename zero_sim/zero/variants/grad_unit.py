@@ -62,6 +62,7 @@ class GradUnit:
     """True: another unit can use the memory only after this one."""
     grad_state: GradState = GradState.EMPTY
     _works: list[dist.Work] = field(default_factory=list)
+    # Params whose gradients are in the buffer already.
     _taken: set[nn.Parameter] = field(default_factory=set)
     _has_sum: bool = False
     _slice_of: dict[nn.Parameter, GradSlice] = field(init=False)
