@@ -1,24 +1,24 @@
-"""The orders in which the ranks' numbers are added: chains of two-operand sums, nothing else.
+"""Sums over ranks in a named order, built only from additions of two operands.
 
 IEEE addition commutes but does not associate, so from three ranks on the order decides the last
-bits. `Tensor.sum` is never used: it picks an order and an accumulator of its own.
+bits. `Tensor.sum` is never used, because it picks its own order and accumulator.
 
 [Note: which rank comes when]
-For the orders that depend on where an element stands, everything follows from one table: which rank
-is added when, element by element. The table is written as arithmetic on the element's position in
-the buffer that the backend adds as one, with N ranks, all indices modulo N:
+Orders that depend on positions follow from a table: for each element, the order in which ranks are
+added. The table is computed from the element's position in the buffer that the backend adds as a
+whole. There are N ranks, and all indices are modulo N:
 
-- `ring`, `nccl-ring`: an element that ends on rank q is x[q+1], x[q+2], ..., x[q]. Where one rank
-  gets the result, that is q. Where all do, `ring` cuts the buffer into N chunks of ceil(n / N), and
-  chunk c ends on c - 1; `nccl-ring` cuts it into runs of N chunks of 2 MiB, the last run into N
-  chunks of ceil(rest / N) rounded up to 16 bytes, and chunk c ends on c.
-- `gloo`: chunk c is x[c-1], x[c-2], ..., x[c]. Chunks are as long as `gloo_chunk_elems` says.
-- `nccl-sym`: what rank q reduces is x[q], x[q+1], ..., in fp32 for 16-bit numbers. Where one rank
-  gets the result, that is q; else ranks take turns, 32 elements each.
-- `random-tree`: elements at one position modulo 7 share a tree. Its joints are drawn one by one
-  from blake2b hashes of `seed/N/class/number of the draw`: entry `d % m` of the list of the m trees
-  there are, then entry `d // m % (m - 1)` of the others, are joined and go to the list's end. If
-  `d // m // (m - 1)` is odd, 16-bit numbers leave that joint in fp32; but not the last one.
+- `ring`, `nccl-ring`: an element that ends on rank q is x[q+1], x[q+2], ..., x[q]. If a single rank
+  gets the result, q is this rank. If all ranks do, `ring` cuts the buffer into N chunks of
+  ceil(n / N), and chunk c ends on c - 1. `nccl-ring` cuts it into runs of N chunks of 2 MiB, and
+  the last run into N chunks of ceil(rest / N) rounded up to 16 bytes; chunk c ends on c.
+- `gloo`: chunk c is x[c-1], x[c-2], ..., x[c]. `gloo_chunk_elems` returns the length of a chunk.
+- `nccl-sym`: rank q reduces x[q], x[q+1], ..., in fp32 if elements have 16 bits. If a single rank
+  gets the result, q is this rank. Otherwise ranks take turns, 32 elements each.
+- `random-tree`: elements with equal positions modulo 7 share a tree. Its joints are drawn in order
+  from blake2b hashes of `seed/N/class/number of the draw`. From a list of m trees, a draw d joins
+  entry `d % m` and entry `d // m % (m - 1)` of the rest, and appends the result. If
+  `d // m // (m - 1)` is odd, this joint leaves 16-bit elements in fp32, except at the root.
 """
 
 from __future__ import annotations
@@ -45,42 +45,43 @@ CallKind = Literal["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_lis
 POSITION_FREE: tuple[AddOrder, ...] = ("linear", "linear-fp32", "tree")
 """Orders that are the same for every element of a call."""
 
+# Classes of positions in `random-tree`.
 _TREES = 7
 _MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SumSite:
-    """Where some consecutive elements stand in the call that adds them: observed facts."""
+    """Position of consecutive elements in the call that adds them, as observed."""
 
     kind: CallKind
     elems: int
-    """Elements of the tensor that they are part of; in a list form, of the list's entry."""
+    """Number of elements of the tensor; in a list form, of the list's entry."""
     offset: int
-    """Offset of the first one in that tensor."""
+    """Offset of the first element in that tensor."""
     ends_on: int = 0
-    """Rank, counted within the group, that gets the sum; not read where all do."""
+    """Group rank that gets the sum; ignored if all ranks do."""
     joined_elems: int | None = None
-    """Elements of all tensors of a coalesced call; None for a call of one tensor."""
+    """Number of elements of all tensors of a coalesced call; None for a call of a single tensor."""
     joined_offset: int | None = None
-    """Offset of the first one in all of these, one after another."""
+    """Offset of the first element in the concatenation of these tensors."""
     arrangements: tuple[Arrangement, ...] = ()
-    """How the communicator of each block of ranks adds, where that was observed and the order is
-    `nccl-ring`; empty for ranks in their own order."""
+    """Arrangement of each shard group's communicator, if observed and the order is `nccl-ring`;
+    empty for rings in rank order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SumSpan:
-    """Some elements of a flattened param, and the calls that add them over the ranks."""
+    """Consecutive elements of a flattened param, and the calls that add them over ranks."""
 
     start: int
     """First element, counted within the param."""
     stop: int
-    """One past the last element."""
+    """End of the span, exclusive."""
     site: SumSite
-    """Where they stand in the sum over the ranks of a replica."""
+    """Position in the sum over the ranks of a replica."""
     replica_site: SumSite | None = None
-    """The same in the second sum, over replicas; None where there is one replica."""
+    """Position in the second sum, over replicas; None for a single replica."""
 
 
 def add_replicas(
@@ -94,10 +95,10 @@ def add_replicas(
     """Add the contributions of each replica's ranks, then the replicas' sums, in the same order.
 
     Args:
-        contributions: One tensor a rank, in rank order, all of one shape and dtype; a replica is a
-            block of consecutive ranks.
-        replica_count: Number of replicas; it divides the number of ranks.
-        order: How either sum is added; the first one is rounded to the dtype before the second.
+        contributions: One tensor per rank, in rank order, with equal shapes and dtypes. Consecutive
+            ranks form a replica.
+        replica_count: Number of replicas; divides the number of ranks.
+        order: Order of both sums. The first is rounded to the dtype before the second.
         spans: As for `add_ranks`.
         seed: As for `add_ranks`.
 
@@ -123,7 +124,7 @@ def add_blocks(
     """Add the contributions of each replica's ranks; arguments as for `add_replicas`.
 
     Returns:
-        One sum a replica.
+        One sum per replica.
     """
     share = len(contributions) // replica_count
     return [
@@ -147,6 +148,7 @@ def add_block_sums(
 ) -> Tensor:
     """Add the sums of all replicas; arguments as for `add_replicas`."""
     if spans is not None and order not in POSITION_FREE:
+        # The second sum runs over other calls, in another group. So positions come from these.
         spans = [
             SumSpan(start=span.start, stop=span.stop, site=span.replica_site)
             for span in spans
@@ -166,20 +168,21 @@ def add_ranks(
     """Add one param's contributions of all ranks.
 
     Args:
-        contributions: One tensor a rank, in rank order, all of one shape and dtype.
-        order: How they are added; each sum is rounded to that dtype, save in `linear-fp32`,
+        contributions: One tensor per rank, in rank order, with equal shapes and dtypes.
+        order: Order of addition. Each sum is rounded to the dtype, except in `linear-fp32`,
             `nccl-sym` and at some joints of `random-tree`.
-        spans: Which call adds each element, and where in it; must tile the param. Not read by
-            `linear`, `linear-fp32` and `tree`.
-        seed: What `random-tree` draws from.
-        block: Which block of ranks they are, of those that `SumSite.arrangements` tells of.
+        spans: Call and position of each element; must tile the param. Ignored by `linear`,
+            `linear-fp32` and `tree`.
+        seed: Seed of `random-tree`.
+        block: Index into `SumSite.arrangements`.
 
     Returns:
         A new tensor of the contributions' shape and dtype.
 
     Raises:
-        UsageError: The order depends on positions and spans are missing or do not tile the param.
+        UsageError: The order depends on positions, and spans are missing or do not tile the param.
     """
+    # A copy, so that no result aliases a rank's gradient.
     if len(contributions) == 1:
         return contributions[0].clone()
     match order:
@@ -194,18 +197,18 @@ def add_ranks(
 
 
 def add_linear(contributions: Sequence[Tensor]) -> Tensor:
-    """Return ((x0 + x1) + x2) + ... of two or more, each sum rounded to their dtype."""
+    """Return ((x0 + x1) + x2) + ..., with each sum rounded to the dtype."""
     return functools.reduce(operator.add, contributions)
 
 
 def add_linear_fp32(contributions: Sequence[Tensor]) -> Tensor:
-    """Return the linear sum kept in fp32 and rounded once, at the end."""
+    """Return the linear sum in fp32, rounded once at the end."""
     wide = add_linear([contribution.to(torch.float32) for contribution in contributions])
     return wide.to(contributions[0].dtype)
 
 
 def add_tree(contributions: Sequence[Tensor]) -> Tensor:
-    """Add neighbours, (x0 + x1), (x2 + x3), ..., then their sums; an odd one out moves up as is."""
+    """Add neighbours, (x0 + x1), (x2 + x3), ..., then their sums; an odd last one moves up."""
     level = list(contributions)
     while len(level) > 1:
         pairs = [left + right for left, right in zip(level[::2], level[1::2], strict=False)]
@@ -221,6 +224,7 @@ def _add_by_position(
     seed: int,
     block: int,
 ) -> Tensor:
+    # [ranks, elements], gradient dtype
     rows = torch.stack([contribution.reshape(-1) for contribution in contributions])
     out = torch.empty_like(rows[0])
     for span in _check_spans(
@@ -254,27 +258,29 @@ def _add_by_position(
 
 
 def _positions(span: SumSpan, *, order: AddOrder) -> Tensor:
-    """Where each element of a span stands in the buffer that the backend adds as one."""
+    """Return each element's position in the buffer that the backend adds as a whole."""
     site, offset = span.site, span.site.offset
+    # gloo adds the tensors of a coalesced all-reduce as one buffer.
     if order == "gloo" and site.kind == "all_reduce" and site.joined_offset is not None:
         offset = site.joined_offset
     return torch.arange(offset, offset + span.stop - span.start)
 
 
 def add_in_turn(rows: Tensor, *, first: Tensor, stride: int, wide: bool) -> Tensor:
-    """Add each column's ranks one after the other, in a column's own order.
+    """Add each column's ranks in turn, each column from its own first rank.
 
     Args:
         rows: 2D (ranks, elements).
-        first: 1D, int64: the rank that comes first, by element; may lie outside of 0 to ranks.
-        stride: 1 or -1: from each rank to the next one.
-        wide: Whether 16-bit numbers are added in fp32 and rounded once.
+        first: 1D, int64: first rank to add, per element; taken modulo the number of ranks.
+        stride: 1 for ascending ranks, -1 for descending.
+        wide: True to add 16-bit elements in fp32 and round once.
 
     Returns:
         1D, of the rows' dtype.
     """
     table = rows.to(torch.float32) if wide and rows.element_size() == 2 else rows
     columns = torch.arange(rows.shape[1], device=rows.device)
+    # turns[t][column] is the value of the rank that is added t-th in this column.
     turns = [table[(first + stride * turn) % len(rows), columns] for turn in range(len(rows))]
     return add_linear(turns).to(rows.dtype)
 
@@ -282,27 +288,32 @@ def add_in_turn(rows: Tensor, *, first: Tensor, stride: int, wide: bool) -> Tens
 def first_ranks(
     site: SumSite, *, positions: Tensor, order: AddOrder, rank_count: int, elem_bytes: int
 ) -> tuple[Tensor, int]:
-    """Return which rank is added first, by element, and 1 or -1 for upwards or downwards.
+    """Return the first rank to add, per element, and the stride: 1 (ascending) or -1.
 
     See [Note: which rank comes when].
 
     Args:
-        site: The call that adds, and where in its buffer the elements are.
-        positions: 1D, int64: where the elements stand in the buffer that is added as one.
-        order: One that depends on positions and is not `random-tree`.
-        rank_count: Ranks of the group.
+        site: Position of the elements in the call.
+        positions: 1D, int64: positions in the buffer that the backend adds as a whole.
+        order: An order that depends on positions, except `random-tree`.
+        rank_count: Number of ranks in the group.
         elem_bytes: Size of an element.
     """
     if order == "gloo":
         return positions // gloo_chunk_elems(site, ranks=rank_count, elem_bytes=elem_bytes) - 1, -1
+    # A single rank gets these elements, so no chunk of the buffer matters.
     if site.kind != "all_reduce":
         ends_on = torch.full_like(positions, site.ends_on)
         return (ends_on, 1) if order == "nccl-sym" else (ends_on + 1, 1)
+    # Symmetric kernels deal out 32 elements per rank and turn.
     if order == "nccl-sym":
         return positions // 32, 1
+    # -(-a // b) is ceil(a / b).
     if order == "ring":
         return positions // -(-site.elems // rank_count), 1
+    # `nccl-ring`: a run is a chunk of half of NCCL's buffer (2 MiB) per rank.
     run = rank_count * (2 * _MIB // elem_bytes)
+    # The last run is cut evenly, with chunks aligned to 16 bytes.
     rest = site.elems % run
     last_chunk = -(-(-(-rest // rank_count) * elem_bytes) // 16) * 16 // elem_bytes
     in_last = positions >= site.elems - rest
@@ -311,12 +322,12 @@ def first_ranks(
 
 
 def gloo_chunk_elems(site: SumSite, *, ranks: int, elem_bytes: int) -> int:
-    """Return how many elements gloo adds in one order before it comes to the next one.
+    """Return the number of elements that gloo adds with the same first rank.
 
-    A chunk is a whole number of segments. An all-reduce, which a flat reduce-scatter is too, first
-    says how many segments there are, at least two a rank and as many as keep them within 1 MiB, a
-    multiple of the ranks; then how long. A rooted reduce, of which a list form does one an entry,
-    first says how long they are, half a rank's share or 1 MiB; then how many.
+    A chunk is a whole number of segments. All-reduces, and flat reduce-scatters, choose the number
+    of segments first: at least two per rank, at most 1 MiB each, a multiple of the ranks. Rooted
+    reduces choose the length first: half a rank's share, at most 1 MiB. The list form of a
+    reduce-scatter is a rooted reduce per entry.
     """
     elems = site.elems
     if site.kind == "all_reduce" and site.joined_elems is not None:
@@ -326,29 +337,33 @@ def gloo_chunk_elems(site: SumSite, *, ranks: int, elem_bytes: int) -> int:
     def ceil(a: int, b: int) -> int:
         return (a + b - 1) // b
 
+    # Bytes per segment first, rounded up to whole elements.
     if site.kind in ("all_reduce", "reduce_scatter"):
         per_rank = ceil(max(ceil(size, _MIB), 2 * ranks), ranks)
         return per_rank * ceil(ceil(size, per_rank * ranks), elem_bytes)
+    # Rooted: elements per segment first.
     segment = ceil(min(ceil(size, 2 * ranks), _MIB), elem_bytes)
     per_rank = ceil(max(ceil(elems, segment), 2 * ranks), ranks)
     return per_rank * segment
 
 
 def add_by_random_trees(rows: Tensor, *, positions: Tensor, seed: int) -> Tensor:
-    """Add every column by the tree of its class; see [Note: which rank comes when].
+    """Add each column by the tree of its class; see [Note: which rank comes when].
 
     Args:
         rows: 2D (ranks, elements).
-        positions: 1D, int64: where the elements stand in their buffer.
-        seed: What the trees are drawn from.
+        positions: 1D, int64: positions in the buffer.
+        seed: Seed of the trees.
 
     Returns:
         1D, of the rows' dtype.
     """
+    # [elements], 0 to _TREES - 1
     classes = positions % _TREES
     out = torch.empty_like(rows[0])
     for element_class in classes.unique().tolist():
         mine = classes == element_class
+        # Leaves: one row per rank, with the columns of this class.
         trees = list(rows[:, mine])
         for left, right, wide in _joints(seed, len(rows), element_class):
             one = trees.pop(left)
@@ -358,17 +373,20 @@ def add_by_random_trees(rows: Tensor, *, positions: Tensor, seed: int) -> Tensor
             elif wide:
                 total = one.float() + other.float()
             else:
-                # Of two 16-bit numbers this is their sum: fp32 has more than twice their bits.
+                # Equals their 16-bit sum, because fp32 has more than twice their bits.
                 total = (one.float() + other.float()).to(rows.dtype)
             trees.append(total)
+        # A wide root is rounded here, so its joint's width does not matter.
         out[mine] = trees[0].to(rows.dtype)
     return out
 
 
 def _joints(seed: int, rank_count: int, element_class: int) -> Iterator[tuple[int, int, bool]]:
+    # Hash values instead of a generator, so that the trees are the same in every process.
     for number, trees in enumerate(range(rank_count, 1, -1)):
         name = "/".join(map(str, (seed, rank_count, element_class, number)))
         spelled = hashlib.blake2b(name.encode("ascii"), digest_size=8).digest()
+        # Little-endian, 64 bits.
         draw = sum(byte << (8 * place) for place, byte in enumerate(spelled))
         left, rest = draw % trees, draw // trees
         yield left, rest % (trees - 1), rest // (trees - 1) % 2 == 1
@@ -377,26 +395,27 @@ def _joints(seed: int, rank_count: int, element_class: int) -> Iterator[tuple[in
 def _check_spans(
     spans: Sequence[SumSpan] | None, *, order: AddOrder, param_elems: int, rank_count: int
 ) -> list[SumSpan]:
-    """Return the non-empty spans in order, once they are known to tile the param."""
+    """Return the non-empty spans in order, after checking that they tile the param."""
     if spans is None:
         raise UsageError(
-            f"expected spans for each param, because order {order!r} depends on where an element "
-            "stands in the call that adds it, got none. Try passing `orders`, or order "
+            f"expected spans for each param, because order {order!r} depends on the position of an "
+            "element in the call that adds it, got none. Pass `orders`, or choose order "
             "'linear'."
         )
     tiles = sorted((span for span in spans if span.stop != span.start), key=lambda span: span.start)
+    # End of the tiles so far; the next must begin here.
     reached = 0
     for tile in tiles:
         fits = tile.stop > tile.start and 0 <= tile.site.ends_on < rank_count
         if tile.start != reached or not fits:
             raise UsageError(
                 f"expected spans that continue at element {reached} and end on a rank below "
-                f"{rank_count}, got {tile}. Try spans that tile the param, no gap or overlap."
+                f"{rank_count}, got {tile}. Pass spans that tile the param, no gap or overlap."
             )
         reached = tile.stop
     if reached != param_elems:
         raise UsageError(
-            f"expected spans that tile all {param_elems} elements of the param, but they "
-            f"cover {reached}. Try spans that count elements of the flattened param, from 0."
+            f"expected spans that tile all {param_elems} elements of the param, got spans that "
+            f"cover {reached}. Count their elements in the flattened param, from 0."
         )
     return tiles

@@ -1,7 +1,7 @@
-"""Steps taken again: by other rules, or with fewer terms in their sums.
+"""Steps repeated with other rules, or with fewer terms in their sums.
 
-The ranks are replayed once more. Their gradients are kept by micro-batch, so another rule costs one
-sum and one update.
+The ranks are replayed once. Their gradients are kept per micro-batch, so each further rule costs
+one sum and one update.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from zero_sim.scenario.spec import Scenario
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """The terms a faulty system adds in the place of all; by default, all."""
+    """The terms that a faulty system adds; by default all."""
 
     micros: frozenset[int] | None = None
     """Micro-batches; None for all."""
     is_local: bool = False
-    """True if only one rank brings terms, the observer."""
+    """True if only the observer contributes terms."""
     is_divided: bool = True
-    """True if the sum is divided as the sum of all terms would be."""
+    """True to divide the sum as if it had all terms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Again:
-    """A step, ready to be taken again."""
+    """A step, ready to be repeated."""
 
     scenario: Scenario
     taken: ReferenceStep
-    """The step as it was taken."""
+    """The original step."""
     start: StepStart
-    """What it began with."""
+    """State before the step."""
     rules: Rules
-    """The rules by which it was taken."""
+    """Rules of the original step."""
     ranks: Ranks
     replays: Sequence[RankReplay]
-    """By rank, with gradients by micro-batch."""
+    """Replays by rank, with gradients by micro-batch."""
     replay: Callable[[Rules], Sequence[RankReplay]]
-    """Computes these by other rules for the losses."""
+    """Replays the ranks under other rules, which may scale the losses differently."""
     holdings: Holdings
     """Owned parts, by rank; empty if not reported."""
     finish: Callable[[StepAgain], ReferenceStep]
@@ -64,11 +64,12 @@ class Again:
         """Return the step by other rules, or from other terms.
 
         Args:
-            rules: The rules; None for those by which it was taken.
-            terms: The terms of its sums; None for all.
+            rules: The rules; None for those of the original step.
+            terms: Terms of the sums; None for all.
             rank: The observer, if the terms are local.
         """
         terms = terms or Terms()
+        # The observer matters for local terms only. Otherwise all observers share a result.
         by = StepAgain(
             again=self,
             rules=rules or self.rules,
@@ -76,13 +77,14 @@ class Again:
             rank=rank if terms.is_local else 0,
             finish=self.finish,
         )
+        # Records by value, so that hypotheses that agree share their sums.
         return self._known.setdefault((by.rules, by.terms, by.rank), by)
 
     def count(self, by: DivideBy) -> float:
         """Count the contributions to a sum.
 
         Args:
-            by: Unit in which they are counted.
+            by: Unit of counting.
         """
         return count_contributions(
             by,
@@ -92,30 +94,32 @@ class Again:
         )
 
     def replays_by(self, rules: Rules) -> Sequence[RankReplay]:
-        """Return the replays by rank, which differ if other rules scale the losses.
+        """Return the replays by rank; computed again if `rules` scale losses differently.
 
         Args:
             rules: The rules.
         """
+        # A loss's factor is inside its rounded gradients, so only a replay can change it.
         factors = rules.scale_loss, rules.scale_second
         if factors == (self.rules.scale_loss, self.rules.scale_second):
             return self.replays
         if factors not in self._scaled:
             main, second = factors
+            # Other rules do not affect gradients of micro-batches, which are kept unaccumulated.
             scaled = replace(self.rules, scale_loss=main, scale_second=second)
             self._scaled[factors] = self.replay(scaled)
         return self._scaled[factors]
 
     @cached_property
     def unused(self) -> Sequence[str]:
-        """Names of params without a use on any rank, whatever rule holds for these."""
+        """Names of params that no rank used, under any rule for such params."""
         used = frozenset[str]().union(*(replay.reached for replay in self.replays))
         return [name for name in self.ranks.trained(self.taken.step) if name not in used]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepAgain:
-    """The step by some rules, from some terms. Each part is computed when it is first read."""
+    """The step by some rules, from some terms. Each part is computed on first access."""
 
     again: Again
     rules: Rules
@@ -123,7 +127,7 @@ class StepAgain:
     rank: int
     """The observer, if the terms are local."""
     finish: Callable[[StepAgain], ReferenceStep]
-    """As in `Again`, except for a mistake made after the sums."""
+    """As in `Again`, except for a fault after the sums."""
     _sums: dict[str, Tensor] = field(default_factory=dict)
 
     def at(self, rank: int) -> StepAgain:
@@ -138,7 +142,9 @@ class StepAgain:
     def division(self) -> Division:
         """The division of its sums."""
         if not self.terms.is_divided:
+            # A fault that omits the division altogether.
             return Division(how="none", count=1)
+        # Divided by the count of all terms, because a fault drops terms, not the divisor.
         return self.again.ranks.contributions([], self.again.replays, self.rules).division
 
     @cached_property
@@ -148,7 +154,7 @@ class StepAgain:
 
     @property
     def differs_in_clip_alone(self) -> bool:
-        """True if the gradients before clipping are those of the step as it was taken."""
+        """True if gradients before clipping equal those of the original step."""
         clipped = replace(self.again.rules, clip=self.rules.clip)
         return self.terms == Terms() and self.rules == clipped
 
@@ -178,7 +184,7 @@ class StepAgain:
         return self._sums[name]
 
     def contributions(self) -> Contributions:
-        """Return everything about the sums except their terms."""
+        """Return the contributions by these rules, without their terms."""
         local = self.again.ranks.contributions(self.active, self.again.replays, self.rules)
         names = [name for name in local.names if self.holds(name)]
         return replace(local, names=names, division=self.division)
@@ -190,17 +196,19 @@ class StepAgain:
 
     def _summed(self, name: str) -> Tensor:
         ranks, start = self.again.ranks, self.again.start
+        # Not stepped, so the original's shape and dtype serve.
         if name not in self.active:
             return torch.zeros_like(self.again.taken.grads[name])
         replays = [self._accumulated(rank, name) for rank in self._replays]
         local = ranks.contributions([name], replays, self.rules)
         local = replace(local, division=self.division)
+        # A single rank's terms: no call adds them, so no order applies.
         if self.terms.is_local:
             return local.reduce_param(name, Adding(order="linear"), spans=None)
         return local.reduce_param(name, start.adding, spans=start.orders.get(name))
 
     def _accumulated(self, rank: int, name: str) -> RankReplay:
-        """What a rank brings to the sums of one param."""
+        """Return a rank's replay with one param's gradients, accumulated from the chosen terms."""
         replay, micros = self.again.replays_by(self.rules)[rank], self.terms.micros
         held = [
             {name: grads[name]}
@@ -208,6 +216,7 @@ class StepAgain:
             else dict[str, Tensor]()
             for micro, grads in enumerate(replay.micro_grads)
         ]
+        # [micro-batches] of at most this param's gradient.
         # Another rank's expert is in none of the sums.
         names = [name] if name in replay.rounds[0] else []
         rounds = self.again.ranks.accumulate(rank, held, names, self.rules)

@@ -1,8 +1,8 @@
-"""The reference where the order of addition is not known.
+"""The reference for an unknown order of addition.
 
-It replays every rank from working params that the system shows it, one step after the other, and
-says between which numbers the reduced gradients must lie. What the optimizer makes of a gradient
-that lies there is computed part by part; see `reference.following`.
+It replays each rank from the working params that the system reports, step by step, and returns an
+interval for each reduced gradient. `reference.following` then computes the update for the system's
+own gradient, part by part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Overflow = Literal["never", "certain", "possible"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundedStep:
-    """What one step must be, as far as no order of addition decides it."""
+    """Expected results of a step, as far as they do not depend on the order of addition."""
 
     unmoved: ClassVar[Sequence[str]] = ()
 
@@ -41,40 +41,40 @@ class BoundedStep:
     losses: Mapping[tuple[int, int], Tensor]  # each 0D
     """As in `ReferenceStep`."""
     grads: Mapping[str, Tensor]  # each ND, grad dtype
-    """One possible sum over ranks, by param, before the division that `post` asks for and still
-    scaled; zeros for a param that is frozen in this step."""
+    """One possible sum over ranks, by param, still scaled and before a `post` division; zeros for a
+    param that is frozen in this step."""
     bounds: Mapping[str, Interval]
-    """By param, of `grads`."""
+    """Intervals of `grads`, by param."""
     active: frozenset[str]
-    """Names of the params that are trained in this step."""
+    """Names of params that are trained in this step."""
     params_before: Mapping[str, Tensor]  # each ND, working dtype
-    """The working params that the step began with; live."""
+    """Working params before the step; live."""
     norm_min: Tensor  # 0D, fp32
     norm: Tensor  # 0D, fp32
-    """The largest norm that the whole master gradient can have, before clipping."""
+    """Largest possible norm of the whole master gradient, before clipping."""
     zeros_min: int
     zeros: int
-    """The most elements of the master gradient that can be zero, before clipping."""
+    """Largest possible number of zeros in the master gradient, before clipping."""
     overflow: Overflow
-    """Whether a reduced gradient is infinite or NaN: in every order, in none, or in some."""
+    """Orders of addition in which a reduced gradient is infinite or NaN: none, all or some."""
     skipped: bool
-    """Whether nothing is updated, because no order gives finite gradients."""
+    """True if no update happens, because no order gives finite gradients."""
     nonzero_fraction: float
-    """Share of the elements of `grads` that are zero in no order; 0 where there are none."""
+    """Share of the elements of `grads` that are zero in no order; 0 if there are none."""
     data_digests: Mapping[int, bytes]
-    """By rank: hash of the bytes of its batches."""
+    """Hash of the bytes of each rank's batches."""
     nonfinite: NonFinite | None
     """First NaN or infinity among the local gradients; None if there is none."""
     update: Update
 
     @property
     def order_free(self) -> Mapping[str, Tensor]:  # each ND, bool
-        """By param: True for elements of `grads` with the same bits in every order of addition."""
+        """True for elements of `grads` with the same bits in every order of addition, by param."""
         return {name: bound.certified for name, bound in self.bounds.items()}
 
     @property
     def divisor(self) -> float:
-        """Divisor for `grads`: 1 but for `post`."""
+        """Divisor for `grads`: 1 except for `post`."""
         return self.update.divisor
 
     @property
@@ -84,18 +84,19 @@ class BoundedStep:
 
 
 class BoundedReference:
-    """Runs a scenario step by step beside a system whose order of addition it is not told.
+    """Runs a scenario step by step alongside a system with an unknown order of addition.
 
-    To be used by `replay_step`, then `adopt`, in turns.
+    Call `replay_step` and `adopt` alternately.
 
     Args:
         scenario: The case, without experts, params in fp8 or a reload.
-        workload: Its workload. Forward must not change the module: one module plays all ranks.
-        rules: Of these `scale_loss`, `scale_second`, `nonfinite`, and how a gradient is clipped by
-            its norm; not a form that takes the root.
+        workload: Workload of the case. Forward must not change the module, because one module plays
+            all ranks.
+        rules: Only `scale_loss`, `scale_second`, `nonfinite`, `own` and the clipping by norm are
+            used. The form of clipping must not take the root.
 
     Raises:
-        ModelError: The module has no param to train, or not one that is to be frozen.
+        ModelError: The module has no trainable param, or lacks a param to freeze.
     """
 
     def __init__(
@@ -104,8 +105,10 @@ class BoundedReference:
         self._scenario = scenario
         self._rules = rules or Rules()
         own = self._rules
+        # Only factors of losses: sums and their division are bounded, not computed by a rule.
         scaled = Rules(scale_loss=own.scale_loss, scale_second=own.scale_second)
         self._ranks = Ranks(scenario, workload=workload, rules=scaled)
+        # fp32 copies: the masters with which followers begin.
         self._starts = {
             name: weight.to(torch.float32, copy=True)
             for name, weight in self._ranks.weights().items()
@@ -117,14 +120,14 @@ class BoundedReference:
 
     @property
     def held(self) -> Sequence[frozenset[str]]:
-        """For every rank, the names of the params that it holds."""
+        """Names of each rank's params, by rank."""
         return self._ranks.held
 
     def start_from(self, params: Mapping[str, Tensor]) -> None:
-        """Begin with other values than the workload's; to be called before `set_addresses`.
+        """Begin with other values than the workload's. Call before `set_addresses`.
 
         Args:
-            params: The values by name, in any dtype; not changed.
+            params: Values by name, in any dtype; not changed.
         """
         self._starts = {
             name: params.get(name, start).to(start, copy=True)
@@ -132,18 +135,19 @@ class BoundedReference:
         }
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Lay every param in memory as each rank has it; to be called before the first step.
+        """Lay every param in memory as on each rank. Call before the first step.
 
         Args:
-            addresses: For every rank, the address of each param; see [Note: addresses].
+            addresses: By rank: address of each param; see [Note: addresses].
         """
         self._ranks.set_addresses(addresses)
         self.adopt(self._starts)
 
     def replay_step(self) -> BoundedStep:
-        """Replay all ranks from the current params and bound what they reduce to."""
+        """Replay all ranks from the current params, and bound their reduced gradients."""
         scenario, step = self._scenario, self._next_step
         scale = None if self._loss_scale is None else self._loss_scale.scale
+        # Linear is a possible order, and for two ranks the only one.
         adding = Adding(order="linear", block_count=scenario.system.redundancy)
         with isolated():
             local = self._ranks.replay(step, scale=scale)
@@ -151,11 +155,13 @@ class BoundedReference:
             bounds = self._bound(local, grads=grads)
             overflow = _overflow([bounds[name] for name in local.active])
             nonfinite = None
+            # Find the culprit now, before `adopt` changes the params: the search replays this step.
             if overflow != "never":
                 nonfinite = self._ranks.find_nonfinite(step, scale=scale)
         norms, zeros = _measure_bounds(
             bounds, active=local.active, division=local.division, scale=scale
         )
+        # Without loss scaling, a step is skipped only if a rule says so.
         skips = self._loss_scale is not None or self._rules.nonfinite == "skipped"
         if self._loss_scale is not None:
             self._loss_scale.update(finite=overflow != "certain")
@@ -182,10 +188,10 @@ class BoundedReference:
         )
 
     def adopt(self, params: Mapping[str, Tensor]) -> None:
-        """Go on from working params that the system shows.
+        """Continue from the working params of the system.
 
         Args:
-            params: By name, of the shapes and dtypes that the reference has.
+            params: By name, with the reference's shapes and dtypes.
         """
         self._ranks.write(params, scales={})
 
@@ -194,8 +200,8 @@ class BoundedReference:
 
         Args:
             name: The param.
-            start: First of its flattened elements.
-            stop: One past the last one.
+            start: First flattened element.
+            stop: End of the part, exclusive.
         """
         whole = self._starts[name]
         master = whole.reshape(-1)[start:stop]
@@ -203,7 +209,7 @@ class BoundedReference:
         if self._rules.own is not None:
             from zero_sim.reference.cuts import probe
 
-            # A rule may treat matrices otherwise than vectors.
+            # Keep the number of dimensions: a rule may treat matrices and vectors differently.
             master = master.reshape((1,) * (whole.dim() - 1) + (-1,))
             spec, starts = self._scenario.optimizer, self._starts
             counters = probe(spec, rules=self._rules, params=starts).counters
@@ -218,20 +224,21 @@ class BoundedReference:
 
     @property
     def cut_dependence(self) -> str:
-        """Why the bits of the target's rule are not known; empty if they are."""
+        """Reason why the bits of the target's rule are unknown; empty if they are known."""
         if self._rules.own is None:
             return ""
-        # Here and above, because hardly any case needs it.
+        # Imported here and above, because hardly any case needs it.
         from zero_sim.reference.cuts import why_unknown
 
         return why_unknown(self._scenario.optimizer, rules=self._rules, params=self._starts)
 
     def _bound(self, local: Contributions, *, grads: Mapping[str, Tensor]) -> dict[str, Interval]:
-        """Bound every param's sum over ranks and rounds, both of which only add."""
+        """Bound each param's sum over ranks and rounds."""
         division, system, size = local.division, self._scenario.system, self._scenario.world.size
-        # Two numbers are added in one way only; and rounds, one after the other.
+        # Two terms have a single order, and rounds are added in sequence.
         one_order = max(size // system.redundancy, system.redundancy) <= 2
         bounds: dict[str, Interval] = {}
+        # Division after the sum comes later, so terms are the ranks' contributions to it.
         for name, total in grads.items():
             terms = [
                 division.before(grads[name]) if division.is_before else grads[name]
@@ -250,7 +257,8 @@ def _measure_bounds(
     division: Division,
     scale: float | None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """Return the least and the largest norm, and number of zeros, of the master gradient."""
+    """Return the least and greatest norm, and number of zeros, of the master gradient."""
+    # Unscale first, then divide, as in `Update.apply`.
     divisors = [] if scale is None else [scale]
     if division.how == "post":
         divisors.append(division.count)
@@ -259,6 +267,7 @@ def _measure_bounds(
     for name in active:
         bound = bounds[name]
         low, high = divide_ends(bound.low, bound.high, divisors=divisors)
+        # Greatest and least magnitude in each interval; the least is 0 if it contains 0.
         largest = torch.maximum(low.abs(), high.abs())
         has_zero = (low <= 0) & (high >= 0)
         least = torch.minimum(low.abs(), high.abs()).masked_fill_(has_zero, 0)
@@ -272,7 +281,7 @@ def _measure_bounds(
 
 
 def _overflow(bounds: Sequence[Interval]) -> Overflow:
-    """Whether some sum overflows in every order; in none; or in some only."""
+    """Classify overflow: in every order, in some, or in none."""
     if any(bool(bound.nonfinite.any()) for bound in bounds):
         return "certain"
     return "possible" if any(bool(bound.open.any()) for bound in bounds) else "never"

@@ -1,28 +1,28 @@
-"""Between which numbers a sum must lie, whatever the order of addition: proven from the data.
+"""Intervals for a sum that hold for every order of addition, proven from its terms.
 
 [Note: proven bounds]
-Let n terms be added by any binary tree, each of whose n - 1 sums is rounded to a dtype of unit
-roundoff u, or is kept in one that is finer, and the last of which is rounded to that dtype.
+Let n terms be added by any binary tree of n - 1 sums. Each sum is rounded to a dtype with unit
+roundoff u, or kept in a finer one. The last is rounded to that dtype.
 
-A rounding to the dtype is off by a factor within 1 ± u, one to a finer dtype within 1 ± v. A sum of
-two numbers of the dtype may be rounded to a finer one first: that has more than twice the bits, and
-so does no harm. Any other sum that is rounded twice has a sum right below it that was kept finer,
-and no two have the same. So of F sums that are kept finer and B that are rounded to the dtype, at
-most F are rounded twice, and on its way to the root no term is stretched by more than
-(1 + u)^B (1 + v)^(2F). As (1 + v)^2 < 1 + u and B + F = n - 1, in every tree
+A rounding to the dtype changes a sum by a factor within 1 ± u, a rounding to a finer one within 1 ±
+v. A sum of two numbers of the dtype may be rounded to a finer dtype first. This is harmless,
+because the finer dtype has more than twice the bits. Any other sum that is rounded twice has a sum
+directly below it that was kept finer, and no two share it. So with F finer sums and B sums rounded
+to the dtype, at most F are rounded twice. On its way to the root, no term is stretched by more than
+(1 + u)^B (1 + v)^(2F). Because (1 + v)^2 < 1 + u and B + F = n - 1, every tree satisfies
 
     |computed - exact| <= ((1 + u)^(n - 1) - 1) * sum of |terms|.
 
-Adding in a dtype never underflows; rounding a finer sum to it can, by less than its smallest
-number, e, at each of the n - 1 sums. What is lost there is stretched on the way to the root like a
-term, so (n - 1) (1 + u)^(n - 1) e is added. No partial sum is larger than (1 + u)^(n - 1) times the
-sum of |terms|; where that leaves the dtype's range, some order may overflow and nothing is owed.
+Addition within a dtype never underflows. Rounding a finer sum to it can, by less than its smallest
+number e at each of the n - 1 sums. This loss is stretched like a term, which adds (n - 1) (1 +
+u)^(n - 1) e. No partial sum exceeds (1 + u)^(n - 1) times the sum of |terms|. If that leaves the
+dtype's range, some order may overflow, and the interval is open.
 
 The bound itself is computed in fp64. The sum and the sum of magnitudes are off by less than n
-roundings each, relative to the sum of magnitudes, and a handful follow; four times n, and sixteen,
-are added to the bound, and its ends are moved one fp64 number outwards.
+roundings each, relative to the sum of magnitudes, and a handful follow. So 4 n + 16 roundings are
+added to the bound, and its ends move outwards by one fp64 number.
 
-Numbers are supposed to underflow gradually: a backend that flushes them to zero is not covered.
+Underflow is assumed to be gradual; a backend that flushes subnormals to zero is not covered.
 """
 
 from __future__ import annotations
@@ -44,38 +44,38 @@ _ROUNDING = 2.0**-53  # of fp64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """Between which numbers each element must lie, ends included."""
+    """Interval of the possible values of each element, ends included."""
 
     low: Tensor  # ND, fp64
     high: Tensor  # ND, fp64
     certified: Tensor  # ND, bool
-    """Where every order of addition gives the same bits, so that both ends are the sum."""
+    """True for elements with the same bits in every order of addition; both ends are the sum."""
     nonfinite: Tensor  # ND, bool
-    """Where no order gives a finite sum, since a term is not finite."""
+    """True for elements that are finite in no order, because a term is not finite."""
     open: Tensor  # ND, bool
-    """Where nothing is owed: there, and where some order may overflow."""
+    """True for elements without a bound: `nonfinite`, or some order may overflow."""
     reach: float
-    """How far from the exact sum an order can end, as a part of the sum of magnitudes."""
+    """Largest relative error of any order, as a share of the sum of magnitudes."""
 
     @property
     def signed(self) -> Tensor:
-        """Which elements cannot be zero."""
+        """True for elements that cannot be zero."""
         return (self.low > 0) | (self.high < 0)
 
     def cut(self, start: int, stop: int) -> Interval:
-        """Return that of some of the flattened elements, 1D; views."""
+        """Return the interval of a range of flattened elements, 1D; views."""
         names = ("low", "high", "certified", "nonfinite", "open")
         return replace(
             self, **{name: getattr(self, name).reshape(-1)[start:stop] for name in names}
         )
 
     def divided_by(self, divisor: float) -> Interval:
-        """Return that of the quotients, each rounded to fp32."""
+        """Return the interval of the quotients, each rounded to fp32."""
         low, high = divide_ends(self.low, self.high, divisors=[divisor])
         return replace(self, low=low, high=high)
 
     def holds(self, got: Tensor) -> Tensor:
-        """Which elements of a tensor of the same shape lie within."""
+        """Return True for elements of a tensor of equal shape that lie inside."""
         wide = got.to(torch.float64)
         return ((self.low <= wide) & (wide <= self.high)) | self.open
 
@@ -84,26 +84,31 @@ def bound_sum(terms: Sequence[Tensor]) -> Interval:
     """Bound a sum for every order of addition; see [Note: proven bounds].
 
     Args:
-        terms: All that is added, one or more, of one shape and floating-point dtype: the one in
-            which, or in a finer one, sums are rounded.
+        terms: One or more terms, of one shape and floating-point dtype. Sums are rounded to this
+            dtype or a finer one.
     """
     dtype, count = terms[0].dtype, len(terms)
     limits = torch.finfo(dtype)
+    # The exact sum up to fp64 rounding, and the sum of magnitudes.
     total = terms[0].to(torch.float64, copy=True)
     magnitudes = total.abs()
     for term in terms[1:]:
         total += term
         magnitudes += term.abs()
     reach = reach_of(count, dtype=dtype)
+    # Roundings of this computation itself; see the note.
     slack = (4 * count + 16) * _ROUNDING
+    # tiny * eps is the dtype's smallest subnormal, e in the note.
     lost = (count - 1) * (1 + reach) * limits.tiny * limits.eps
     radius = (magnitudes * reach + lost) * (1 + slack) + magnitudes * slack
     certified = certify(terms)
+    # An order may leave the dtype's range, unless every partial sum is exact.
     unbounded = magnitudes * ((1 + reach) * (1 + 2 * slack)) > limits.max
     nonfinite = ~total.isfinite()
     opened = nonfinite | (unbounded & ~certified)
     infinity = torch.full_like(total, math.inf)
     low, high = total - radius, total + radius
+    # Outwards, because the two sums above round as well.
     low, high = torch.nextafter(low, -infinity), torch.nextafter(high, infinity)
     return Interval(
         low=torch.where(certified, total, low).masked_fill_(opened, -math.inf),
@@ -116,11 +121,11 @@ def bound_sum(terms: Sequence[Tensor]) -> Interval:
 
 
 def known_sum(total: Tensor, terms: Sequence[Tensor]) -> Interval:
-    """Return the interval of a sum that has one order only.
+    """Return the interval of a sum that has only one order.
 
     Args:
         total: The sum.
-        terms: What was added, as for `bound_sum`.
+        terms: Terms of the sum, as for `bound_sum`.
     """
     wide = total.to(torch.float64)
     nonfinite = ~wide.isfinite()
@@ -139,26 +144,28 @@ def reach_of(count: int, *, dtype: torch.dtype) -> float:
     """Return (1 + u)^(count - 1) - 1, rounded up; u is the unit roundoff of the dtype."""
     if count < 2:
         return 0.0
+    # Fractions, so that only the final conversion rounds.
     unit = Fraction(torch.finfo(dtype).eps) / 2
     exact = (1 + unit) ** (count - 1) - 1
-    # Beyond this every bound is open; a number that fp64 cannot hold is no help.
+    # Beyond 2**1000 every bound is open, and fp64 could not represent this one.
     return math.inf if exact > 2**1000 else math.nextafter(float(exact), math.inf)
 
 
 def divide_ends(low: Tensor, high: Tensor, *, divisors: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Divide both ends by positive numbers, one after the other, each quotient rounded to fp32.
 
-    Rounding never changes which of two numbers is larger; so what lies between the ends, divided
-    in fp32, lies between the new ones.
+    Rounding is monotonic, so quotients of numbers between the ends lie between the new ends.
 
     Args:
         low: fp64.
-        high: fp64, of the same shape.
-        divisors: What fp32 divides by.
+        high: fp64, with the shape of `low`.
+        divisors: fp32 divisors, applied in order.
     """
     infinity = torch.full_like(low, math.inf)
+    # Sums are converted to fp32 before their division.
     low, high = low.to(torch.float32).double(), high.to(torch.float32).double()
     for divisor in divisors:
+        # Quotients in fp64 may be off by a rounding, so move outwards before rounding to fp32.
         low = torch.nextafter(quotient(low, divisor), -infinity).to(torch.float32).double()
         high = torch.nextafter(quotient(high, divisor), infinity).to(torch.float32).double()
     return low, high

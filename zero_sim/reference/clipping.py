@@ -1,27 +1,28 @@
-"""The known ways of clipping by a norm, each in its own rounding.
+"""Rules for clipping by a norm that differ in rounding only.
 
 [Note: forms of the clip coefficient]
-min(1, bound / (norm + 1e-6)) is one number in mathematics and several in floating point, 1 to 4
-units in the last place apart. What a form is called says where the number is computed and how:
+min(1, bound / (norm + 1e-6)) is a single number in mathematics. Floating point has several, 1 to 4
+ulp apart. The name of a form gives the precision and the operation:
 
 - `fp32-...`: from the fp32 norm, in fp32 tensors;
-- `fp64-...`: from the fp32 norm, in Python's floats, rounded to fp32 once, where it meets a
-  gradient;
-- `fp64-root-...`: the same from the root of the sum of squares, which was never rounded to fp32.
+- `fp64-...`: from the fp32 norm, in Python floats, rounded to fp32 before it meets a gradient;
+- `fp64-root-...`: from the root of the sum of squares, which was never rounded to fp32.
 
 - `...-division`: bound / (norm + 1e-6), a true division;
-- `...-reciprocal`: bound x (1 / (norm + 1e-6)), which torch makes of a number over a tensor;
+- `...-reciprocal`: bound x (1 / (norm + 1e-6)), as torch computes a number over a tensor;
 - `...-inverse`: 1 / ((norm + 1e-6) / bound);
-- `...-quotient`: gradients are not multiplied, but divided by max(1, (norm + 1e-6) / bound).
+- `...-quotient`: gradients are divided by max(1, (norm + 1e-6) / bound), not multiplied.
 
-With `-without-eps` behind it, nothing is added to the norm.
+With the suffix `-without-eps`, nothing is added to the norm.
 
-Who computes it so: `fp32-division`, fairscale and the system of this project. `fp32-reciprocal`,
-torch.nn.utils.clip_grad_norm_ and FSDP. `fp64-division` and `fp64-root-division`, Megatron-LM
-(`max_norm / (total_norm + 1.0e-6)`, where below 1). `fp32-inverse`, `fp64-inverse` and
-`fp64-root-inverse`, DeepSpeed and ColossalAI (`1. / combined_scale`); theirs is multiplied by the
-loss scale besides, which as a power of two changes no bit. `fp32-quotient-without-eps`, the LAMB
-kernels of apex.
+Upstream uses:
+
+- `fp32-division`: fairscale, and the system of this project;
+- `fp32-reciprocal`: torch.nn.utils.clip_grad_norm_ and FSDP;
+- `fp64-division`, `fp64-root-division`: Megatron-LM, `max_norm / (total_norm + 1.0e-6)` if below 1;
+- `fp32-inverse`, `fp64-inverse`, `fp64-root-inverse`: DeepSpeed and ColossalAI
+  (`1. / combined_scale`). They also multiply by the loss scale, a power of two that changes no bit;
+- `fp32-quotient-without-eps`: the LAMB kernels of apex.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ ClipForm = Literal[
     "fp64-root-division-without-eps",
     "fp64-root-inverse-without-eps",
 ]
-"""How a gradient is clipped by its norm; see [Note: forms of the clip coefficient]."""
+"""Form of clipping by a norm; see [Note: forms of the clip coefficient]."""
 
 CLIP_FORMS: tuple[ClipForm, ...] = get_args(ClipForm)
 
@@ -60,7 +61,7 @@ _WITHOUT_EPS = "-without-eps"
 
 
 def takes_root(form: ClipForm) -> bool:
-    """Whether a form reads the root of the sum of squares, which no fp32 norm tells."""
+    """Return True if a form needs the unrounded root of the sum of squares."""
     return form.startswith("fp64-root-")
 
 
@@ -76,10 +77,10 @@ def clip_by_norm_(
 
     Args:
         flat: 1-D fp32.
-        norm: 0-D fp32, the norm of all of it.
+        norm: 0-D fp32, the norm of the whole gradient.
         norm_max: Bound of the norm.
-        form: By which rule.
-        root: The norm as fp64; only read by the forms that take it.
+        form: Form of clipping.
+        root: The norm as fp64; only read by forms that take the root.
     """
     factor = clip_factor(norm, norm_max=norm_max, form=form, root=root)
     if "quotient" in form:
@@ -91,22 +92,23 @@ def clip_by_norm_(
 def clip_factor(
     norm: Tensor, *, norm_max: float, form: ClipForm, root: float | None = None
 ) -> Tensor:
-    """Return the 0-D fp32 number that gradients are multiplied by, or for a quotient divided by.
+    """Return the 0-D fp32 factor for gradients, or their divisor for a quotient.
 
     Args:
         norm: 0-D fp32, the norm of the whole gradient.
         norm_max: Bound of the norm.
-        form: By which rule.
+        form: Form of clipping.
         root: As for `clip_by_norm_`.
     """
     in_fp32 = form.startswith("fp32")
     if takes_root(form):
-        assert root is not None, "the root is to be told where a form takes it"
+        assert root is not None, "expected `root` for a form that takes the root"
         norm = torch.tensor(root, dtype=torch.float64, device=norm.device)
     norm = norm.to(torch.float32 if in_fp32 else torch.float64)
-    # Tensors, not numbers: torch takes a number over a tensor as a product with the reciprocal.
+    # Tensors, because torch computes a number over a tensor as a product with the reciprocal.
     numbers = torch.tensor([norm_max, _EPS, 1.0], dtype=norm.dtype, device=norm.device)
     bound, eps, one = numbers.unbind()
+    # Added in the dtype of the norm, because this sum rounds.
     if not form.endswith(_WITHOUT_EPS):
         norm = norm + eps
     match form.removesuffix(_WITHOUT_EPS).rpartition("-")[2]:
@@ -120,20 +122,21 @@ def clip_factor(
             factor = torch.maximum(one, norm / bound)
         case unknown:
             raise AssertionError(f"no clip form ends with {unknown!r}")
+    # Rounded here for the forms in fp64, as where a Python float meets an fp32 gradient.
     return factor.to(torch.float32)
 
 
 def clip_is_certified(measured: Measure, *, norm_max: float, form: ClipForm) -> bool:
-    """Return whether every order of adding squares in fp64 clips by the same number.
+    """Return True if all orders of adding squares in fp64 lead to the same coefficient.
 
     Args:
-        measured: Of the whole gradient.
+        measured: Measure of the whole gradient.
         norm_max: Bound of the norm.
-        form: By which rule.
+        form: Form of clipping.
     """
     if not takes_root(form):
         return measured.norm_certified
-    # The number falls where the root rises, so that it lies between those of both ends.
+    # The coefficient is monotonic in the root, so equal values at both ends cover all between.
     low, high = (
         clip_factor(measured.norm, norm_max=norm_max, form=form, root=squares**0.5)
         for squares in squares_within_reach(measured.squares, terms=measured.terms)

@@ -1,4 +1,4 @@
-"""The part of a case that its reference computes from: two that agree in it owe the same."""
+"""The part of a case that determines its reference. Cases with equal parts share results."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import Any
 
 from zero_sim.scenario.spec import Scenario, SystemSpec, WorldSpec
 
+# Settings of division, accumulation and dtype. Buckets, shards and schedule have no effect.
 _OF_SYSTEM = ("divide", "divide_by", "sync", "redundancy", "grad_dtype", "offload_state")
 
 
 def computed_from(scenario: Scenario) -> Scenario:
-    """The case with everything left out that the reference does not read.
-
-    It knows no buckets, shards or calls, nor who runs when: of the system it reads what is summed
-    and divided, how often and in which dtype, and of the world how many ranks add in which order.
+    """Return the case with default values for everything that the reference does not read.
 
     Args:
-        scenario: As a reference is given it, with an order that does not depend on positions.
+        scenario: The case, with an order of addition that does not depend on positions.
     """
     world = scenario.world
+    # The schedule and the timing of ranks change no bit of the reference.
     return replace(
         scenario,
         name="",

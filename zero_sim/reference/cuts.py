@@ -1,10 +1,10 @@
-"""Bits of an elementwise rule, which may depend on where a tensor is cut.
+"""Dependence of an elementwise rule's bits on the place where a tensor is cut.
 
 [Note: ends of loops]
-A vectorised loop takes elements by a width that is a power of two, and the rest one by one. There
-`pow` and `sigmoid` round otherwise. The rest of a width lies in the rest of every larger width. So
-an element has, in any tensor, the bits that it has in a chunk of one of `_CHUNKS`: smaller widths
-fill the chunk, and larger ones leave all of it.
+A vectorised loop takes elements by a width that is a power of two, and the remainder singly. `pow`
+and `sigmoid` round differently in that remainder. An element in the remainder of a width is also in
+the remainder of every larger width. So in any tensor, an element has the same bits as in a chunk of
+one of `_CHUNKS`: smaller widths fill the chunk, and larger ones leave all of it as remainder.
 """
 
 from __future__ import annotations
@@ -22,39 +22,40 @@ from zero_sim.reference.stepping import Stepper, group_of, pick, same_elements
 from zero_sim.scenario.spec import OptimizerSpec
 
 _BODY_ELEMS = 128
-"""Elements that no loop takes one by one: at most 128 of a byte are taken at once."""
+"""Elements in no loop's remainder: a width is at most 128, for single bytes."""
 _TAIL_ELEMS = 7
-"""Elements that every loop takes one by one: no fewer than 8 of float32 are taken at once."""
+"""Elements in every loop's remainder: a width is at least 8, for float32."""
 _CHUNKS = (_TAIL_ELEMS, 8, 16, 32, 64, _BODY_ELEMS)
 _FIRST_ELEMS, _BATCH_ELEMS = 28, 7 * 128
-"""Elements tried together. A system with a fault differs in most, which the first ones show."""
+"""Elements per batch. In a faulty system most elements differ, so a first small batch exits
+early."""
 _PROBED_STEPS = 2
-"""The second one has state."""
+"""Steps per probe: only the second has state to start from."""
 _LR = 0.1
 
 Values = Mapping[str, Tensor]  # each 1D
-"""Values of some elements: state by key, and the param itself under an empty one."""
+"""Values of some elements: state by key, and the param itself by the empty key."""
 Holds = Callable[[Tensor, Values], Tensor]
-"""From elements and values that they may have, which of them do have these: 1D, bool."""
+"""Returns True for elements that have the given values: 1D, bool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """How the bits of a rule that is declared elementwise depend on other elements."""
+    """Dependence of the bits of an elementwise rule on other elements."""
 
     problem: str = ""
-    """Why it is not elementwise; empty if it is, but for ends of loops."""
+    """Reason why the rule is not elementwise; empty if it is, apart from ends of loops."""
     counters: frozenset[str] = frozenset()
-    """Keys of state that no element has its own of."""
+    """Keys of state that is shared by all elements, such as a step count."""
 
 
 def probe(spec: OptimizerSpec, *, rules: Rules, params: Mapping[str, Tensor]) -> Probe:
-    """Try a rule of a target on drawn values, beside others and elsewhere.
+    """Run a target's rule on drawn values, with other neighbours and at other positions.
 
     Args:
         spec: Optimizer and its settings.
-        rules: The target's rule among them.
-        params: By name; one is tried of each group, dtype and number of dimensions.
+        rules: Rules, with the target's update rule.
+        params: By name. One param is tried per group, dtype and number of dimensions.
     """
     found = [_probe_one(each) for each in _tried(spec, rules, params)]
     return Probe(
@@ -66,16 +67,16 @@ def probe(spec: OptimizerSpec, *, rules: Rules, params: Mapping[str, Tensor]) ->
 def why_unknown(
     spec: OptimizerSpec, *, rules: Rules, params: Mapping[str, Tensor], shows_cuts: bool = True
 ) -> str:
-    """Return in words why the bits that a rule gives a shard are not known; empty if they are.
+    """Return the reason why a rule's bits on a shard are unknown; empty if they are known.
 
     Args:
         spec: As for `probe`.
         rules: As for `probe`.
         params: As for `probe`.
-        shows_cuts: True if the reference can go on with the bits that the system has.
+        shows_cuts: True if the reference can continue from the system's bits.
     """
     own, problem = rules.own, probe(spec, rules=rules, params=params).problem
-    # State that a function returns may be a copy, which cannot be changed.
+    # A custom reader may return copies of state, which cannot be overwritten.
     if problem or own is None or (shows_cuts and own.read_state is None):
         return problem
     ends = next(filter(None, map(_ends_of, _tried(spec, rules, params))), "")
@@ -90,7 +91,7 @@ def why_unknown(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Tried:
-    """A rule and one kind of param; of cases with the same settings one is enough."""
+    """A rule and one kind of param. Equal settings need only one trial."""
 
     spec: OptimizerSpec
     by: tuple[object, object]
@@ -101,10 +102,10 @@ class _Tried:
     rules: Rules = field(compare=False)
 
     def stepped(self, elems: Tensor) -> dict[str, Tensor]:
-        """Step drawn values; the same ones have the same index."""
+        """Step drawn values; equal indices get equal values."""
         draws = torch.Generator().manual_seed(0)
         values = torch.randn((_PROBED_STEPS + 1, 3 * _BODY_ELEMS), generator=draws)
-        # Params so small that a sum with an update keeps all of the update's bits.
+        # Small params, so that adding an update does not round its bits away.
         values[0] *= 2.0**-20
         shape = (1,) * (self.dims - 1) + (-1,)
         first, *grads = (each[elems].view(shape).to(self.device) for each in values)
@@ -118,13 +119,14 @@ class _Tried:
 def _tried(spec: OptimizerSpec, rules: Rules, params: Mapping[str, Tensor]) -> Sequence[_Tried]:
     if rules.own is None or not rules.own.elementwise:
         return ()
+    # One param per kind is enough, because bits depend on nothing else of it.
     names = {
         (group_of(spec, name=name), param.dtype, param.dim()): name
         for name, param in params.items()
     }
     return [
         _Tried(
-            # Whether a rule is elementwise depends on no number of these.
+            # No number among these settings decides if a rule is elementwise.
             spec=replace(spec, lr=_LR, warmup_steps=0, clip_norm=None, clip_value=None),
             by=(rules.own.step, rules.own.build),
             name=name,
@@ -141,10 +143,12 @@ def _tried(spec: OptimizerSpec, rules: Rules, params: Mapping[str, Tensor]) -> S
 def _probe_one(tried: _Tried) -> Probe:
     body, tail = torch.arange(_BODY_ELEMS), torch.arange(_TAIL_ELEMS)
     back = body.flip(0)
-    # Elsewhere, beside others, and in a tensor of another size.
+    # Other positions, other neighbours, another size.
     moved = torch.cat([back, torch.arange(_BODY_ELEMS, 3 * _BODY_ELEMS)])
     whole, other, short = tried.stepped(body), tried.stepped(moved), tried.stepped(tail)
+    # Scalars of state are shared by all elements, so they are compared as they are.
     pairs = [(whole, {k: v[back] if v.dim() else v for k, v in other.items()})]
+    # A single element against the same element with neighbours, at both ends.
     for at in (0, _TAIL_ELEMS - 1):
         of_tail = {k: v[at : at + 1] if v.dim() else v for k, v in short.items()}
         pairs.append((of_tail, tried.stepped(tail[at : at + 1])))
@@ -157,8 +161,9 @@ def _probe_one(tried: _Tried) -> Probe:
 
 @lru_cache(maxsize=256)
 def _ends_of(tried: _Tried) -> str:
-    """Return in words where bits differ at ends of loops; empty for nowhere."""
+    """Describe where bits differ at ends of loops; empty if nowhere."""
     body = torch.arange(_BODY_ELEMS)
+    # The same elements, once in the body of a loop and once in remainders.
     whole, tails = tried.stepped(body), [tried.stepped(each) for each in body.split(_TAIL_ELEMS)]
     for key, value in whole.items():
         if value.dim() and not _is_same(value, torch.cat([each[key] for each in tails])):
@@ -186,36 +191,38 @@ def _problem(rules: Rules, key: str, name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutStep:
-    """A step of one param by an elementwise rule."""
+    """A step of a single param by an elementwise rule."""
 
     start: Stepper
-    """Masters and optimizer before the step; not to be stepped itself."""
+    """Masters and optimizer before the step; do not step it."""
     name: str
     grad: Tensor  # ND, fp32
-    """As `Stepper.step` took it."""
+    """Gradient, as for `Stepper.step`."""
     factor: float
     counters: frozenset[str]
     """As in `Probe`."""
 
     def bits_elsewhere(self, index: Tensor, *, holds: Holds) -> Values | None:
-        """Return the values that elements have wherever they are; None if one has no such values.
+        """Return bits that elements can have in some cut; None if an element has no such bits.
 
         See [Note: ends of loops].
 
         Args:
             index: 1D, flattened elements; at least one.
-            holds: Decides which values they have.
+            holds: Decides if elements have the given values.
         """
         found: list[Values] = []
         first, rest = index[:_FIRST_ELEMS], index[_FIRST_ELEMS:]
         with isolated():
             for batch in filter(Tensor.numel, (first, *rest.split(_BATCH_ELEMS))):
+                # Elements not yet explained; each chunk length explains some of them.
                 chosen: dict[str, Tensor] = {}
                 left = torch.ones_like(batch, dtype=torch.bool)
                 for values in self._tried(batch):
                     hit = left & holds(batch, values)
                     left &= ~hit
                     for key, value in values.items():
+                        # Only elements whose bits this chunk length explains.
                         chosen.setdefault(key, value.clone())[hit] = value[hit]
                 if bool(left.any()):
                     return None
@@ -225,6 +232,7 @@ class CutStep:
     def _tried(self, index: Tensor) -> Iterator[Values]:
         count = index.numel()
         for length in _CHUNKS:
+            # Repeat the first elements so that the last chunk has its full length.
             filled = -(-count // length) * length
             pieces: list[Values] = []
             for piece in index[torch.arange(filled) % count].split(length):
@@ -232,6 +240,7 @@ class CutStep:
                 stepper.step(
                     {self.name: pick(self.grad, piece)}, factor=self.factor, repeated=False
                 )
+                # State of another shape, such as a step count, is not per element.
                 values = stepper.values(self.name, counters=self.counters)
                 pieces.append({k: v for k, v in values.items() if v.shape == piece.shape})
             yield {key: torch.cat([each[key] for each in pieces])[:count] for key in pieces[0]}

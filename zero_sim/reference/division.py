@@ -1,21 +1,26 @@
-"""Division of the sum of the ranks' gradients: when, how, in which dtype, and by what.
+"""Division of the sum over ranks: time, operation, dtype and divisor.
 
 [Note: rules of division]
-What turns a sum of ranks into a mean is one number in mathematics. In floating point these differ:
+In mathematics, a sum over ranks has a single mean. In floating point these rules differ:
 
 - `pre`: each rank divides before the sum, in the gradient's dtype;
 - `premul`: each rank multiplies by the reciprocal, rounded to the gradient's dtype first;
 - `premul-fp32`: each rank multiplies by the fp32 reciprocal; the product is rounded;
-- `post`: the sum is divided once it is fp32;
+- `post`: the sum is divided after conversion to fp32;
 - `post-rounded`: the sum is divided in its own dtype;
-- `postmul`, `postmul-rounded`: likewise, but multiplied by the fp32 reciprocal.
+- `postmul`, `postmul-rounded`: as the last two, but multiplied by the fp32 reciprocal.
 
-In fp32 `premul` and `premul-fp32` are the same, and what is rounded is what is not.
+In fp32, `premul` equals `premul-fp32`, and `-rounded` makes no difference.
 
-Who computes it so: `premul`, DDP's reducer; `premul-fp32`, Megatron's DDP and NCCL's PREMUL_SUM by
-a number; `pre`, DDP's default comm hook and DeepSpeed's stages 1 to 3; `post-rounded`, AVG of gloo
-and FSDP2 where it forces a sum; `postmul-rounded`, DeepSpeed's stage 0. FSDP1, FSDP2 in fp16 and
-DeepSpeed with `prescale_gradients` divide by one factor before the sum and by the rest after it.
+Upstream uses:
+
+- `premul`: DDP's reducer;
+- `premul-fp32`: Megatron's DDP, and NCCL's PREMUL_SUM by a number;
+- `pre`: DDP's default comm hook, and DeepSpeed's stages 1 to 3;
+- `post-rounded`: AVG of gloo, and FSDP2 if it forces a sum;
+- `postmul-rounded`: DeepSpeed's stage 0;
+- by one factor before the sum and by the rest after it: FSDP1, FSDP2 in fp16, and DeepSpeed with
+  `prescale_gradients`.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ import torch
 from torch import Tensor
 
 Divide = Literal["none", "pre", "post", "premul"]
-"""What a scenario can say."""
+"""Rules that a scenario can choose."""
 DivideRule = Literal[
     "none",
     "pre",
@@ -39,35 +44,31 @@ DivideRule = Literal[
     "postmul",
     "postmul-rounded",
 ]
-"""What a system can do; see [Note: rules of division]."""
+"""Rules that a system can have; see [Note: rules of division]."""
 
 DIVIDE_RULES: tuple[DivideRule, ...] = get_args(DivideRule)
 
+# NCCL's rings multiply each rank's input by the reciprocal. Its symmetric kernels multiply
+# the accumulated sum instead, which no rule of a scenario does.
 AVERAGES: Mapping[str, Divide | None] = {"nccl-ring": "premul", "nccl-sym": None}
-"""What AVG of a collective is, by the order in which it adds; in all other ones `post-rounded`.
-NCCL's rings multiply what each rank brings with the reciprocal, its symmetric kernels what they
-accumulated, which none of these is."""
+"""Rule of a collective's AVG, by order of addition; `post-rounded` for orders not listed."""
 DivideBy = Literal["ranks", "micro-batches", "tokens"]
 
 
 def quotient(values: Tensor, number: float) -> Tensor:
-    """Return what a tensor is when divided by a number, rounded to its dtype once.
-
-    By a number, or a tensor of the CPU, CUDA does not divide: it multiplies with the rounded
-    reciprocal, which differs in the last bit. So the number becomes a tensor beside the others.
-    bf16 has no 257 and fp16 no 2049, so the quotient is taken in fp32. That has twice their bits
-    and two, so the second rounding meets no tie that the first one made.
-    """
+    """Return a tensor divided by a number, rounded once to the tensor's dtype."""
+    # bf16 cannot represent 257, nor fp16 2049, so the quotient is taken in fp32. fp32 has more
+    # than twice their bits and two, so the second rounding meets no tie made by the first.
     wide = values if values.dtype is torch.float64 else values.to(torch.float32)
+    # A tensor on the same device: CUDA multiplies by the rounded reciprocal if the divisor is a
+    # number or a CPU tensor, and that differs in the last bit.
     divisor = torch.full((), number, dtype=wide.dtype, device=wide.device)
     return wide.div(divisor).to(values.dtype)
 
 
 def product(values: Tensor, number: float) -> Tensor:
-    """Return what a tensor is when multiplied by the fp32 reciprocal of a number, rounded once.
-
-    As `quotient`, in fp32 and then rounded to the dtype of `values`.
-    """
+    """Return a tensor times the fp32 reciprocal of a number, rounded once to its dtype."""
+    # In fp32 for the reason given in `quotient`.
     wide = values.to(torch.float32)
     factor = torch.tensor(1.0 / number, dtype=torch.float32, device=wide.device)
     return wide.mul(factor).to(values.dtype)
@@ -75,37 +76,38 @@ def product(values: Tensor, number: float) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
-    """One step's division."""
+    """Division of one step's sums."""
 
     how: DivideRule
     count: float
-    """What it is divided by in all."""
+    """Total divisor."""
     first: float | None = None
-    """What each rank divides by before the sum, where the rest comes after it; then `how` is one of
-    the rules for after the sum."""
+    """Divisor of each rank before the sum, with the rest applied after it; None for a single
+    division. If set, `how` is a rule for after the sum."""
     each_round: bool = False
-    """Whether each round's sum is divided, and what is divided is then added."""
+    """True to divide each round's sum, and then add the quotients."""
 
     @property
     def is_before(self) -> bool:
-        """Whether ranks divide before the sum."""
+        """True if ranks divide before the sum."""
         return self.how in ("pre", "premul", "premul-fp32") or self.first is not None
 
     @property
     def is_rounded(self) -> bool:
-        """Whether a sum is divided in its own dtype."""
+        """True if a sum is divided in its own dtype."""
         return self.how.endswith("-rounded") or self.each_round
 
     @property
     def rest(self) -> float:
-        """What a sum is yet to be divided by: 1 where nothing comes after it."""
+        """Divisor still to apply to a sum; 1 if there is none."""
         if not self.how.startswith("post"):
             return 1
         return self.count if self.first is None else self.count / self.first
 
     def before(self, grad: Tensor) -> Tensor:
-        """Return what a rank contributes to the sum, in the dtype of `grad`, rounded to it once."""
+        """Return a rank's contribution to the sum, rounded once to the dtype of `grad`."""
         if self.first is not None:
+            # The operation is the same before and after the sum.
             return (product if "mul" in self.how else quotient)(grad, self.first)
         match self.how:
             case "pre":
@@ -120,32 +122,32 @@ class Division:
                 assert_never(unknown)
 
     def reciprocal(self, dtype: torch.dtype) -> Tensor:
-        """Return 0-D 1 / count, on the CPU, computed in fp32 and then rounded to `dtype`."""
+        """Return 1 / count, 0-D, on the CPU, computed in fp32 and then rounded to `dtype`."""
         return torch.ones((), dtype=torch.float32).div_(self.count).to(dtype)
 
     def after(self, total: Tensor) -> Tensor:
-        """Return what comes of a sum, in its own dtype.
-
-        The quotient is a true one: a product with a rounded 1 / count differs in the last bit.
-        """
+        """Return the divided sum, in its own dtype."""
+        # Division by 1 is skipped, so that a sum without division is returned as it is.
         if self.rest == 1:
             return total
+        # Unless the rule multiplies, a true quotient: times a rounded 1 / count, the last bit
+        # differs.
         return (product if "mul" in self.how else quotient)(total, self.rest)
 
     def after_(self, wide: Tensor) -> None:
-        """Divide in place an fp32 sum that was not divided in its own dtype before."""
+        """Divide an fp32 sum in place, unless it was already divided in its own dtype."""
         if self.rest != 1 and not self.is_rounded:
             wide.copy_(self.after(wide))
 
 
 def count_contributions(by: DivideBy, *, rank_count: int, micro_batches: int, rows: int) -> int:
-    """Return what one step's sum is divided by.
+    """Return the divisor of one step's sum.
 
     Args:
-        by: What is counted.
-        rank_count: Ranks, of all replicas.
-        micro_batches: Micro-batches that all of them had data for.
-        rows: Rows that all of them saw in all their micro-batches.
+        by: Unit of counting.
+        rank_count: Number of ranks, of all replicas.
+        micro_batches: Number of micro-batches with data, of all ranks.
+        rows: Number of rows in these micro-batches.
     """
     match by:
         case "ranks":

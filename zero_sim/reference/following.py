@@ -1,7 +1,7 @@
-"""The update of a part of a param from a gradient that somebody else reduced.
+"""The update of a part of a param from a gradient that the system reduced.
 
-Where the order of addition is not known, neither are the bits of a sum; but all that the optimizer
-does with them is. It is done element by element, so that a part can be stepped by itself.
+If the order of addition is unknown, so are the bits of a sum. The optimizer's arithmetic on these
+bits is known, and elementwise, so each part can be stepped separately.
 """
 
 from __future__ import annotations
@@ -23,33 +23,36 @@ if TYPE_CHECKING:
     from zero_sim.reference.cuts import CutStep
 
 _REPEATED_STEPS = 2
-"""Steps of a target's rule that are checked by taking them twice: the second one has state."""
+"""Steps in which a target's rule is run twice, as a check: only the second has state to start
+from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """What one step does to every gradient."""
+    """Effect of one step on every gradient."""
 
     division: Division
     scale: float | None
-    """What losses were multiplied by."""
+    """Factor of the losses; None without loss scaling."""
     lr_factor: float
 
     @property
     def divisor(self) -> float:
-        """Divisor for sums: 1 if nothing is done after them."""
+        """Divisor for sums; 1 if no division follows the sum."""
         return 1 if self.division.each_round else self.division.rest
 
     def apply(self, total: Tensor) -> Tensor:
-        """Divide and unscale a sum, in fp32; returns a copy.
+        """Return a sum divided and unscaled, in fp32; a copy.
 
         Args:
             total: The sum over ranks, in any shape; not changed.
         """
         division = self.division
+        # In the dtype of the sum, hence before the conversion.
         if division.is_rounded and self.divisor != 1:
             total = division.after(total)
         wide = total.to(torch.float32, copy=True)
+        # Unscale before the division, as the whole reference does.
         if self.scale is not None:
             wide = quotient(wide, self.scale)
         if self.divisor != 1:
@@ -58,14 +61,15 @@ class Update:
 
 
 class Follower:
-    """A part of a param and its optimizer state, moved by the gradients that it is told.
+    """A part of a param and its optimizer state, stepped with the system's gradients.
 
     Args:
         spec: Optimizer, clipping and their settings.
         name: Name of the param, which decides its group.
-        master: Initial values, copied; 1D, or for a rule that reads the number of dimensions of
-            that number, all but the last of size 1.
-        rules: Of these only how a gradient is clipped by its norm; not a form that takes the root.
+        master: Initial values, copied. 1D, or with more dimensions of size 1 before the last one,
+            for a rule that reads the number of dimensions.
+        rules: Only the target's own rule, the dtype of masters and the clipping by norm are used.
+            The form of clipping must not take the root.
         on_host: As in `Stepper`.
         counters: As in `Probe`.
     """
@@ -94,16 +98,16 @@ class Follower:
 
     @property
     def cut_step(self) -> CutStep | None:
-        """The last step, to take it cut; None for any rule but an elementwise one of a target."""
+        """The last step, to repeat with cuts; None unless a target's elementwise rule took it."""
         return self._taken
 
     def adopt(self, index: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Go on with other bits that the target's rule gives; see `Reference.adopt`."""
+        """Continue from other bits that the target's rule may give; see `Reference.adopt`."""
         self._stepper.put(self._name, index, values)
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """The optimizer's state by torch's key; live, and empty before the first step."""
+        """Optimizer state by torch's key; live, and empty before the first step."""
         held = self._stepper.state()[self._name]
         return {key: value.reshape(-1) if value.dim() else value for key, value in held.items()}
 
@@ -113,28 +117,32 @@ class Follower:
         """Take one step in place.
 
         Args:
-            grad: 1D, gradient dtype: the sum over ranks, not unscaled; not changed.
-            update: What the step does.
-            norm: 0D fp32, the norm of the whole gradient; None where nothing is clipped by it.
-            divided: Whether that sum is divided already, where the division comes after it.
+            grad: 1D, gradient dtype: the sum over ranks, still scaled; not changed.
+            update: Effect of the step.
+            norm: 0D fp32, norm of the whole gradient; None if nothing is clipped by it.
+            divided: True if the sum has already been divided, although the rule divides after it.
 
         Returns:
-            What the gradient looks like, unscaled and divided, before it is clipped.
+            Measure of the gradient, unscaled and divided, before clipping.
         """
+        # 1D, fp32: a copy, because the steps below are in place.
         wide = grad.to(torch.float32, copy=True)
         if update.scale is not None:
             wide = quotient(wide, update.scale)
         if not divided:
             update.division.after_(wide)
         measured = measure(wide)
+        # By value before by norm, as the whole reference does.
         if self._spec.clip_value is not None:
             wide.clamp_(-self._spec.clip_value, self._spec.clip_value)
+        # The norm covers all params; this part only has a share of it.
         if self._spec.clip_norm is not None and norm is not None:
             told = replace(measured, norm=norm)
             clip_by_rule_(wide, measured=told, norm_max=self._spec.clip_norm, rules=self._rules)
+        # Back to the number of dimensions that the rule reads.
         wide = wide.view_as(self._stepper.masters[self._name])
         if self._rules.own is not None and self._rules.own.elementwise:
-            # Here, because hardly any case needs it.
+            # Imported here, because hardly any case needs it.
             from zero_sim.reference.cuts import CutStep
 
             self._taken = CutStep(

@@ -1,13 +1,12 @@
-"""The whole gradient as the optimizer gets it: its norm, its zeros, its overflow.
+"""Measures of the whole gradient before the optimizer: norm, zeros and overflow.
 
 [Note: certified norms]
-An order of addition decides the last bits of a sum of squares, and who holds the gradient in
-shards adds in another order than this module does. In fp64 that rarely matters: squares of fp32
-values are exact there, and of the sum's 53 bits only 24 are left in the norm. It matters where the
-norm lies next to the middle between two fp32 values. Adding n terms that are not negative is off by
-less than n roundings, relative to the sum, whatever the order; so two orders are less than 2n
-apart. Where all sums within that reach give one fp32 norm, every order does, and the norm is called
-certified.
+The order of addition decides the last bits of a sum of squares, and a sharded system adds in
+another order than this module. In fp64 that rarely matters: squares of fp32 values are exact, and
+the norm keeps only 24 of the sum's 53 bits. It matters if the norm lies next to the midpoint of two
+fp32 values. A sum of n terms >= 0 is off by less than n roundings, relative to the sum, in any
+order. So two orders differ by less than 2n roundings. If all sums within this reach round to the
+same fp32 norm, every order gives it, and the norm is certified.
 """
 
 from __future__ import annotations
@@ -26,26 +25,29 @@ _CHUNK_ELEMS = 1 << 20  # elements that are in memory as fp64 at one time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measure:
-    """What a step's whole gradient looks like before it is clipped."""
+    """Measures of a step's whole gradient before clipping."""
 
     squares: float
     """Sum of squares, in fp64."""
     terms: int
-    """How many squares were added."""
+    """Number of squares."""
     norm: Tensor  # 0D, fp32
-    """Root of the sum of squares, both in fp64, rounded to fp32; fp64 if a system reports it so."""
+    """Root of the sum of squares, both in fp64, rounded to fp32; fp64 if the system reports
+    fp64."""
     norm_certified: bool
-    """Whether every order of adding in fp64 gives this norm; see [Note: certified norms]."""
+    """True if every order of adding in fp64 gives this norm; see [Note: certified norms]."""
     zeros: int
-    """Elements that are zero."""
+    """Number of zero elements."""
     finite: bool
-    """Whether no element is infinite or NaN."""
+    """True if no element is infinite or NaN."""
 
 
 def measure(flat: Tensor) -> Measure:
     """Measure a 1-D fp32 gradient; without elements its norm is 0."""
+    # In chunks, because a wide copy of the whole gradient would double its memory and more.
     squares = 0.0
     for chunk in flat.split(_CHUNK_ELEMS):
+        # Squares of fp32 values are exact in fp64.
         wide = chunk.to(torch.float64)
         squares += torch.dot(wide, wide).item()
     norm, certified = root_of_squares(squares, terms=flat.numel())
@@ -61,7 +63,7 @@ def measure(flat: Tensor) -> Measure:
 
 
 def measure_together(parts: Sequence[Measure]) -> Measure:
-    """Return the measure of a gradient of which each part was measured by itself."""
+    """Return the measure of a gradient from the measures of its parts."""
     if len(parts) == 1:
         return parts[0]
     squares, terms = sum(part.squares for part in parts), sum(part.terms for part in parts)
@@ -77,37 +79,39 @@ def measure_together(parts: Sequence[Measure]) -> Measure:
 
 
 def root_of_squares(squares: float, *, terms: int) -> tuple[Tensor, bool]:
-    """Return the 0-D fp32 norm of a sum of squares, on the CPU, and whether it is certified.
+    """Return the 0-D fp32 norm for a sum of squares, on the CPU, and True if it is certified.
 
     Args:
         squares: The sum, added in fp64 in any order.
-        terms: How many squares were added.
+        terms: Number of squares.
     """
     ends = [squares, *squares_within_reach(squares, terms=terms)]
     norms = torch.tensor(ends, dtype=torch.float64).sqrt_().to(torch.float32)
+    # The root is monotonic, so equal norms at both ends cover all sums between them.
     _, low, high = norms.tolist()
-    # An infinity or a NaN comes out of every order.
+    # Infinity and NaN are the result of every order.
     return norms[0], low == high or not math.isfinite(squares)
 
 
 def squares_within_reach(squares: float, *, terms: int) -> tuple[float, float]:
-    """Return the least and the largest sum of squares that another order of adding can give.
+    """Return the least and greatest sum of squares that another order of adding can give.
 
     Args:
         squares: The sum, added in fp64 in any order.
-        terms: How many squares were added.
+        terms: Number of squares.
     """
+    # Two orders differ by up to 2n roundings; see [Note: certified norms].
     margin = 2 * (terms + _SLACK_ROUNDINGS) * _ROUNDING
     return squares * (1 - margin), squares * (1 + margin)
 
 
 def root_of_bounds(squares_min: float, squares_max: float, *, terms: int) -> tuple[Tensor, Tensor]:
-    """Return between which 0-D fp32 norms, on the CPU, that of a gradient must lie.
+    """Return the least and greatest 0-D fp32 norm of a gradient, on the CPU.
 
     Args:
         squares_min: Least sum of squares, added in fp64 in any order.
-        squares_max: Largest one.
-        terms: How many squares are added.
+        squares_max: Greatest sum of squares.
+        terms: Number of squares.
     """
     margin = 2 * (terms + _SLACK_ROUNDINGS) * _ROUNDING
     ends = [squares_min * (1 - margin), squares_max * (1 + margin)]
@@ -116,14 +120,15 @@ def root_of_bounds(squares_min: float, squares_max: float, *, terms: int) -> tup
 
 
 def flatten_wide(grads: Mapping[str, Tensor], *, names: Sequence[str]) -> Tensor:
-    """Copy some gradients, of any dtypes, into one new 1-D fp32 tensor, in order."""
+    """Copy gradients of any dtypes into one new 1-D fp32 tensor, in order."""
     if not names:
+        # On the device of the gradients, even if none is trained.
         return torch.empty(0, device=next((grad.device for grad in grads.values()), None))
     return torch.cat([grads[name].reshape(-1) for name in names]).to(torch.float32)
 
 
 def unflatten(flat: Tensor, *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return views of a 1-D tensor, one after the other, in the shapes of `like`."""
+    """Return consecutive views of a 1-D tensor, with the names and shapes of `like`."""
     pieces = flat.split_with_sizes([tensor.numel() for tensor in like.values()])
     return {
         name: piece.view_as(tensor)

@@ -1,15 +1,17 @@
-"""Norms of the whole gradient that are norms of norms, each rounded in its own way.
+"""Norms of the whole gradient that round in steps: norms of norms.
 
 [Note: norms of norms]
-A norm that is rounded to fp32 piece by piece depends on the pieces. `of-params`: the norm of the
-norms of whole gradients, as torch.nn.utils.clip_grad_norm_ takes it on every rank by itself.
-`of-rows`: the same where each rank has rows of them, and one call adds the squares of their norms.
-`of-own-params`: each rank takes the norm of the norms of what it owns of each param, and one call
-adds the squares of these over the ranks; fairscale's OSS and Megatron-LM do, the latter with shards
-of params. `of-shards`: each rank takes one norm of its whole shard. In both the sum of squares is
-fp32, and a form of clipping that takes the root takes that of this sum.
+A norm that is rounded to fp32 piece by piece depends on the pieces:
 
-`told` is no rule: the norm is taken as the system tells it, and compared with nothing.
+- `of-params`: the norm of the norms of whole gradients. Each rank computes it locally, as
+  torch.nn.utils.clip_grad_norm_ does.
+- `of-rows`: the same for gradients whose rows are sharded; one call adds squares of row norms.
+- `of-own-params`: each rank takes the norm of the norms of its part of each param, and one call
+  adds their squares over ranks. fairscale's OSS and Megatron-LM do this, the latter with shards.
+- `of-shards`: each rank takes one norm of its whole shard, and one call adds the squares.
+
+In the last two the sum of squares is fp32, and a form of clipping that takes the root takes the
+root of this sum. `told` is no rule: the reference uses the norm that the system reports, unchecked.
 """
 
 from __future__ import annotations
@@ -26,33 +28,31 @@ from zero_sim.reference.adding import AddOrder, add_ranks
 from zero_sim.reference.gradient import Measure, measure, squares_within_reach
 
 Norm = Literal["of-elements", "of-params", "of-rows", "of-own-params", "of-shards", "told"]
-"""What a norm is rounded from: one fp64 sum over all elements, which every order of adding gives;
-or as in [Note: norms of norms]."""
+"""Rule for the norm: one fp64 sum over all elements, or a rule of [Note: norms of norms]."""
 
 NORMS: tuple[Norm, ...] = get_args(Norm)
 ROOTED: tuple[Norm, ...] = ("of-elements", "of-own-params", "of-shards")
-"""Those that are the root of one sum of squares, which a form of clipping may take."""
+"""Rules with a single sum of squares, whose root a form of clipping may take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
-    """A part of a param that a rank owns, and where in its shard it lies."""
+    """The part of a param that a rank owns, and its position in the rank's shard."""
 
     param: str
     start: int
     stop: int
     """Half-open range of the flattened param's elements."""
     shard: tuple[int, int] = (0, 0)
-    """Which of the rank's shards it lies in."""
+    """Key of the rank's shard that contains it."""
     offset: int | None = None
-    """Of its first element in the shard; None where that is not told: then parts are one behind the
-    other."""
+    """Offset of the first element in the shard; None if not reported, for contiguous parts."""
     shard_elems: int | None = None
     """Elements of the whole shard, padding included."""
 
 
 Holdings = Sequence[Sequence[Holding]]
-"""By rank of one replica: what it owns."""
+"""Owned parts by rank of one replica."""
 
 
 def measure_by(
@@ -64,15 +64,15 @@ def measure_by(
     order: AddOrder,
     holdings: Holdings,
 ) -> Measure:
-    """Return the measure of a gradient with its norm by a rule.
+    """Return a measure with its norm replaced by the norm of a rule.
 
     Args:
         norm: The rule; not `told`.
-        whole: The measure with the norm of elements.
+        whole: Measure with the norm of elements.
         grads: fp32, by param that has a gradient.
         rank_count: Number of ranks of one replica.
-        order: In which a call adds over the ranks; not one that depends on positions.
-        holdings: What each rank of one replica owns.
+        order: Order in which calls add over ranks; must not depend on positions.
+        holdings: Owned parts by rank of one replica.
     """
     squares = whole.squares
     match norm:
@@ -88,54 +88,55 @@ def measure_by(
             )
             taken, squares = added.sqrt(), float(added)
     device = whole.norm.device
+    # Certified: pieces and the order of their sum are fixed, so no freedom is left.
     return replace(whole, norm=taken.to(device), norm_certified=True, squares=squares)
 
 
 def wide_ends(norm: Norm, measured: Measure) -> tuple[float, float]:
-    """Return the least and the largest fp64 number that a norm can be before it is rounded to fp32.
+    """Return the least and greatest fp64 value of a norm before it is rounded to fp32.
 
     Args:
         norm: The rule; not `told`.
-        measured: Of the whole gradient, by that rule.
+        measured: Measure of the whole gradient, with the norm by that rule.
     """
     if norm not in ROOTED:
         return measured.norm.item(), measured.norm.item()
     ends = (measured.squares, measured.squares)
     if norm == "of-elements":
         ends = squares_within_reach(measured.squares, terms=measured.terms)
-    # A power of 0.5 is not rounded correctly, so it may differ from the root.
+    # x**0.5 is not correctly rounded, so it may differ from the root.
     roots = [root for square in ends for root in (math.sqrt(square), square**0.5)]
     return min(roots), max(roots)
 
 
 def norm_of_params(grads: Iterable[Tensor]) -> Tensor:
-    """Return the 0-D fp32 norm of whole gradients as torch.nn.utils.get_total_norm has it.
-
-    Each gradient's norm is rounded to fp32, then that of these norms: a function of the gradients
-    alone, without an order that ranks could change.
+    """Return the 0-D fp32 norm of whole gradients, like torch.nn.utils.get_total_norm.
 
     Args:
         grads: fp32, contiguous, in the order of the params.
     """
+    # Both norms are rounded to fp32. Ranks add nothing, so no order can change the result.
     norms = [torch.linalg.vector_norm(grad) for grad in grads]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
 
 def norm_of_rows(grads: Sequence[Tensor], *, rank_count: int, order: AddOrder) -> Tensor:
-    """Return the same norm as torch has it for gradients whose rows are dealt out to ranks.
+    """Return the 0-D fp32 norm that torch takes of gradients whose rows are sharded.
 
-    Each rank takes the norm of its rows of each gradient; one call adds the squares of these over
-    the ranks; their roots are the norms of whole gradients.
+    Each rank takes the norm of its rows of each gradient, and one call adds the squares over ranks.
+    The roots of these sums are the norms of whole gradients.
 
     Args:
-        grads: As for `norm_of_params`; one without dimensions is a row by itself.
-        rank_count: Number of ranks; each has as many rows as the first, the last ones fewer.
-        order: In which that call adds; not one that depends on positions.
+        grads: As for `norm_of_params`; a gradient without dimensions counts as a row.
+        rank_count: Number of ranks. All have as many rows as the first, except the last ones.
+        order: Order in which the call adds; must not depend on positions.
     """
+    # [ranks, gradients], fp32; 0 for a rank without rows
     norms = torch.zeros(rank_count, len(grads), device=grads[0].device if grads else None)
     for index, grad in enumerate(grads):
         for rank, rows in enumerate(torch.atleast_1d(grad).chunk(rank_count)):
             norms[rank, index] = torch.linalg.vector_norm(rows)
+    # The only addition over ranks, so the only place where the order matters.
     squares = add_ranks(norms.square().unbind(), order=order)
     return torch.linalg.vector_norm(squares.sqrt())
 
@@ -143,18 +144,20 @@ def norm_of_rows(grads: Sequence[Tensor], *, rank_count: int, order: AddOrder) -
 def squares_of_holdings(
     grads: Mapping[str, Tensor], *, holdings: Holdings, order: AddOrder, joined: bool
 ) -> Tensor:
-    """Return the 0-D fp32 sum of squares of the norms that ranks take of what they own.
+    """Return the 0-D fp32 sum of squares of the norms of the ranks' owned parts.
 
     Args:
         grads: fp32, by param that has a gradient.
-        holdings: What each rank owns.
-        order: In which a call adds over the ranks; not one that depends on positions.
-        joined: Whether a rank takes one norm of its whole shard, or the norm of those of parts.
+        holdings: Owned parts by rank.
+        order: Order in which the call adds over ranks; must not depend on positions.
+        joined: True if a rank takes one norm of its whole shard, False for a norm of its parts'
+            norms.
     """
     zero = torch.zeros((), device=next((grad.device for grad in grads.values()), None))
     squares: list[Tensor] = []
     for held in holdings:
         parts = [(each, _part(grads, each)) for each in held if each.param in grads]
+        # A rank without parts still takes part in the call, with a zero.
         if not parts:
             squares.append(zero)
         elif joined:
@@ -168,29 +171,31 @@ def squares_of_holdings(
 def norms_of_shard(
     grads: Mapping[str, Tensor], holding: Sequence[Holding], *, rank: int, shard_count: int
 ) -> Iterator[Tensor]:
-    """Return 0-D fp32 norms that a rank may take of its own shard alone.
+    """Yield 0-D fp32 norms that a rank might take of its own shard only.
 
     Args:
         grads: fp32, by param that has a gradient.
-        holding: What the rank owns; empty if nobody reported it: then shards of equal size are
-            supposed, of all params behind one another, or of each by rows or elements.
-        rank: The rank among those that share the params.
+        holding: Parts that the rank owns. If empty (not reported), equal shards are assumed: of all
+            params concatenated, or of each param by rows or by elements.
+        rank: Group rank among the ranks that shard the params.
         shard_count: Number of these ranks.
     """
     shards = [[_part(grads, each) for each in holding if each.param in grads]]
+    # Not reported: assume equal shards, in three layouts.
     if not holding and grads:
         flat = torch.cat([grad.reshape(-1) for grad in grads.values()])
         shards = [[_dealt(flat, rank, shard_count)]]
         for rows in (torch.atleast_1d, torch.flatten):
             shards.append([_dealt(rows(grad), rank, shard_count) for grad in grads.values()])
     for parts in filter(None, shards):
+        # Usual norms of a shard: in fp64, in fp32, and as a norm of norms.
         yield measure(torch.cat([part.reshape(-1) for part in parts])).norm
         yield torch.linalg.vector_norm(torch.cat([part.reshape(-1) for part in parts]))
         yield norm_of_params(parts)
 
 
 def _dealt(tensor: Tensor, rank: int, shard_count: int) -> Tensor:
-    """A rank's share of the rows, where all but the last ones have as many as the first."""
+    """Return a rank's share of the rows: ceil(rows / ranks), fewer for the last ranks."""
     rows = -(-tensor.size(0) // shard_count)
     return tensor[rank * rows : (rank + 1) * rows]
 
@@ -200,22 +205,24 @@ def _part(grads: Mapping[str, Tensor], held: Holding) -> Tensor:
 
 
 def _squares_of_shards(parts: Sequence[tuple[Holding, Tensor]]) -> Tensor:
-    """The squares of the norms of a rank's shards, added one after the other."""
+    """Return the sum of squares of the norms of a rank's shards, added in sequence."""
     shards: dict[tuple[int, int], list[tuple[Holding, Tensor]]] = {}
     for held, part in parts:
         shards.setdefault(held.shard, []).append((held, part))
     squares = [torch.linalg.vector_norm(_shard(each)).square() for each in shards.values()]
     total = squares[0]
+    # A plain chain, because `sum` of a stack would choose its own order.
     for each in squares[1:]:
         total = total + each
     return total
 
 
 def _shard(parts: Sequence[tuple[Holding, Tensor]]) -> Tensor:
-    """A rank's shard of the gradient: where places are not told, without anything in between."""
+    """Return a rank's shard of the gradient; without padding if offsets are not reported."""
     first, _ = parts[0]
     if first.shard_elems is None or any(held.offset is None for held, _ in parts):
         return torch.cat([part for _, part in parts])
+    # With padding: zeros add nothing, but they change which elements a vector loop pairs.
     shard = torch.zeros(first.shard_elems, device=parts[0][1].device)
     for held, part in parts:
         assert held.offset is not None

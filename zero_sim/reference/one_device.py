@@ -1,9 +1,9 @@
-"""One device that sees the data of all ranks once: what ranks with the same data are said to equal.
+"""The same training on one device that processes the data once.
 
-That N ranks with the same data have in their mean, or in the sum of what comes of a loss divided by
-N, the gradient of one of them, is true in mathematics. In floating point a sum of N equal numbers
-is N times one of them only where every partial sum is a number of the dtype: with two ranks, with
-four, and with other powers of two where pairs are added.
+In mathematics, ranks with equal data have a mean gradient equal to that of a single rank, and so
+has their sum if each loss is divided by N. In floating point, a sum of N equal numbers is N times
+the number only if every partial sum is representable. This holds for two ranks, for four, and for
+other powers of two if pairs are added.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from zero_sim.workloads import build_workload, on_device
 
 
 class OneDevice:
-    """The same model and data on one rank, whose loss is a mean and whose gradient is not divided.
+    """The same model and data on one rank, with a mean loss and no division of gradients.
 
     Args:
         scenario: The case of all ranks.
-        device: Where its module is, such as `cpu`.
+        device: Device of its module, such as `cpu`.
     """
 
     def __init__(self, scenario: Scenario, *, device: str) -> None:
+        # No division and no replicas, because nothing is summed over ranks.
         alone = replace(
             scenario,
             world=replace(scenario.world, size=1),
@@ -38,10 +39,10 @@ class OneDevice:
         self._ranks = Ranks(alone, workload=on_device(build_workload(alone), device))
 
     def set_address(self, addresses: Addresses) -> None:
-        """Lay every param in memory as a rank has it.
+        """Lay every param in memory as on a given rank.
 
         Args:
-            addresses: Of each param; see [Note: addresses].
+            addresses: Address of each param; see [Note: addresses].
         """
         self._ranks.set_addresses([addresses])
 
@@ -55,13 +56,14 @@ class OneDevice:
     ) -> Mapping[str, Tensor]:
         """Return the gradients of a step by param, in the gradient's dtype, each ND.
 
-        To be called while `isolated`.
+        Call it while `isolated`.
 
         Args:
             step: Optimizer step, from 0.
-            masters: What the step begins with, fp32 by param.
-            scales: Of params in fp8.
-            scale: What the loss is multiplied by; None for nothing.
+            masters: Masters before the step, fp32 by param.
+            scales: Scales of params in fp8.
+            scale: Factor of the loss; None without loss scaling.
         """
+        # Written anew each step: this device has no optimizer, and follows the reference's masters.
         self._ranks.write(masters, scales=scales)
         return self._ranks.replay(step, scale=scale).brought()[0]
