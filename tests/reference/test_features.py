@@ -372,7 +372,7 @@ class TestContinueAs:
     def test_another_optimizer_is_refused(self, make_scenario, inject):
         """Its state would mean something else."""
         reference = Reference(make_scenario(), workload=inject([[[1.0]]] * 2))
-        with pytest.raises(UsageError, match="goes on with optimizer"):
+        with pytest.raises(UsageError, match="continues with optimizer"):
             reference.continue_as(make_scenario(optim=OptimizerSpec()))
 
 

@@ -1,4 +1,4 @@
-"""The oracle: one device, plain params, explicit sums; it shares no code with what it judges."""
+"""Reference: one device, plain params, explicit sums. It shares no code with systems under test."""
 
 from __future__ import annotations
 

@@ -240,6 +240,7 @@ class BoundedReference:
         bounds: dict[str, Interval] = {}
         # Division after the sum comes later, so terms are the ranks' contributions to it.
         for name, total in grads.items():
+            # A term per rank and round.
             terms = [
                 division.before(grads[name]) if division.is_before else grads[name]
                 for replay in local.replays

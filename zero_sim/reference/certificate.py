@@ -56,6 +56,7 @@ def unit_exponents(values: Tensor) -> Tensor:
         int64, with the shape of `values`; a huge number for a zero.
     """
     bits = values.contiguous().view(torch.int64)
+    # value = significand x 2^(exponent - bias - 52)
     exponent = (bits >> _FRACTION_BITS) & 0x7FF
     significand = (bits & ((1 << _FRACTION_BITS) - 1)) | (1 << _FRACTION_BITS)
     lowest_bit = significand & -significand

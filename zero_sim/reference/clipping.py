@@ -83,6 +83,7 @@ def clip_by_norm_(
         root: The norm as fp64; only read by forms that take the root.
     """
     factor = clip_factor(norm, norm_max=norm_max, form=form, root=root)
+    # A division, because a product with the reciprocal rounds differently.
     if "quotient" in form:
         flat.div_(factor)
     else:

@@ -104,6 +104,7 @@ class _Tried:
     def stepped(self, elems: Tensor) -> dict[str, Tensor]:
         """Step drawn values; equal indices get equal values."""
         draws = torch.Generator().manual_seed(0)
+        # [1 + steps, elements]: initial params, then gradients
         values = torch.randn((_PROBED_STEPS + 1, 3 * _BODY_ELEMS), generator=draws)
         # Small params, so that adding an update does not round its bits away.
         values[0] *= 2.0**-20

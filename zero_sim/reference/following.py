@@ -109,6 +109,7 @@ class Follower:
     def state(self) -> Mapping[str, Tensor]:
         """Optimizer state by torch's key; live, and empty before the first step."""
         held = self._stepper.state()[self._name]
+        # 1D like the part; scalars, such as step counts, stay.
         return {key: value.reshape(-1) if value.dim() else value for key, value in held.items()}
 
     def step(

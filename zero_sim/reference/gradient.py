@@ -85,6 +85,7 @@ def root_of_squares(squares: float, *, terms: int) -> tuple[Tensor, bool]:
         squares: The sum, added in fp64 in any order.
         terms: Number of squares.
     """
+    # The sum itself, then both ends of its reach.
     ends = [squares, *squares_within_reach(squares, terms=terms)]
     norms = torch.tensor(ends, dtype=torch.float64).sqrt_().to(torch.float32)
     # The root is monotonic, so equal norms at both ends cover all sums between them.
@@ -115,6 +116,7 @@ def root_of_bounds(squares_min: float, squares_max: float, *, terms: int) -> tup
     """
     margin = 2 * (terms + _SLACK_ROUNDINGS) * _ROUNDING
     ends = [squares_min * (1 - margin), squares_max * (1 + margin)]
+    # Roots round monotonically, so these ends bound every order.
     low, high = torch.tensor(ends, dtype=torch.float64).sqrt_().to(torch.float32).unbind()
     return low, high
 

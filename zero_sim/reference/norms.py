@@ -206,6 +206,7 @@ def _part(grads: Mapping[str, Tensor], held: Holding) -> Tensor:
 
 def _squares_of_shards(parts: Sequence[tuple[Holding, Tensor]]) -> Tensor:
     """Return the sum of squares of the norms of a rank's shards, added in sequence."""
+    # A rank may own shards of several buffers.
     shards: dict[tuple[int, int], list[tuple[Holding, Tensor]]] = {}
     for held, part in parts:
         shards.setdefault(held.shard, []).append((held, part))

@@ -1,7 +1,7 @@
-"""The reference: what one device computes for a whole data-parallel run, rank by rank.
+"""The reference: a whole data-parallel run, computed rank by rank on one device.
 
-It knows no buckets, shards, buffers or collectives. Where an order of addition depends on a layout
-(`ring`, `gloo` and others), the caller names it element by element.
+It has no buckets, shards, buffers or collectives. For orders of addition that depend on a layout
+(`ring`, `gloo` and others), the caller gives the position of each element.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ if TYPE_CHECKING:
     from zero_sim.reference.cuts import CutStep
 
 KEPT_ELEMS_MAX = 1 << 20
-"""Most elements to keep for taking a step again; a larger model keeps none."""
+"""Largest number of elements to keep per step for repeating it; a larger model keeps none."""
 
 
 class Reference:
-    """Runs a scenario on one device; the oracle that every system is compared with.
+    """Runs a scenario on one device. Every system is compared with it.
 
-    A rank is replayed with the params that it holds. With expert parallelism those differ: rank r
-    has the experts of index `r % ep`, and a param's gradients are added over its holders, in order.
+    Each rank is replayed with its own params. With expert parallelism, rank r has the experts of
+    index `r % ep`. A param's gradients are added over the ranks that have it, in order.
     """
 
     def __init__(
@@ -73,16 +73,17 @@ class Reference:
         """Build the module and one fp32 master per trained param.
 
         Args:
-            scenario: The case. Layout settings have no meaning here.
-            workload: Its workload. Forward must not change the module: one module plays all ranks.
-            uncounted: Endings of names that norm and zeros leave out, as another part of the model
-                counts them.
-            elsewhere: Endings of names of params that only ranks of other groups hold: parts of the
-                same model, all of which this one device trains.
-            rules: By which rules it computes what the scenario leaves open.
+            scenario: The case. Layout settings have no effect.
+            workload: Workload of the case. Forward must not change the module, because one module
+                plays all ranks.
+            uncounted: Suffixes of names to omit from norm and zeros, because another part of the
+                model counts these params.
+            elsewhere: Suffixes of names of params that only ranks of other groups have. This
+                reference trains them, too.
+            rules: Rules for arithmetic that the scenario leaves open.
 
         Raises:
-            ModelError: The module has no param to train, or not one that is to be frozen.
+            ModelError: The module has no trainable param, or lacks a param to freeze.
         """
         self._scenario = scenario
         self._uncounted = tuple(uncounted)
@@ -97,9 +98,9 @@ class Reference:
         self._one_device = self._build_one_device()
         self._next_step = 0
         self.certified = True
-        """Whether every order of addition gives the same clipping in all steps so far."""
+        """True if every order of addition gave the same clipping in all steps so far."""
         self.sees_all = True
-        """True if the system shows masters and state of all its ranks; see `adopt`."""
+        """True if the system reports masters and state of all its ranks; see `adopt`."""
 
     @property
     def _rules(self) -> Rules:
@@ -111,7 +112,7 @@ class Reference:
 
     @property
     def held(self) -> Sequence[frozenset[str]]:
-        """For every rank, the names of the params that it holds."""
+        """Names of each rank's params, by rank."""
         if not self._elsewhere:
             return self._ranks.held
         return [
@@ -120,10 +121,10 @@ class Reference:
         ]
 
     def start_from(self, params: Mapping[str, Tensor]) -> None:
-        """Begin with other values than the workload's; to be called before `set_addresses`.
+        """Begin with other values than the workload's. Call before `set_addresses`.
 
         Args:
-            params: The values by name, in any dtype; not changed.
+            params: Values by name, in any dtype; not changed.
         """
         starts = {
             name: params.get(name, master).to(master.device)
@@ -133,12 +134,10 @@ class Reference:
         self._history = self._new_history()
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Lay every param in memory as each rank has it.
-
-        To be called before the first step, or the first one in another world.
+        """Lay every param in memory as on each rank. Call before the first step in a world.
 
         Args:
-            addresses: For every rank, the address of each param; see [Note: addresses].
+            addresses: By rank: address of each param; see [Note: addresses].
         """
         self._ranks.set_addresses(addresses)
         if self._one_device is not None:
@@ -146,11 +145,12 @@ class Reference:
         self._write_params()
 
     def set_holdings(self, holdings: Callable[[], Holdings]) -> None:
-        """Tell what each rank of one replica owns, for norms that are taken of that.
+        """Set the source of each rank's owned parts, for norms that depend on them.
 
         Args:
-            holdings: Gives it by rank, where a norm is; see `norms.Holding`.
+            holdings: Returns owned parts by rank of one replica; see `norms.Holding`.
         """
+        # A function, because only some norms need the parts.
         self._holdings = holdings
 
     def continue_as(
@@ -161,24 +161,24 @@ class Reference:
         weights_only: bool = False,
         rules: Rules | None = None,
     ) -> None:
-        """Go on in another world: masters, optimizer state, loss scale and step index stay.
+        """Continue in another world, with the same masters, optimizer state and step index.
 
         Args:
-            scenario: What holds from the next step on; of the same model, dtype and optimizer.
-            workload: Its workload; built from it where left out.
-            weights_only: Whether masters and step index alone stay: the optimizer has yet to make
-                its state, and the loss scale is the first one again.
-            rules: By which rules it goes on; the same ones where left out.
+            scenario: Scenario from the next step on, with the same model, dtype and optimizer.
+            workload: Workload of the scenario; None to build it.
+            weights_only: True to keep only masters and step index, not optimizer state and loss
+                scale.
+            rules: Rules from the next step on; None for the present ones.
 
         Raises:
-            UsageError: The model or the optimizer is another one.
+            UsageError: The model or the optimizer differs.
         """
         for name in ("model", "optimizer"):
             before, after = getattr(self._scenario, name), getattr(scenario, name)
             if before != after:
                 raise UsageError(
-                    f"expected a scenario that goes on with {name} = {before}, got {after}. "
-                    "Try changing only `world`, `system`, `data` and `run`."
+                    f"expected a scenario that continues with {name} = {before}, got {after}. "
+                    "Change only `world`, `system`, `data` and `run`."
                 )
         self._scenario = scenario
         self._ranks.rules = rules or self._rules
@@ -193,7 +193,7 @@ class Reference:
         self._write_params()
 
     def standing(self) -> Standing:
-        """What the next step begins with."""
+        """Return the state before the next step."""
         scale = self._loss_scale
         return Standing(
             next_step=self._next_step,
@@ -211,19 +211,19 @@ class Reference:
         """Run the next optimizer step of all ranks.
 
         Args:
-            orders: By param, spans that tile its flattened elements, each with its place in the
-                calls that add it. Not read where `world.order` does not depend on positions.
-            order_seed: Seed of the world, from which `random-tree` draws.
+            orders: Spans that tile each param, with their positions in the calls that add them.
+                Ignored unless `world.order` depends on positions.
+            order_seed: Seed of the world, used by `random-tree`.
 
         Raises:
-            UsageError: The order depends on positions, and the spans of a param are missing or do
-                not tile it.
+            UsageError: The order depends on positions, and a param's spans are missing or do not
+                tile it.
         """
         begun = self.begin(orders, order_seed=order_seed)
         return self.finish(begun, measured=begun.measured)
 
     def begin(self, orders: Orders | None = None, *, order_seed: int = 0) -> BegunStep:
-        """Run the next step up to where the norm of the whole gradient has to be known.
+        """Run the next step up to the norm of the whole gradient.
 
         Args:
             orders: As in `step`.
@@ -249,10 +249,11 @@ class Reference:
                 one_device = self._one_device.gradients(
                     step, masters=self._stepper.masters, scales=self._scales, scale=scale
                 )
-            # Before the optimizer moves the weights: the search replays this step.
+            # Before the optimizer changes the weights, because the search replays this step.
             nonfinite = None
             if not begun.measured.finite:
                 nonfinite = self._ranks.find_nonfinite(step, scale=scale)
+        # Only exact models promise sums that no order can change.
         is_certified = begun.measured.finite and is_exact
         return replace(
             begun,
@@ -266,7 +267,7 @@ class Reference:
         return None if self._loss_scale is None else self._loss_scale.scale
 
     def _start(self, adding: Adding, orders: Orders) -> StepStart | None:
-        """Copy everything the next step begins with; None if there are too many elements."""
+        """Copy the state before the next step; None if there are too many elements."""
         if not self._fits:
             return None
         return StepStart(
@@ -286,7 +287,9 @@ class Reference:
         start: StepStart | None = None,
     ) -> BegunStep:
         """Unscale, divide and measure the sums over ranks."""
+        # 1D, fp32: all trained params
         flat = self._flatten(grads, local)
+        # A share of `grads`, which are still scaled.
         nonzero_fraction = int(flat.count_nonzero()) / max(1, self._elems)
         if self._scale is not None:
             flat = quotient(flat, self._scale)
@@ -305,7 +308,8 @@ class Reference:
         )
 
     def _flatten(self, grads: Mapping[str, Tensor], local: Contributions) -> Tensor:
-        """Join what is trained in a step, divided already where that rounds to the sums' dtype."""
+        """Concatenate the trained params' sums, as fp32."""
+        # A division in the sums' dtype must come before the conversion.
         if local.division.is_rounded and local.divisor != 1:
             grads = {name: local.division.after(grads[name]) for name in local.active}
         return flatten_wide(grads, names=local.active)
@@ -313,12 +317,12 @@ class Reference:
     def finish(
         self, begun: BegunStep, *, measured: Measure, told: Tensor | None = None
     ) -> ReferenceStep:
-        """Clip and update, or skip, as the measure of the whole gradient says.
+        """Clip and update, or skip, depending on the measure of the whole gradient.
 
         Args:
             begun: From `begin`.
-            measured: Its own measure; where it is one part of a model, that of all parts.
-            told: 0-D fp32, the norm that the system tells, where it is to be taken from it.
+            measured: Measure of the gradient, or of all parts of the model.
+            told: 0-D fp32, the norm reported by the system, for the rule `told`.
 
         Raises:
             UntrainableError: torch's optimizer cannot take the step.
@@ -332,6 +336,7 @@ class Reference:
         norm_max = self._scenario.optimizer.clip_norm
         stepped: Mapping[str, Tensor] = {}
         before: Mapping[str, Tensor] = {}
+        # Without fp32 masters an update can be rounded away, so compare before and after.
         if self._rules.masters == "param":
             before = {name: master.clone() for name, master in self._stepper.masters.items()}
         if not skipped:
@@ -376,15 +381,15 @@ class Reference:
 
     @property
     def _fits(self) -> bool:
-        """True if starts of steps are kept."""
+        """True if the state before each step is kept."""
         return self._elems * self._scenario.world.size <= KEPT_ELEMS_MAX
 
     def _cut_dependence(self) -> str:
-        """Return why the bits of the target's rule are not known; empty if they are."""
+        """Return the reason why the bits of the target's rule are unknown; empty if known."""
         own, masters = self._rules.own, self._stepper.masters
         if own is None or not own.elementwise:
             return ""
-        # Here and below, because hardly any case needs it.
+        # Imported here and below, because hardly any case needs it.
         from zero_sim.reference.cuts import why_unknown
 
         shows_cuts = self.sees_all and self._fits and not self._scales
@@ -392,7 +397,7 @@ class Reference:
         return why_unknown(spec, rules=self._rules, params=masters, shows_cuts=shows_cuts)
 
     def cut_step(self, taken: ReferenceStep, *, name: str) -> CutStep | None:
-        """Return a param's step, to take it cut; None unless an elementwise rule took it.
+        """Return a param's step, to repeat it with cuts; None unless an elementwise rule took it.
 
         Args:
             taken: A step of this reference in its present world.
@@ -413,19 +418,20 @@ class Reference:
         )
 
     def adopt(self, name: str, index: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Go on with other bits that the target's rule gives, where a system has these.
+        """Continue from the system's bits, if the target's rule can give them.
 
         Args:
-            name: Of the param.
-            index: 1D, its flattened elements.
-            values: For these, from the `CutStep` of the last step.
+            name: Name of the param.
+            index: 1D, flattened elements.
+            values: Values of these elements, from the `CutStep` of the last step.
         """
         self._stepper.put(name, index, values)
+        # The history holds gradients only, which no longer lead to these masters.
         self._history = None
         self._write_params()
 
     def again(self, taken: ReferenceStep) -> Again | None:
-        """Get ready to take an earlier step again; None if its start was not kept.
+        """Prepare to repeat an earlier step; None if its start was not kept.
 
         Args:
             taken: A step of this reference in its present world.
@@ -449,7 +455,7 @@ class Reference:
     def _replay_again(
         self, taken: ReferenceStep, start: StepStart, rules: Rules
     ) -> Sequence[RankReplay]:
-        """Replay the ranks of an earlier step; this reference stays where it is."""
+        """Replay the ranks of an earlier step, without moving this reference."""
         ranks = copy(self._ranks)
         ranks.rules = rules
         with isolated():
@@ -459,7 +465,7 @@ class Reference:
         return local.replays
 
     def _finish_again(self, by: StepAgain) -> ReferenceStep:
-        """Take a step again from its sums; this reference stays where it is."""
+        """Repeat a step from its sums, without moving this reference."""
         taken, start = by.again.taken, by.again.start
         twin = copy(self)
         twin._stepper, twin._loss_scale = start.stepper.fork(), copy(start.loss_scale)
@@ -469,7 +475,7 @@ class Reference:
         local = by.contributions()
         with isolated():
             begun = twin._begun(local, {name: by.sum(name) for name in local.names})
-        # The measure of a model in several parts is of all of them.
+        # `measured` of a model in several parts covers all of them.
         measured = taken.measured if by.differs_in_clip_alone else begun.measured
         step = twin.finish(begun, measured=measured, told=taken.norm)
         params = {name: param.clone() for name, param in step.params.items()}
@@ -491,7 +497,7 @@ class Reference:
         return OptimizerHistory(masters=masters)
 
     def _add_to_history(self, stepped: Mapping[str, Tensor]) -> None:
-        """Add the next step, or forget all if they have too many elements."""
+        """Append a step; forget all of them if they have too many elements."""
         history = self._history
         if history is None or not stepped:
             return
@@ -512,7 +518,7 @@ class Reference:
         return clip_is_certified(measured, norm_max=norm_max, form=form)
 
     def _measure(self, flat: Tensor, *, active: Sequence[str]) -> Measure:
-        """Measure the gradient: norm and zeros of what counts here, overflow of all of it."""
+        """Measure the gradient: norm and zeros without `uncounted`, overflow of all params."""
         whole, norm = measure(flat), self._rules.norm
         if norm not in ("of-elements", "told"):
             grads = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
@@ -520,7 +526,7 @@ class Reference:
                 norm,
                 whole,
                 grads=grads,
-                # Each block of ranks holds all rows.
+                # Each shard group has all rows.
                 rank_count=self._scenario.world.size // self._scenario.system.redundancy,
                 order=self._scenario.world.order,
                 holdings=self._holdings(),
@@ -536,12 +542,11 @@ class Reference:
     ) -> Mapping[str, Tensor]:
         """Clip the master gradient, step the masters and cast them into the working params.
 
-        Params in fp8 get new scales; those that are frozen keep theirs.
-
         Returns:
-            What the masters were stepped with.
+            The optimizer's gradients, fp32 by param.
         """
         spec, masters = self._scenario.optimizer, self._stepper.masters
+        # By value before by norm: the norm was measured before both.
         if spec.clip_value is not None:
             flat.clamp_(-spec.clip_value, spec.clip_value)
         if spec.clip_norm is not None:
@@ -549,6 +554,7 @@ class Reference:
         like = {name: masters[name] for name in active}
         stepped = unflatten(flat, like=like)
         self._stepper.step(stepped, factor=factor)
+        # fp8 params get new scales after a step. Frozen ones keep theirs.
         working = self._ranks.params() if self._scales else {}
         for name in self._scales.keys() & like.keys():
             self._scales[name] = scale_for(masters[name], dtype=working[name].dtype)
@@ -567,14 +573,14 @@ def step_together(
     order_seed: int = 0,
     told: Tensor | None = None,
 ) -> list[ReferenceStep]:
-    """Run the next step of all parts of one model.
+    """Run the next step of all parts of a model.
 
-    Each part has params, data and ranks of its own; what they share is the norm, which is over all
-    of them, and so the clipping, and the overflow, at which all of them skip the step.
+    Each part has its own params, data and ranks. The norm is common, so clipping and skipping on
+    overflow are too.
 
     Args:
-        references: One a part.
-        orders: For each, as in `Reference.step`.
+        references: One reference per part.
+        orders: Orders of each part, as in `Reference.step`.
         order_seed: As in `Reference.step`.
         told: As in `Reference.finish`.
 
@@ -585,6 +591,7 @@ def step_together(
         reference.begin(order, order_seed=order_seed)
         for reference, order in zip(references, orders, strict=True)
     ]
+    # The norm of all parts, hence between `begin` and `finish`.
     measured = measure_together([each.measured for each in begun])
     return [
         reference.finish(each, measured=measured, told=told)

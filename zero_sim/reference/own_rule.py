@@ -1,8 +1,8 @@
-"""An update rule that a target brings along: whole params, one device, no process group.
+"""A target's own update rule, run on whole params on one device without a process group.
 
-The rule is trusted, since there is nothing to compare it with. Checked is what a comparison with it
-relies on: it draws no random numbers, reaches no process group, and keeps all its state where a
-copy finds it.
+The rule is trusted, because nothing else could check it. zero_sim only checks the assumptions of a
+comparison with it: no random numbers, no process group, and all state in places that a copy
+includes.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ States = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnRule:
-    """An update rule; either `build` or `step` is given."""
+    """An update rule, given by either `build` or `step`."""
 
     name: str
-    """As messages name it: `reference_step of target 'mine'`."""
+    """Name in messages, such as `reference_step of target 'mine'`."""
     scenario: Scenario
-    """The case, as the target is given it."""
+    """The case, as passed to the target."""
     build: Callable[[Mapping[str, Tensor], Scenario], Any] | None = None
-    """From params by name to an optimizer with the form of torch's."""
+    """Builds an optimizer with torch's interface from params by name."""
     step: Move | None = None
-    """Moves one param in place; its arguments are param, gradient, state and settings."""
+    """Moves one param in place, given param, gradient, state and settings."""
     read_state: Callable[[Any, Mapping[str, Tensor]], States] | None = None
-    """State by param, from the optimizer and its params; None for `optimizer.state`."""
+    """Reads state by param from the optimizer and its params; None for `optimizer.state`."""
     elementwise: bool = False
-    """True if the step of an element depends on that element alone."""
+    """True if an element's step depends on this element only."""
     alone: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Makes the block in which it runs, where no process group exists."""
+    """Context in which the rule runs, without a process group."""
 
     def __deepcopy__(self, memo: object) -> OwnRule:
-        """Return itself: a target is not copied with the reference."""
+        """Return the rule itself, because a target is not copied with the reference."""
         return self
 
 
 class OwnOptimizer:
-    """The optimizer of a rule, over params of its own.
+    """The optimizer of a rule, over its own params.
 
     Args:
         rule: The rule.
-        params: Each param that it has to step, by name.
-        groups: Params and their settings by group, for a rule that moves one param.
+        params: Params to step, by name.
+        groups: Params and settings by group, for a rule that moves single params.
 
     Raises:
         ProtocolError: The rule raises, or does something that the reference cannot repeat.
@@ -71,6 +71,7 @@ class OwnOptimizer:
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
         self._rule, self._params = rule, params
+        # A rule for single params runs in a plain loop over them.
         if rule.step is not None:
             self._inner: Any = TextbookOptimizer(_without_params(rule.step), groups)
         else:
@@ -81,6 +82,7 @@ class OwnOptimizer:
 
     def _check(self) -> None:
         inner = self._inner
+        # Any class with torch's attributes will do.
         missing = [
             name for name in ("param_groups", "state", "step") if getattr(inner, name, None) is None
         ]
@@ -89,23 +91,24 @@ class OwnOptimizer:
                 f"an optimizer with {', '.join(missing)}", f"a {type(inner).__name__}"
             )
         stepped = [id(param) for group in inner.param_groups for param in group["params"]]
+        # Identity, because tensors compare elementwise.
         names = [name for name, param in self._params.items() if stepped.count(id(param)) != 1]
         if names or len(stepped) != len(self._params):
             raise self._wrong(
-                "one param group for each param that it is given",
+                "each of its params in exactly one param group",
                 f"{len(stepped)} params in groups, wrong for {', '.join(names) or 'others'}",
             )
         if any("lr" not in group for group in inner.param_groups):
             raise self._wrong(
-                "'lr' in every param group, which a warm-up scales", "a group without"
+                "'lr' in every param group, because a warm-up scales it", "a group without"
             )
 
     def _wrong(self, wanted: str, got: str) -> ProtocolError:
-        return ProtocolError(f"expected {self._rule.name} to give {wanted}, got {got}.")
+        return ProtocolError(f"expected {self._rule.name} to return {wanted}, got {got}.")
 
     @property
     def param_groups(self) -> Sequence[dict[str, Any]]:
-        """Groups as torch's optimizers have them; live."""
+        """Param groups, as in torch's optimizers; live."""
         return self._inner.param_groups
 
     def step(self) -> None:
@@ -116,35 +119,41 @@ class OwnOptimizer:
     def states(self) -> States:
         """Return state tensors by param and key; live."""
         if self._rule.read_state is None:
+            # torch's layout: state under the param itself.
             held = self._inner.state
             found = {name: held.get(param, {}) for name, param in self._params.items()}
         else:
             with self._alone():
                 found = self._rule.read_state(self._inner, dict(self._params))
+        # Other values, such as numbers, have no elements to compare or cut.
         return {
             name: {k: v for k, v in found.get(name, {}).items() if isinstance(v, Tensor)}
             for name in self._params
         }
 
     def take_state(self, other: OwnOptimizer, *, cut: Callable[[str, Tensor], Tensor]) -> None:
-        """Copy the state and the groups' settings of another optimizer of the same rule.
+        """Copy state and group settings from another optimizer of the same rule.
 
         Args:
-            other: An optimizer over params of these names, and maybe others.
-            cut: Gives what a state tensor of a key becomes here.
+            other: Optimizer over params with these names, and possibly more.
+            cut: Returns the part of a state tensor to keep here, given its key and the tensor.
         """
+        # A memo that maps their params to ours, so that references in copied state follow.
         memo: dict[int, Any] = {id(other._params[n]): param for n, param in self._params.items()}
         names = {id(param): name for name, param in other._params.items()}
         own_names = {id(param): name for name, param in self._params.items()}
+        # Replace all state, because an optimizer may create some when it is built.
         self._inner.state.clear()
         for key, held in other._inner.state.items():
+            # State of a param that only the other optimizer has.
             if names.get(id(key), "") not in self._params and id(key) in names:
                 continue
             copied = deepcopy(held, memo)
+            # State under other keys than params has no elements to cut.
             if id(key) in names and isinstance(copied, dict):
                 copied = {k: cut(k, v) if isinstance(v, Tensor) else v for k, v in copied.items()}
             self._inner.state[memo.get(id(key), key)] = copied
-        # By params: a rule may leave out groups of which it is given none.
+        # Matched by params, because a rule may omit groups without params.
         group_of = {
             names[id(param)]: group for group in other.param_groups for param in group["params"]
         }
@@ -155,19 +164,22 @@ class OwnOptimizer:
 
     @contextmanager
     def _alone(self) -> Generator[None]:
-        """Run the rule as on a single device, and charge what it raises to it."""
+        """Run the rule as on a single device, and attribute its exceptions to the target."""
+        # In every call, because a rule may draw in any of them.
         before = _generators()
         try:
             with self._rule.alone(), torch.no_grad():
                 yield
-        # The rule is a stranger's and may raise anything.
+        # Rules are foreign code and may raise anything.
         except Exception as error:
+            # The innermost frame, in the rule or in code that it calls.
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise ProtocolError(
                 f"expected {self._rule.name} to step whole params on one device, where no process "
                 f"group exists, got {type(error).__name__}: {error}, at {frame.filename}:"
                 f"{frame.lineno}."
             ) from error
+        # Values do not reveal a draw, so compare the generators' states.
         if _generators() != before:
             raise ProtocolError(
                 f"expected {self._rule.name} to use no random numbers, because no system could "
@@ -176,6 +188,7 @@ class OwnOptimizer:
             )
 
 
+# Settings only, because a rule that moves one param must not reach others.
 def _without_params(step: Move) -> Move:
     def move(param: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         step(param, grad, state, {key: value for key, value in group.items() if key != "params"})
@@ -184,7 +197,8 @@ def _without_params(step: Move) -> Move:
 
 
 def _generators() -> tuple[object, ...]:
-    """The state of each generator that a rule might draw from, as values to compare."""
+    """Return the state of each generator that a rule could use, as comparable values."""
+    # Generators of the CPU, of the accelerator and of Python.
     device = random_state()
     return (
         torch.default_generator.get_state().numpy().tobytes(),

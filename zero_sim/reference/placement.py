@@ -1,13 +1,14 @@
-"""Placement of params in memory, modulo a vector's width: it can change the bits of a product.
+"""Placement of params in memory, modulo a vector's width, because it can change bits of a product.
 
 [Note: addresses]
-A matrix product with a vector (one row of inputs, or one output) starts its vector loop at an
-aligned address of the weight and sums the elements before it apart. So the same weight gives other
-bits at another address: measured with torch 2.13 on AVX-512, in 57 % of fp32 linears on one row,
-in about 1 % on a few rows, in none of bf16. The address modulo 64 bytes decides. A system keeps
-its params inside flat buffers, and the reference knows no buffers; so it is told that number as an
-observed fact. On a GPU torch tells cuBLASLt the alignment of each operand, up to 256 bytes, by
-which it chooses a kernel, and its allocator gives multiples of 512: that is what counts there.
+A product of a matrix and a vector (one row of inputs, or one output) starts its vector loop at an
+aligned address of the weight, and sums the elements before it separately. So the same weight can
+give other bits at another address. Measured with torch 2.13 on AVX-512: in 57 % of fp32 linears on
+one row, in about 1 % on a few rows, and never in bf16. The address modulo 64 bytes decides. Systems
+keep their params in flat buffers, which the reference does not know, so it takes this number as an
+observed fact. On a GPU, torch passes the alignment of each operand, up to 256 bytes, to cuBLASLt,
+which chooses a kernel by it. torch's allocator returns multiples of 512, so there the modulus is
+512.
 """
 
 from __future__ import annotations
@@ -18,51 +19,56 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+# Width of an AVX-512 vector, and granularity of torch's CUDA allocator; see [Note: addresses].
 _MODULUS_BYTES_ON_CPU, _MODULUS_BYTES_ELSEWHERE = 64, 512
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """How a param lies in memory, as far as it can change the bits of a product."""
+    """Address and strides of a param, as far as they can change bits of a product."""
 
     address: int
-    """Address modulo `modulus_bytes` of its device; 0 where there are no elements."""
+    """Address modulo `modulus_bytes` of its device; 0 without elements."""
     strides: tuple[int, ...]
-    """In elements, as torch gives them."""
+    """Strides in elements, as in torch."""
 
 
 Addresses = Mapping[str, MemoryLayout]
-"""By param: how it lies in memory."""
+"""Memory layout of each param, by name."""
 
 
 def modulus_bytes(device: torch.device) -> int:
-    """Return modulo what an address counts on a device."""
+    """Return the modulus for addresses on a device, in bytes."""
     return _MODULUS_BYTES_ON_CPU if device.type == "cpu" else _MODULUS_BYTES_ELSEWHERE
 
 
 def memory_layout_of(tensor: Tensor) -> MemoryLayout:
-    """Return how a tensor lies in memory."""
+    """Return the memory layout of a tensor."""
     return MemoryLayout(tensor.data_ptr() % modulus_bytes(tensor.device), tensor.stride())
 
 
 def move_params(params: Mapping[str, nn.Parameter], addresses: Addresses) -> None:
-    """Move params to storage of their own at the given addresses and strides, values unchanged.
+    """Move params to their own storage at the given addresses and strides, with equal values.
 
     Args:
         params: Params by name.
-        addresses: Where to; params without an entry stay, and so do those without elements.
+        addresses: Wanted layouts. Params without an entry or without elements stay.
     """
     for name, param in params.items():
         wanted = addresses.get(name)
+        # Params without elements have no address.
         if wanted is not None and param.numel() and memory_layout_of(param) != wanted:
             param.data = _copy_at(param.detach(), wanted)
 
 
 def _copy_at(value: Tensor, wanted: MemoryLayout) -> Tensor:
+    # Bytes from the first to the last element at these strides.
     reach = zip(value.shape, wanted.strides, strict=True)
     nbytes = (1 + sum((size - 1) * stride for size, stride in reach)) * value.element_size()
     modulus = modulus_bytes(value.device)
     raw = torch.empty(nbytes + modulus, dtype=torch.uint8, device=value.device)
+    # Over-allocated by the modulus, so some byte has the wanted address.
     start = (wanted.address - raw.data_ptr()) % modulus
     flat = raw[start : start + nbytes].view(value.dtype)
+    # Strides may leave gaps between elements, so copy through a strided view.
     return flat.as_strided(value.shape, wanted.strides).copy_(value)

@@ -1,9 +1,9 @@
-"""Params in fp8: what they stand for, and how a master becomes one; on whole params.
+"""Conversion of fp32 masters to fp8 params and back, on whole params.
 
-A scale is chosen from the greatest magnitude of the whole master: the least power of two that
-brings it within the format, but never one with which the scale is less than 2**-126 or the
-format's greatest number more than fp32 has. Where that magnitude is zero or not finite the scale
-is 1. Values outside the format become its greatest number, with their sign.
+The scale depends on the greatest magnitude of the whole master. It is the least power of two that
+brings this magnitude into the range of the format. But the scale is at least 2**-126, and the
+format's greatest number times the scale stays within fp32. If the magnitude is zero or not finite,
+the scale is 1. Values outside the format saturate at its greatest number, with their sign.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from zero_sim.workloads.fp8 import FP8_DTYPES, SCALE_SUFFIX
 
+# The least normal fp32 number.
 _SCALE_MIN = 2.0**-126
 
 
 def find_scales(module: nn.Module) -> dict[str, Tensor]:
-    """Return the live 0-D fp32 scale of every fp8 param of a module, by the param's name."""
+    """Return the scale of each fp8 param of a module, by name; 0-D fp32, live."""
     return {
         name: module.get_buffer(name + SCALE_SUFFIX)
         for name, param in module.named_parameters()
@@ -30,18 +31,20 @@ def find_scales(module: nn.Module) -> dict[str, Tensor]:
 
 
 def decode(values: Tensor, *, scale: Tensor) -> Tensor:
-    """Return as new fp32 what fp8 values and their 0-D fp32 scale stand for."""
+    """Return the fp32 values of an fp8 tensor with a 0-D fp32 scale, as a new tensor."""
     return values.detach().float() * scale
 
 
 def encode(master: Tensor, *, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an fp32 master as fp8 values at a 0-D fp32 scale, in a shape of its own."""
+    """Return an fp32 master as fp8 values with a 0-D fp32 scale, in the master's shape."""
+    # Saturate, because the conversion gives NaN or infinity for values out of range.
     greatest = torch.finfo(dtype).max
     return (master / scale).clamp(min=-greatest, max=greatest).to(dtype)
 
 
 def scale_for(master: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Return the 0-D fp32 scale that a whole fp32 master asks for."""
+    """Return the 0-D fp32 scale for a whole fp32 master."""
+    # Of the whole master. A sharded system reduces this over ranks.
     amax = master.abs().max().item() if master.numel() else 0.0
     if amax == 0 or not math.isfinite(amax):
         return torch.ones((), device=master.device)
@@ -56,22 +59,23 @@ def scale_for(master: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkingParams:
-    """The form of the working params."""
+    """Dtypes and scales of the working params."""
 
     dtypes: Mapping[str, torch.dtype]
-    """By param."""
+    """Dtype of each param."""
     scales: Mapping[str, Tensor]
-    """Of params in fp8, before the step."""
+    """Scales of params in fp8, before the step."""
 
     def cast(self, name: str, master: Tensor, *, is_stepped: bool) -> Tensor:
-        """Return the working param of a master.
+        """Return the working param for a master.
 
         Args:
-            name: Of the param.
-            master: fp32.
-            is_stepped: Whether the step moved it, which gives a param in fp8 another scale.
+            name: Name of the param.
+            master: Values of the master, fp32.
+            is_stepped: True if the step moved it, so that a param in fp8 gets a new scale.
         """
         dtype = self.dtypes[name]
+        # Other dtypes need no scale.
         if name not in self.scales:
             return master.to(dtype)
         scale = scale_for(master, dtype=dtype) if is_stepped else self.scales[name]

@@ -1,4 +1,4 @@
-"""All ranks of a scenario, replayed on one device, and what they bring to the sums of a step."""
+"""All ranks of a scenario, replayed on one device, and their contributions to a step's sums."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import Workload, build_module, keep_activations, saved_buffers
 
 Orders = Mapping[str, Sequence[SumSpan]]
-"""By param: spans that tile its flattened elements, each with its place in the calls that add."""
+"""Spans that tile each param's flattened elements, with their positions in the calls that add
+them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adding:
-    """How the ranks' gradients are added: over blocks of ranks, then over these."""
+    """Addition of the ranks' gradients: within each shard group, then over these."""
 
     order: AddOrder
     seed: int = 0
-    """Seed of the world, from which `random-tree` draws."""
+    """Seed of the world, used by `random-tree`."""
     block_count: int = 1
-    """Number of blocks of consecutive ranks."""
+    """Number of shard groups, each of consecutive ranks."""
 
     def all(self, local: Sequence[Tensor], *, spans: Sequence[SumSpan] | None) -> Tensor:
         """Add the gradients of all ranks; arguments as for `add_replicas`."""
@@ -46,13 +47,14 @@ class Adding:
     def in_blocks(
         self, local: Sequence[Tensor], *, spans: Sequence[SumSpan] | None
     ) -> list[Tensor]:
-        """Add those of each block; arguments as for `add_replicas`."""
+        """Add the gradients of each shard group; arguments as for `add_replicas`."""
         return add_blocks(
             local, replica_count=self.block_count, order=self.order, spans=spans, seed=self.seed
         )
 
     def over_blocks(self, sums: Sequence[Tensor], *, spans: Sequence[SumSpan] | None) -> Tensor:
-        """Add the sums of all blocks; arguments as for `add_replicas`."""
+        """Add the sums of all shard groups; arguments as for `add_replicas`."""
+        # A single shard group has no second sum.
         if len(sums) == 1:
             return sums[0]
         return add_block_sums(sums, order=self.order, spans=spans, seed=self.seed)
@@ -60,23 +62,23 @@ class Adding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contributions:
-    """What all ranks bring to one step, before anything is added."""
+    """Contributions of all ranks to one step, before addition."""
 
     names: Sequence[str]
-    """Of all params that are trained in some step, in the order in which sums are told."""
+    """All params that are trained in some step, in the order of the sums."""
     active: Sequence[str]
-    """Of those that are trained in this one."""
+    """Params that are trained in this step."""
     replays: Sequence[RankReplay]
-    """By rank."""
+    """Replays in rank order."""
     division: Division
     across_last: bool = False
-    """Whether each round is summed within the blocks of ranks, and the last one over them, too."""
+    """True to sum each round within shard groups, and all rounds' sums over these, once."""
     reduce_dtypes: Mapping[str, torch.dtype] | None = None
-    """By param: in which ranks are summed; None for the dtype of what they accumulated."""
+    """Dtype of the sum over ranks, by param; None for the dtype of accumulation."""
     sum_dtypes: Mapping[str, torch.dtype] | None = None
-    """By param: in which the sums of several rounds are added; None for the dtype of these."""
+    """Dtype in which sums of several rounds are added, by param; None for that of the sums."""
     copies_dtypes: Mapping[str, torch.dtype] | None = None
-    """By param: in which sums of blocks are added over these; None for the dtype of these."""
+    """Dtype in which sums are added over shard groups, by param; None for that of the sums."""
 
     @property
     def losses(self) -> dict[tuple[int, int], Tensor]:
@@ -89,19 +91,19 @@ class Contributions:
 
     @property
     def data_digests(self) -> dict[int, bytes]:
-        """By rank: hash of the bytes of its batches."""
+        """Hash of the bytes of each rank's batches."""
         return {rank: replay.data_digest for rank, replay in enumerate(self.replays)}
 
     @property
     def divisor(self) -> float:
-        """What the sums are yet to be divided by: 1 where nothing is."""
+        """Divisor still to apply to the sums; 1 if there is none."""
         return 1 if self.division.each_round else self.division.rest
 
     def brought(self) -> list[dict[str, Tensor]]:
-        """What each rank adds to the last sum of the step, by param, divided where that is before.
+        """Return each rank's terms of the last sum of the step, divided if that comes before.
 
         Returns:
-            By rank.
+            Gradients by param, by rank.
         """
         last = [replay.rounds[-1] for replay in self.replays]
         if not self.division.is_before and self.reduce_dtypes is None:
@@ -109,52 +111,54 @@ class Contributions:
         return [{name: self._brought(name, g) for name, g in grads.items()} for grads in last]
 
     def _brought(self, name: str, grad: Tensor) -> Tensor:
-        """What a rank brings to a sum, of what it accumulated."""
+        """Return a rank's term for a sum, from its accumulated gradient."""
+        # Convert first: ranks divide in the dtype of the sum.
         if self.reduce_dtypes is not None:
             grad = grad.to(self.reduce_dtypes[name])
         return self.division.before(grad) if self.division.is_before else grad
 
     def certify(self) -> dict[str, Tensor]:
-        """Certify each param's sum: of what every micro-batch of every rank brings.
-
-        What ranks divide before the sum may be no multiple of a unit any more; then the quotients
-        that they contribute are what is added.
-        """
+        """Return the certificate of each param's sum, over micro-batches and ranks."""
+        # Quotients may no longer be multiples of a unit. So if ranks divide before the sum, the
+        # terms to certify are these quotients.
         before = self.division.is_before
+        # Undivided sums have the gradients of micro-batches as terms. Any grouping is covered.
         split = [each.rounds if before else each.micro_grads for each in self.replays]
         contributions = [grads for rank in split for grads in rank]
         certified: dict[str, Tensor] = {}
         for name, zero in self.replays[0].rounds[0].items():
-            # Of every micro-batch they are in its own dtype.
+            # Gradients of micro-batches have the param's own dtype.
             terms = [grads[name].to(zero.dtype) for grads in contributions if name in grads]
             if before:
                 terms = [self.division.before(term) for term in terms]
+            # Without terms the sum is zero in every order.
             certified[name] = certify(terms or [torch.zeros_like(zero)])
             last = zero.dtype if self.copies_dtypes is None else self.copies_dtypes[name]
             if torch.promote_types(zero.dtype, last) != last:
-                # Sums of blocks are rounded once more, so exact terms prove nothing.
+                # Sums of shard groups are rounded again, so exact terms prove nothing.
                 certified[name] = torch.zeros_like(certified[name])
         return certified
 
     def reduce(self, adding: Adding, *, orders: Orders) -> dict[str, Tensor]:
-        """Add the ranks' gradients round by round, divided first where a rule says so.
+        """Add the ranks' gradients round by round, divided before if the rule requires it.
 
         Args:
-            adding: How the gradients of all ranks, of one param in one round, are added.
-            orders: By param, where it stands in the calls that add it, as far as that matters.
+            adding: Addition of all ranks' gradients of a param in one round.
+            orders: By param: positions in the calls that add it, for orders that depend on them.
 
         Returns:
-            The sums of all params; zeros of those that have no gradient.
+            Sums of all params; zeros for params without a gradient.
         """
         reduced = {
             name: self.reduce_param(name, adding, spans=orders.get(name)) for name in self.active
         }
+        # Shapes and dtypes of all params, from any rank that has them.
         zeros = {name: grad for replay in self.replays for name, grad in replay.rounds[0].items()}
         dtypes = self.sum_dtypes or self.copies_dtypes or self.reduce_dtypes or {}
         return {
             name: reduced[name]
             if name in reduced
-            # Of a param that is not used it may be no gradient of zeros.
+            # Inactive params: zeros in the dtype that their sum would have.
             else torch.zeros_like(zeros[name], dtype=dtypes.get(name))
             for name in self.names
         }
@@ -165,43 +169,49 @@ class Contributions:
         Args:
             name: The param, one of `active`.
             adding: As for `reduce`.
-            spans: Where it stands in the calls that add it.
+            spans: Positions in the calls that add the param.
 
         Raises:
-            UsageError: The order depends on positions, and they do not tile the param.
+            UsageError: The order depends on positions, and the spans do not tile the param.
         """
+        # [rounds][ranks], each with the param's shape; ranks without the param are skipped.
         rounds = zip(*(replay.rounds for replay in self.replays), strict=True)
         held = [[grads[name] for grads in each if name in grads] for each in rounds]
+        # Without conversion and division, gradients are terms as they are.
         plain = not self.division.is_before and self.reduce_dtypes is None
         brought = held
         if not plain:
             brought = [[self._brought(name, grad) for grad in each] for each in held]
         try:
             if not self.across_last:
+                # Rounds are the outer sum: each is added over all ranks first.
                 return self._added(name, [self._over_all(name, adding, g, spans) for g in brought])
+            # Otherwise each shard group adds its rounds first, and a single call adds over groups.
             blocks = zip(*(adding.in_blocks(each, spans=spans) for each in brought), strict=True)
             sums = [self._added(name, sums) for sums in blocks]
             return adding.over_blocks(self._as_copies(name, sums), spans=spans)
         except UsageError as error:
+            # The sum does not know the name of its param.
             raise UsageError(f"param {name!r}: {error}") from error
 
     def _over_all(
         self, name: str, adding: Adding, grads: Sequence[Tensor], spans: Sequence[SumSpan] | None
     ) -> Tensor:
-        """The sum of all ranks' gradients of one round."""
+        """Return the sum of all ranks' gradients of one round."""
         if self.copies_dtypes is None:
             return adding.all(grads, spans=spans)
         sums = adding.in_blocks(grads, spans=spans)
         return adding.over_blocks(self._as_copies(name, sums), spans=spans)
 
     def _as_copies(self, name: str, sums: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Sums of blocks as they are added over these."""
+        """Convert sums of shard groups to the dtype in which they are added."""
         dtypes = self.copies_dtypes
         return sums if dtypes is None else [each.to(dtypes[name]) for each in sums]
 
     def _added(self, name: str, sums: Sequence[Tensor]) -> Tensor:
-        """The sums of all rounds, one after the other."""
+        """Return the sum of all rounds, added in sequence."""
         if self.division.each_round:
+            # Each quotient is rounded before the next one is added.
             sums = [self.division.after(each) for each in sums]
         if self.sum_dtypes is not None:
             sums = [each.to(self.sum_dtypes[name]) for each in sums]
@@ -212,10 +222,8 @@ class Contributions:
 
 
 def _loss_factors(rules: Rules, at: LossRows, *, dynamic: float) -> LossFactors:
-    """Return the factors of a micro-batch's loss.
-
-    A power of two times a number is exact, so one product is as good as two.
-    """
+    """Return the factors of a micro-batch's loss."""
+    # A dynamic scale is a power of two, so its product with another factor is exact.
     main, second = rules.scale_loss, rules.scale_second
     return LossFactors(
         main=dynamic * (1.0 if main is None else loss_factor(main, at)),
@@ -231,19 +239,19 @@ class _Rounds(TypedDict):
 
 
 class Ranks:
-    """All ranks of a scenario, each replayed with the params that it holds.
+    """All ranks of a scenario, each replayed with its own params.
 
-    Those that hold the same, laid out alike, are played by one module. With expert parallelism what
-    they hold differs: rank r has the experts of index `r % ep`.
+    One module plays all ranks that have the same params in the same layout. With expert parallelism
+    params differ: rank r has the experts of index `r % ep`.
 
     Args:
-        scenario: The case that is replayed.
-        workload: Its workload.
-        rules: How gradients are accumulated, divided and summed.
+        scenario: Case to replay.
+        workload: Workload of the case.
+        rules: Rules for accumulation, division and sums.
 
     Raises:
-        ModelError: The module has no param to train.
-        ScenarioError: It has none of a name that the scenario says something of.
+        ModelError: The module has no trainable param.
+        ScenarioError: The scenario names a param that the module lacks.
     """
 
     def __init__(
@@ -256,21 +264,22 @@ class Ranks:
         if not shares[0].params:
             raise ModelError(
                 "expected a model with at least one param that requires a gradient, got none "
-                f"from model.name={scenario.model.name!r}. Try giving `model.shapes` a shape."
+                f"from model.name={scenario.model.name!r}. Give `model.shapes` a shape."
             )
         self._assign(shares)
         self._names = list(self.params())
+        # Only the built module knows the names of its params.
         problems = tuple(check_names(scenario, self._names))
         if problems:
             raise ScenarioError(scenario.name or "scenario", problems)
 
     @property
     def held(self) -> Sequence[frozenset[str]]:
-        """For every rank, the names of the params that it holds."""
+        """Names of each rank's params, by rank."""
         return self._held
 
     def params(self) -> dict[str, Tensor]:
-        """The working params of all ranks, as they are; live."""
+        """The working params of all ranks; live."""
         return {
             name: param.detach()
             for replayer in self._replayers
@@ -282,46 +291,49 @@ class Ranks:
         return {name: s.clone() for each in self._replayers for name, s in each.scales.items()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """The persistent buffers that only a checkpoint has after a load; live."""
+        """Persistent buffers whose values only a checkpoint can restore; live."""
         if self._scenario.model.buffer != "saved":
             return {}
         return saved_buffers(self._replayers[0].module)
 
     def form(self, scales: Mapping[str, Tensor]) -> WorkingParams:
-        """The form of the working params.
+        """Return dtypes and scales of the working params.
 
         Args:
-            scales: Of those in fp8.
+            scales: Scales of params in fp8.
         """
         dtypes = {name: param.dtype for name, param in self.params().items()}
         return WorkingParams(dtypes=dtypes, scales=dict(scales))
 
     def weights(self) -> dict[str, Tensor]:
-        """What the working params stand for: themselves, fp8 by its scales."""
+        """Return the values of the working params, with fp8 decoded by its scales."""
         params = self.params()
         scales = self.scales().items()
         return {**params, **{name: decode(params[name], scale=scale) for name, scale in scales}}
 
     def move(self, scenario: Scenario, *, workload: Workload) -> None:
-        """Go on in another world of the same model, with its ranks; params are yet to be written.
+        """Continue with the ranks of another world of the same model. Params must then be written.
 
         Args:
-            scenario: What holds from now on.
-            workload: Its workload.
+            scenario: Scenario from now on.
+            workload: Workload of the scenario.
         """
         self._scenario, self._workload = scenario, workload
         self._assign(self._build_shares())
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Lay every param in memory as each rank has it; params are yet to be written.
+        """Lay every param in memory as on each rank. Params must then be written.
 
         Args:
-            addresses: For every rank, the address of each param; see [Note: addresses].
+            addresses: By rank: address of each param; see [Note: addresses].
         """
+        # One replayer per distinct layout and share of experts. Existing ones are reused first.
         placed: dict[tuple[int, frozenset[tuple[str, MemoryLayout]]], Replayer] = {}
+        # Present replayers, which may be moved to new addresses.
         unused = dict(enumerate(self._replayers))
         for rank, wanted in enumerate(addresses):
             share = rank % self._scenario.topology.ep
+            # Equal layouts give equal bits, so their ranks share a module.
             key = share, frozenset(wanted.items())
             if key not in placed:
                 placed[key] = unused.pop(share, None) or self._build_replayer(share)
@@ -334,7 +346,7 @@ class Ranks:
 
         Args:
             values: By param.
-            scales: Of those in fp8.
+            scales: Scales of params in fp8.
         """
         with torch.no_grad():
             for replayer in self._replayers:
@@ -343,18 +355,20 @@ class Ranks:
                     if name in scales:
                         value = encode(value, scale=scales[name], dtype=param.dtype)
                     param.copy_(value)
+                # The forward of an fp8 module decodes with the module's own scale.
                 for name, scale in replayer.scales.items():
                     scale.copy_(scales[name])
 
     def replay(self, step: int, *, scale: float | None, keep_micro: bool = False) -> Contributions:
-        """Replay all ranks from the current params; to be called while `isolated`.
+        """Replay all ranks from the current params. Call it while `isolated`.
 
         Args:
             step: Optimizer step, from 0.
-            scale: The dynamic loss scale; None without one.
-            keep_micro: Whether to keep the gradients of each micro-batch, too.
+            scale: Dynamic loss scale; None without one.
+            keep_micro: True to also keep the gradients of each micro-batch.
         """
         rules = self.rules
+        # Freezing depends on the step.
         self._freeze(step)
         scales = self._scales(step, scale=scale)
         replays = [
@@ -374,13 +388,15 @@ class Ranks:
 
         Args:
             step: Optimizer step, from 0.
-            scale: The dynamic scale; None without one.
+            scale: Dynamic loss scale; None without one.
         """
         run, rules, size = self._scenario.run, self.rules, len(self._replayer_of_rank)
         counts = [own_micro_batches(run, step=step, rank=rank) for rank in range(size)]
+        # Without declared means, all losses have the same factor.
         if rules.scale_loss is None and rules.scale_second is None:
             alike = None if scale is None else LossFactors(main=scale)
             return [(alike,) * count for count in counts]
+        # A rank without data for a micro-batch has no entry for it.
         rows = [
             [self._workload.batch(step=step, rank=rank, micro=micro).rows for micro in range(count)]
             for rank, count in enumerate(counts)
@@ -406,25 +422,25 @@ class Ranks:
 
     def _rounds(self, rules: Rules) -> _Rounds:
         sync, accumulate, reduce = self._how(rules)
-        # Where each micro-batch is summed, nothing is accumulated before that.
+        # If each micro-batch is summed, nothing is accumulated before the sum.
         dtype = accumulate if sync == "last" else reduce
         return {"grad_dtype": dtype_named(dtype), "every": sync != "last"}
 
     def accumulate(
         self, rank: int, micros: Sequence[Mapping[str, Tensor]], names: Sequence[str], rules: Rules
     ) -> list[dict[str, Tensor]]:
-        """Return what a rank brings to each reduction; see `RankReplay.rounds`.
+        """Return a rank's terms of each reduction; see `RankReplay.rounds`.
 
         Args:
             rank: Index of the rank.
             micros: Gradients of each of its micro-batches, by param.
-            names: Params of which a sum without terms is zeros.
-            rules: How gradients are accumulated.
+            names: Params whose sums are zeros if they have no terms.
+            rules: Rules for accumulation.
         """
         return self._replayer_of_rank[rank].accumulate(micros, names, **self._rounds(rules))
 
     def trained(self, step: int) -> list[str]:
-        """Return the names of params not frozen at a step, in order.
+        """Return the names of params that are not frozen at a step, in order.
 
         Args:
             step: Optimizer step, from 0.
@@ -438,9 +454,10 @@ class Ranks:
         Args:
             step: Optimizer step, from 0.
             replays: By rank.
-            rules: They decide if an unused param has one.
+            rules: Rules, which decide if an unused param has a gradient.
         """
         trained = self.trained(step)
+        # With `zeros`, an unused param is stepped like any other.
         if rules.unused != "left-alone":
             return trained
         used = frozenset[str]().union(*(replay.reached for replay in replays))
@@ -449,15 +466,17 @@ class Ranks:
     def contributions(
         self, active: Sequence[str], replays: Sequence[RankReplay], rules: Rules
     ) -> Contributions:
-        """What replayed ranks bring to a step by some rules.
+        """Return the contributions of replayed ranks by some rules.
 
         Args:
-            active: Names of the params that have a gradient.
-            replays: By rank.
-            rules: How gradients are divided and summed; accumulated they are already.
+            active: Names of the params with a gradient.
+            replays: Replays in rank order.
+            rules: Rules for division and sums. Accumulation is already done.
         """
         sync, accumulate, reduce = self._how(rules)
+        # A single shard group has no second sum, so its dtype has no effect.
         copies = rules.copies_dtype if self._scenario.system.redundancy > 1 else None
+        # Convert only if dtypes differ.
         differ = accumulate != reduce
         narrows = differ or copies is not None
         return Contributions(
@@ -472,7 +491,7 @@ class Ranks:
         )
 
     def _how(self, rules: Rules) -> tuple[Sync, GradDtype, GradDtype]:
-        """When ranks are summed, and the dtypes in which gradients are accumulated and reduced."""
+        """Return when ranks are summed, and the dtypes of accumulation and reduction."""
         system = self._scenario.system
         return (
             rules.sync or system.sync,
@@ -481,6 +500,7 @@ class Ranks:
         )
 
     def _grad_dtypes(self, dtype: GradDtype) -> dict[str, torch.dtype]:
+        # `param` stands for each param's own gradient dtype.
         named = dtype_named(dtype)
         return {
             name: named or param.grad_dtype or param.dtype
@@ -489,7 +509,7 @@ class Ranks:
         }
 
     def find_nonfinite(self, step: int, *, scale: float | None) -> NonFinite | None:
-        """Name the first rank's gradient that is not finite, by replaying a step once more.
+        """Find the first local gradient that is not finite, by replaying a step once more.
 
         Args:
             step: The step that was replayed last.
@@ -503,7 +523,8 @@ class Ranks:
         return None
 
     def _assign(self, shares: Sequence[Replayer]) -> None:
-        """Give every rank the replayer of its share of the experts."""
+        """Assign to each rank the replayer of its share of the experts."""
+        # Expert-parallel indices alternate over consecutive ranks.
         ranks = range(self._scenario.world.size)
         names = [frozenset(share.params) for share in shares]
         self._held = [names[rank % len(shares)] for rank in ranks]
@@ -511,10 +532,11 @@ class Ranks:
         self._replayer_of_rank = [shares[rank % len(shares)] for rank in ranks]
 
     def _build_shares(self) -> list[Replayer]:
-        """Build one replayer an expert-parallel index."""
+        """Build one replayer per expert-parallel index."""
         return [self._build_replayer(share) for share in range(self._scenario.topology.ep)]
 
     def _build_replayer(self, share: int) -> Replayer:
+        # autograd.grad refuses reentrant checkpoints, and kept activations change no bit.
         module = keep_activations(build_module(self._workload, expert_index=share))
         params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         return Replayer(
@@ -526,7 +548,7 @@ class Ranks:
         )
 
     def _freeze(self, step: int) -> None:
-        """Freeze params for a step, and no others."""
+        """Freeze a step's frozen params, and unfreeze all others."""
         if self._scenario.model.freeze:
             for replayer in self._replayers:
                 replayer.freeze(self._frozen(step))
@@ -537,6 +559,7 @@ class Ranks:
 
     def _division(self, replays: Sequence[RankReplay], rules: Rules) -> Division:
         system = self._scenario.system
+        # A rule's own divisor replaces the scenario's count.
         count: float | None = rules.divide_by
         if count is None:
             count = count_contributions(

@@ -1,7 +1,5 @@
-"""The replay of one rank's own computation: its micro-batches, one by one, at their own shapes.
-
-The global batch in one go would be faster and wrong: another batch split gives other bits.
-"""
+"""The replay of one rank's local computation: each micro-batch separately, in its own shape."""
+# The global batch at once would be faster but wrong: another batch split gives other bits.
 
 from __future__ import annotations
 
@@ -24,14 +22,14 @@ class MicroReplay:
     """Forward and backward of one micro-batch of one rank."""
 
     loss: Tensor  # 0D
-    """Sum of its terms, not scaled."""
+    """Sum of the loss terms, not scaled."""
     term_count: int
-    """Terms of the loss: 2 if the model has a second one."""
+    """Number of terms of the loss: 2 if the model has a second loss."""
     grads: dict[str, Tensor]  # each ND, the param's shape and grad_dtype
-    """Of the scaled loss, by param; without those that the loss does not reach."""
+    """Gradients of the scaled loss, by param; without params that the loss does not reach."""
     rows: int
     digest: bytes
-    """Hash of the batch's bytes, taken before the forward sees it."""
+    """Hash of the batch's bytes, taken before the forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,38 +40,36 @@ class RankReplay:
     has_second_loss: bool
     """True if losses have a second term."""
     rounds: tuple[dict[str, Tensor], ...]  # each ND, the param's shape, grad dtype
-    """What the rank brings to each reduction of the step, by param: one with the accumulated local
-    gradients, or one a micro-batch where `system.sync` is `every`."""
+    """The rank's terms of each reduction of the step, by param: a single round of accumulated
+    gradients, or a round per micro-batch if `system.sync` is `every`."""
     micro_grads: tuple[dict[str, Tensor], ...]  # each ND, dtype of the param's own gradient
-    """The gradients of every micro-batch by itself, by param, without those that its loss does not
-    reach; empty where they were not asked for."""
+    """Gradients of each micro-batch, by param; without params that its loss does not reach. Empty
+    if not requested."""
     reached: frozenset[str]
-    """Names of the params that the loss of some micro-batch reaches."""
+    """Names of params that the loss of a micro-batch reaches."""
     rows: int
-    """Rows of all its micro-batches."""
+    """Number of rows of all its micro-batches."""
     data_digest: bytes
     """Hash of the bytes of the rank's batches, in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NonFinite:
-    """Where a gradient first stopped being a number that training can use."""
+    """The first gradient element that is NaN or infinite."""
 
     rank: int
     micro: int
     param: str
     index: int
-    """Element within the flattened param."""
+    """Element index within the flattened param."""
     value: float
 
 
 @contextmanager
 def isolated() -> Generator[None]:
-    """Compute on one thread and leave the caller's random state and thread count as they were.
-
-    One thread, because linear layers in fp32 give other bits on two; set here, because a count set
-    in another thread does not bind MKL in this one.
-    """
+    """Compute on a single thread, then restore the caller's random state and thread count."""
+    # A single thread, because fp32 linear layers give other bits on two. Set here, because a
+    # count set in another thread does not bind MKL in this one.
     threads = torch.get_num_threads()
     random_states = torch.default_generator.get_state(), random_state()
     torch.set_num_threads(1)
@@ -88,16 +84,15 @@ def isolated() -> Generator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayer:
-    """Replays ranks on one module: all ranks hold the same weights, so one copy serves them all."""
+    """Replays ranks on one module. Ranks with the same weights can share it."""
 
     scenario: Scenario
     workload: Workload
     module: nn.Module
     params: Mapping[str, nn.Parameter]
-    """The params to differentiate by; every one of `module` that is trained. One that is frozen for
-    now requires no gradient and is left out."""
+    """All trained params of `module`. Backward skips params that are frozen now."""
     scales: Mapping[str, Tensor] = field(default_factory=dict)  # each 0D fp32
-    """By param: the module's own scale, for params in fp8."""
+    """The module's own scale of each param in fp8."""
 
     def replay_rank(
         self,
@@ -111,17 +106,17 @@ class Replayer:
     ) -> RankReplay:
         """Run the micro-batches of one rank and accumulate their gradients, in order.
 
-        A param that no micro-batch reaches has a gradient of zeros; so has every param in a sum
-        that belongs to a micro-batch for which the rank has no data.
+        Params that no micro-batch reaches get a gradient of zeros. So do all params in a round of a
+        micro-batch for which the rank has no data.
 
         Args:
             step: Optimizer step, from 0.
             rank: Rank whose data is used.
-            grad_dtype: Dtype of the accumulated gradients, which each addition is rounded to; None
-                for what each param's own gradient has.
-            scales: Factors of the loss of each micro-batch before its backward; None for 1.
-            keep_micro: Whether to return the gradients of each micro-batch, too.
-            every: Whether each micro-batch is a round by itself; None for what the scenario says.
+            grad_dtype: Dtype of accumulation, with each sum rounded to it; None for the dtype of
+                each param's own gradient.
+            scales: Factors of the loss of each micro-batch; None for 1.
+            keep_micro: True to also return the gradients of each micro-batch.
+            every: True if each micro-batch is a round; None for the scenario's setting.
         """
         every = self.scenario.system.sync == "every" if every is None else every
         replays: list[MicroReplay] = []
@@ -132,7 +127,7 @@ class Replayer:
                 replays.append(replay)
                 yield replay.grads
 
-        # One micro-batch after the other, so that their gradients are not all in memory.
+        # One at a time, so that the gradients of all micro-batches are not in memory together.
         rounds = self.accumulate(replay_all(), self.params, grad_dtype=grad_dtype, every=every)
         return RankReplay(
             losses=tuple(replay.loss for replay in replays),
@@ -156,19 +151,21 @@ class Replayer:
 
         Args:
             micros: Gradients of each micro-batch, by param.
-            names: Params of which a sum without terms is zeros.
+            names: Params whose sums are zeros if they have no terms.
             grad_dtype: As for `replay_rank`.
-            every: True if each micro-batch is a round by itself.
+            every: True if each micro-batch is a round.
         """
+        # A round for each micro-batch of the step, even if this rank has no data for it.
         rounds: list[dict[str, Tensor]] = [
             {} for _ in range(self.scenario.run.micro_batches if every else 1)
         ]
         for micro, grads in enumerate(micros):
             totals = rounds[micro if every else 0]
             for name, grad in grads.items():
-                # Zero plus the first term is that term, but for the sign of a zero.
+                # Start with the first term: adding it to zero would only change the sign of -0.0.
                 term = grad if grad_dtype is None else grad.to(grad_dtype)
                 totals[name] = totals[name] + term if name in totals else term
+        # A rank takes part in each sum of its params, if only with zeros.
         for totals in rounds:
             for name in [each for each in names if each not in totals]:
                 param = self.params[name]
@@ -179,19 +176,23 @@ class Replayer:
     def replay_micro(
         self, *, step: int, rank: int, micro: int, scale: LossFactors | None = None
     ) -> MicroReplay:
-        """Run one micro-batch forward and backward, from the seed that the system's rank uses."""
+        """Run forward and backward of one micro-batch, with the seed of the system's rank."""
         batch = self.workload.batch(step=step, rank=rank, micro=micro)
+        # Before the forward, which may write to its inputs.
         rows, digest = batch.rows, digest_batch(batch)
-        # What torch.manual_seed does on a CPU, without its look at every other kind of device.
+        # As torch.manual_seed on a CPU, without its check of every other kind of device.
         seed = seed_of(self.scenario, step=step, rank=rank, micro=micro)
         torch.default_generator.manual_seed(seed)
         seed_device(batch.inputs.device, seed)
+        # The caller may have disabled gradients.
         with torch.enable_grad():
             terms = loss_terms(self.workload, self.module, batch)
             loss = total_loss(terms)
             scaled = loss if scale is None else scale.scaled(terms)
+        # Without frozen params, because autograd.grad refuses them.
         wanted = {name: param for name, param in self.params.items() if param.requires_grad}
         grads: dict[str, Tensor] = {}
+        # A loss may reach no trained param.
         if wanted and scaled.requires_grad:
             found = torch.autograd.grad(scaled, tuple(wanted.values()), allow_unused=True)
             grads = {
@@ -202,18 +203,15 @@ class Replayer:
         )
 
     def freeze(self, names: Collection[str]) -> None:
-        """Let the named params take no part in backward until the next call, all others do."""
+        """Exclude the named params from backward, and include all others."""
         for name, param in self.params.items():
             param.requires_grad_(name not in names)
 
     def find_nonfinite(
         self, *, step: int, rank: int, scales: Sequence[LossFactors | None]
     ) -> NonFinite | None:
-        """Replay a rank's step until a micro-batch yields a NaN or an infinity; None if none does.
-
-        Micro-batches are tried in order, then params and elements. Searching by a second,
-        deterministic replay costs a healthy run nothing.
-        """
+        """Find a rank's first NaN or infinity, in order of micro-batches, params and elements."""
+        # A second, deterministic replay, so that a healthy run pays nothing for the search.
         for micro, scale in enumerate(scales):
             replay = self.replay_micro(step=step, rank=rank, micro=micro, scale=scale)
             for name, grad in replay.grads.items():
@@ -228,7 +226,7 @@ def digest_batch(batch: Batch) -> bytes:
     """Return a hash of a batch's bytes."""
     targets = () if batch.targets is None else (batch.targets,)
     tensors = (batch.inputs, *targets, *batch.extra)
-    # numpy knows no bf16, so the bits go over as bytes.
+    # numpy has no bf16, so pass the bytes.
     return _hash(
         *(tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors)
     )
@@ -243,7 +241,7 @@ def _hash(*parts: bytes) -> bytes:
 
 
 def _first_nonfinite(values: Tensor) -> tuple[int, float] | None:
-    """Return flat index and value of the first NaN or infinity."""
+    """Return the flat index and the value of the first NaN or infinity."""
     flat = values.reshape(-1)
     where = flat.isfinite().logical_not().nonzero()
     if not len(where):

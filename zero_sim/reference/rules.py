@@ -1,7 +1,7 @@
-"""Rules of arithmetic that a system may follow where a scenario leaves them open.
+"""Rules of arithmetic, for choices that a scenario leaves open.
 
-All rules for one thing are the same in mathematics, and round otherwise. What a rule is called here
-is what a target declares.
+All rules for one choice agree in mathematics and differ in rounding. Targets declare them by the
+same names.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from zero_sim.reference.own_rule import OwnRule
 from zero_sim.reference.scaling import ScaleLoss, ScaleLossFunction
 
 GradDtype = Literal["param", "fp32", "bf16", "fp16"]
-"""Of gradients: that of each param's own gradient, or one for all."""
+"""Dtype of gradients: `param` for that of each param's own gradient, or one dtype for all."""
 DivideEach = Literal["step", "round"]
-"""Whether the sum of all rounds is divided, or each round's sum."""
+"""Sum to divide: that of all rounds, or each round's."""
 Sync = Literal["last", "every", "every-in-block"]
-"""The accumulation rule. `every-in-block`: each micro-batch is summed within each block of ranks,
-and what comes of all of them over the blocks, once."""
+"""Accumulation rule. `every-in-block`: each micro-batch is summed within each shard group, and the
+sum of all micro-batches over these, once."""
 Unused = Literal["zeros", "left-alone"]
-"""What becomes of a param that no rank used in a step: it is stepped with a gradient of zeros, or
-keeps its value and its state, and counts in no norm."""
+"""Treatment of a param that no rank used in a step. `zeros`: stepped with a gradient of zeros.
+`left-alone`: value and state stay, and it counts in no norm."""
 NonFiniteRule = Literal["stepped", "skipped", "raises"]
-"""What becomes of a step with a NaN or an infinity among its gradients, where losses are not
-scaled. If it raises, nothing is updated, as in a step that is skipped."""
+"""Treatment of a step with NaN or infinite gradients, without loss scaling. With `raises`, as with
+`skipped`, nothing is updated."""
 Masters = Literal["fp32", "param"]
-"""Dtype of what the optimizer steps: an fp32 master of each param, or the working param itself."""
+"""Dtype of stepped params: `fp32` for a master of each param, `param` for the working param
+itself."""
 ClipFunction = Callable[[Tensor, float], Tensor | float]
-"""From a 0-D fp32 norm and its bound, what gradients are multiplied by."""
+"""Returns the factor of gradients, given a 0-D fp32 norm and its bound."""
 
 _DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -47,25 +48,25 @@ _DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """By which rules the reference computes; None where it does as the scenario says."""
+    """Rules of the reference; None for the scenario's setting."""
 
     scale_loss: ScaleLoss | ScaleLossFunction | None = None
     """Factor of each loss before its backward; None for 1."""
     scale_second: ScaleLoss | ScaleLossFunction | None = None
-    """That of a second loss, in the place of `scale_loss`; None for the same."""
+    """Factor of a second loss, in place of `scale_loss`; None for the same factor."""
     divide: DivideRule | None = None
     divide_by: float | None = None
-    """A number in place of what the scenario counts."""
+    """Divisor in place of the scenario's count."""
     predivide_by: float | None = None
-    """What ranks divide by before the sum, which is then divided by the rest."""
+    """Divisor of each rank before the sum; the sum is then divided by the rest."""
     divide_each: DivideEach = "step"
     sync: Sync | None = None
     accumulate_dtype: GradDtype | None = None
-    """In which a rank adds its micro-batches, or where it sums each of them, these sums."""
+    """Dtype in which a rank adds its micro-batches, or the sums of rounds if each is summed."""
     reduce_dtype: GradDtype | None = None
-    """In which ranks are summed."""
+    """Dtype of the sum over ranks."""
     copies_dtype: GradDtype | None = None
-    """In which the sums of blocks of ranks are summed over these."""
+    """Dtype of the sum over shard groups."""
     unused: Unused = "zeros"
     nonfinite: NonFiniteRule = "stepped"
     norm: Norm = "of-elements"
@@ -76,21 +77,22 @@ class Rules:
 
     @property
     def known_clip(self) -> ClipForm | None:
-        """The form of clipping; None for a function of the target's own."""
+        """The form of clipping; None for a target's own function."""
         return None if callable(self.clip) else self.clip
 
     @property
     def takes_root(self) -> bool:
-        """Whether the form of clipping reads the root of the sum of squares."""
+        """True if the form of clipping needs the root of the sum of squares."""
         return self.known_clip is not None and takes_root(self.known_clip)
 
 
 def dtype_named(name: GradDtype | None) -> torch.dtype | None:
-    """Return the dtype that a name stands for; None for each param's own.
+    """Return the dtype of a name; None for each param's own.
 
     Args:
-        name: `param` and None alike are the param's own.
+        name: A name; both `param` and None mean the param's own dtype.
     """
+    # `param` has no entry.
     return _DTYPES.get(name or "param")
 
 
@@ -99,12 +101,14 @@ def clip_by_rule_(flat: Tensor, *, measured: Measure, norm_max: float, rules: Ru
 
     Args:
         flat: 1-D fp32.
-        measured: Of the whole gradient.
+        measured: Measure of the whole gradient.
         norm_max: Bound of the norm.
-        rules: By which rule; a function of the target's own among them.
+        rules: Rules, with a form of clipping or the target's own function.
     """
     if callable(rules.clip):
+        # A copy, because the function is foreign code and may write to it.
         factor = torch.as_tensor(rules.clip(measured.norm.clone(), norm_max))
+        # In fp32, whatever dtype or number the function returns.
         flat.mul_(factor.to(device=flat.device, dtype=torch.float32))
         return
     clip_by_norm_(
@@ -112,5 +116,6 @@ def clip_by_rule_(flat: Tensor, *, measured: Measure, norm_max: float, rules: Ru
         norm=measured.norm,
         norm_max=norm_max,
         form=rules.clip,
+        # Not sqrt(): Megatron-LM takes `total_norm.item() ** (1.0 / norm_type)`.
         root=measured.squares**0.5,
     )

@@ -1,12 +1,12 @@
-"""The optimizer: torch's classes, a textbook's or a target's, on whole params, never fused.
+"""The optimizer on whole params: torch's classes, a textbook's or a target's, never fused.
 
-Fused kernels treat the tail of a tensor differently from its body, so their bits depend on where a
-shard was cut; the loop over params has no such seam.
+Fused kernels treat the tail of a tensor differently from its body, so their bits depend on a
+shard's cut. The loop over params does not.
 
 [Note: foreach]
-On the CPU the kernels for lists of tensors are the loop, so the loop is what is taken. CUDA has
-kernels of their own for lists, which go from element to element, too, but divide by numbers truly,
-where the loop multiplies with a rounded reciprocal. So there they are taken where the system does.
+On the CPU, foreach kernels are the loop, so the loop is used. CUDA has separate foreach kernels.
+They are elementwise too, but they divide by numbers exactly, and the loop multiplies by a rounded
+reciprocal. So on CUDA the reference uses foreach kernels if the system does.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _CLASSES: Mapping[str, type[Optimizer]] = {
     "rprop": torch.optim.Rprop,
 }
 
+# Optimizers that step whole params, written from their papers.
 _MOVES: Mapping[str, Move] = {"muon": move_by_muon, "lamb": move_by_lamb}
 _BETAS_EPS = ("betas", "eps", "weight_decay")
 _OPTIONS: dict[OptimizerName, tuple[str, ...]] = {
@@ -57,17 +58,18 @@ _OPTIONS: dict[OptimizerName, tuple[str, ...]] = {
     "lamb": _BETAS_EPS,
     "own": (*_BETAS_EPS, "momentum", "nesterov", "amsgrad"),
 }
-"""Which fields of the spec each class takes besides `lr`, under the same names."""
+"""Fields of the spec for each class besides `lr`, under the same names."""
 
 
 def torch_defaults(name: OptimizerName) -> dict[str, Any]:
-    """Return the installed torch's defaults by field of the spec; none if it has no such class.
+    """Return the installed torch's defaults by field of the spec; none without such a class.
 
     Args:
-        name: Of the optimizer.
+        name: Name of the optimizer.
     """
     cls = _CLASSES.get(name) or getattr(torch.optim, name.capitalize(), None)
     if cls is None:
+        # From the signature, because defaults differ between versions of torch.
         return {}
     params = inspect.signature(cls).parameters
     return {
@@ -76,15 +78,16 @@ def torch_defaults(name: OptimizerName) -> dict[str, Any]:
 
 
 def settings_in_words(spec: OptimizerSpec, *, step: int, param: str | None) -> str:
-    """Return the settings of one step, as in `AdamW lr 0.001 betas (0.9, 0.999) ...`.
+    """Return the settings of one step, such as `AdamW lr 0.001 betas (0.9, 0.999) ...`.
 
     Args:
         spec: The optimizer.
-        step: Of which step, counted from 0; it decides the learning rate.
-        param: Name of the param, whose group has settings of its own; None for no group's.
+        step: Step, from 0; decides the learning rate.
+        param: Name of the param, whose group may have its own settings; None for no group.
     """
     options = {"lr": spec.lr} | {option: getattr(spec, option) for option in _OPTIONS[spec.name]}
     group = None if param is None else group_of(spec, name=param)
+    # A group's settings override the spec's. Warm-up then scales the rate.
     options |= _group_options(group, takes=options)
     options["lr"] *= lr_factor(spec, step=step)
     cls = _CLASSES.get(spec.name)
@@ -94,19 +97,21 @@ def settings_in_words(spec: OptimizerSpec, *, step: int, param: str | None) -> s
 
 
 def lr_factor(spec: OptimizerSpec, *, step: int) -> float:
-    """Return what every learning rate is multiplied by at a step, counted from 0."""
+    """Return the factor of all learning rates at a step, counted from 0."""
+    # Linear, from 1 / warmup_steps to 1.
     return min(1.0, (step + 1) / spec.warmup_steps) if spec.warmup_steps else 1.0
 
 
 def group_of(spec: OptimizerSpec, *, name: str) -> ParamGroupSpec | None:
-    """Return the first group whose `match` ends the param's name; None for no group's."""
+    """Return the first group whose `match` is a suffix of the param's name; None if none is."""
     return next((group for group in spec.groups if name.endswith(group.match)), None)
 
 
 def build_optimizer(
     spec: OptimizerSpec, *, masters: Mapping[str, Tensor], own: OwnRule | None = None
 ) -> Optimizer | TextbookOptimizer | OwnOptimizer:
-    """Return the optimizer that the spec names, over all `masters`, in the spec's groups."""
+    """Return the spec's optimizer over all `masters`, in the spec's groups."""
+    # None collects the params that no group matches.
     members: dict[ParamGroupSpec | None, list[Tensor]] = {}
     for name, master in masters.items():
         members.setdefault(group_of(spec, name=name), []).append(master)
@@ -116,13 +121,14 @@ def build_optimizer(
         for group, tensors in members.items()
     ]
     if own is not None or spec.name not in _CLASSES:
+        # torch's classes add defaults to groups. Other optimizers need all settings in each group.
         full = [{"lr": spec.lr, **options, **group} for group in groups]
         if own is None and spec.name in _MOVES:
             return TextbookOptimizer(_MOVES[spec.name], full)
         if own is None:
             raise UsageError(
-                "expected an update rule of the target with optimizer.name = 'own', got none. Try "
-                "`reference_step` or `reference_optimizer` of the target."
+                "expected an update rule of the target with optimizer.name = 'own', got none. "
+                "Declare `reference_step` or `reference_optimizer` in the target."
             )
         return OwnOptimizer(own, params=masters, groups=full)
     # See [Note: foreach].
@@ -136,17 +142,18 @@ def _group_options(
     own: dict[str, float] = {}
     if group is not None and group.lr is not None:
         own["lr"] = group.lr
+    # Groups override only settings that the optimizer takes.
     if group is not None and group.weight_decay is not None and "weight_decay" in takes:
         own["weight_decay"] = group.weight_decay
     return own
 
 
 _REPEATED_ELEMS_MAX = 1 << 16
-"""Most elements for which each step of a target's rule is checked by taking it twice."""
+"""Largest number of elements for which each step of a target's rule is run twice, as a check."""
 
 
 class Stepper:
-    """The masters and the optimizer that moves them."""
+    """The masters and their optimizer."""
 
     def __init__(
         self,
@@ -159,16 +166,18 @@ class Stepper:
         """Copy each param, of any dtype and shape, into a master; at least one is needed.
 
         Args:
-            spec: Optimizer and its settings; `foreach` means nothing on the CPU.
+            spec: Optimizer and its settings; `foreach` has no effect on the CPU.
             params: Initial values by name.
-            on_host: Whether the CPU steps them, wherever they are: its kernels round as they do.
-            rules: Of these the dtype of masters and, for optimizer `own`, the target's rule.
+            on_host: True to step on the CPU, for systems that offload state: its kernels round like
+                theirs.
+            rules: Only the dtype of masters and the target's rule, for optimizer `own`, are used.
 
         Raises:
             UsageError: There is no rule for optimizer `own`.
-            ProtocolError: The target's rule cannot be used.
+            ProtocolError: The target's rule is not usable.
         """
         self._spec, self._on_host, self._rules = spec, on_host, rules or Rules()
+        # Contiguous, as in a system's flat buffers.
         dtype = torch.float32 if self._rules.masters == "fp32" else None
         self.masters: dict[str, Tensor] = {
             name: param.detach().to(
@@ -177,9 +186,11 @@ class Stepper:
             for name, param in params.items()
         }
         self._stepped = self.masters
+        # CPU copies are stepped, and written back after each step.
         if on_host:
             self._stepped = {name: master.to("cpu") for name, master in self.masters.items()}
         self._optimizer = build_optimizer(spec, masters=self._stepped, own=self._own)
+        # Each step writes a scaled `lr` into the groups, so keep the base rates.
         self._base_lrs = [group["lr"] for group in self._optimizer.param_groups]
 
     @property
@@ -192,39 +203,43 @@ class Stepper:
         """Take one step in place.
 
         Args:
-            grads: fp32 gradients by name, rounded to the dtype of their master; zeros count as a
-                gradient. A master without an entry keeps its value and its state.
-            factor: What every learning rate is multiplied by in this step.
-            repeated: True to check that a target's rule takes the same step twice.
+            grads: fp32 gradients by name, converted to the dtype of their master. A gradient of
+                zeros counts. A master without an entry keeps its value and state.
+            factor: Factor of all learning rates in this step.
+            repeated: True to check that a target's rule gives the same step twice.
 
         Raises:
-            UntrainableError: torch's optimizer raises: its numbers left the range of fp32.
+            UntrainableError: torch's optimizer raises, because numbers left the range of fp32.
             ProtocolError: The target's rule raises, or gives other bits from the same state.
         """
+        # Large steps are not repeated, because that doubles their cost.
         elems = sum(each.numel() for each in grads.values())
         if self._own is None or not repeated or elems > _REPEATED_ELEMS_MAX:
             self._step(grads, factor=factor)
             return
+        # A twin from before the step, which must come to the same bits.
         start = self.fork()
         self._step(grads, factor=factor)
         start._step(grads, factor=factor)
         self._check_repeated(start)
 
     def picked(self, name: str, index: Tensor, *, counters: Collection[str]) -> Stepper:
-        """Return a copy with some elements of a param of a target's rule, in as many dimensions.
+        """Return a copy with some elements of a param, for a target's rule.
 
         Args:
-            name: Of the param.
-            index: 1D, its flattened elements.
+            name: Name of the param.
+            index: 1D, flattened elements; the copy keeps the number of dimensions.
             counters: As in `values`.
         """
         whole = self._stepped[name]
+        # The picked elements become a param of their own.
         params = {name: pick(whole, index)}
         copy = Stepper(self._spec, params=params, on_host=self._on_host, rules=self._rules)
         assert isinstance(copy._optimizer, OwnOptimizer)
         assert isinstance(self._optimizer, OwnOptimizer)
 
         def cut(key: str, value: Tensor) -> Tensor:
+            # State of another shape, or shared by all elements, is copied whole.
             is_whole = value.shape != whole.shape or key in counters
             return value if is_whole else pick(value, index)
 
@@ -232,11 +247,11 @@ class Stepper:
         return copy
 
     def values(self, name: str, *, counters: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return a param's state by key and, under an empty one, its master; live.
+        """Return a param's state by key, and its master by the empty key; live.
 
         Args:
-            name: Of the param.
-            counters: Keys of state that no element has its own of. All else of the param's shape
+            name: Name of the param.
+            counters: Keys of state that is shared by all elements. Other state of the param's shape
                 is returned flat.
         """
         assert isinstance(self._optimizer, OwnOptimizer)
@@ -247,13 +262,14 @@ class Stepper:
         }
 
     def put(self, name: str, index: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Set some elements of a param and of its state.
+        """Overwrite some elements of a param and of its state.
 
         Args:
-            name: Of the param.
-            index: 1D, its flattened elements.
-            values: For these, by key as in `values`.
+            name: Name of the param.
+            index: 1D, flattened elements.
+            values: Values of these elements, by key as in `values`.
         """
+        # In place, because the optimizer holds these tensors.
         for key, held in self.values(name).items():
             if key in values:
                 held[index] = values[key]
@@ -261,12 +277,13 @@ class Stepper:
             self.masters[name].copy_(self._stepped[name])
 
     def _check_repeated(self, twin: Stepper) -> None:
-        """Check that a copy made the same step."""
+        """Check that a copy took the same step."""
         states, again = self.state(), twin.state()
         for name in self.masters:
             keys = states[name].keys() | again[name].keys()
             pairs = {"": (self.masters[name], twin.masters[name])}
             pairs |= {key: (states[name].get(key), again[name].get(key)) for key in keys}
+            # State may also be missing on one side.
             for key, (first, second) in pairs.items():
                 if first is None or second is None or not _is_same(first, second):
                     assert self._own is not None
@@ -281,10 +298,11 @@ class Stepper:
     def _step(self, grads: Mapping[str, Tensor], *, factor: float) -> None:
         for name, master in self._stepped.items():
             grad = grads.get(name)
-            # A copy for a stranger's rule, which may write to it.
+            # A copy for foreign code, which may write to it.
             is_copied = self._own is not None
             master.grad = None if grad is None else grad.to(master, copy=is_copied)
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+            # From the base each time, so that factors do not multiply.
             group["lr"] = base_lr * factor
         try:
             self._optimizer.step()
@@ -292,7 +310,7 @@ class Stepper:
             raise UntrainableError(
                 f"expected settings with which optimizer {self._spec.name!r} can "
                 f"take a step, got {type(error).__name__}: {error}. Try a smaller optimizer.lr; "
-                "usual ones are 1e-4 to 1e-1."
+                "usual values are 1e-4 to 1e-1."
             ) from error
         for name, master in self._stepped.items():
             master.grad = None
@@ -300,7 +318,7 @@ class Stepper:
                 self.masters[name].copy_(master)
 
     def fork(self) -> Stepper:
-        """Return a copy that moves by itself."""
+        """Return an independent copy."""
         fork = Stepper(self._spec, params=self.masters, on_host=self._on_host, rules=self._rules)
         if isinstance(self._optimizer, OwnOptimizer):
             assert isinstance(fork._optimizer, OwnOptimizer)
@@ -315,11 +333,11 @@ class Stepper:
         return fork
 
     def __deepcopy__(self, memo: object) -> Stepper:
-        """Return a fork: deepcopy of a torch optimizer loses what is not in its state_dict()."""
+        """Return a fork, because deepcopy of an optimizer loses state outside of state_dict()."""
         return self.fork()
 
     def settings(self) -> dict[str, dict[str, object]]:
-        """Return what each param's group says, under torch's names, `lr` before any factor."""
+        """Return each param's group settings, under torch's names, with `lr` before any factor."""
         by_master: dict[Tensor, dict[str, object]] = {}
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             said = {key: value for key, value in group.items() if key != "params"} | {"lr": base_lr}
@@ -327,11 +345,12 @@ class Stepper:
         return {name: by_master[master] for name, master in self._stepped.items()}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return every state tensor by param and torch's own key; live, not copied."""
+        """Return all state tensors by param and torch's key; live."""
         if isinstance(self._optimizer, OwnOptimizer):
             return {name: dict(held) for name, held in self._optimizer.states().items()}
         state = self._optimizer.state
         return {
+            # On the masters' device, wherever the optimizer runs.
             name: {
                 key: value.to(self.masters[name].device) if self._on_host else value
                 for key, value in state[master].items()
@@ -342,23 +361,24 @@ class Stepper:
 
 
 def pick(tensor: Tensor, index: Tensor) -> Tensor:
-    """Return some of a tensor's flattened elements, in as many dimensions as it has."""
+    """Return some of a tensor's flattened elements, with the tensor's number of dimensions."""
+    # [1, ..., 1, index]: rules may treat matrices and vectors differently.
     flat = tensor.reshape(-1)[index.to(tensor.device)]
     return flat.reshape((1,) * (tensor.dim() - 1) + (-1,))
 
 
 def same_elements(first: Tensor, second: Tensor) -> Tensor:
-    """Return which elements of two tensors of one dtype are equal; NaN is equal to NaN.
+    """Return the elements that are equal in two tensors of one dtype; NaN equals NaN.
 
     Args:
         first: Any shape.
-        second: Of that shape.
+        second: Same shape as `first`.
     """
     return (first == second) | (first.isnan() & second.isnan())
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
-    """True if both have one dtype, shape and value; NaN is equal to NaN."""
+    """Return True if dtype, shape and values are equal; NaN equals NaN."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
     return bool(same_elements(first, second).all())

@@ -1,4 +1,4 @@
-"""Records: where a step began, where it came to, and where the next one begins."""
+"""Records of a step: state before, results, and state before the next one."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from zero_sim.reference.stepping import Stepper
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerStep:
-    """An optimizer step."""
+    """One step of the optimizer."""
 
     step: int
-    """Its index, from 0."""
+    """Index, from 0."""
     grads: Mapping[str, Tensor]  # each ND, fp32
     """The optimizer's gradients, by stepped param."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerHistory:
-    """All earlier optimizer steps."""
+    """All earlier steps of the optimizer."""
 
     masters: Mapping[str, Tensor]  # each ND, fp32
-    """Masters before the first one."""
+    """Masters before the first step."""
     steps: Sequence[OptimizerStep] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStart:
-    """Copies from before a step, so it can be taken again."""
+    """Copies from before a step, for repeating it."""
 
     stepper: Stepper
-    """Masters and optimizer state; not to be stepped itself."""
+    """Masters and optimizer state; do not step it."""
     loss_scale: LossScale | None
     working: WorkingParams
-    """Dtypes and fp8 scales for the working params."""
+    """Dtypes and fp8 scales of the working params."""
     adding: Adding
     orders: Orders
     history: OptimizerHistory | None
-    """None if there are too many elements to keep them."""
+    """None if there are too many elements to keep."""
 
     def params(self) -> dict[str, Tensor]:
         """Cast the masters into working params."""
@@ -59,58 +59,60 @@ class StepStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceStep:
-    """All that one step produced; valid until the next step, since tensors may be live state."""
+    """Results of one step. Valid until the next step, because tensors may be live state."""
 
     step: int
     """Optimizer step, from 0."""
+    # Forward, backward and reduction.
     losses: Mapping[tuple[int, int], Tensor]  # each 0D
     """Loss by (rank, micro-batch), not scaled."""
     grads: Mapping[str, Tensor]  # each ND, grad dtype
-    """Sum over ranks, by param, before the division that `post` asks for and still scaled; zeros
-    for a param that is frozen in this step."""
+    """Sum over ranks, by param, still scaled and before a `post` division; zeros for a param that
+    is frozen in this step."""
     one_device: Mapping[str, Tensor] | None  # each ND, grad dtype
-    """Gradients of one device that sees the data once, where the case says that all ranks together
-    compute these; scaled as `grads`."""
+    """Gradients of one device that processes the data once, scaled as `grads`; None unless the case
+    has `expect.one_device`."""
+    # The update.
     update: Update
     """Division for `grads`; factors for losses and learning rates in this step."""
     stepped: Mapping[str, Tensor]  # each ND, fp32
-    """What the optimizer was given, by param that it stepped: divided, unscaled and clipped; empty
-    where the step was skipped."""
+    """The optimizer's gradients, by stepped param: divided, unscaled and clipped. Empty if the step
+    was skipped."""
+    # State after the step.
     masters: Mapping[str, Tensor]  # each ND, fp32
     params: Mapping[str, Tensor]  # each ND, working dtype
-    """The working params: the masters, cast; of all ranks, also those that only some hold."""
+    """The masters cast to working params, of all ranks, including params of some ranks only."""
     scales: Mapping[str, Tensor]  # each 0D, fp32
-    """Of params in fp8: what their values are multiplied by, after the step."""
+    """Scales of params in fp8 after the step."""
     state: Mapping[str, Mapping[str, Tensor]]
     """torch's optimizer state by param and key, `step` included."""
+    # Guarantees: results that hold in every order of addition.
     order_free: Mapping[str, Tensor] | None  # each ND, bool
-    """By param: which elements of `grads` come out the same in every order of addition; see
-    `reference.certificate`. None where the model does not claim that of any, or where a gradient is
-    not finite."""
+    """True for elements of `grads` with the same bits in every order of addition, by param; see
+    `reference.certificate`. None if the model makes no such claim, or a gradient is not finite."""
     measured: Measure
-    """Measure of the whole master gradient before clipping. A norm that is not certified is not
-    owed."""
+    """Measure of the whole master gradient before clipping. It must be equal only if certified."""
     clip_certified: bool
-    """Whether every order of adding clips alike, if anything is clipped by the norm. Where not,
-    nothing is owed that follows."""
+    """True if every order of addition leads to the same clipping. If False, exact results end
+    here."""
     skipped: bool
-    """Whether nothing was updated, because a scaled gradient was not finite."""
+    """True if nothing was updated, because a gradient was not finite."""
     nonzero_fraction: float
-    """Share of the elements of `grads` that are not zero; 0 where there are none."""
+    """Share of the elements of `grads` that are not zero; 0 if there are none."""
     data_digests: Mapping[int, bytes]
-    """By rank: hash of the bytes of its batches."""
+    """Hash of the bytes of each rank's batches."""
     nonfinite: NonFinite | None
     """First NaN or infinity among the local gradients; None if there is none."""
     start: StepStart | None
-    """What the step began with; None if there are too many elements to keep it."""
+    """State before the step; None if there are too many elements to keep it."""
     cut_dependence: str = ""
-    """Why the bits of the target's rule are not known, so that the step is not certified."""
+    """Reason why the bits of the target's rule are unknown, so that the step is not certified."""
     unmoved: frozenset[str] = frozenset()
-    """Params without masters that kept their values, because each update was rounded away."""
+    """Params without masters whose values stayed, because each update was rounded away."""
 
     @property
     def divisor(self) -> float:
-        """Divisor for `grads`: 1 if nothing is done after the sum."""
+        """Divisor for `grads`; 1 if no division follows the sum."""
         return self.update.divisor
 
     @property
@@ -125,19 +127,19 @@ class ReferenceStep:
 
     @property
     def masters_before(self) -> Mapping[str, Tensor]:  # each ND, fp32
-        """The masters before the step; empty if they are not kept."""
+        """Masters before the step; empty if not kept."""
         return {} if self.start is None else self.start.stepper.masters
 
     @property
     def params_before(self) -> Mapping[str, Tensor]:  # each ND, working dtype
-        """The working params before the step; empty if they are not kept."""
+        """Working params before the step; empty if not kept."""
         return {} if self.start is None else self.start.params()
 
     @property
     def lost(self) -> str | None:
         """Name of the first param whose master is not finite after the step; None if all are."""
         for name, master in self.masters.items():
-            # A norm needs no memory, and NaN is the greatest to it.
+            # The maximum norm needs no memory, and NaN propagates through it.
             if master.numel() and not isfinite(torch.linalg.vector_norm(master, torch.inf)):
                 return name
         return None
@@ -145,19 +147,19 @@ class ReferenceStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """What the next step begins with; live, not copied."""
+    """State before the next step; live, not copied."""
 
     next_step: int
     masters: Mapping[str, Tensor]  # each ND, fp32
     params: Mapping[str, Tensor]  # each ND, working dtype
     scales: Mapping[str, Tensor]  # each 0D, fp32
-    """Of params in fp8."""
+    """Scales of params in fp8."""
     buffers: Mapping[str, Tensor]  # each ND
-    """Those of the module that only a checkpoint has."""
+    """Buffers of the module whose values only a checkpoint can restore."""
     state: Mapping[str, Mapping[str, Tensor]]
     """torch's optimizer state by param and key; no keys for a param that was never stepped."""
     settings: Mapping[str, Mapping[str, object]]
-    """By param: what its group in the optimizer says, `lr` before any factor."""
+    """Settings of each param's group in the optimizer, with `lr` before any factor."""
     loss_scale: float | None
     good_steps: int | None
     """Steps without overflow since the loss scale last changed."""
@@ -165,7 +167,7 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BegunStep:
-    """A step whose gradients are there and whose update is not."""
+    """A step with gradients, before its update."""
 
     local: Contributions
     grads: Mapping[str, Tensor]  # each ND, grad dtype
@@ -173,11 +175,11 @@ class BegunStep:
     start: StepStart | None
     """As in `ReferenceStep`."""
     flat: Tensor  # 1D, fp32
-    """The master gradient of what is trained in this step, not clipped."""
+    """The master gradient of params trained in this step, before clipping."""
     one_device: Mapping[str, Tensor] | None  # each ND, grad dtype
     """As in `ReferenceStep`."""
     measured: Measure
-    """Of `flat`, but for what does not count here."""
+    """Measure of `flat`, without `uncounted` params."""
     order_free: Mapping[str, Tensor] | None  # each ND, bool
     """As in `ReferenceStep`."""
     nonzero_fraction: float
