@@ -160,7 +160,7 @@ class TestRefusals:
         def some(named, scenario):
             return OwnAdamW([named["w"]], **settings_of(scenario.optimizer))
 
-        self.refused("one param group for each param .* wrong for b", build=some)
+        self.refused("exactly one param group, .* wrong for b", build=some)
 
     def test_of_what_is_no_optimizer(self):
         self.refused("an optimizer with param_groups, state, step", build=lambda *_: object())

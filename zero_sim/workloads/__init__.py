@@ -1,4 +1,4 @@
-"""The models, data and losses that a scenario names; for systems and reference alike."""
+"""Models, data and losses by the names that scenarios use, for systems and the reference."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`bit-hash`: bare params whose gradients are small whole numbers of one unit.
+"""`bit-hash`: bare params whose gradients are small multiples of one unit.
 
-The loss is the sum over all elements of `c * p`, so the gradient is `c`: a hash of the param's bits
-and of the micro-batch. One wrong bit in one param changes the next gradient.
+The loss is the sum of `c * p` over all elements, so the gradient is `c`: a hash of the param's bits
+and of the micro-batch. A single wrong bit in a param changes its next gradient.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from zero_sim.workloads.draws import (
 from zero_sim.workloads.exact import budget_units, hash_bits
 from zero_sim.workloads.protocol import Batch
 
+# A power of two, so multiples of it add without rounding.
 UNIT = 2.0**-6
 
 
@@ -31,16 +32,19 @@ class HashedParams(nn.Module):
         self._units_max = units_max
         self._elems = {f"p{index}": initial.numel() for index, initial in enumerate(bits)}
         for name, initial in zip(self._elems, bits, strict=True):
+            # A clone, so that each module has its own storage.
             self.register_parameter(name, nn.Parameter(initial.clone()))
 
     def forward(self, factors: Tensor) -> Tensor:
         """Return the 0-D loss for `factors`, (1,) fp64: the salt of the hashes."""
-        # By name, because a wrapper may have a plain tensor in the place of a param.
+        # By name, because a wrapper may replace a param by a plain tensor.
         params = [getattr(self, name).reshape(-1) for name in self._elems]
         flat = torch.cat([param.detach() for param in params])
+        # A planted NaN must not stop the hash, so replace it here and bring it back below.
         salt = int(factors.nan_to_num(0.0, 0.0, 0.0).item())
+        # [elements], whole numbers from -units_max to units_max
         units = hash_bits(flat, salt=salt) % (2 * self._units_max + 1) - self._units_max
-        # A salt that is not finite makes all of them NaN.
+        # A salt that is not finite makes all factors NaN.
         hashed = (units * UNIT + (factors - factors)).to(flat.dtype)
         total = hashed.new_zeros(())
         for param, c in zip(params, hashed.split(list(self._elems.values())), strict=True):
@@ -49,7 +53,7 @@ class HashedParams(nn.Module):
 
 
 class BitHashWorkload:
-    """Bare params under a loss whose factors are hashes of the params' bits."""
+    """Bare params with a loss whose factors are hashes of the params' bits."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial params, N(0, 1), once.
@@ -60,17 +64,19 @@ class BitHashWorkload:
         """
         self._scenario = scenario
         generator, dtype = weight_generator(scenario), working_dtype(scenario.model.dtype)
+        # A tensor per param, in registration order.
         self._bits = tuple(
             torch.randn(shape, generator=generator).to(dtype)
             for shape in scenario.model.shapes or ()
         )
 
     def build(self) -> nn.Module:
-        """Return a fresh `HashedParams`, whose share of the budget is the same for all ranks."""
+        """Return a fresh `HashedParams`. All ranks have the same share of the budget."""
         pair, ranks = self._scenario.pair, self._scenario.world.size
         if pair is not None:
             # Both layouts need the same factors.
             ranks = max(ranks, pair.world_size or ranks)
+        # Each contribution gets an equal part, so that the sum of all stays within budget.
         shares = ranks * self._scenario.run.micro_batches
         units_max = max(1, budget_units(self._scenario) // shares)
         return HashedParams(self._bits, units_max=units_max)
@@ -79,14 +85,15 @@ class BitHashWorkload:
         """Return `inputs` (1,) fp64: a salt; no targets."""
         scenario = self._scenario
         generator = batch_generator(scenario, step=step, rank=rank, micro=micro)
+        # fp64 holds all 31 bits, and a planted NaN.
         salt = torch.randint(2**31, (1,), generator=generator).double()
         plant_nan(salt, scenario=scenario, step=step, rank=rank, micro=micro)
         return Batch(inputs=salt, targets=None, row_count=rows_of(scenario, step=step, rank=rank))
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return what the module returns, 0-D, in fp32."""
+        """Return the module's output, 0-D, in fp32."""
         return module(batch.inputs).float()
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return None: there is nothing to classify."""
+        """Return None, because nothing is classified."""
         return None

@@ -1,6 +1,6 @@
 """`digits`: a small network that learns the handwritten digits bundled with scikit-learn.
 
-The one workload with something to learn: a system that trains wrongly shows it in the accuracy.
+Other workloads have nothing to learn. Here, faulty training shows in the accuracy.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from zero_sim.workloads.draws import (
 from zero_sim.workloads.linear import LinearBits, build_linear, draw_linear
 from zero_sim.workloads.protocol import Batch
 
+# Images of 8 x 8 pixels with values from 0 to 16.
 _PIXELS, _CLASSES = 64, 10
 _PIXEL_MAX = 16.0
 _HELD_OUT_EVERY = 5  # one image in five is held out: 360 of 1,797
@@ -41,7 +42,7 @@ class DigitImages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DigitSplit:
-    """The images to learn from and those held out: the same ones whatever the run's seed."""
+    """Images for training, and held-out images. Independent of the run's seed."""
 
     train: DigitImages
     held_out: DigitImages
@@ -49,7 +50,7 @@ class DigitSplit:
 
 @cache
 def load_split() -> DigitSplit:
-    """Read the images and split them; read once a process.
+    """Read the images once per process, and split them.
 
     Raises:
         EnvironmentProblem: scikit-learn is not installed.
@@ -58,13 +59,16 @@ def load_split() -> DigitSplit:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise EnvironmentProblem(
-            "expected scikit-learn, whose bundled digits the model 'digits' learns, but it is not "
+            "expected scikit-learn for its digits, which the model 'digits' learns, but it is not "
             'installed here. Try `pip install "zero-sim[digits]"`.'
         ) from error
     values, classes = load_digits(return_X_y=True)
+    # Pixels in [0, 1]
     pixels = torch.tensor(values, dtype=torch.float32) / _PIXEL_MAX
     labels = torch.tensor(classes, dtype=torch.int64)
+    # A fixed seed, so that accuracies of all runs are comparable.
     mixed = torch.randperm(len(labels), generator=generator_of(named_seed(0, "digits-split")))
+    # Every fifth of the shuffled images.
     held = torch.arange(len(labels)) % _HELD_OUT_EVERY == 0
     learn, keep = mixed[~held], mixed[held]
     return DigitSplit(
@@ -87,7 +91,7 @@ class DigitNet(nn.Module):
 
 
 class DigitsWorkload:
-    """Classify handwritten digits; each step's images are dealt out to ranks and micro-batches."""
+    """Classification of handwritten digits; all micro-batches of a step share out its images."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Load the images and draw the initial weights, once.
@@ -105,6 +109,7 @@ class DigitsWorkload:
         generator, hidden = weight_generator(scenario), scenario.model.hidden
         self._inner = draw_linear(generator, inputs=_PIXELS, outputs=hidden, dtype=self._dtype)
         self._outer = draw_linear(generator, inputs=hidden, outputs=_CLASSES, dtype=self._dtype)
+        # The permutation in use, with its epoch.
         self._shuffled: tuple[int, Tensor] | None = None
 
     def build(self) -> nn.Module:
@@ -114,7 +119,7 @@ class DigitsWorkload:
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
         """Return pixels (rows, 64) in the working dtype and classes (rows,).
 
-        No image comes twice in a step while the step's rows fit into the training images.
+        No image repeats within a step while the step's rows fit into the training images.
         """
         chosen = self.row_indices(step=step, rank=rank, micro=micro)
         train = self._split.train
@@ -123,22 +128,25 @@ class DigitsWorkload:
         return Batch(inputs=inputs, targets=train.classes[chosen])
 
     def row_indices(self, *, step: int, rank: int, micro: int) -> Tensor:
-        """Return which training images, (rows,), one micro-batch holds.
+        """Return the indices of a micro-batch's training images, (rows,).
 
-        An epoch is a fresh permutation cut into whole steps; what is left over is skipped, so that
-        no step draws from two permutations. A step larger than the data set wraps around.
+        An epoch is a fresh permutation cut into whole steps. The remainder is skipped, so that no
+        step draws from two permutations. A step larger than the data set wraps around.
         """
         scenario, train_rows = self._scenario, len(self._split.train.classes)
         rows, micros = rows_of(scenario, step=step, rank=rank), scenario.run.micro_batches
         step_rows = self._rows_below(scenario.world.size) * micros
+        # Whole steps per epoch.
         epoch, step_in_epoch = divmod(step, max(1, train_rows // step_rows))
+        # With uneven rows, offsets depend on the rows of all ranks before this one.
         earlier_rows = self._rows_below(data_rank(scenario, rank=rank)) * micros
         start = step_in_epoch * step_rows + earlier_rows + micro * rows
         return self._permutation(epoch)[torch.arange(start, start + rows) % train_rows]
 
     def _rows_below(self, rank: int) -> int:
-        """Return the rows that one micro-batch of every rank below `rank` takes up together."""
+        """Return the total rows of one micro-batch of every rank below `rank`."""
         data = self._scenario.data
+        # As in `rows_of`: rank r has r % 3 more rows.
         extra = sum(other % 3 for other in range(rank)) if data.uneven_rows else 0
         return data.rows * rank + extra
 
@@ -147,7 +155,7 @@ class DigitsWorkload:
         if shuffled is None or shuffled[0] != epoch:
             seed = named_seed(self._scenario.run.seed, "digits-epoch", epoch)
             rows = len(self._split.train.classes)
-            # One assignment of a pair, so that ranks in parallel threads never see half of it.
+            # A single assignment of a pair, so that ranks in parallel threads never see half of it.
             self._shuffled = shuffled = (epoch, torch.randperm(rows, generator=generator_of(seed)))
         return shuffled[1]
 
@@ -157,8 +165,9 @@ class DigitsWorkload:
         return functional.cross_entropy(module(batch.inputs).float(), batch.targets)
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return the share of held-out images that `module` classifies rightly."""
+        """Return the share of held-out images that `module` classifies correctly."""
         held_out = self._split.held_out
         with torch.no_grad():
+            # [held-out images], predicted classes
             guesses = module(held_out.pixels.to(self._dtype)).argmax(dim=1)
         return (guesses == held_out.classes).sum().item() / len(held_out.classes)

@@ -1,8 +1,6 @@
-"""Every random number of a workload: drawn from a generator of its own, named by what it is for.
-
-Nothing here touches torch's global generator: a simulated rank, a real process and the reference
-draw the same data, in whatever order they ask.
-"""
+"""Random numbers of workloads, each drawn from its own generator, named by purpose."""
+# torch's global generator is not used here. So a simulated rank, a real process and the
+# reference draw the same data, in any order of calls.
 
 from __future__ import annotations
 
@@ -24,39 +22,37 @@ _DTYPES: Final[Mapping[DtypeName, torch.dtype]] = {
 
 
 def working_dtype(name: DtypeName) -> torch.dtype:
-    """Return the torch dtype that a scenario's dtype name stands for."""
+    """Return the torch dtype for a scenario's dtype name."""
     return _DTYPES[name]
 
 
 def data_rank(scenario: Scenario, *, rank: int) -> int:
-    """Return the rank whose data `rank` sees: its own, or 0 where all ranks share their data."""
+    """Return the rank whose data `rank` gets: itself, or 0 if all ranks share their data."""
     return 0 if scenario.data.ranks == "same" else rank
 
 
 def seed_of(scenario: Scenario, *, step: int, rank: int, micro: int) -> int:
     """Return the seed for `torch.manual_seed` just before the forward of one micro-batch.
 
-    Where `data.ranks` is `same` all ranks share rank 0's seed as they share its data: their
-    gradients are meant to be equal.
-
     Args:
-        scenario: The case whose batches are drawn.
+        scenario: Case whose batches are drawn.
         step: Optimizer step, from 0.
         rank: Rank that runs the forward.
         micro: Micro-batch within the step, from 0.
     """
+    # If ranks share rank 0's data, they share its seed too: their gradients must be equal.
     source = data_rank(scenario, rank=rank)
     return named_seed(scenario.run.seed, "forward", step, source, micro)
 
 
 def batch_generator(scenario: Scenario, *, step: int, rank: int, micro: int) -> torch.Generator:
-    """Return the generator that the data of one micro-batch is drawn from."""
+    """Return the generator for the data of one micro-batch."""
     source = data_rank(scenario, rank=rank)
     return generator_of(named_seed(scenario.run.seed, "data", step, source, micro))
 
 
 def weight_generator(scenario: Scenario) -> torch.Generator:
-    """Return the generator that the initial weights are drawn from, in registration order."""
+    """Return the generator for the initial weights, to draw in registration order."""
     return generator_of(named_seed(scenario.run.seed, "weights"))
 
 
@@ -66,37 +62,35 @@ def generator_of(seed: int) -> torch.Generator:
 
 
 def named_seed(seed: int, purpose: str, *indices: int) -> int:
-    """Mix a run's seed, a purpose and some indices into one 63-bit seed.
-
-    torch's CPU generator keeps only the low 32 bits of a seed. Packing step, rank and micro-batch
-    into separate bits would lose some of them; a hash spreads all over those bits.
-    """
+    """Mix a run's seed, a purpose and indices into one 63-bit seed."""
+    # torch's CPU generator keeps only the low 32 bits of a seed. Packing step, rank and
+    # micro-batch into separate bits would lose some of them, and a hash spreads them all.
     text = f"{purpose}:{seed}:" + ",".join(map(str, indices))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def rows_of(scenario: Scenario, *, step: int, rank: int) -> int:
-    """Return how many rows a micro-batch of `rank` has: all the same, or up to two more.
+    """Return the rows of a micro-batch of `rank`: equal for all ranks, or up to two more.
 
     Args:
-        scenario: The case whose batches are drawn.
-        step: Optimizer step, from 0; the last one of an epoch has fewer rows.
-        rank: Rank that the micro-batch is for.
+        scenario: Case whose batches are drawn.
+        step: Optimizer step, from 0. The last step of an epoch has half as many rows.
+        rank: Rank of the micro-batch.
     """
     data = scenario.data
     is_last = data.epoch_steps is not None and (step + 1) % data.epoch_steps == 0
     rows = data.rows // 2 if is_last else data.rows
+    # Uneven rows: 0, 1 or 2 more, by rank.
     return rows + (data_rank(scenario, rank=rank) % 3 if data.uneven_rows else 0)
 
 
 def plant_nan(inputs: Tensor, *, scenario: Scenario, step: int, rank: int, micro: int) -> Tensor:
-    """Put the NaN or infinity that the scenario asks for, if any, into an element, in place.
-
-    It goes to the rank named, also where all ranks otherwise share rank 0's data.
-    """
+    """Write the scenario's NaN or infinity, if any, into an element, in place."""
+    # For the given rank only, even if all ranks otherwise share rank 0's data.
     nan = scenario.data.nan
     if nan is None or (nan.step, nan.rank, nan.micro_batch) != (step, rank, micro):
         return inputs
     if elems := inputs.numel():
+        # Modulo, so that the element exists in every batch.
         inputs.view(-1)[nan.element % elems] = math.inf if nan.value == "inf" else math.nan
     return inputs

@@ -1,12 +1,12 @@
-"""Parts that the exact workloads share: a budget of units, and a hash of a param's bits.
+"""Common parts of the exact workloads: a budget of units, and a hash of a param's bits.
 
 [Note: budgets]
-Contributions that are whole numbers of one unit add up without any rounding, in every order, as
-long as all positive ones together and all negative ones together stay within `2 ** p` units, where
-`p` is the number of bits of a significand: every partial sum is then a whole number that the dtype
-holds. An exact workload keeps its gradients, over all ranks and micro-batches of a step, within
-that budget, so that its reduced gradient does not depend on the order of addition. It is not
-trusted with that: the oracle checks every element of every step.
+Multiples of one unit add without rounding, in every order, if they stay within a budget: the
+positive ones together and the negative ones together are at most `2 ** p` units. `p` is the number
+of bits of a significand. Every partial sum is then a representable multiple. An exact workload
+keeps its gradients within this budget, over all ranks and micro-batches of a step. So its reduced
+gradient does not depend on the order of addition. The reference does not trust this and certifies
+each element of each step.
 """
 
 from __future__ import annotations
@@ -20,53 +20,57 @@ from torch import Tensor
 from zero_sim.scenario.spec import DtypeName, ModelName, Scenario
 
 EXACT_MODELS: frozenset[ModelName] = frozenset({"bit-hash", "ternary"})
-"""Models that claim a reduced gradient which no order of addition changes."""
+"""Models that claim a reduced gradient independent of the order of addition."""
 
+# With the implicit leading bit.
 _SIGNIFICAND_BITS: Final[Mapping[DtypeName, int]] = {"fp32": 24, "bf16": 8, "fp16": 11}
 _MASK = 0xFFFFFFFF
 
 
 def budget_units(scenario: Scenario) -> int:
-    """Units that may be added into one element in a step, of either sign; see [Note: budgets]."""
+    """Return the units of either sign that a step may add per element; see [Note: budgets]."""
     return 2 ** _SIGNIFICAND_BITS[scenario.model.dtype]
 
 
 def hash_bits(values: Tensor, *, salt: int) -> Tensor:
-    """Hash each element's bits, its place and a salt.
+    """Hash each element's bits with its position and a salt.
 
     Args:
-        values: 1D, of 2 or 4 bytes an element.
+        values: 1D, with 2 or 4 bytes per element.
         salt: At least 0, less than 2**31.
 
     Returns:
-        1D int64, each 0 to 2**32 - 1; one flipped bit changes an element's hash as a whole.
+        1D int64, from 0 to 2**32 - 1. A single flipped bit changes the whole hash of its element.
     """
     integer = torch.int16 if values.element_size() == 2 else torch.int32
+    # The bits as numbers without sign.
     mixed = values.detach().contiguous().view(integer).long() & _MASK
+    # The position, so that elements that trade places are noticed.
     mixed = mixed ^ (torch.arange(len(mixed), device=mixed.device) * 0x9E3779 & _MASK) ^ salt
-    # The factor has 27 bits, so that no product leaves 64.
+    # The factor has 27 bits, so products fit into 64.
     for _ in range(2):
         mixed = ((mixed >> 16) ^ mixed) * 0x45D9F3B & _MASK
     return (mixed >> 16) ^ mixed
 
 
 class HashedTernary(torch.autograd.Function):
-    """Forward: each element's bits, hashed to -1, 0 or 1. Backward: the gradient as it is."""
+    """Forward: each element's bits, hashed to -1, 0 or 1. Backward: the gradient, unchanged."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
         """Return a tensor of the weight's shape and dtype."""
+        # Salt 0, so that the hash depends on bits and position only.
         hashes = hash_bits(weight.reshape(-1), salt=0)
         return (hashes % 3 - 1).to(weight.dtype).view(weight.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Straight through."""
+        """Return the gradient unchanged: straight through."""
         return grads[0]
 
 
 class Clamped(torch.autograd.Function):
-    """Clamp to -1 to 1, both the values and, not masked, their gradient: so both stay small."""
+    """Clamp values to [-1, 1], and their gradient too (not masked), so that both stay small."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -75,5 +79,5 @@ class Clamped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Straight through, clamped."""
+        """Return the gradient, clamped."""
         return grads[0].clamp(-1, 1)

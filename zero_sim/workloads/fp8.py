@@ -1,8 +1,8 @@
-"""`fp8`: the blocks of `mlp` with weight matrices of one byte an element and a scale each.
+"""`fp8`: the blocks of `mlp` with weight matrices in fp8, and a scale for each.
 
-A weight `X` is a param of fp8 values; what they stand for is `X * X_scale`, with the scale a 0D
-fp32 buffer beside it. Who trains the module finds it by that name, steps the product and writes
-both. The gradient of the param is that of the product, in `X.grad_dtype`.
+A weight `X` is a param of fp8 values. It represents `X * X_scale`, with the scale in a 0-D fp32
+buffer. A trainer finds the scale by this name, steps the product and writes both. The gradient of
+the param is that of the product, in `X.grad_dtype`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from zero_sim.workloads.mlp import MlpWorkload
 from zero_sim.workloads.protocol import Batch
 
 SCALE_SUFFIX = "_scale"
-"""What the name of a scale adds to its param's."""
+"""Suffix of a scale's name, after the name of its param."""
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _EXPANSION = 4
+# Formats of the up and down projections.
 _FORMATS = {
     "e4m3": (torch.float8_e4m3fn, torch.float8_e4m3fn),
     "e5m2": (torch.float8_e5m2, torch.float8_e5m2),
@@ -42,17 +43,16 @@ class Fp8Bits:
 
 
 class _Dequantize(torch.autograd.Function):
-    """`values * scale`, rounded to a dtype; its gradient goes to the values as it is.
-
-    torch's own cast would round the gradient to fp8 on its way.
-    """
+    """`values * scale`, rounded to a dtype; passes its gradient to the values unchanged."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        # In fp32, because fp8 has no arithmetic.
         return (values.to(torch.float32) * scale).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        # torch's own cast would round the gradient to fp8.
         return grad_outputs[0], None, None
 
 
@@ -66,6 +66,7 @@ class Fp8Affine(nn.Module):
     def __init__(self, bits: Fp8Bits) -> None:
         super().__init__()
         self.register_parameter("weight", nn.Parameter(bits.weight.clone()))
+        # Otherwise autograd would expect a gradient in fp8.
         self.weight.grad_dtype = bits.bias.dtype
         self.register_buffer("weight" + SCALE_SUFFIX, bits.scale.clone())
         self.register_parameter("bias", nn.Parameter(bits.bias.clone()))
@@ -77,7 +78,7 @@ class Fp8Affine(nn.Module):
 
 
 class Fp8Block(nn.Module):
-    """`x + down(relu(up(x)))`, the inner layer four times as wide."""
+    """`x + down(relu(up(x)))`, with an inner layer four times as wide."""
 
     def __init__(self, up: Fp8Bits, down: Fp8Bits) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ class Fp8Workload:
         """Draw the initial weights, once.
 
         Args:
-            scenario: Uses what `mlp` uses, and `model.fp8_format`.
+            scenario: Uses the settings of `mlp`, and `model.fp8_format`.
         """
         self._mlp = MlpWorkload(scenario)
         generator, dtype = weight_generator(scenario), working_dtype(scenario.model.dtype)
@@ -106,12 +107,13 @@ class Fp8Workload:
 
         def draw(inputs: int, outputs: int, fp8: torch.dtype) -> Fp8Bits:
             bits = draw_linear(generator, inputs=inputs, outputs=outputs, dtype=torch.float32)
-            # No power of two: who trains must cope with whatever scale a module comes with.
+            # Not a power of two: trainers must handle any scale that a module comes with.
             scale = bits.weight.abs().amax() / torch.finfo(fp8).max
             return Fp8Bits(
                 weight=(bits.weight / scale).to(fp8), scale=scale, bias=bits.bias.to(dtype)
             )
 
+        # `up` and `down` of each block
         self._blocks = tuple(
             (draw(hidden, inner, up_dtype), draw(inner, hidden, down_dtype))
             for _ in range(scenario.model.blocks)

@@ -1,4 +1,4 @@
-"""`model.buffer`: a workload whose module has a buffer that its forward reads."""
+"""`model.buffer`: a workload whose module has a buffer, read by its forward."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from zero_sim.workloads.protocol import Batch, Workload
 
 
 class GainedWorkload:
-    """Another workload, the outputs of whose module are multiplied by a buffer `gain`."""
+    """Another workload, with the outputs of its module multiplied by a buffer `gain`."""
 
     def __init__(self, workload: Workload, scenario: Scenario) -> None:
-        """Draw the buffer, 0D, 0.5 to 1.5, once.
+        """Draw the buffer once: 0-D, from 0.5 to 1.5.
 
         Args:
-            workload: The workload without it, whose module returns one tensor.
+            workload: Workload to wrap; its module must return a single tensor.
             scenario: Uses `model.buffer`, `model.dtype` and `run.seed`.
         """
         self._inner = workload
         self._persistent = scenario.model.buffer == "saved"
+        # Its own generator, so that weights do not depend on `model.buffer`.
         drawn = torch.rand((), generator=generator_of(named_seed(scenario.run.seed, "gain")))
         self._gain = (drawn + 0.5).to(working_dtype(scenario.model.dtype))
 
     def build(self) -> nn.Module:
-        """Return a fresh module, of the same class but for its forward."""
+        """Return a fresh module of the same class, except for its forward."""
+        # A subclass, not a wrapper, so that names of params stay the same.
         module = self._inner.build()
         module.__class__ = _gained(type(module))
         module.register_buffer("gain", self._gain.clone(), persistent=self._persistent)
         return module
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
-        """Return the batch of the workload without the buffer."""
+        """Return the batch of the wrapped workload."""
         return self._inner.batch(step=step, rank=rank, micro=micro)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
@@ -50,6 +52,7 @@ class GainedWorkload:
 
 @cache
 def _gained(kind: type[nn.Module]) -> type[nn.Module]:
+    # Cached, so that all modules of a class share their subclass.
     """Return the subclass of a class of modules that multiplies outputs by `gain`."""
 
     class Gained(kind):

@@ -1,4 +1,4 @@
-"""`gpt`: a small language model of torch's own layers, with a tied head and a block used twice."""
+"""`gpt`: a small language model from torch's layers, with a tied head and a block used twice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCABULARY, POSITIONS = 7, 3
 
 
 class Attention(nn.Module):
-    """Causal attention of one head."""
+    """Causal attention with a single head."""
 
     def __init__(self, qkv: nn.Linear, out: nn.Linear) -> None:
         super().__init__()
@@ -33,14 +33,17 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` (rows, positions, hidden) to the same shape."""
+        # [rows, positions, hidden] each
         query, key, value = self.qkv(x).chunk(3, dim=-1)
+        # [rows, positions, positions]
         scores = query @ key.mT / x.shape[-1] ** 0.5
+        # [positions, positions], True for later positions
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
         return self.out(scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ value)
 
 
 class Block(nn.Module):
-    """Attention and a layer, each behind a norm and beside a residual path."""
+    """Attention, then a layer, each after a norm and with a residual connection."""
 
     def __init__(self, attention: Attention, layer: nn.Linear, norms: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -55,7 +58,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Embeddings, blocks of which the first is used twice, a norm, and the embedding as head."""
+    """Embeddings, blocks with the first used twice, a norm, and the embedding as head."""
 
     def __init__(
         self,
@@ -68,26 +71,28 @@ class Gpt(nn.Module):
     ) -> None:
         super().__init__()
         self.recompute: Recompute = recompute
-        # With given weights, no init is drawn from the global generator.
+        # With given weights, no initial values are drawn from the global generator.
         self.tokens = nn.Embedding(VOCABULARY, tokens.shape[1], _weight=tokens)
         self.positions = nn.Embedding(POSITIONS, tokens.shape[1], _weight=positions)
         self.layers = nn.ModuleList(layers)
         self.norm = norm
+        # On the meta device, because the next line replaces its weight by the embedding's.
         self.head = nn.Linear(tokens.shape[1], len(tokens), bias=False, device="meta")
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map `tokens` (rows, positions) to logits (rows, positions, vocabulary)."""
         x = self.tokens(tokens) + self.positions(torch.arange(POSITIONS, device=tokens.device))
+        # The first block is used twice.
         for block in (self.layers[0], *self.layers):
-            # Reentrant checkpoints would give the gradient of a block in two parts, one a use.
+            # A reentrant checkpoint would give a block's gradient in two parts, one per use.
             keeps = self.recompute == "reentrant" and block is self.layers[0]
             x = call_block(block, x, recompute="none" if keeps else self.recompute)
         return self.head(self.norm(x))
 
 
 class GptWorkload:
-    """The language model that guesses random tokens from random tokens."""
+    """A language model that predicts random tokens from random tokens."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial weights, once.
@@ -100,9 +105,11 @@ class GptWorkload:
         self._dtype = working_dtype(scenario.model.dtype)
         self._hidden = hidden = scenario.model.hidden
         generator = weight_generator(scenario)
+        # Token and position embeddings, from a single draw.
         shape = (VOCABULARY + POSITIONS, hidden)
         embeddings = torch.randn(shape, generator=generator).to(self._dtype)
         self._embeddings = embeddings.split([VOCABULARY, POSITIONS])
+        # Layers of each block: query-key-value, output, inner.
         self._blocks = tuple(
             tuple(
                 draw_linear(generator, inputs=hidden, outputs=outputs, dtype=self._dtype)
@@ -126,18 +133,20 @@ class GptWorkload:
         return nn.LayerNorm(self._hidden, dtype=self._dtype)
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
-        """Return tokens to read and to guess, both (rows, positions), and their weights, fp32."""
+        """Return input and target tokens, both (rows, positions), and loss weights in fp32."""
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
         rows = rows_of(self._scenario, step=step, rank=rank)
         shape = (rows, POSITIONS)
         inputs, targets = torch.randint(VOCABULARY, (2, *shape), generator=generator).unbind()
         weights = torch.rand(shape, generator=generator)
+        # Into the weights, because tokens are whole numbers.
         plant_nan(weights, scenario=self._scenario, step=step, rank=rank, micro=micro)
         return Batch(inputs=inputs.clone(), targets=targets, extra=(weights,))
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return the mean of the weighted cross-entropies, in fp32."""
         assert batch.targets is not None
+        # [rows x positions, vocabulary]
         logits = module(batch.inputs).float().flatten(0, 1)
         losses = functional.cross_entropy(logits, batch.targets.flatten(), reduction="none")
         return (losses * batch.extra[0].flatten()).mean()

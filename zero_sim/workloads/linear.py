@@ -1,4 +1,4 @@
-"""`nn.Linear` from given bits: no default init, no global random numbers, cheap."""
+"""`nn.Linear` from given bits: cheap, without default init or global random numbers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ class LinearBits:
 
 def build_linear(bits: LinearBits) -> nn.Linear:
     """Return a fresh layer with copies of `bits` as its params."""
-    # The constructor would draw an init from the global generator, which costs more than the copy.
+    # The constructor would draw initial values from the global generator, at more than the cost of
+    # a copy.
     layer = nn.Linear.__new__(nn.Linear)
     nn.Module.__init__(layer)
+    # Attributes that the constructor would set.
     layer.out_features, layer.in_features = bits.weight.shape
     layer.register_parameter("weight", nn.Parameter(bits.weight.clone()))
     layer.register_parameter("bias", nn.Parameter(bits.bias.clone()))
@@ -31,7 +33,8 @@ def build_linear(bits: LinearBits) -> nn.Linear:
 def draw_linear(
     generator: torch.Generator, *, inputs: int, outputs: int, dtype: torch.dtype
 ) -> LinearBits:
-    """Draw weight, then bias, uniform within 1/sqrt(inputs) of 0, torch's own default range."""
+    """Draw weight, then bias, uniform within 1/sqrt(inputs), torch's default range."""
+    # Drawn in fp32 and then cast, so that all dtypes start from the same draws.
     bound = 1.0 / math.sqrt(inputs)
     weight = torch.empty(outputs, inputs).uniform_(-bound, bound, generator=generator)
     bias = torch.empty(outputs).uniform_(-bound, bound, generator=generator)

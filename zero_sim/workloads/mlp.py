@@ -1,4 +1,4 @@
-"""`mlp`: residual MLP blocks on random data, the usual toy of sharded optimizers."""
+"""`mlp`: residual MLP blocks on random data, a usual toy model for sharded optimizers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BlockBits:
 
 
 class ResidualBlock(nn.Module):
-    """`x + down(relu(up(x)))`, the inner layer four times as wide: 8h^2 + 5h params."""
+    """`x + down(relu(up(x)))`, with an inner layer four times as wide: 8h^2 + 5h params."""
 
     def __init__(self, bits: BlockBits) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class ResidualBlock(nn.Module):
 
 
 class MlpWorkload:
-    """Residual blocks that regress random targets from random inputs, all N(0, 1)."""
+    """Residual blocks that regress random targets on random inputs, all N(0, 1)."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial weights, once.
@@ -68,6 +68,7 @@ class MlpWorkload:
 
     def build(self) -> nn.Module:
         """Return the blocks in order; the params start with `0.up.weight`, `0.up.bias`."""
+        # The same names with and without checkpoints: both are sequences of blocks.
         blocks = map(ResidualBlock, self._blocks)
         how = self._scenario.model.recompute
         return nn.Sequential(*blocks) if how == "none" else RecomputedBlocks(*blocks, recompute=how)
@@ -76,13 +77,14 @@ class MlpWorkload:
         """Return inputs and targets, both (rows, hidden) in the working dtype."""
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
         rows = rows_of(self._scenario, step=step, rank=rank)
+        # [2, rows, hidden]: inputs and targets
         shape = (2, rows, self._scenario.model.hidden)
         inputs, targets = torch.randn(shape, generator=generator).to(self._dtype).unbind()
         plant_nan(inputs, scenario=self._scenario, step=step, rank=rank, micro=micro)
         return Batch(inputs=inputs, targets=targets)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the squared error in fp32, a mean over the width and a mean or sum over rows."""
+        """Return the squared error in fp32: mean over the width, and mean or sum over rows."""
         assert batch.targets is not None
         outputs, targets = module(batch.inputs).float(), batch.targets.float()
         if self._scenario.data.loss != "sum":

@@ -1,9 +1,9 @@
-"""`moe`: a small mixture of experts between two dense layers, each token sent to one expert.
+"""`moe`: a small mixture of experts between two dense layers, with one expert per token.
 
-A rank holds a share of the experts and sends its tokens to those alone. Real systems exchange
-tokens, so that each token can reach all experts; that is left out on purpose, since an optimizer
-never sees it: what reaches it is that dense params collect gradients from all ranks, experts from
-those that hold them, and that some experts get few tokens or none.
+Each rank has a share of the experts and routes its tokens to these only. Real systems exchange
+tokens, so that each token can reach all experts. That is omitted, because it does not affect the
+optimizer. The optimizer sees gradients of dense params from all ranks, gradients of experts from
+the ranks that have them, and experts with few tokens or none.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class Expert(nn.Module):
         self.linear = build_linear(bits)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `x` (tokens, hidden) to the same shape; there may be no token."""
+        """Map `x` (tokens, hidden) to the same shape; tokens may be 0."""
         return functional.relu(self.linear(x))
 
 
 class MoeNet(nn.Module):
-    """`down(x + expert(x))`, x after a first dense layer, the expert chosen token by token.
+    """`down(x + expert(x))`, after a first dense layer, with an expert chosen per token.
 
     Args:
-        first: The layer before the experts.
-        last: The layer after them.
+        first: Layer before the experts.
+        last: Layer after the experts.
         router: 2D (hidden, all experts), fp32.
-        experts: Those held here, by their number among all.
+        experts: Local experts, by their index among all.
         recompute: Checkpoint of each expert.
     """
 
@@ -68,20 +68,23 @@ class MoeNet(nn.Module):
         self.register_parameter("router", nn.Parameter(router.clone()))
         self.experts = nn.ModuleDict({str(i): Expert(bits) for i, bits in experts.items()})
         self.down = build_linear(last)
+        # The router's columns for the local experts.
         self._numbers = list(experts)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map `inputs` (tokens, hidden) to the same shape.
 
-        A token goes to the local expert that the router scores highest (the first of equals), and
-        its output is weighed by the softmax over the local scores.
+        A token goes to the local expert with the highest score (the first of equals). Its output is
+        weighted by the softmax over local scores.
         """
         x = torch.tanh(self.up(inputs))
+        # In fp32, as routers usually are.
         gates = (x.float() @ self.router)[:, self._numbers].softmax(dim=-1)
         gate, chosen = gates.max(dim=-1)
+        # [tokens, hidden]; each row is written by one expert.
         mixed = torch.zeros_like(x)
         for place, expert in enumerate(self.experts.values()):
-            # An expert without tokens is called too, as on a rank that got none in an exchange.
+            # Experts without tokens are called too, as after an exchange that left them none.
             (tokens,) = (chosen == place).nonzero(as_tuple=True)
             output = call_block(expert, x[tokens], recompute=self.recompute)
             weighed = output * gate[tokens].unsqueeze(-1).to(x.dtype)
@@ -90,7 +93,7 @@ class MoeNet(nn.Module):
 
 
 class MoeWorkload:
-    """A mixture that regresses random targets from random tokens, all N(0, 1)."""
+    """A mixture that regresses random targets on random tokens, all N(0, 1)."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial weights of all experts, once.
@@ -100,15 +103,17 @@ class MoeWorkload:
                 `topology.ep`, `data` and `run.seed`. The weights do not depend on `topology.ep`.
 
         Raises:
-            UsageError: If the experts cannot be dealt out evenly.
+            UsageError: `topology.ep` does not divide the number of experts.
         """
         self._scenario = scenario
         self._dtype = working_dtype(scenario.model.dtype)
         count, ep = scenario.model.experts, scenario.topology.ep
         if count % ep:
             raise UsageError(
-                f"expected experts that topology.ep divides, got {count} for ep={ep}. Try {2 * ep}."
+                f"expected a number of experts that topology.ep divides, got {count} for ep={ep}. "
+                f"Try {2 * ep}."
             )
+        # Experts per rank
         self._share = count // ep
         hidden, generator = scenario.model.hidden, weight_generator(scenario)
 
@@ -120,7 +125,7 @@ class MoeWorkload:
         self._experts = [draw() for _ in range(count)]
 
     def build(self) -> nn.Module:
-        """Return the module of expert-parallel index 0: with `ep` = 1 the whole model."""
+        """Return the module of expert-parallel index 0; with `ep` = 1 the whole model."""
         return self.build_share(0)
 
     def build_share(self, expert_index: int) -> nn.Module:
@@ -138,6 +143,7 @@ class MoeWorkload:
         """Return inputs and targets, both (tokens, hidden) in the working dtype."""
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
         rows = rows_of(self._scenario, step=step, rank=rank)
+        # [2, tokens, hidden]: inputs and targets
         shape = (2, rows * TOKENS_PER_ROW, self._scenario.model.hidden)
         inputs, targets = torch.randn(shape, generator=generator).to(self._dtype).unbind()
         plant_nan(inputs, scenario=self._scenario, step=step, rank=rank, micro=micro)

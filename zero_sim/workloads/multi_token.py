@@ -1,12 +1,12 @@
-"""`multi-token`: a language model with a second loss, of the token after the next one.
+"""`multi-token`: a language model with a second loss, for the token after the next.
 
 Both terms are means over the rank's own tokens, so context parallelism splits them alike: each rank
-has the tokens of its part of a sequence. A mean over all ranks gives both terms the weights of a
-single device. A system that scales the main loss by the number of context-parallel ranks has to
-scale the second loss alike: in Megatron-LM issues 3943 and 3959 it does not.
+has the tokens of its part of a sequence. A mean over all ranks weights both terms as a single
+device does. A system that scales the main loss by the number of context-parallel ranks must scale
+the second loss too. Megatron-LM does not (issues 3943 and 3959).
 
-Multi-token prediction as in "DeepSeek-V3 Technical Report", section 2.2: a further layer on top of
-the trunk, the same head, and a loss with a weight.
+Multi-token prediction follows "DeepSeek-V3 Technical Report", section 2.2: a further layer on top
+of the trunk, the same head, and a loss with a weight.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from zero_sim.workloads.protocol import Batch, total_loss
 
 VOCABULARY, POSITIONS = 5, 3
 SECOND_WEIGHT = 0.5
-"""Factor of the second loss; a power of two, so that it rounds nothing."""
+"""Factor of the second loss; a power of two, so it does not round."""
 
 
 class MultiToken(nn.Module):
-    """An embedding, a layer, and a head that reads the layer and a further layer behind it."""
+    """An embedding, a layer, and a head that reads both this layer and a further one after it."""
 
     def __init__(self, tokens: Tensor, layers: tuple[LinearBits, LinearBits, LinearBits]) -> None:
         super().__init__()
-        # With given weights, no init is drawn from the global generator.
+        # With given weights, no initial values are drawn from the global generator.
         self.tokens = nn.Embedding(VOCABULARY, tokens.shape[1], _weight=tokens)
         self.trunk, self.further, self.head = map(build_linear, layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map `tokens` (rows, positions) to logits (2, rows, positions, vocabulary)."""
         x = torch.tanh(self.trunk(self.tokens(tokens)))
+        # [2, rows, positions, hidden]: one head for both predictions
         return self.head(torch.stack((x, torch.tanh(self.further(x)))))
 
 
 class MultiTokenWorkload:
-    """The language model that guesses two random tokens from each random token."""
+    """A language model that predicts two random tokens from each random token."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial weights, once.
@@ -70,22 +71,24 @@ class MultiTokenWorkload:
         return MultiToken(self._tokens.clone(), self._layers)
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
-        """Return tokens to read, (rows, positions), and to guess, and weights of these, fp32.
+        """Return input tokens (rows, positions), target tokens, and loss weights in fp32.
 
-        Tokens to guess and their weights are (2, rows, positions): the next token, and the one
-        after it.
+        Targets and weights are (2, rows, positions): the next token, and the token after it.
         """
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
         shape = (rows_of(self._scenario, rank=rank, step=step), POSITIONS)
+        # [3, rows, positions]: input, next token, token after it
         drawn = torch.randint(VOCABULARY, (3, *shape), generator=generator)
         weights = torch.rand((2, *shape), generator=generator)
         plant_nan(weights, scenario=self._scenario, step=step, rank=rank, micro=micro)
+        # Clones, because views would share storage.
         return Batch(inputs=drawn[0].clone(), targets=drawn[1:].clone(), extra=(weights,))
 
     def terms(self, module: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
         """Return the means of the weighted cross-entropies of both tokens, in fp32."""
         assert batch.targets is not None
         logits = module(batch.inputs).float().flatten(0, 2)
+        # The order of the logits: all next tokens, then all second ones.
         losses = functional.cross_entropy(logits, batch.targets.flatten(), reduction="none")
         first, second = (losses * batch.extra[0].flatten()).chunk(2)
         return first.mean(), second.mean() * SECOND_WEIGHT

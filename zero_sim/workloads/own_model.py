@@ -1,7 +1,7 @@
-"""`own:NAME`: a model, data and loss that a target brings.
+"""`own:NAME`: a model, data and loss from a target.
 
-A scenario names it and imports nothing: `make_known` enters it under its name when a target that
-has it is judged. Both sides build it anew, so its functions have to be pure.
+A scenario only names it and imports nothing. `make_known` registers it when its target is judged.
+Systems and the reference each build it, so its functions must be pure.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from zero_sim.workloads.draws import (
 )
 from zero_sim.workloads.protocol import Batch, total_loss
 
+# Models whose check is remembered.
 _CHECKED_MAX = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OwnModel:
-    """A model that a target brings, an entry of `Target.models`.
+    """A model from a target, an entry of `Target.models`.
 
-    All three are pure functions: system and reference call them, in any order, and need the same
-    bits from the same arguments.
+    Its functions must be pure, because system and reference call them in any order and need equal
+    bits for equal arguments.
 
         OwnModel(
             build=lambda: nn.Linear(3, 2),
@@ -44,21 +45,22 @@ class OwnModel:
     """
 
     build: Callable[[], nn.Module]
-    """Makes a fresh module. torch's global generator is seeded before each call, so default inits
-    will do. The module is trained as it is, in fp32, or cast to `model.dtype`."""
+    """Builds a fresh module. torch's global generator is seeded before each call, so default
+    initialisation works. The module is trained in fp32 as it is, or cast to `model.dtype`."""
     batch: Callable[[torch.Generator, int], tuple[Tensor, ...] | Tensor]
-    """Draws a micro-batch from a generator; the number is the rows that it has."""
+    """Draws a micro-batch from a generator, given its number of rows."""
     loss: Callable[..., Tensor | tuple[Tensor, Tensor]]
-    """Takes the module and the tensors of a micro-batch, and returns a 0-D loss, a mean over rows;
-    or two, the second one a term that a system may scale by itself (`Numerics.scale_second`). It
-    may only call the module, because a system may wrap it."""
+    """Returns the 0-D loss of a module on the tensors of a micro-batch, a mean over rows. A second
+    term is optional; systems may scale it separately (`Numerics.scale_second`). It may only call
+    the module, because a system may wrap it."""
 
 
+# Filled by targets, because a scenario imports nothing.
 _KNOWN: dict[OwnModelName, OwnModel] = {}
 
 
 def make_known(models: Mapping[OwnModelName, OwnModel]) -> None:
-    """Enter models under their names; a name that was known stands for the new model from now."""
+    """Register models by name; a new model replaces an earlier one of that name."""
     _KNOWN.update(models)
 
 
@@ -74,36 +76,36 @@ def known_while(models: Mapping[OwnModelName, OwnModel]) -> Iterator[None]:
 
 
 def known_models() -> tuple[OwnModelName, ...]:
-    """Names of all models that targets have brought so far."""
+    """Return the names of all registered models."""
     return tuple(_KNOWN)
 
 
 def own_model(name: OwnModelName) -> OwnModel:
-    """The model of a name.
+    """Return the model of a name.
 
     Raises:
-        UsageError: No target has brought it.
+        UsageError: No target has registered it.
     """
     if name not in _KNOWN:
         raise UsageError(
-            f"expected a target whose `models` has the model of name {name!r}, got none. Try "
+            f"expected a target whose `models` contains {name!r}, got none. Pass "
             "--target module:name with the target that has it."
         )
     return _KNOWN[name]
 
 
 class OwnWorkload:
-    """The workload of a model that a target brings."""
+    """The workload of a target's own model."""
 
     def __init__(self, scenario: Scenario, own: OwnModel) -> None:
-        """Build the module that all others are compared with, once.
+        """Build a first module, to compare all others with.
 
         Args:
             scenario: Uses `model.name`, `model.dtype`, `data` and `run.seed`.
             own: The model.
 
         Raises:
-            UsageError: A function of the model raises, is not pure, or returns something else.
+            UsageError: A function of the model raises, is not pure, or returns an unexpected type.
         """
         self._scenario = scenario
         self._own = own
@@ -111,6 +113,7 @@ class OwnWorkload:
         self._dtype = working_dtype(scenario.model.dtype)
         self._seed = named_seed(scenario.run.seed, "weights")
         self._first = self._made()
+        # Checked once per model and dtype: a workload is built for each case.
         _check_functions(own, self._said, self._dtype)
 
     def _made(self) -> nn.Module:
@@ -120,26 +123,27 @@ class OwnWorkload:
         """Return a fresh module.
 
         Raises:
-            UsageError: It is not like the first one.
+            UsageError: It differs from the first one.
         """
         module = self._made()
+        # System and reference must start from equal bits.
         if differs := _difference(self._first, module):
             raise UsageError(
                 f"expected `build` of {self._said} to make a fresh, equal module in each call, got "
-                f"{differs}. Try drawing from torch's global generator, which is seeded before it."
+                f"{differs}. Draw from torch's global generator, which is seeded before each call."
             )
         return module
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
         """Return the tensors in `inputs` and `extra`, floating ones in the working dtype.
 
-        If none is floating, `targets` is a factor of the loss, 1, so that there is a place for a
-        planted NaN.
+        If no tensor is floating, `targets` is a loss factor of 1, which can hold a planted NaN.
         """
         scenario = self._scenario
         generator = batch_generator(scenario, step=step, rank=rank, micro=micro)
         rows = rows_of(scenario, step=step, rank=rank)
         tensors = _draw(self._own, self._said, generator, rows=rows, dtype=self._dtype)
+        # The first floating tensor can hold a planted NaN.
         floating = [each for each in tensors if each.is_floating_point()]
         factor = None if floating else torch.ones(1)
         poisoned = floating[0] if factor is None else factor
@@ -151,6 +155,7 @@ class OwnWorkload:
         terms = [
             each.float() for each in _terms(self._own.loss(module, batch.inputs, *batch.extra))
         ]
+        # The factor is 1, unless a NaN is planted.
         if batch.targets is not None:
             terms[0] = terms[0] * batch.targets.squeeze()
         return tuple(terms)
@@ -160,24 +165,26 @@ class OwnWorkload:
         return total_loss(self.terms(module, batch))
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return None: a model of this kind has no held-out data."""
+        """Return None, because such a model has no held-out data."""
         return None
 
 
 @contextmanager
 def _theirs(expected: str) -> Iterator[None]:
-    """Name the function that raised."""
+    """Attribute an exception to the function that raised it."""
     try:
         yield
+    # It already names its function.
     except UsageError:
         raise
-    # Functions of a user may raise anything.
+    # Functions of users may raise anything.
     except Exception as error:
         raise UsageError(f"expected {expected}, got {type(error).__name__}: {error}.") from error
 
 
 def _build(own: OwnModel, said: str, *, dtype: torch.dtype, seed: int) -> nn.Module:
-    """A fresh module, from the seed; the global generator is left as it was."""
+    """Build a module from the seed, and restore the global generator."""
+    # Restored below: the caller's random numbers must not depend on this build.
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(seed)
     try:
@@ -202,7 +209,7 @@ def _draw(
     for each in tensors:
         if not isinstance(each, Tensor):
             raise UsageError(f"expected `batch` of {said} to return tensors, got {each!r}.")
-        # A copy, because a system may spoil its inputs.
+        # A copy, because a system may overwrite its inputs.
         cast.append(each.to(dtype if each.is_floating_point() else each.dtype, copy=True))
     return tuple(cast)
 
@@ -212,18 +219,19 @@ def _terms(loss: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Params and buffers, tied ones under each name."""
+    """Return params and buffers, with tied ones under each name."""
     return dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
 
 
 def _difference(first: nn.Module, other: nn.Module) -> str:
-    """What keeps one module from being a fresh copy of another; empty if nothing does."""
+    """Describe why a module is no fresh copy of another; empty if it is."""
     if first is other:
         return "the same module again"
     before, now = _tensors(first), _tensors(other)
     if list(before) != list(now):
         names = ", ".join(sorted(before.keys() ^ now.keys())) or "those in another order"
         return f"other params or buffers: {names}"
+    # Shared memory would let one rank's training change the others.
     memory = {each.untyped_storage().data_ptr() for each in before.values() if each.numel()}
     for name, tensor in now.items():
         like = before[name]
@@ -247,42 +255,46 @@ def _check_functions(own: OwnModel, said: str, dtype: torch.dtype) -> None:
     """Check that `batch` and `loss` are pure, on two rows.
 
     Raises:
-        UsageError: They are not, or `loss` returns something else than a loss.
+        UsageError: They are not, or `loss` returns no loss.
     """
     module = _build(own, said, dtype=dtype, seed=0)
+    # Equal generators must give equal draws.
     one, two = (_draw(own, said, generator_of(0), rows=2, dtype=dtype) for _ in range(2))
     if len(one) != len(two) or not all(map(torch.equal, one, two)):
         raise UsageError(
             f"expected `batch` of {said} to draw the same tensors from equal generators, got "
-            "others. Try passing `generator=generator` to all that it draws with."
+            "others. Pass `generator=generator` to every function that draws."
         )
     buffers = {name: each.clone() for name, each in module.named_buffers()}
     state = torch.default_generator.get_state()
     losses: list[tuple[Tensor, ...]] = []
     try:
         for _ in range(2):
+            # Seeded, because the loss may draw from torch's global generator.
             torch.default_generator.manual_seed(0)
             with _theirs(f"`loss` of {said} to compute a loss"):
                 losses.append(_terms(own.loss(module, *one)))
     finally:
         torch.default_generator.set_state(state)
     terms = losses[0]
+    # A loss is 0-D and requires a gradient.
     wrong = [each for each in terms if not _is_loss(each)]
     if wrong or len(terms) not in (1, 2):
         raise UsageError(
             f"expected `loss` of {said} to return a 0-D tensor that requires grad, or two, got "
             f"{wrong[0] if wrong else terms!r}."
         )
+    # With running statistics, results would depend on the order of replays.
     changed = [name for name, each in module.named_buffers() if not each.equal(buffers[name])]
     if changed:
         raise UsageError(
-            f"expected the forward of {said} to leave buffers as they are, because the reference "
-            f"replays all ranks on one module, got other values of {changed[0]!r}. Try a layer "
+            f"expected the forward of {said} to leave buffers unchanged, because the reference "
+            f"replays all ranks on one module, got other values of {changed[0]!r}. Use a layer "
             "without running statistics."
         )
     one_loss, other = map(total_loss, losses)
     if not torch.equal(one_loss, other):
         raise UsageError(
             f"expected `loss` of {said} to be a function of its arguments, got {one_loss:.9g} and "
-            f"{other:.9g} from the same ones. Try random numbers of torch's global generator."
+            f"{other:.9g} for equal ones. Draw random numbers only from torch's global generator."
         )

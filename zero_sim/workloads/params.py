@@ -1,9 +1,9 @@
-"""`params`: bare params of any shapes, zero-element ones and scalars included.
+"""`params`: bare params of any shapes, including scalars and params without elements.
 
-The loss is a sum over params of `c * p * p / 2 + d * p` with random `c` and `d`. Its gradient,
-`c * p + d`, depends on the param itself and on step, rank and micro-batch: what is stale or
-misplaced shows. Some params may have a second name, and be in two terms, and some be in no term of
-some micro-batches, or of any: what such a loss does not read has no gradient of it.
+The loss is a sum over params of `c * p * p / 2 + d * p` with random `c` and `d`. Its gradient is
+`c * p + d`, which depends on the param, step, rank and micro-batch, so stale or misplaced values
+show. Params may have a second name, and then occur in two terms. They may also be omitted from some
+or all micro-batches, and then have no gradient from these losses.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from zero_sim.workloads.protocol import Batch, share_of
 class BareParams(nn.Module):
     """Params `p0`, `p1`, ... and nothing else; forward is the loss itself.
 
-    Where some are tied, a module `again` has these, too: `again.p0` is `p0` once more. Nested, `p0`
-    is `m0.p0`, and `again` is a sibling of `m0`.
+    Tied params occur again in a module `again`: `again.p0` is the same param as `p0`. If nested,
+    `p0` is `m0.p0`, and `again` is a sibling of `m0`.
     """
 
     def __init__(self, bits: tuple[Tensor, ...], *, model: ModelSpec) -> None:
@@ -44,6 +44,7 @@ class BareParams(nn.Module):
                 self.add_module(f"m{index}", SomeParams({name: param}))
             else:
                 self.register_parameter(name, param)
+        # The same param objects, under second names.
         if model.tied:
             self.again = SomeParams({name: params[name] for name in model.tied})
 
@@ -57,24 +58,28 @@ class BareParams(nn.Module):
         """Return the 0-D loss.
 
         Args:
-            factors: (2, elements), `c` and `d` of all params, in order, and then, for their second
-                names, of the tied ones.
-            unread: Names of the params that take no part.
-            skipped: Those of them whose own modules are not called.
+            factors: (2, elements): `c` and `d` of all params, in order, followed by those of tied
+                params under their second names.
+            unread: Names of params to omit.
+            skipped: Names in `unread` whose own modules are not called.
         """
+        # Factors of the first names, then of the second ones.
         first, second = factors.tensor_split([sum(self._elems.values())], dim=1)
         terms: list[Tensor] = []
+        # The order decides which use of a tied param comes first in backward.
         if self._tied_first:
             terms += self._second_terms(second, unread=unread, skipped=skipped)
         if self._nested:
             parts = first.split(list(self._elems.values()), dim=1)
             for index, (name, part) in enumerate(zip(self._elems, parts, strict=True)):
+                # An omitted call triggers no hooks of the module.
                 if name not in skipped:
                     terms.append(self.get_submodule(f"m{index}")(part, unread=unread))
         else:
             terms.append(_add_terms(self, self._elems, first, unread=unread))
         if not self._tied_first:
             terms += self._second_terms(second, unread=unread, skipped=skipped)
+        # A plain chain, in a fixed order.
         total = terms[0]
         for term in terms[1:]:
             total = total + term
@@ -83,13 +88,13 @@ class BareParams(nn.Module):
     def _second_terms(
         self, factors: Tensor, *, unread: Collection[str], skipped: Collection[str]
     ) -> list[Tensor]:
-        """The terms of the second names; none where all of these are skipped."""
+        """Return the terms of the second names; none if all of these are skipped."""
         is_called = not self._tied <= set(skipped)
         return [self.again(factors, unread=unread)] if is_called else []
 
 
 class SomeParams(nn.Module):
-    """Some of the params; forward is their part of the loss. Tied ones are a second time here."""
+    """Some of the params; forward is their part of the loss. Tied params occur here again."""
 
     def __init__(self, params: dict[str, nn.Parameter]) -> None:
         super().__init__()
@@ -98,42 +103,43 @@ class SomeParams(nn.Module):
             self.register_parameter(name, param)
 
     def forward(self, factors: Tensor, *, unread: Collection[str] = ()) -> Tensor:
-        """Return the 0-D sum; arguments as of `BareParams.forward`, for these params alone."""
+        """Return the 0-D sum; arguments as for `BareParams.forward`, for these params only."""
         return _add_terms(self, self._elems, factors, unread=unread)
 
 
 def _add_terms(
     module: nn.Module, elems: Mapping[str, int], factors: Tensor, *, unread: Collection[str]
 ) -> Tensor:
-    """The sum of the terms of a module's own params.
+    """Return the sum of the terms of a module's own params.
 
     Args:
-        module: Whose own params they are.
-        elems: Elements of each, by its name.
+        module: The module.
+        elems: Number of elements of each param, by name.
         factors: (2, elements) of all of them.
-        unread: Names of those that take no part.
+        unread: Names of params to omit.
     """
     total = factors.new_zeros(())
+    # Rows `c` and `d`, split by param.
     square, linear = (row.split(list(elems.values())) for row in factors)
     for name, c, d in zip(elems, square, linear, strict=True):
         if name in unread:
             continue
-        # By name, because a wrapper may have a plain tensor in the place of the param.
+        # By name, because a wrapper may replace the param by a plain tensor.
         flat = getattr(module, name).reshape(-1)
         total = total + ((0.5 * c * flat + d) * flat).sum()
     return total
 
 
 class ParamsWorkload:
-    """Bare params under a loss that is quadratic in each of them."""
+    """Bare params with a loss that is quadratic in each of them."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial params, N(0, 1), once.
 
         Args:
             scenario: Uses `model`, `data` and `run.seed`. All rows of a micro-batch share its
-                factors, so their number only counts.
-                No shapes make a module without params: who trains it must say that it cannot.
+                factors, so only their number matters. Without shapes the module has no params, and
+                trainers must refuse it.
         """
         self._scenario = scenario
         self._dtype = working_dtype(scenario.model.dtype)
@@ -143,6 +149,7 @@ class ParamsWorkload:
             torch.randn(shape, generator=generator).to(self._dtype) for shape in shapes
         )
         named = dict(zip(bare_names(scenario.model), shapes, strict=True))
+        # Second names have their own factors.
         placed = (*shapes, *(named[name] for name in scenario.model.tied))
         self._elems = sum(math.prod(shape) for shape in placed)
 
@@ -156,13 +163,14 @@ class ParamsWorkload:
         factors = torch.randn((2, self._elems), generator=generator).to(self._dtype)
         plant_nan(factors, scenario=self._scenario, step=step, rank=rank, micro=micro)
         rows = rows_of(self._scenario, step=step, rank=rank)
+        # Skipped params are omitted by every micro-batch of the step.
         skipped = skipped_at(self._scenario.model, step=step)
         unread = unread_by(self._scenario.model, rank=rank, micro=micro) | skipped
         return Batch(inputs=factors, targets=None, row_count=rows, unread=unread, skipped=skipped)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return what the module returns, 0-D, in fp32: the mean over rows; or the rows' sum."""
-        # A system may put a module in the place of this one that takes the inputs alone.
+        """Return the module's output, 0-D, in fp32: a mean over rows, or a sum of rows."""
+        # Extra arguments only if needed: a system may replace the module by one without them.
         named = {"unread": batch.unread, "skipped": batch.skipped} if batch.unread else {}
         loss = module(batch.inputs, **named).float()
         if self._scenario.data.loss == "sum":
@@ -170,5 +178,5 @@ class ParamsWorkload:
         return share_of(loss, scenario=self._scenario)
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return None: there is nothing to classify."""
+        """Return None, because nothing is classified."""
         return None

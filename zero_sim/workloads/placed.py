@@ -1,4 +1,4 @@
-"""A workload on another device: its module and its batches, moved there."""
+"""A workload on another device, with its module and batches moved there."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from zero_sim.workloads.protocol import (
 
 
 def on_device(workload: Workload, device: str) -> Workload:
-    """A workload whose module and batches are on a device; it draws them on the CPU all the same.
+    """Return a workload whose module and batches are on a device, though drawn on the CPU.
 
     Args:
-        workload: What to move.
-        device: Its name, as `cpu` or `cuda`; without an index, the current one of this process.
+        workload: Workload to move.
+        device: Name, such as `cpu` or `cuda`; without an index, the process's current device.
 
     Raises:
-        EnvironmentProblem: There is no such device here.
+        EnvironmentProblem: The device does not exist here.
     """
     placed = check_device(device)
     if placed.type == "cpu":
@@ -38,7 +38,7 @@ def on_device(workload: Workload, device: str) -> Workload:
 
 
 class _Placed:
-    """Moves what another workload makes."""
+    """Moves the modules and batches of another workload."""
 
     def __init__(self, inner: Workload, device: torch.device) -> None:
         self._inner = inner
@@ -61,30 +61,30 @@ class _Placed:
         return loss_terms(self._inner, module, batch)
 
     def accuracy(self, module: nn.Module) -> float | None:
-        # Held-out data stays where it is, and so does the module: each goes to the other and back.
+        # Held-out data stays on the CPU, so move it to the module, and outputs back.
         def call(inputs: Tensor) -> Tensor:
             return module(inputs.to(self._device)).cpu()
 
         return self._inner.accuracy(call)  # pyrefly: ignore
 
     def _placed(self, module: nn.Module) -> nn.Module:
-        """Move a module; params that share their memory still do, whatever the device."""
+        """Move a module; params that share memory still do, on any device."""
         moved: dict[nn.Parameter, nn.Parameter] = {}
         for part in module.modules():
+            # Entries of each module, because parameters() yields tied params only once.
             for name, param in part._parameters.items():
                 if param is not None:
                     if param not in moved:
                         moved[param] = _copy_of(param, self._device)
                     setattr(part, name, moved[param])
+        # Buffers, which the loop above does not move.
         return module.to(self._device)
 
 
 def _copy_of(param: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A param on a device, with all that it says of itself.
-
-    `module.to` moves params in place to CUDA alone; elsewhere it makes new ones, a new one for each
-    name, that have forgotten the dtype of their gradients.
-    """
+    """Return a param on a device, with its attributes."""
+    # `module.to` moves params in place only to CUDA. Elsewhere it makes a new param for each
+    # name, without the dtype of gradients.
     copy = nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
     copy.__dict__.update(param.__dict__)
     copy.grad_dtype = param.grad_dtype
@@ -92,7 +92,7 @@ def _copy_of(param: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 class _PlacedExperts(_Placed):
-    """The same for a workload whose module differs from rank to rank."""
+    """As `_Placed`, for a workload whose module differs between ranks."""
 
     def build_share(self, expert_index: int) -> nn.Module:
         assert has_experts(self._inner)
@@ -100,7 +100,7 @@ class _PlacedExperts(_Placed):
 
 
 class _PlacedParts(_Placed):
-    """The same for a workload of which tensor-parallel ranks hold a part each."""
+    """As `_Placed`, for a workload whose module is split over tensor-parallel ranks."""
 
     def build_part(self, tp_index: int) -> nn.Module:
         assert is_split(self._inner)

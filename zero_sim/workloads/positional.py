@@ -1,6 +1,6 @@
-"""`positional`: `weight * x + position`, in which autograd hands one gradient tensor to two terms.
+"""`positional`: `weight * x + position`, where autograd passes one gradient tensor to two terms.
 
-Without a batch dimension nothing is broadcast, so the sum's gradient is the gradient of `position`
+Without a batch dimension nothing is broadcast. So the sum's gradient is the gradient of `position`
 and, in the same memory, that of `weight * x`. A hook that changes it in place changes both.
 """
 
@@ -24,7 +24,7 @@ POSITIONS = 3
 
 
 class Positional(nn.Module):
-    """One learned factor and one learned position for each element of a sequence."""
+    """A learned factor and a learned position for each element of a sequence."""
 
     def __init__(self, weight: Tensor, position: Tensor) -> None:
         super().__init__()
@@ -37,17 +37,18 @@ class Positional(nn.Module):
 
 
 class PositionalWorkload:
-    """A sequence that regresses a random one."""
+    """Regression of a random sequence on another."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial params, N(0, 1), once.
 
         Args:
             scenario: Uses `model.hidden`, `model.dtype`, `data` and `run.seed`. All rows of a
-                micro-batch share one sequence, so their number only counts.
+                micro-batch share one sequence, so only their number matters.
         """
         self._scenario = scenario
         self._dtype = working_dtype(scenario.model.dtype)
+        # [inputs or targets, positions, hidden]
         self._shape = (2, POSITIONS, scenario.model.hidden)
         bits = torch.randn(self._shape, generator=weight_generator(scenario)).to(self._dtype)
         self._weight, self._position = bits.unbind()

@@ -1,4 +1,4 @@
-"""Protocol of a workload: a module, batches, a loss and its shares, maybe an accuracy."""
+"""Protocol of a workload: module, batches, loss, and optionally an accuracy."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from zero_sim.scenario.spec import Scenario
 class Batch:
     """One micro-batch of one rank.
 
-    The tensors belong to the caller: no other call of `Workload.batch` returns the same storage, so
-    a system that spoils its input cannot spoil the reference's.
+    The tensors belong to the caller. No other call of `Workload.batch` returns the same storage, so
+    a system that overwrites its inputs cannot change the reference's.
     """
 
     inputs: Tensor  # ND, first dim rows; in `params`: (2, elements), the factors c and d
-    """What the module's forward is called with."""
+    """Input of the module's forward."""
     targets: Tensor | None
-    """What the loss compares the output with; None where the loss needs no target."""
+    """Targets of the loss; None if it needs none."""
     uses: frozenset[str] = frozenset()
-    """Params that this micro-batch's forward uses and others' may not."""
+    """Params that are used by this micro-batch's forward, but not by all."""
     unread: frozenset[str] = frozenset()
-    """Params that this micro-batch's forward leaves out, though others' may use them."""
+    """Params that this micro-batch's forward omits, although others may use them."""
     extra: tuple[Tensor, ...] = ()
-    """Further tensors, of a model that a target brings."""
+    """Further tensors of a target's own model."""
     skipped: frozenset[str] = frozenset()
-    """Those of `unread` whose modules no forward of the step calls."""
+    """Params in `unread` whose modules no forward of the step calls."""
     row_count: int | None = None
-    """Rows it stands for, where that is not the first dim of `inputs`."""
+    """Number of rows; None for the first dimension of `inputs`."""
 
     @property
     def rows(self) -> int:
-        """Rows (samples) that the loss is taken over."""
+        """Rows (samples) of the loss."""
         return self.inputs.shape[0] if self.row_count is None else self.row_count
 
 
 class Workload(Protocol):
     """A model, its data and its loss: a pure function of one scenario.
 
-    System and reference share one, so it must hold no state that either of them could change.
+    System and reference share it, so it has no state that either could change.
     """
 
     def build(self) -> nn.Module:
-        """Return a fresh module: always the same initial bits, no global random number used."""
+        """Return a fresh module: always the same initial bits, without global random numbers."""
         ...
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
@@ -55,55 +55,55 @@ class Workload(Protocol):
         ...
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the scalar loss; touches `module` only by calling it, so any wrapper will do."""
+        """Return the scalar loss. It only calls `module`, so any wrapper will do."""
         ...
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return the accuracy on held-out data, 0 to 1; None where there is no such data."""
+        """Return the accuracy on held-out data, from 0 to 1; None without such data."""
         ...
 
 
 class ExpertWorkload(Workload, Protocol):
-    """A workload whose module differs from rank to rank: each holds a share of the experts."""
+    """A workload whose module differs between ranks: each has a share of the experts."""
 
     def build_share(self, expert_index: int) -> nn.Module:
         """Return a fresh module, as `build`, with the experts of one expert-parallel index.
 
-        Experts have the same names on whatever rank they are; two different ones have two names.
+        An expert has the same names on all ranks. Different experts have different names.
         """
         ...
 
 
 class SplitWorkload(Workload, Protocol):
-    """A workload of which tensor-parallel ranks hold a part each; `build` returns the whole."""
+    """A workload whose module is split over tensor-parallel ranks; `build` returns the whole."""
 
     def build_part(self, tp_index: int) -> nn.Module:
         """Return a fresh module with the parts of one tensor-parallel index.
 
-        Parts have the same names wherever they are; those of two indices have two names.
+        A part has the same names on all ranks. Parts of different indices have different names.
         """
         ...
 
 
 class TermsWorkload(Workload, Protocol):
-    """A workload whose loss may have a second term, which a system may scale by itself."""
+    """A workload whose loss may have a second term, which a system may scale separately."""
 
     def terms(self, module: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the loss, or the main loss and a second loss, each 0-D; a single forward for both.
+        """Return the main loss, and a second loss if there is one, each 0-D, from a single forward.
 
         `loss` is their sum.
         """
         ...
 
 
-# By what tells them apart: by isinstance Python looks for all names of a protocol, at each module.
+# By one attribute: isinstance() of a protocol looks up all its names, for each module.
 def is_split(workload: Workload) -> TypeGuard[SplitWorkload]:
-    """Whether tensor-parallel ranks hold a part each of what it builds."""
+    """Return True if the workload's module is split over tensor-parallel ranks."""
     return hasattr(workload, "build_part")
 
 
 def has_experts(workload: Workload) -> TypeGuard[ExpertWorkload]:
-    """Whether each rank holds a share of the experts of what it builds."""
+    """Return True if each rank has a share of the workload's experts."""
     return hasattr(workload, "build_share")
 
 
@@ -129,13 +129,14 @@ def total_loss(terms: Sequence[Tensor]) -> Tensor:
 def build_module(
     workload: Workload, *, expert_index: int, tp_index: int | None = None
 ) -> nn.Module:
-    """Return the fresh module of a rank; all ranks have the same one where nothing is dealt out.
+    """Return a rank's fresh module. All ranks' modules are equal if nothing is split.
 
     Args:
-        workload: What is trained.
-        expert_index: The rank's expert-parallel index.
-        tp_index: Its tensor-parallel index; None for one device, which holds all parts.
+        workload: The workload.
+        expert_index: Expert-parallel index of the rank.
+        tp_index: Tensor-parallel index of the rank; None for a single device with all parts.
     """
+    # A single device has all parts, so it takes `build` below.
     if tp_index is not None and is_split(workload):
         return workload.build_part(tp_index)
     if has_experts(workload):
@@ -144,7 +145,7 @@ def build_module(
 
 
 def share_of(loss: Tensor, *, scenario: Scenario) -> Tensor:
-    """Return the loss that a rank runs backward from, where that is a mean or a part of one.
+    """Return the loss for a rank's backward: a mean, or a rank's share of it.
 
     Args:
         loss: Mean over the rank's rows, 0D.
@@ -152,5 +153,6 @@ def share_of(loss: Tensor, *, scenario: Scenario) -> Tensor:
     """
     if scenario.data.loss == "mean":
         return loss
-    # A tensor: by a Python number some devices multiply with its rounded reciprocal.
+    # Otherwise a rank's share, because ranks' gradients are then summed.
+    # A tensor, because some devices multiply by the rounded reciprocal of a Python number.
     return loss / loss.new_full((), scenario.world.size)

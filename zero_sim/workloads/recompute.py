@@ -1,4 +1,4 @@
-"""Activation checkpoints: blocks whose activations are dropped, and computed again in backward."""
+"""Activation checkpoints: blocks whose activations are dropped and recomputed in backward."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from zero_sim.scenario.spec import Recompute
 
 
 def call_block(block: Callable[[Tensor], Tensor], x: Tensor, *, recompute: Recompute) -> Tensor:
-    """Call a block, and keep of it what the checkpoint keeps.
+    """Call a block under a checkpoint.
 
     Args:
         block: A module or a function.
         x: Its input.
         recompute: `none` to keep all activations.
     """
+    # Without gradients no activations are kept anyway.
     if recompute == "none" or not torch.is_grad_enabled():
         return block(x)
     if recompute == "reentrant" and not x.requires_grad:
-        # Without an input that requires a gradient such a checkpoint gives none to its params.
+        # Without an input that requires a gradient, such a checkpoint gives none to its params.
         x = x.detach().requires_grad_()
     return checkpoint(block, x, use_reentrant=recompute == "reentrant")
 
 
 class RecomputedBlocks(nn.Sequential):
-    """Blocks one after another, each under a checkpoint.
+    """Blocks in sequence, each under a checkpoint.
 
     Args:
         blocks: Each maps a tensor to a tensor.
@@ -48,10 +49,8 @@ class RecomputedBlocks(nn.Sequential):
 
 
 def keep_activations(module: nn.Module) -> nn.Module:
-    """Let a module keep all activations, which changes no bit of what it computes.
-
-    `torch.autograd.grad`, which the reference calls, refuses reentrant checkpoints.
-    """
+    """Make a module keep all activations. That changes no bit of its results."""
+    # torch.autograd.grad, which the reference calls, refuses reentrant checkpoints.
     for part in module.modules():
         if hasattr(part, "recompute"):
             vars(part)["recompute"] = "none"

@@ -1,4 +1,4 @@
-"""The registry of workloads, by the name of a model in a scenario."""
+"""Registry of workloads, by the name of a model in a scenario."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from zero_sim.scenario.spec import AnyModelName, ModelSpec, RunSpec, Scenario
 from zero_sim.workloads.own_model import OwnModel, OwnWorkload, own_model
 from zero_sim.workloads.protocol import Workload
 
+# Models whose params are remembered.
 _MODELS_KEPT = 512
 
-# Modules by name: a case imports the workload that it names, and no other.
+# Modules by name, so that a case imports only its own workload.
 _WORKLOADS: Mapping[AnyModelName, tuple[str, str]] = {
     "mlp": ("zero_sim.workloads.mlp", "MlpWorkload"),
     "params": ("zero_sim.workloads.params", "ParamsWorkload"),
@@ -30,18 +31,18 @@ _WORKLOADS: Mapping[AnyModelName, tuple[str, str]] = {
     "multi-token": ("zero_sim.workloads.multi_token", "MultiTokenWorkload"),
     "tp-block": ("zero_sim.workloads.tp_block", "TpBlockWorkload"),
 }
-"""Module and class by the name of a model."""
+"""Module and class of each model, by name."""
 
 
 def build_workload(scenario: Scenario) -> Workload:
-    """Build the workload that the scenario names: its initial weights are drawn here, once.
+    """Build a scenario's workload, and draw its initial weights.
 
     Args:
-        scenario: A scenario that passed its rules.
+        scenario: A valid scenario.
 
     Raises:
         EnvironmentProblem: The workload needs an optional package that is not installed.
-        UsageError: The model is a target's own, which no target has brought, or is not pure.
+        UsageError: The model is a target's own, and no target has registered it, or it is not pure.
     """
     model = scenario.model.name
     if is_own_model(model):
@@ -50,25 +51,28 @@ def build_workload(scenario: Scenario) -> Workload:
     workload = getattr(import_module(module), name)(scenario)
     if scenario.model.buffer == "none":
         return workload
+    # Imported here, because few cases have such a buffer.
     from zero_sim.workloads.gained import GainedWorkload
 
     return GainedWorkload(workload, scenario)
 
 
 def params_of(model: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Names and shapes of a model's params, those of all ranks, in registration order."""
+    """Return names and shapes of a model's params, of all ranks, in registration order."""
+    # Bare params: the shapes are in the scenario.
     if model.shapes is not None:
         return tuple(
             (f"m{index}.p{index}" if model.nested else f"p{index}", shape)
             for index, shape in enumerate(model.shapes)
         )
-    # Neither when it is frozen nor which bits it starts from adds a param.
+    # Freezing and initial bits do not change the params.
     own = own_model(model.name) if is_own_model(model.name) else None
     return _built(replace(model, freeze=()), own)
 
 
 @lru_cache(maxsize=_MODELS_KEPT)
 def _built(model: ModelSpec, own: OwnModel | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Names and shapes; another model may come under the name of `own`."""
+    """Return names and shapes; `own` is in the key, because its name may be registered anew."""
+    # A minimal scenario, because params depend on the model only.
     module = build_workload(Scenario(schema=1, model=model, run=RunSpec(steps=1))).build()
     return tuple((name, tuple(param.shape)) for name, param in module.named_parameters())

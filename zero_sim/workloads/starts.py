@@ -1,4 +1,4 @@
-"""Starts of ranks that do not begin alike, or not with what a checkpoint has."""
+"""Initial values of ranks that start differently, or before they load a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,39 +7,42 @@ from torch import Tensor, nn
 
 from zero_sim.scenario.kinds import is_expert
 
+# Values that no workload draws for a whole param.
 _FEWEST = 2
 _KINDS = 7
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the persistent buffers of a module by name; live."""
+    # With duplicates, because state_dict() contains both names of a tied param.
     params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    # state_dict() omits buffers that are not persistent.
     return {name: each for name, each in module.state_dict().items() if name not in params}
 
 
 def make_unloaded(module: nn.Module) -> None:
-    """Overwrite every persistent buffer, as a process that is yet to load a checkpoint has it.
+    """Overwrite every persistent buffer, as in a process before it loads a checkpoint.
 
     Args:
-        module: The rank's own, as built.
+        module: The rank's module, as built.
     """
     for tensor in saved_buffers(module).values():
         tensor.fill_(_FEWEST)
 
 
 def make_distinct(module: nn.Module, *, rank: int, ep: int) -> None:
-    """Overwrite every param and buffer of which this rank is not the first holder.
+    """Overwrite each param and buffer, unless this rank is the first that has it.
 
-    With numbers that no workload draws for a whole param: a rank that trains on with them is seen.
+    No workload draws these values for a whole param, so a rank that trains on with them is noticed.
 
     Args:
-        module: The rank's own, as built.
+        module: The rank's module, as built.
         rank: Rank in its dp-cp group.
-        ep: Number of ranks that the experts are dealt to; each of them is the first holder of its
-            share.
+        ep: Number of ranks that share the experts. Each of them is the first with its share.
     """
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            # Experts repeat every `ep` ranks.
             first_holders = ep if is_expert(name) else 1
             if rank >= first_holders:
                 tensor.fill_(_FEWEST + rank % _KINDS)

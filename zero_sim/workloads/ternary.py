@@ -1,10 +1,10 @@
-"""`ternary`: a network of the usual layers in which every number is a small whole one.
+"""`ternary`: a network of the usual layers in which every number is a small whole number.
 
 Each weight enters the forward as a hash of its bits, -1, 0 or 1, and gets the gradient of that
-number as its own. Activations and their gradients are clamped to -1 to 1. So every product, every
-sum inside a layer and every gradient is a small whole number, exact whatever the batch split, the
-number of threads, the processor and the order of a reduction are; and yet the gradients depend on
-every bit of every weight. What would not stay whole is left out: softmax, norms, a mean.
+number as its own. Activations and their gradients are clamped to [-1, 1]. So every product, every
+sum inside a layer and every gradient is a small whole number. Results are exact for any batch
+split, number of threads, processor and order of reduction, and gradients still depend on every bit
+of every weight. Softmax, norms and means are omitted, because their results would not be whole.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TernaryLinear(nn.Module):
 
 
 class TernaryExperts(nn.Module):
-    """Each row goes to the one expert that scores best; no two ever score the same."""
+    """Each row goes to the single expert with the best score; scores never tie."""
 
     def __init__(self, gate: Tensor, experts: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -65,17 +65,18 @@ class TernaryExperts(nn.Module):
         """Map (rows, width) to the same shape."""
         scores = self.gate(x)
         count = len(self.experts)
-        # Whole numbers that differ modulo the number of experts: a score wins, or its index does.
+        # Whole numbers that differ modulo the number of experts, so that no two are equal.
         ranked = scores.detach() * count + torch.arange(count, dtype=x.dtype, device=x.device)
         chosen = functional.one_hot(ranked.argmax(dim=-1), count).to(x.dtype)
         # Odd, so that no row is multiplied by 0.
         strength = _clamped(2 * scores + 1)
+        # [rows, experts, width]
         outputs = torch.stack([expert(x) for expert in self.experts], dim=1)
         return (outputs * (chosen * strength).unsqueeze(-1)).sum(dim=1)
 
 
 class TernaryNet(nn.Module):
-    """Embedding, convolution over rows, residual layers, experts, and the embedding as the head."""
+    """Embedding, convolution over rows, residual layers, experts, and the embedding as head."""
 
     def __init__(self, bits: dict[str, Tensor]) -> None:
         super().__init__()
@@ -86,6 +87,7 @@ class TernaryNet(nn.Module):
         self.moe = TernaryExperts(
             bits["gate"], tuple(bits[f"expert_{index}"] for index in range(EXPERTS))
         )
+        # In no forward.
         self.unused = nn.Parameter(bits["unused"].clone())
 
     def forward(self, inputs: Tensor, *, tokens: Tensor) -> Tensor:
@@ -93,20 +95,22 @@ class TernaryNet(nn.Module):
 
         Args:
             inputs: (rows, width), whole numbers, in the working dtype.
-            tokens: (rows,), what is looked up in the embedding.
+            tokens: (rows,), indices into the embedding.
 
         Returns:
             (rows, vocabulary), in the working dtype.
         """
         embedding = _hashed(self.embedding)
+        # Clamped after each sum, so that activations stay -1, 0 or 1.
         x = _clamped(inputs + functional.embedding(tokens, embedding))
         x = _clamped(x + self._convolve(x))
         x = _clamped(x + self.down(_clamped(functional.relu(self.up(x)))))
         x = _clamped(x + self.moe(x))
+        # Tied: the embedding is the output projection.
         return x @ embedding.T
 
     def _convolve(self, x: Tensor) -> Tensor:
-        """Mix each feature with its neighbours in the rows before and after."""
+        """Mix each feature with the same feature in the rows before and after."""
         columns = x.T.unsqueeze(0)  # (1, width, rows)
         mixed = functional.conv1d(
             columns, _hashed(self.kernel), padding=KERNEL // 2, groups=x.shape[1]
@@ -115,12 +119,13 @@ class TernaryNet(nn.Module):
 
 
 def _draw_bits(scenario: Scenario) -> dict[str, Tensor]:
-    """Draw all params, in order: multiples of 1/64 from -2 to 2, the same on every processor."""
+    """Draw all params, in order: multiples of 1/64 from -2 to 2, equal on every processor."""
     generator, dtype = weight_generator(scenario), working_dtype(scenario.model.dtype)
     width = scenario.model.hidden
     inner = 2 * width
 
     def draw(*shape: int) -> Tensor:
+        # Whole numbers over a power of two are exact in every dtype here.
         return (torch.randint(-128, 129, shape, generator=generator) / 64).to(dtype)
 
     return {
@@ -137,7 +142,7 @@ def _draw_bits(scenario: Scenario) -> dict[str, Tensor]:
 
 
 class TernaryWorkload:
-    """The network under a loss that is a sum of its outputs, each with a sign of its own."""
+    """The network, with a loss that is a signed sum of its outputs."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial weights, once.
@@ -159,8 +164,10 @@ class TernaryWorkload:
         generator = batch_generator(scenario, step=step, rank=rank, micro=micro)
         rows = rows_of(scenario, step=step, rank=rank)
         shape = (rows, scenario.model.hidden)
+        # -1, 0 or 1
         inputs = torch.randint(-1, 2, shape, generator=generator).to(self._dtype)
         tokens = torch.randint(VOCABULARY, (rows, 1), generator=generator)
+        # -1 or 1
         signs = torch.randint(2, (rows, VOCABULARY), generator=generator) * 2 - 1
         plant_nan(inputs, scenario=scenario, step=step, rank=rank, micro=micro)
         return Batch(inputs=inputs, targets=torch.cat([tokens, signs], dim=1))
@@ -169,6 +176,7 @@ class TernaryWorkload:
         """Return the signed sum of the outputs, 0-D fp32."""
         assert batch.targets is not None
         tokens, signs = batch.targets[:, 0], batch.targets[:, 1:]
+        # A sum, not a mean, so that the loss stays whole.
         return (module(batch.inputs, tokens=tokens).float() * signs).sum()
 
     def accuracy(self, module: nn.Module) -> float | None:

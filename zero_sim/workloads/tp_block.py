@@ -1,18 +1,19 @@
-"""`tp-block`: transformer blocks whose heads and inner features can be split over ranks, exactly.
+"""`tp-block`: transformer blocks whose heads and inner features split over ranks, exactly.
 
-A block is attention, then two layers with a residual around each. Query, key, value and the first
-layer are column-parallel: a rank has some of their outputs, whole heads of them; what follows is
-row-parallel: a rank has the inputs that fit, and what the ranks give is summed. On one device all
-parts are there and each layer is one product of matrices with all of them.
+A block is attention, then two layers, each with a residual connection. Query, key, value and the
+first layer are column-parallel: a rank computes some of their outputs, in whole heads. The output
+projection and the second layer are row-parallel: a rank takes the matching inputs, and ranks'
+results are summed. A single device has all parts, and each layer is one matrix product.
 
 [Note: splitting without rounding]
-Weights enter as hashes of their bits, -1, 0 or 1, activations and their gradients are clamped to -1
-to 1 behind every sum, as in `ternary`; in the place of softmax stands that clamp. So every product
-is -1, 0 or 1, and every sum that splitting cuts, over inner features forward and over outputs
-backward, is a whole number of at most as many as there are terms. A dtype with p bits of
-significand holds all whole numbers up to 2**p: with no more terms no addition rounds, in whatever
-order and however cut, and the sum of the parts is the bits of the whole (`reference.certificate`
-says the same of sums over ranks). How wide a block may be follows: `terms_max`.
+As in `ternary`, weights enter as hashes of their bits, -1, 0 or 1. Activations and their gradients
+are clamped to [-1, 1] after every sum, and this clamp replaces softmax. So every product is -1, 0
+or 1. Splitting cuts sums over inner features in forward, and over outputs in backward. These are
+whole numbers, at most as large as their number of terms. A dtype with p bits of significand
+represents all whole numbers up to 2**p. With at most that many terms, no addition rounds, in any
+order and with any cut. So the sum of the parts has the bits of the whole (`reference.certificate`
+applies the same argument to sums over ranks). `terms_max` is the resulting limit of a block's
+width.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from zero_sim.workloads.protocol import Batch
 
 
 class Parallel(Protocol):
-    """What a system does around the layers that it splits."""
+    """A system's operations around the layers that it splits."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return what column-parallel layers read; backward sums its gradient over the ranks."""
+        """Return the input of column-parallel layers; backward sums its gradient over ranks."""
         ...
 
     def leave(self, y: Tensor) -> Tensor:
-        """Return the sum over the ranks of what row-parallel layers gave."""
+        """Return the sum over ranks of the outputs of row-parallel layers."""
         ...
 
     def run(self, block: nn.Module, x: Tensor) -> Tensor:
@@ -54,27 +55,27 @@ class Parallel(Protocol):
 
 
 class OneDevice:
-    """All parts are here: there is nothing to do."""
+    """All parts on a single device, so no operations are needed."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return it."""
+        """Return `x`."""
         return x
 
     def leave(self, y: Tensor) -> Tensor:
-        """Return it."""
+        """Return `y`."""
         return y
 
     def run(self, block: nn.Module, x: Tensor) -> Tensor:
-        """Run it, and keep what autograd wants."""
+        """Run the block, with all activations kept."""
         return block(x)
 
 
 class SplitLinear(nn.Module):
-    """`x @ hash(weight).T`, of a weight in parts: `part0`, `part1`, ..., all or one of them.
+    """`x @ hash(weight).T`, with a weight in parts: `part0`, `part1`, ..., all or one of them.
 
     Args:
         parts: By index; each part is (outputs, inputs).
-        dim: The dimension in which they lie one behind the other: 0 outputs, 1 inputs.
+        dim: Dimension of concatenation: 0 for outputs, 1 for inputs.
     """
 
     def __init__(self, parts: dict[int, Tensor], *, dim: int) -> None:
@@ -87,11 +88,12 @@ class SplitLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., inputs) to (..., outputs)."""
         hashed = [HashedTernary.apply(getattr(self, name)) for name in self._names]
+        # With all parts, this is the whole weight.
         return functional.linear(x, torch.cat(hashed, dim=self._dim))  # pyrefly: ignore
 
 
 class Positions(nn.Module):
-    """What is added to each position: held whole by every rank."""
+    """Values added to each position; every rank has all of them."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -103,7 +105,7 @@ class Positions(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention over the heads that are here, then two layers."""
+    """Attention over the local heads, then two layers."""
 
     def __init__(self, layers: dict[str, SplitLinear]) -> None:
         super().__init__()
@@ -113,26 +115,30 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (rows, positions, width) to the same shape."""
+        # `leave` sums outputs over ranks in forward, `enter` sums gradients in backward.
         x = _clamped(x + self.parallel.leave(self._attend(self.parallel.enter(x))))
         inner = _clamped(functional.relu(self.get_submodule("up")(self.parallel.enter(x))))
         return _clamped(x + self.parallel.leave(self.get_submodule("down")(inner)))
 
     def _attend(self, x: Tensor) -> Tensor:
         rows, positions, _ = x.shape
+        # [rows, local heads, positions, HEAD_ELEMS]
         q, k, v = (
             self.get_submodule(name)(x).view(rows, positions, -1, HEAD_ELEMS).transpose(1, 2)
             for name in ("query", "key", "value")
         )
+        # A clamp instead of softmax; see [Note: splitting without rounding].
         mixed = _clamped(_clamped(q @ k.transpose(2, 3)) @ v)
         return self.get_submodule("out")(mixed.transpose(1, 2).reshape(rows, positions, -1))
 
 
 class Blocks(nn.Module):
-    """Positions, then blocks; whole, or one rank's parts of it."""
+    """Positions, then blocks: the whole model, or one rank's parts."""
 
     def __init__(self, bits: dict[str, Tensor], parts: dict[int, dict[str, Tensor]]) -> None:
         super().__init__()
         self.positions = Positions(bits["positions"])
+        # Names are `block.layer`.
         count = max(int(name.split(".")[0]) for name in next(iter(parts.values()))) + 1
         self.blocks = nn.ModuleList(
             Block(
@@ -148,10 +154,10 @@ class Blocks(nn.Module):
         self.parallel: Parallel = OneDevice()
 
     def be_parallel(self, parallel: Parallel) -> None:
-        """Run on one of several ranks from now on.
+        """Run as one of several ranks from now on.
 
         Args:
-            parallel: What to do around the layers that are split.
+            parallel: Operations around the split layers.
         """
         self.parallel = parallel
         for block in self.blocks:
@@ -167,7 +173,7 @@ class Blocks(nn.Module):
 
 
 LAYERS = {"query": 0, "key": 0, "value": 0, "out": 1, "up": 0, "down": 1}
-"""Those of a block, with the dimension in which each is split."""
+"""Layers of a block, with the dimension along which each is split."""
 
 
 def _clamped(x: Tensor) -> Tensor:
@@ -177,7 +183,7 @@ def _clamped(x: Tensor) -> Tensor:
 
 
 class TpBlockWorkload:
-    """Blocks under a loss that is a sum of what they give, each with a sign of its own."""
+    """Blocks, with a loss that is a signed sum of their outputs."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial weights, once.
@@ -191,22 +197,23 @@ class TpBlockWorkload:
         self._bits = self._draw_bits()
 
     def build(self) -> nn.Module:
-        """Return the whole, as one device has it: with all parts."""
+        """Return the whole model with all parts, as on a single device."""
         return self._build(range(self._scenario.topology.tp))
 
     def build_part(self, tp_index: int) -> nn.Module:
-        """Return what the tensor-parallel ranks of an index have, to be told how to be parallel.
+        """Return the module of a tensor-parallel index. Call `be_parallel` on it.
 
         Args:
-            tp_index: From 0.
+            tp_index: Index, from 0.
         """
         return self._build([tp_index])
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
-        """Return inputs and signs, (rows, positions, width) each."""
+        """Return inputs and signs, both (rows, positions, width)."""
         scenario = self._scenario
         generator = batch_generator(scenario, step=step, rank=rank, micro=micro)
         shape = (rows_of(scenario, step=step, rank=rank), POSITIONS, scenario.model.hidden)
+        # Inputs are -1, 0 or 1, and signs -1 or 1.
         inputs = torch.randint(-1, 2, shape, generator=generator).to(self._dtype)
         signs = torch.randint(2, shape, generator=generator) * 2 - 1
         plant_nan(inputs, scenario=scenario, step=step, rank=rank, micro=micro)
@@ -223,6 +230,7 @@ class TpBlockWorkload:
 
     def _build(self, indices: Sequence[int]) -> nn.Module:
         tp = self._scenario.topology.tp
+        # Positions have no "." in their name and are not split.
         parts = {
             index: {
                 name: bits.chunk(tp, dim=LAYERS[name.split(".")[1]])[index]
@@ -235,6 +243,7 @@ class TpBlockWorkload:
 
     def _draw_bits(self) -> dict[str, Tensor]:
         generator, width = weight_generator(self._scenario), self._scenario.model.hidden
+        # (outputs, inputs) of each layer of a block
         shapes = {
             **dict.fromkeys(("query", "key", "value", "out"), (width, width)),
             "up": (INNER * width, width),
@@ -242,6 +251,7 @@ class TpBlockWorkload:
         }
 
         def draw(*shape: int) -> Tensor:
+            # Whole numbers over a power of two are exact in every dtype here.
             return (torch.randint(-128, 129, shape, generator=generator) / 64).to(self._dtype)
 
         return {

@@ -1,8 +1,8 @@
 """`transformer-260`: the 260-parameter transformer of the ZeRO-1 walkthrough.
 
-Convention: activations are rows, weights multiply from the right, `y = x @ W`; `W_q[0, 0]` is
-0.12. One pre-LN block: width 4, 2 heads of 2, no mask, FFN of 16 with ReLU; then a projection to 8
-tokens. There is no embedding: the inputs are vectors, 3 to a sequence.
+Activations are rows and weights multiply from the right, `y = x @ W`; `W_q[0, 0]` is 0.12. One
+pre-LN block: width 4, 2 heads of 2, no mask, FFN of 16 with ReLU; then a projection to 8 tokens.
+Without an embedding: inputs are vectors, 3 per sequence.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "b_2": (WIDTH,),
     "W_vocab": (WIDTH, VOCABULARY),
 }
-"""Name and shape of each param, in flat order."""
+"""Name and shape of each param, in the order of the flat buffer."""
 
 INPUT = (
     (0.5, -0.3, 0.8, 0.1),
@@ -144,6 +144,7 @@ class Transformer260(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` (rows, tokens, width) to logits (rows, tokens, vocabulary)."""
+        # The projection is not part of the checkpoint.
         x = call_block(self._block, x, recompute=self.recompute)
         return self.note("logits", x @ self.W_vocab)
 
@@ -158,12 +159,15 @@ class Transformer260(nn.Module):
 
     def _attend(self, x: Tensor) -> Tensor:
         rows, tokens, _ = x.shape
+        # [rows, heads, tokens, width / heads]
         q, k, v = (
             self.note(name, x @ weight).view(rows, tokens, HEADS, WIDTH // HEADS).transpose(1, 2)
             for name, weight in (("Q", self.W_q), ("K", self.W_k), ("V", self.W_v))
         )
+        # [rows, heads, tokens, tokens]
         scores = self.note("scores", q @ k.transpose(2, 3) / math.sqrt(WIDTH // HEADS))
         mixed = self.note("softmax", scores.softmax(dim=-1)) @ v
+        # Heads side by side again.
         joined = self.note("mix", mixed.transpose(1, 2).reshape(rows, tokens, WIDTH))
         return self.note("W_o", joined @ self.W_o)
 
@@ -173,12 +177,12 @@ def _unnoted(name: str, activation: Tensor) -> Tensor:
 
 
 def normalise(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    """Layer norm over the last dim with torch's eps of 1e-5 and the population's variance."""
+    """Apply layer norm over the last dimension, with torch's eps of 1e-5."""
     return functional.layer_norm(x, (WIDTH,), weight, bias)
 
 
 def _draw_bits(scenario: Scenario) -> dict[str, Tensor]:
-    """Draw all 260 elements: norms are 1, biases 0, some weights given, the rest random."""
+    """Draw all 260 elements: norms 1, biases 0, some weights given, the rest random."""
     generator, dtype = weight_generator(scenario), working_dtype(scenario.model.dtype)
     bits: dict[str, Tensor] = {}
     for name, shape in SHAPES.items():
@@ -189,13 +193,14 @@ def _draw_bits(scenario: Scenario) -> dict[str, Tensor]:
         elif len(shape) == 1:
             initial = torch.zeros(shape)
         else:
+            # Scaled by fan-in, which is the first dimension here.
             initial = torch.randn(shape, generator=generator) / math.sqrt(shape[0])
         bits[name] = initial.to(dtype)
     return bits
 
 
 class TransformerWorkload:
-    """The 260-parameter transformer that guesses random target tokens."""
+    """The 260-parameter transformer, which predicts random target tokens."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial weights, once.
@@ -215,11 +220,12 @@ class TransformerWorkload:
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
         """Return inputs (rows, 3, 4) and target tokens (rows, 3).
 
-        The first row of rank 0's first batch is the walkthrough's; all else is drawn N(0, 1).
+        The first row of rank 0's first batch is the walkthrough's; the rest is from N(0, 1).
         """
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
         rows = rows_of(self._scenario, step=step, rank=rank)
         drawn = torch.randn((rows, TOKENS, WIDTH), generator=generator)
+        # The walkthrough's input.
         if (step, data_rank(self._scenario, rank=rank), micro) == (0, 0, 0):
             drawn[0] = torch.tensor(INPUT)
         inputs = drawn.to(self._dtype)

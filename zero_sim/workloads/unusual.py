@@ -1,7 +1,7 @@
-"""`unusual`: a small network with one of each awkward kind of param.
+"""`unusual`: a small network with one param of each awkward kind.
 
-A token model: an embedding that is also the output's projection, a layer that is used twice, two
-paths mixed by a router, and small terms for the params that only some micro-batches use.
+A token model: an embedding that is also the output projection, a layer that is used twice, and two
+paths mixed by a router. Small terms contain the params that only some micro-batches use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RANK_ZERO, MICRO_ZERO = "rank_zero", "micro_zero"
 
 
 class TiedHead(nn.Module):
-    """The projection to the vocabulary; its weight is the embedding's."""
+    """The projection to the vocabulary, with the embedding's weight."""
 
     weight: nn.Parameter  # 2D (vocabulary, width)
 
@@ -45,7 +45,7 @@ class TiedHead(nn.Module):
 
 
 class UnusualNet(nn.Module):
-    """Every direct param is awkward in its own way; `head.weight` is `embedding` once more."""
+    """A network of awkward params; `head.weight` is `embedding` under a second name."""
 
     frozen: nn.Parameter  # 1D (width,), never trained
     embedding: nn.Parameter  # 2D (vocabulary, width), tied to the head
@@ -62,7 +62,7 @@ class UnusualNet(nn.Module):
         super().__init__()
         for name, initial in bits.items():
             trained = name != "frozen"
-            # A clone keeps the strides.
+            # clone() keeps the strides.
             self.register_parameter(name, nn.Parameter(initial.clone(), requires_grad=trained))
         self.head = TiedHead(self.embedding)
 
@@ -71,18 +71,24 @@ class UnusualNet(nn.Module):
 
         Args:
             inputs: (rows, width), in the working dtype.
-            tokens: (rows,), what is looked up in the embedding.
-            uses: Which of `rank_zero` and `micro_zero` take part.
+            tokens: (rows,), indices into the embedding.
+            uses: Params to use, among `rank_zero` and `micro_zero`.
 
         Returns:
             (rows, vocabulary), in the working dtype.
         """
+        # The frozen param takes part in forward, but is not trained.
         x = inputs * self.frozen + functional.embedding(tokens, self.embedding)
+        # Adds 0, so that a param without elements gets a gradient.
         x = x + self.empty.sum()
+        # Two uses of a param in one forward, so its gradient has two terms.
         hidden = torch.tanh(torch.tanh(x @ self.twice) @ self.twice)
+        # [rows, width, paths]
         paths = torch.stack([hidden, torch.tanh(x @ self.strided)], dim=-1)
+        # The router computes in fp32, and gates return to the working dtype.
         gates = (x.float() @ self.router).softmax(dim=-1).to(paths.dtype)
         x = x + (paths * gates.unsqueeze(1)).sum(dim=-1)
+        # Terms of params that only some micro-batches use.
         for name in (RANK_ZERO, MICRO_ZERO):
             if name in uses:
                 x = x + torch.tanh(inputs * self.get_parameter(name))
@@ -90,7 +96,7 @@ class UnusualNet(nn.Module):
 
 
 def _draw_bits(scenario: Scenario) -> dict[str, Tensor]:
-    """Draw all params in registration order, N(0, 1) over the root of the width."""
+    """Draw all params in registration order, from N(0, 1) over the root of the width."""
     generator, dtype = weight_generator(scenario), working_dtype(scenario.model.dtype)
 
     def draw(*shape: int) -> Tensor:
@@ -104,17 +110,19 @@ def _draw_bits(scenario: Scenario) -> dict[str, Tensor]:
         RANK_ZERO: draw(WIDTH),
         MICRO_ZERO: draw(WIDTH),
         "empty": draw(0, WIDTH),
+        # Transposed, so its strides are not contiguous.
         "strided": draw(WIDTH, WIDTH).T,
         "router": draw(WIDTH, PATHS),
         "scale": draw() + 1.0,
     }
+    # The router stays in fp32.
     return {
         name: initial if name == "router" else initial.to(dtype) for name, initial in bits.items()
     }
 
 
 class UnusualWorkload:
-    """The network that guesses random target tokens."""
+    """A network that predicts random target tokens."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial weights, once.
@@ -131,17 +139,14 @@ class UnusualWorkload:
         return UnusualNet(self._bits)
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
-        """Return inputs (rows, width), and tokens to read and to guess, (rows, 2).
-
-        What the micro-batch uses follows from whose data it is: where all ranks share rank 0's,
-        they use what it uses.
-        """
+        """Return inputs (rows, width), and input and target tokens, (rows, 2)."""
         scenario = self._scenario
         generator = batch_generator(scenario, step=step, rank=rank, micro=micro)
         rows = rows_of(scenario, step=step, rank=rank)
         inputs = torch.randn((rows, WIDTH), generator=generator).to(self._dtype)
         tokens = torch.randint(VOCABULARY, (rows, 2), generator=generator)
         plant_nan(inputs, scenario=scenario, step=step, rank=rank, micro=micro)
+        # By the rank whose data it is: ranks that share rank 0's data use the same params.
         conditions = {RANK_ZERO: data_rank(scenario, rank=rank) == 0, MICRO_ZERO: micro == 0}
         uses = frozenset(name for name, used in conditions.items() if used)
         return Batch(inputs=inputs, targets=tokens, uses=uses)
