@@ -65,7 +65,7 @@ def test_a_norm_of_no_known_form_is_taken_as_told(quick):
     found = find_rules(Target({"norm": of_sums}))
     assert found.numerics["norm"] == "told"
     assert (
-        "norm: no known form has the bits of all norms of 29 random gradients: taken as told"
+        "norm: no known form has the bits of all norms of 29 random gradients: taken as reported"
         in (found.unclear)
     )
 
@@ -101,7 +101,7 @@ def test_a_norm_that_too_few_gradients_show_is_taken_as_told(quick, monkeypatch)
     found = find_rules(Target({}))
     assert found.numerics["norm"] == "told"
     assert (
-        "norm: 49 random gradients passed, and forms are told apart by 1000: taken as told"
+        "norm: only 49 random gradients passed; 1000 distinguish forms: taken as reported"
         in found.unclear
     )
 
@@ -146,7 +146,7 @@ def test_a_number_that_changes_nothing_here_is_as_declared(quick):
     said = Numerics(divide="post-rounded", predivide_by=2.0, grads_told="after-division")
     found = find_rules(Target(does, said))
     assert found.numerics["predivide_by"] == 2.0
-    assert "predivide_by = None: the same bits in all of these cases: as declared" in found.unclear
+    assert "predivide_by = None: the same bits in all cases: as declared" in found.unclear
 
 
 class OneDtype(Target):
@@ -171,7 +171,7 @@ class Refusing(Target):
 def test_what_is_declared_and_refused_here_is_as_declared(quick):
     found = find_rules(Refusing())
     assert found.contradicted == []
-    assert any("weight_decay: the case that would tell is refused" in s for s in found.unclear)
+    assert any("weight_decay: the deciding case is refused" in s for s in found.unclear)
 
 
 class ByDtype(Target):
@@ -196,7 +196,7 @@ def two_dtypes(quick, monkeypatch):
 def test_dtypes_that_are_declared_by_case_are_no_contradiction(two_dtypes):
     found = find_rules(ByDtype({"fp32": "fp32", "bf16": None}))
     assert found.contradicted == []
-    said = "reduce_dtype = None: what it declares by dtype has the same bits in all of these cases"
+    said = "reduce_dtype = None: its declaration by dtype has the same bits"
     assert said in found.unclear
 
 
@@ -211,7 +211,7 @@ def test_what_is_declared_otherwise_is_named(quick):
     found = find_rules(target)
     said = " ".join(found.contradicted)
     assert "it declares divide = 'postmul-rounded'; found 'premul-fp32'" in said
-    assert "it declares to follow optimizer.warmup_steps, and does not here" in said
+    assert "it declares to follow optimizer.warmup_steps, but does not here" in said
 
 
 def test_a_system_that_follows_no_known_rule_is_refused(quick):
@@ -241,7 +241,7 @@ def test_an_update_that_is_rounded_otherwise_is_named(quick):
         find_rules(RoundedUpTarget())
     expected = (
         "got an update that differs from torch's AdamW, first by 1 ulp: the fp32 master differs, "
-        "and no gradient does by Numerics(grads_told='after-division')"
+        "although no gradient differs by Numerics(grads_told='after-division')"
     )
     assert expected in str(caught.value)
     assert "declare `reference_optimizer`" in str(caught.value)
@@ -314,8 +314,8 @@ def test_several_ranks_that_no_rule_fits_are_an_alarm(quickest):
     found = find_rules(ParamsAlone(engine=DividesTwice))
     assert "world_size_max" not in found.capabilities
     (alarm,) = found.alarms
-    assert alarm.startswith("3 ranks come to what no known rule gives; by the nearest of them, ")
-    assert "case '3 ranks' has equality.params" in alarm
+    assert alarm.startswith("no known rule gives the results of 3 ranks; the nearest, ")
+    assert "case '3 ranks': equality.params" in alarm
 
 
 class OneRank(Target):

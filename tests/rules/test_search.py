@@ -54,7 +54,5 @@ def test_rules_stay_as_they_are_where_none_fits(search):
 def test_what_came_nearest_is_told(search):
     search.settle(changed(LONG, optimizer={"name": "sgd"}))
     said = search.nearest.in_words()
-    assert said.startswith(
-        "by the nearest of them, Numerics(), case 'two steps' has equality.params"
-    )
+    assert said.startswith("the nearest, Numerics(), differs in case 'two steps': equality.params")
     assert ", step 0, rank 0, param '0.up.weight', " in said

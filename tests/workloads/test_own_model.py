@@ -75,7 +75,7 @@ def test_params_of_a_name_are_those_of_the_model_that_it_stands_for_now(make_own
 
 
 def test_a_name_that_no_target_brought_is_an_error(make_scenario):
-    with pytest.raises(UsageError, match="the model of name 'own:absent'"):
+    with pytest.raises(UsageError, match="contains 'own:absent'"):
         build_workload(make_scenario("own:absent"))
 
 

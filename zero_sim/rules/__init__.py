@@ -1,1 +1,1 @@
-"""The search for the rules by which a target computes."""
+"""Search for a target's rules of arithmetic, and explanations of differences by other rules."""

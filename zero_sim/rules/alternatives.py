@@ -1,7 +1,7 @@
-"""Table of alternatives to a step.
+"""Alternatives to a step.
 
-- other rules, by name as a target declares them: one thing changes, or two different things
-- partial sums: gradients from some micro-batches only, or from one rank
+- other rules, by the names that targets declare, with one or two changes
+- partial sums: gradients from some micro-batches only, or from a single rank
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from zero_sim.reference.division import DivideBy
 from zero_sim.reference.oracle import KEPT_ELEMS_MAX
 
 LOCAL = Terms(is_local=True)
-"""The terms if nobody reduces a gradient."""
+"""Terms of a single rank, as if gradients were not reduced."""
 
 Change = Mapping[str, Any]
-"""Fields of a target's declaration, by name, and what they would be."""
+"""New values of some fields of a target's declaration, by name."""
 
+# Every known choice, with the fields that declare it.
 _COUNTS: tuple[DivideBy, ...] = ("ranks", "micro-batches", "tokens")
 _FACTORS: tuple[ScaleLoss | None, ...] = (None, *get_args(ScaleLoss))
 _ROUNDS: tuple[Change, ...] = (
@@ -54,29 +55,31 @@ _DTYPES: tuple[Change, ...] = (
     {"reduce_dtype": "bf16"},
     {"reduce_dtype": "fp16"},
 )
+# The second sum, over shard groups, exists only with replicas.
 _COPIES: tuple[Change, ...] = ({"copies_dtype": "fp32"}, {"copies_dtype": "bf16"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class SumRules:
-    """Rules for the sums of gradients."""
+    """Alternatives for sums of gradients."""
 
     again: Again
 
     @classmethod
     def of(cls, again: Again) -> SumRules | None:
-        """Return those of a step; None if it has so many elements that trying them takes long.
+        """Return the alternatives for a step; None if there are too many elements to try them.
 
         Args:
             again: The step that differs.
         """
         ranks, micros = len(again.replays), again.scenario.run.micro_batches
+        # Every alternative adds the gradients of all ranks and micro-batches once more.
         elems = sum(grad.numel() for grad in again.taken.grads.values())
         return cls(again=again) if elems * ranks * micros <= KEPT_ELEMS_MAX else None
 
     @property
     def assumed(self) -> str:
-        """The rules that the reference followed."""
+        """The reference's rules, in words."""
         return in_words(self._assumed)
 
     @cached_property
@@ -87,6 +90,7 @@ class SumRules:
             "divide_by": rules.divide_by or system.divide_by,
             "sync": rules.sync or system.sync,
             "grad_dtype": system.grad_dtype,
+            # Only fields that are set, as in a declaration.
         }
         of_losses = ("scale_loss", "scale_second")
         of_sums = ("predivide_by", "accumulate_dtype", "reduce_dtype", "copies_dtype")
@@ -98,55 +102,61 @@ class SumRules:
         return named
 
     def singles(self) -> dict[str, StepAgain]:
-        """Return the step by rules that differ in one thing."""
+        """Return the step by rules with one change."""
         return self._by((change,) for thing in self._things for change in thing)
 
     def pairs(self) -> dict[str, StepAgain]:
-        """Return it by those that differ in two, or in the factor of losses.
-
-        That one is tried late, since it takes another backward, and divisors give the same bits
-        if they are powers of two.
-        """
+        """Return the step by rules with two changes, or with another factor of losses."""
+        # Factors come late, because each costs another backward. Divisors give the same bits if
+        # they
+        # are powers of two.
         again = self.again
         cp, has_second = again.scenario.topology.cp, again.replays[0].has_second_loss
         # With one context-parallel rank, these are factors of 1.
         factors = [each for each in _FACTORS if cp > 1 or each not in ("cp", "1/cp")]
+        # The factor of a second loss, if there is one, before that of all losses.
         names = ("scale_second", "scale_loss") if has_second else ("scale_loss",)
         scales = [{name: factor} for name in names for factor in factors]
         scales = [change for change in scales if self._differs(change)]
         divisions = [change for thing in self._things[:2] for change in thing]
+        # Alone, or with another division.
         scaled = product(scales, ({}, *divisions))
         two = (product(first, second) for first, second in combinations(self._things, 2))
         return self._by(chain(scaled, *two))
 
     @cached_property
     def _things(self) -> list[list[Change]]:
-        """Changes by the thing that they are about."""
+        """Changes, by topic."""
         scenario = self.again.scenario
         things: list[Sequence[Change]] = [
             [{"divide": rule} for rule in DIVIDE_RULES],
             [{"divide_by": count} for count in _COUNTS],
         ]
+        # With a single micro-batch, all accumulation rules have the same bits.
         if scenario.run.micro_batches > 1:
             things.append(_ROUNDS if scenario.system.redundancy > 1 else _ROUNDS[:-1])
         things.append((*_DTYPES, *_COPIES) if scenario.system.redundancy > 1 else _DTYPES)
+        # Without the assumed rules, which do not fit.
         return [[change for change in thing if self._differs(change)] for thing in things]
 
     def _differs(self, change: Change) -> bool:
         return any(self._assumed.get(name) != value for name, value in change.items())
 
     def _by(self, changes: Iterator[tuple[Change, ...]]) -> dict[str, StepAgain]:
+        # A later change of the same field wins.
         joined = [
             {name: value for each in some for name, value in each.items()} for some in changes
         ]
         return {in_words(change): self.again.by(self._changed(change)) for change in joined}
 
     def _changed(self, change: Change) -> Rules:
-        """The rules of the reference that are declared so."""
+        """Return the reference's rules with a change."""
         rules = self.again.rules
+        # A declared grad_dtype stands for both dtypes.
         if "grad_dtype" in change:
             dtype = change["grad_dtype"]
             rules = replace(rules, accumulate_dtype=dtype, reduce_dtype=dtype)
+        # Fields that the change replaces, as in `declared.with_change`.
         if "sync" in change:
             rules = replace(rules, divide_each="step")
         plain = {name: value for name, value in change.items() if name != "grad_dtype"}
@@ -159,23 +169,24 @@ class SumRules:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRules:
-    """Rules for all that leads to an update: clipping, params that nobody used, and sums."""
+    """Alternatives for an update: clipping, unused params, and sums."""
 
     again: Again
     sums: SumRules | None
 
     @property
     def assumed(self) -> str:
-        """The rule that the reference followed."""
+        """The reference's rule that is most likely to differ, in words."""
         if self._clips:
             return _declared(self.again.rules.clip)
         return f"unused = {self.again.rules.unused!r}" if self.sums is None else self.sums.assumed
 
     def singles(self) -> dict[str, StepAgain]:
-        """Return the step by rules that differ in one thing."""
+        """Return the step by rules with one change."""
         rules = self.again.rules
         clips = self._other_clips
         found = {_declared(clip): replace(rules, clip=clip) for clip in clips}
+        # Unused params, alone and together with a form of clipping.
         if self.again.unused:
             unused = "zeros" if rules.unused == "left-alone" else "left-alone"
             other, name = replace(rules, unused=unused), f"unused = {unused!r}"
@@ -185,63 +196,68 @@ class UpdateRules:
         return steps | ({} if self.sums is None else self.sums.singles())
 
     def pairs(self) -> dict[str, StepAgain]:
-        """Return it by those that differ in two."""
+        """Return the step by rules with two changes."""
         return {} if self.sums is None else self.sums.pairs()
 
     @property
     def _clips(self) -> bool:
-        """True if some form clips."""
+        """True if some form of clipping may change a gradient."""
         bound = self.again.scenario.optimizer.clip_norm
+        # Half the bound: forms differ by a few ulp, so none clips a norm this small.
         return bound is not None and not bool(self.again.taken.norm < bound / 2)
 
     @cached_property
     def _other_clips(self) -> list[ClipForm]:
-        """Forms of clipping with other bits than the one that was followed."""
+        """Forms of clipping with other bits than the reference's."""
         rules, taken = self.again.rules, self.again.by().step
         if not self._clips:
             return []
-        # Of norms of norms no root is known that was not rounded.
+        # Norms of norms have no root that was not rounded.
         has_root = rules.norm in ROOTED
         forms = [form for form in CLIP_FORMS if has_root or not takes_root(form)]
         return [
             form
+            # Compare results, because forms often agree.
             for form in forms
             if not _same(self.again.by(replace(rules, clip=form)).step.stepped, taken.stepped)
         ]
 
 
 def norm_steps(again: Again) -> dict[str, StepAgain]:
-    """Return the step by the other rules for the norm of a gradient.
+    """Return the step by other rules for the norm.
 
     Args:
         again: The step that differs.
     """
     rules = again.rules
-    # Where an order depends on positions, nothing is known of a call that adds squares.
+    # For other orders, the positions of the call that adds squares are unknown.
     is_free = again.scenario.world.order in POSITION_FREE
     known: Sequence[Norm] = NORMS if is_free else ("of-elements", "of-params")
+    # Norms of owned parts need reported ownership.
     unknown = () if any(again.holdings) else ("of-own-params", "of-shards")
     others = [norm for norm in known if norm not in (rules.norm, "told", *unknown)]
     return {f"norm = {norm!r}": again.by(replace(rules, norm=norm)) for norm in others}
 
 
 def partial_sums(again: Again) -> dict[str, Terms]:
-    """Return the terms that a faulty system may add, the likeliest first.
+    """Return terms that a faulty system may add, most likely first.
 
     Args:
         again: The step that differs.
 
     Returns:
-        Terms by name, as in `the last micro-batch alone`.
+        Terms by name, such as `the last micro-batch alone`.
     """
     replays = again.replays
     micros = max((len(replay.micro_grads) for replay in replays), default=0)
     some = {name: Terms(micros=each) for name, each in _some_of(micros)}
+    # A single rank reduces nothing.
     if len(replays) == 1:
         return some
     found = {"this rank alone, not reduced": LOCAL, **some}
     for name, terms in some.items():
         found[f"{name}, of this rank, not reduced"] = replace(terms, is_local=True)
+    # Without reduction the division may be missing, too.
     if again.by().division.how != "none":
         local = {name: terms for name, terms in found.items() if terms.is_local}
         for name, terms in local.items():
@@ -250,7 +266,7 @@ def partial_sums(again: Again) -> dict[str, Terms]:
 
 
 def _some_of(micros: int) -> Iterator[tuple[str, frozenset[int]]]:
-    """Micro-batches that a system may keep of so many, the last one first."""
+    """Yield subsets of micro-batches that a system may keep, beginning with the last one."""
     if micros < 2:
         return
     words = {0: "the first micro-batch", micros - 1: "the last micro-batch"}
@@ -262,7 +278,7 @@ def _some_of(micros: int) -> Iterator[tuple[str, frozenset[int]]]:
 
 
 def in_words(change: Change) -> str:
-    """Return fields and their values as a target declares them: `divide = 'pre', sync = 'every'`.
+    """Return fields and values as a declaration: `divide = 'pre', sync = 'every'`.
 
     Args:
         change: Values by field.

@@ -1,4 +1,4 @@
-"""Directed cases, each of which shows one rule or one capability of a system."""
+"""Directed cases, each for one rule or capability of a system."""
 
 from __future__ import annotations
 
@@ -26,27 +26,29 @@ from zero_sim.scenario.spec import (
 from zero_sim.workloads import build_workload
 
 DIVISOR = 12
-"""Sizes that it divides can be divided among 1, 2, 3, 4 and 6 ranks."""
+"""Sizes divisible by this can be sharded over 1, 2, 3, 4 and 6 ranks."""
 
 
 def in_ranks(count: int) -> str:
-    """How many ranks there are, in words."""
+    """Return a number of ranks in words."""
     return f"{count} rank{'' if count == 1 else 's'}"
 
 
 def rule_cases(base: Scenario, *, dtype: DtypeName, ranks_max: int) -> Iterator[Scenario]:
-    """Cases that rules for gradients decide, the plainest first.
+    """Yield cases that decide rules for gradients, simplest first.
 
     Args:
-        base: A case that the system can be asked for.
-        dtype: Of the working params.
-        ranks_max: Most ranks.
+        base: A case that the system supports.
+        dtype: Dtype of the working params.
+        ranks_max: Largest number of ranks.
     """
     many = {"size": ranks_max}
     base = changed(base, f"{dtype}, {in_ranks(base.world.size)}", model={"dtype": dtype})
+    # Three micro-batches: no power of two, so that divisions round.
     micros = changed(base, f"{dtype}, three micro-batches", run={"micro_batches": 3})
     many_micros = f"{dtype}, {in_ranks(ranks_max)}, three micro-batches"
     yield base
+    # Only if there are more ranks than in the base case.
     if ranks_max > base.world.size:
         yield changed(base, f"{dtype}, {in_ranks(ranks_max)}", world=many)
     yield micros
@@ -56,22 +58,25 @@ def rule_cases(base: Scenario, *, dtype: DtypeName, ranks_max: int) -> Iterator[
     yield changed(base, f"{dtype}, divide = 'none'", system={"divide": "none"})
     yield changed(micros, f"{dtype}, divide_by", system={"divide_by": "micro-batches"})
     yield changed(micros, f"{dtype}, sync = 'every'", system={"sync": "every"})
+    # In fp32, all dtypes of gradients are the same.
     if dtype != "fp32":
         yield changed(micros, f"{dtype}, grad_dtype = 'fp32'", system={"grad_dtype": "fp32"})
-    # In the first step of Adam most rules come to the same params. They come last, since a case of
-    # one step says by which rule it differs.
+    # In the first step of Adam, most rules lead to the same params. These cases come last, because
+    # a case of one step names the rule by which it differs.
     for case in (base, changed(micros, many_micros, world=many)):
         yield changed(case, f"{case.name}, three steps", run={"steps": 3})
 
 
 def unused_cases(base: Scenario) -> Iterator[Scenario]:
-    """Cases with a param that no rank uses, which weight decay moves or not; the smaller first.
+    """Yield cases with a param that no rank uses, with weight decay, smaller one first.
 
-    The other one also has params of a second dtype, which show in which one a factor is rounded.
+    The second case also has params of another dtype, to show the dtype in which a factor is
+    rounded.
 
     Args:
         base: Any case.
     """
+    # Weight decay moves a param with a gradient of zeros, but not one without a gradient.
     decay, dtype = OptimizerSpec(weight_decay=0.1), base.model.dtype
     bare = _bare(base, unused=("p1",))
     yield changed(bare, f"{dtype}, params that nobody uses", optimizer=decay)
@@ -80,36 +85,38 @@ def unused_cases(base: Scenario) -> Iterator[Scenario]:
 
 
 def _bare(base: Scenario, **said: Any) -> Scenario:
-    """The case with two bare params."""
+    """Return the case with two bare params."""
     model = ModelSpec(name="params", dtype=base.model.dtype, shapes=((3,), (2,)), **said)
     return changed(base, model=model)
 
 
 def clip_cases(base: Scenario) -> Iterator[Scenario]:
-    """Cases that clip by a norm, with which forms differ."""
+    """Yield cases that clip by a norm. Forms of clipping differ in some of them."""
+    # Several gradients, because forms differ for some norms only.
     for seed in range(6):
         clip = OptimizerSpec(clip_norm=0.01 * (1 + seed), lr=0.1)
         yield changed(base, f"clipped, seed {seed}", optimizer=clip, run={"seed": seed})
-    # What is asked of a target that declares to clip: nothing that fits the rest may fail there.
+    # The case for targets that declare clipping: rules that fit the rest must pass it, too.
     yield changed(FOLLOWED["optimizer.clip_norm"](base), "clipped in three steps")
 
 
 def second_loss_case(base: Scenario) -> Scenario:
-    """A case with a second loss and context-parallel ranks, where no two named factors are equal.
+    """Return a case with a second loss, in which all named factors are different.
 
     Args:
         base: Any case.
     """
     model = ModelSpec(name="multi-token", dtype=base.model.dtype, hidden=base.model.hidden)
+    # Three micro-batches, four ranks and cp = 2, so that all named factors differ.
     case = changed(base, "a second loss", model=model, run={"steps": 2, "micro_batches": 3})
     return changed(case, world={"size": 4}, topology=TopologySpec(cp=2))
 
 
 def telling_cases(like: Scenario, *, optimizer: OptimizerSpec) -> Iterator[Scenario]:
-    """Cases of several ranks, micro-batches and unequal rows, which tell rules apart.
+    """Yield cases that distinguish rules: several ranks, micro-batches and unequal rows.
 
     Args:
-        like: A case whose dtype and stage they have.
+        like: A case with the dtype and stage to use.
         optimizer: The optimizer.
     """
     base = changed(
@@ -119,6 +126,7 @@ def telling_cases(like: Scenario, *, optimizer: OptimizerSpec) -> Iterator[Scena
         system={"stage": like.system.stage},
         run={"steps": 2},
     )
+    # Odd and even counts, because divisions by powers of two do not round.
     for ranks, micro_batches in ((2, 1), (3, 1), (2, 2), (3, 2), (3, 3), (4, 3)):
         name = f"{in_ranks(ranks)}, {micro_batches} micro-batches"
         run = {"micro_batches": micro_batches, "seed": ranks * micro_batches}
@@ -135,16 +143,17 @@ SETTINGS: Mapping[str, Any] = {
     "optimizer.nesterov": True,
     "optimizer.amsgrad": True,
 }
-"""Settings of optimizers, and what they are where a case sets them."""
+"""Settings of optimizers, with the values that cases use."""
 
 
 def settings_followed(name: OptimizerName, follows: Collection[str]) -> list[str]:
-    """Which settings an optimizer has of those that a system follows.
+    """Return the settings that an optimizer has, among those that a system follows.
 
     Args:
-        name: Of the optimizer.
+        name: Name of the optimizer.
         follows: Paths of options.
     """
+    # `without_unused` resets settings that the optimizer lacks to their defaults.
     with_all = without_unused(of_optimizer(BASE, name, [p for p in SETTINGS if p in follows]))
     default, has = OptimizerSpec(), with_all.optimizer
     names = {path: path.partition(".")[2] for path in SETTINGS}
@@ -152,12 +161,12 @@ def settings_followed(name: OptimizerName, follows: Collection[str]) -> list[str
 
 
 def of_optimizer(base: Scenario, name: OptimizerName, paths: Collection[str]) -> Scenario:
-    """The case with an optimizer, three steps and some settings that it has.
+    """Return the case with an optimizer, three steps and some settings.
 
     Args:
         base: Any case.
-        name: Of the optimizer.
-        paths: Of the settings.
+        name: Name of the optimizer.
+        paths: Paths of settings that the optimizer has.
     """
     said = {path.partition(".")[2]: SETTINGS[path] for path in paths}
     optimizer = OptimizerSpec(name=name, **said)
@@ -165,7 +174,7 @@ def of_optimizer(base: Scenario, name: OptimizerName, paths: Collection[str]) ->
 
 
 def overflow_case(base: Scenario) -> Scenario:
-    """A case with a gradient that is no number, and losses that are not scaled."""
+    """Return a case with a NaN gradient and without loss scaling."""
     nan = DataSpec(nan=NanSpec(step=0, rank=0))
     return changed(base, "a NaN without a loss scale", data=nan, run={"steps": 2})
 
@@ -178,13 +187,14 @@ def _optimizer(**said: Any) -> Vary:
 
 
 def _frozen(base: Scenario) -> Scenario:
+    # Any param will do; the first exists in every model.
     names = [name for name, _ in build_workload(base).build().named_parameters()]
     freeze = (FreezeSpec(param=names[0], start=0, stop=1),)
     return changed(base, model={"freeze": freeze}, run={"steps": 2})
 
 
 def _with_one_reader(base: Scenario) -> Scenario:
-    """The case with a param that one rank alone reads, or of a single rank one micro-batch."""
+    """Return the case with a param that a single rank, or its first micro-batch, reads."""
     alone = base.world.size == 1
     one = OneRankSpec(param="p1", rank=0, micro_batch=0 if alone else None)
     case = _bare(base, one_rank=(one,))
@@ -192,13 +202,16 @@ def _with_one_reader(base: Scenario) -> Scenario:
 
 
 def _blocks(**said: Any) -> Vary:
+    # Two shard groups of two ranks.
     return lambda base: changed(base, world={"size": 4}, system={"redundancy": 2, **said})
 
 
 def _cells(**said: Any) -> Vary:
+    # Four ranks, two along the axis.
     return lambda base: changed(base, world={"size": 4}, topology=TopologySpec(**said))
 
 
+# Values far from the defaults, so that ignoring an option changes bits.
 FOLLOWED: Mapping[str, Vary] = {
     "optimizer.betas": _optimizer(betas=(0.5, 0.6)),
     "optimizer.eps": _optimizer(eps=0.1),
@@ -229,15 +242,15 @@ FOLLOWED: Mapping[str, Vary] = {
         base, run={"steps": 3}, reload=ReloadSpec(step=1, async_steps=1)
     ),
 }
-"""By option: a case of which something that is compared depends on it."""
+"""By option: a case in which the option affects a compared value."""
 
 
 def _overflow(base: Scenario) -> Scenario:
     case = FOLLOWED["optimizer.loss_scale"](base)
-    # In the second step, so that there is something to keep; and two steps on, to see what is kept.
+    # In the second step, so that there is state to keep. Two further steps show what was kept.
     nan = DataSpec(nan=NanSpec(step=1, rank=0, value="inf"))
     return changed(case, "a step that overflows", data=nan, run={"steps": 4})
 
 
 SECOND: Mapping[str, Vary] = {"optimizer.loss_scale": _overflow}
-"""By option: a second case, of what the first one does not reach."""
+"""By option: a second case, for behaviour that the first one does not cover."""

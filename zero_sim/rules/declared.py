@@ -1,4 +1,4 @@
-"""Rules that findings say would fit, and a target that is judged by rules that are tried."""
+"""Rules proposed by findings, and a target with rules under trial."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from zero_sim.findings.records import CaseResult
 from zero_sim.targets import Numerics, Target
 
+# These patterns match the wording of findings; see `rules.explainer` and `judge.rules_tried`.
 _DECLARE = re.compile(r"(?:declare|of:|,) Numerics\((.*?)\)(?=,|$)", flags=re.MULTILINE)
 _FITTING = re.compile(r"these are the bits of (?!the step)(.*?)(?:; a case .*)?\.$", re.MULTILINE)
 _ADVICE = re.compile(
@@ -21,13 +22,14 @@ _DTYPE_FIELDS = ("accumulate_dtype", "reduce_dtype")
 
 
 class Asked:
-    """A target that may be asked for everything, and is judged by the rules that are tried.
+    """A target without limits on capabilities, judged by rules under trial.
 
     Args:
-        target: What is behind it; all else is as it has it.
-        numerics: The rules.
+        target: The target. Everything else is passed on to it.
+        numerics: Rules under trial.
     """
 
+    # None, because the search itself determines the capabilities.
     capabilities = None
 
     def __init__(self, target: Target, numerics: Numerics) -> None:
@@ -35,37 +37,41 @@ class Asked:
         self.name = target.name
         self.numerics = numerics
 
+    # Only for attributes that are not set here.
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
     def build(self, module: Any, **named: Any) -> Any:
-        """As the target does."""
+        """Build the target's engine."""
         return self._target.build(module, **named)
 
 
 def declared_by(result: CaseResult) -> list[dict[str, Any]]:
-    """What the first finding of a result says could be declared, the likeliest first.
+    """Return the declarations that the first finding of a result proposes, most likely first.
 
     Args:
-        result: Of a case; none of one without findings.
+        result: Result of a case; empty if it has no findings.
     """
     said: list[dict[str, Any]] = []
+    # Later findings may follow from the first one.
     for finding in result.findings[:1]:
         said.extend(map(_parsed, _DECLARE.findall(finding.detail)))
         for text in _FITTING.findall(finding.detail):
+            # "divide = 'pre' or 'premul'" names the field once.
             lead = text.partition(" = ")[0]
             said.extend(
                 _parsed(each if " = " in each else f"{lead} = {each}")
                 for each in text.split(" or ")
             )
+    # Without duplicates, in order.
     return [each for index, each in enumerate(said) if each not in said[:index]]
 
 
 def without_advice(result: CaseResult) -> CaseResult:
-    """Return the result without proposals of its findings, which one case alone suggests.
+    """Return the result without proposals, because a single case is too little evidence.
 
     Args:
-        result: Of a case.
+        result: Result of a case.
     """
     kept = (
         replace(finding, detail=_ADVICE.sub("", finding.detail).rstrip())
@@ -75,21 +81,24 @@ def without_advice(result: CaseResult) -> CaseResult:
 
 
 def _parsed(text: str) -> dict[str, Any]:
+    # literal_eval, because a proposal contains constants only.
     call = ast.parse(f"f({text})", mode="eval").body
     assert isinstance(call, ast.Call)
     return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
 
 
 def with_change(said: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """A declaration with some of it replaced, without what that stands in the place of.
+    """Return a declaration with changes, and without the fields that they replace.
 
     Args:
         said: Fields of `Numerics`.
-        change: Those that are others.
+        change: New values.
     """
     kept = dict(said)
+    # One dtype for all replaces separate dtypes.
     if "grad_dtype" in change:
         kept = {name: v for name, v in kept.items() if name not in _DTYPE_FIELDS}
+    # divide_each belongs to a choice of sync, and predivide_by to one of divide.
     if "sync" in change:
         kept.pop("divide_each", None)
     if "divide" in change:
@@ -98,10 +107,10 @@ def with_change(said: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str,
 
 
 def in_words(values: Mapping[str, Any], *, empty: str = "the same") -> str:
-    """Fields of a declaration as they are written.
+    """Return fields of a declaration as source code.
 
     Args:
-        values: By name of the field.
-        empty: What is said of none.
+        values: Values by name of the field.
+        empty: Text for no fields.
     """
     return ", ".join(f"{name}={value!r}" for name, value in values.items()) or empty

@@ -1,4 +1,4 @@
-"""Explainer of the differences in one step: it takes the step again, by other rules."""
+"""Explanation of differences in one step, by repeating it with other rules."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from zero_sim.rules.trial import Trial
 from zero_sim.scenario.spec import OptimizerName, Scenario
 
 SEES_FACTORS: tuple[OptimizerName, ...] = ("sgd", "asgd")
-"""Optimizers whose steps are as long as the gradient."""
+"""Optimizers whose updates are proportional to the gradient."""
 
 
 class Explainer:
     """Explains the differences in one step, as `zero_sim.judge.explaining.Explainer` requires.
 
     Args:
-        expected: The step as the reference took it.
+        expected: The reference's step.
         reference: The reference, which may be some steps ahead.
-        group: The judged group, and what is known of it.
+        group: The judged group, with its targets and observations.
         agreed: Places that agreed so far.
     """
 
@@ -44,7 +44,7 @@ class Explainer:
         agreed: Sequence[Seen],
     ) -> None:
         again = reference.again(expected)
-        assert again is not None, "only a step whose start was kept is explained"
+        assert again is not None, "expected a step whose start was kept"
         self._again, self._group = again, group
         self._sums = sums = SumRules.of(again)
         self._gradients = self._mistakes = None
@@ -52,20 +52,22 @@ class Explainer:
             self._gradients = Trial("gradient", sums, expected=again.by())
         updates = UpdateRules(again=again, sums=sums)
         self._updates = Trial("update", updates, expected=again.by())
+        # Faults need all earlier steps, to run the optimizer again from its start.
         if again.start.history is not None:
             mistakes = Mistakes(again=again, sums={} if sums is None else partial_sums(again))
             self._mistakes = Trial("mistake", mistakes, expected=again.by())
+        # Alternatives must also fit places that agreed before the first difference.
         for seen in agreed:
             self._agree(seen)
 
     def look(self, seen: Seen, got: Mapping[str, Tensor], *, agrees: bool) -> None:
-        """Note another place; arguments as in the protocol."""
+        """Record another place; arguments as in the protocol."""
         if agrees:
             self._agree(seen)
         elif seen.what == "gradient":
             if self._gradients is not None:
                 self._gradients.differ(seen, got)
-        # A gradient comes before what is made of it.
+        # Gradients come first: if they differ, updates differ because of them.
         elif self._gradients is None or self._gradients.fitting is None:
             self._updates.differ(seen, got)
             if self._mistakes is not None:
@@ -74,20 +76,22 @@ class Explainer:
     def _agree(self, seen: Seen) -> None:
         if seen.what == "gradient" and self._gradients is not None:
             self._gradients.agree(seen)
-        # Of a gradient that is as expected, only a rule for what comes after it can be another.
+        # If a gradient agrees, only a rule for a later stage can differ.
         self._updates.agree(seen)
         if seen.what == "update" and self._mistakes is not None:
             self._mistakes.agree(seen)
 
     def known_grads(self, name: str, *, rank: int, start: int) -> Iterator[Known]:
-        """Yield gradients that lack terms; of those with the same bits, the likeliest alone."""
+        """Yield gradients that lack terms; for equal bits, only the most likely."""
         again = self._again
         if self._sums is None or name not in again.by().active:
             return
         partials = [(rank, what, terms) for what, terms in partial_sums(again).items()]
+        # A rank may also have the gradient of another rank.
         for other, world_rank in enumerate(self._group.world_ranks):
             if other != rank:
                 partials.append((other, f"rank {world_rank} alone, not reduced", LOCAL))
+        # Values yielded so far.
         seen: list[Tensor] = []
         for observer, what, terms in partials:
             by = again.by(terms=terms, rank=observer)
@@ -101,8 +105,10 @@ class Explainer:
     def explain_norm(self, norm: Tensor) -> str:
         """Return the rules that give a norm, and how to declare the first; empty if none does."""
         again = self._again
+        # A skipped step has no norm to compare.
         if again.taken.skipped:
             return ""
+        # Another sum changes the norm as well.
         steps = norm_steps(again) | ({} if self._sums is None else self._sums.singles())
         fitting = [rule for rule, by in steps.items() if same_bits(by.step.norm, norm)]
         if not fitting:
@@ -113,11 +119,12 @@ class Explainer:
         return f"these are the bits of {' or '.join(fitting)}.\n{advice}"
 
     def tried(self) -> RulesTried | None:
-        """Return what came of trying rules; None if no gradient and no update differs."""
+        """Return the result of trying rules; None if no gradient and no update differs."""
         if self._gradients is not None and self._gradients.fitting is not None:
             return self._outcome(self._gradients)
         rules = self._outcome(self._updates)
         mistakes = None if self._mistakes is None else self._mistakes.outcome()
+        # If a fault fits, report it first, with the rules beside it.
         if mistakes is not None and mistakes.fitting:
             return replace(mistakes, also=rules)
         return rules
@@ -126,9 +133,10 @@ class Explainer:
         tried = trial.outcome()
         if tried is None:
             return None
-        # Forms of the clip differ by a few units in the last place, no factor.
+        # Forms of clipping differ by a few ulp, not by a factor.
         is_factor = tried.what == "update" and not tried.assumed.startswith("clip")
         shows_factor = trial.shows_state or not is_factor
+        # A factor is named only if all fitting rules have the same.
         factors = {self._factor(by) for by in (trial.fitting or {}).values()}
         return replace(
             tried,
@@ -137,9 +145,10 @@ class Explainer:
         )
 
     def _factor(self, by: StepAgain) -> str:
-        """Return the factor of the gradient by a rule, and its cause; empty if it has none."""
+        """Return a rule's factor of the gradient, and its cause; empty without a factor."""
         again = self._again
         now, tried = again.rules, by.rules
+        # A factor of losses is not a division.
         if (tried.scale_loss, tried.scale_second) != (now.scale_loss, now.scale_second):
             return ""
         divisor, expected = _divisor(by), _divisor(again.by())
@@ -150,6 +159,7 @@ class Explainer:
             is_mean=expected != 1,
         )
         larger, smaller = max(expected, divisor), min(expected, divisor)
+        # Only whole ratios have a known cause.
         if larger % smaller:
             return ""
         number = int(larger // smaller)
@@ -162,11 +172,11 @@ def _divisor(by: StepAgain) -> float:
 
 
 def why_blind(scenario: Scenario, shows_factor: bool) -> str:
-    """Return why a case does not tell rules apart; empty if it does.
+    """Return the reason why a case does not distinguish rules; empty if it does.
 
     Args:
-        scenario: The case that was judged.
-        shows_factor: True if a gradient, or state that is made of it, is observed.
+        scenario: The judged case.
+        shows_factor: True if a gradient was observed, or state made of it.
     """
     name = scenario.optimizer.name
     if scenario.world.size == 1:

@@ -1,8 +1,7 @@
-"""Rules that a system follows, found by running directed cases and reading what would fit.
+"""Search for a system's rules: run directed cases and read their findings.
 
-A case that differs names the rule whose bits these are; with that declared it runs again, until it
-passes or no known rule fits. What passes under several rules alike cannot be told apart, and is
-said to be so.
+A failing case names a rule with the same bits, and runs again with it, until it passes or no known
+rule fits. Rules that pass alike are reported as such.
 """
 
 from __future__ import annotations
@@ -47,16 +46,16 @@ from zero_sim.targets.declared import followed, refusals
 from zero_sim.targets.models import own_models_of
 
 _ALIKE_CASES = 8
-"""Most cases that rules have to pass alike to be called the same here."""
+"""Largest number of cases that rules must pass alike to be called equal."""
 _PLAIN_MODELS: Mapping[str, Any] = {
     "": {},
     f", sizes that {DIVISOR} divides": {"hidden": DIVISOR},
     f", params that {DIVISOR} divides": ModelSpec(name="params", shapes=((12,), (24, 2))),
 }
-"""Models of the plain case, by what its name ends with: the next one if sizes are refused."""
+"""Models of the plain case, by suffix of its name; the next one if sizes are refused."""
 _OF_DTYPES = ("grad_dtype", "accumulate_dtype", "reduce_dtype", "told_dtype")
 _RULED = ("system.divide", "system.divide_by", "system.sync", "system.grad_dtype")
-"""Options that a rule stands in the place of."""
+"""Options that a declared rule replaces."""
 _ALTERNATIVES: Mapping[str, Sequence[object]] = {
     "scale_loss": (None, "micro-batches", "tokens"),
     "divide": (*DIVIDE_RULES, "avg"),
@@ -75,13 +74,13 @@ _ALTERNATIVES: Mapping[str, Sequence[object]] = {
 
 
 def find_rules(target: Target) -> FoundRules:
-    """Work out which rules a target follows and what it can be asked for.
+    """Find the rules that a target follows, and its capabilities.
 
     Args:
-        target: Any; its declarations are read only where nothing that is compared tells.
+        target: Any target. Its declarations are read only if no compared value decides.
 
     Raises:
-        UsageError: No plain case passes, by whatever known rule.
+        UsageError: No plain case passes by any known rule.
     """
     with WorldPool() as pool:
         return _Search(target=target, pool=pool).run()
@@ -95,9 +94,9 @@ class _Search:
     search: RuleSearch = field(init=False)
     base: Scenario = BASE
     misclips: bool = False
-    """True if it clips by no known rule."""
+    """True if no known rule of clipping fits."""
     failed: set[str] = field(default_factory=set)
-    """Of what it cannot be asked for that which it did not refuse."""
+    """Unsupported settings that it did not refuse."""
 
     def __post_init__(self) -> None:
         self.found = FoundRules(target=self.target.name)
@@ -109,7 +108,7 @@ class _Search:
         self._settle_clip()
         self._settle_overflow()
         self._settle_second_loss()
-        # Of rules that pass alike the declared one: in a case that follows they may differ.
+        # Among rules that pass alike prefer the declared one: they may differ in the cases below.
         self._name_alternatives()
         able = self._able(dtypes)
         self._compare(able)
@@ -120,7 +119,7 @@ class _Search:
         return self.found
 
     def passes(self, case: Scenario, what: str) -> bool:
-        """Whether a case passes by the rules that were found; else notes what came."""
+        """Return True if a case passes by the rules found so far; otherwise note the reason."""
         return self._has_passed(self.search.judge(case), what)
 
     def _has_passed(self, result: CaseResult | str, what: str) -> bool:
@@ -136,19 +135,19 @@ class _Search:
         return False
 
     def _find_base(self) -> None:
-        """The first plain case that some rule makes pass, of several ranks if any does."""
+        """Find the first plain case that passes by some rule, with several ranks if possible."""
         why = ""
         declared = capabilities_of(self.target)
         others = [stage for stage in (1, 0) if stage not in declared.stages]
-        # Where nothing is sharded, copies of shards show nothing.
+        # Sharded stages first: if nothing is sharded, replicas of shards show nothing.
         stages = (*sorted(declared.stages, key=lambda stage: (stage == 0, stage)), *others)
         alarm, other = "", ""
         for size in (3, 2, 1):
             if alarm and size == 2:
-                # What three ranks do wrong two may hide.
+                # Two ranks may hide a fault of three.
                 continue
             for stage in stages:
-                # What ways of summing do not mend in one stage they do not in the other.
+                # If other sums do not help in one stage, they do not help in another.
                 came = self._settle_base(size, stage, sums=size > 1 and not alarm)
                 if not came:
                     self.found.alarms.extend([alarm] if alarm else [])
@@ -167,7 +166,7 @@ class _Search:
         return "" if nearest is None else nearest.as_rounding(self.base.optimizer)
 
     def _settle_base(self, size: int, stage: int, *, sums: bool) -> str:
-        """Find rules for a plain case, one that divides by many numbers if the system asks that."""
+        """Find rules for a plain case, with other sizes if the system requires divisible ones."""
         world, system, came = {"size": size}, {"stage": stage}, ""
         for name, model in self._plain_models().items():
             named = f"{in_ranks(size)}{name}"
@@ -192,34 +191,32 @@ class _Search:
         nearest = self.search.nearest
         came = nearest.in_words() if nearest else why
         return (
-            f"{ranks} ranks come to what no known rule gives; {came}. What is found here is of one "
-            "rank alone, where nothing is summed or sharded: declare none of it before that is "
-            "mended"
+            f"no known rule gives the results of {ranks} ranks; {came}. All findings here are of "
+            "one rank, where nothing is summed or sharded: declare none before this is fixed"
         )
 
     def _refuses(self, case: Scenario) -> bool:
-        """Whether the target refuses a case of itself, whatever it declares."""
+        """Return True if the target itself refuses a case, whatever it declares."""
         return bool(refusals(Asked(self.target, Numerics()), case))
 
     def _settle_dtype(self, dtype: DtypeName) -> bool:
-        """Settle the rules of a dtype; whether it can be asked for that at all."""
+        """Find the rules of a dtype; return False if the dtype is not supported."""
         ranks = self._ranks_max(dtype)
         before = dict(self.search.numerics)
         cases = list(rule_cases(self.base, dtype=dtype, ranks_max=ranks))
-        # What a target refuses of itself says nothing of its rules, but where it refuses all.
+        # Refused cases are no evidence about rules, unless all are refused.
         cases = [case for case in cases if not self._refuses(case)] or cases
         why = self.search.settle(*cases, sums=True)
         if why:
             nearest = self.search.nearest
             why = nearest.shortly() if nearest else why
-            # A system need not take several micro-batches.
+            # Systems need not support several micro-batches.
             cases = [case for case in cases if case.run.micro_batches == 1]
             if self.search.settle(*cases, sums=True):
                 self.found.left_out[f"model.dtype = {dtype!r}"] = why
                 return False
             self.found.unclear.append(
-                f"rules of several micro-batches in {dtype}: none fits, so that one alone decides "
-                f"({why})"
+                f"{dtype}: no rule fits several micro-batches, so only one is used ({why})"
             )
         for unused in unused_cases(cases[0]):
             why = self.search.settle(unused)
@@ -229,7 +226,7 @@ class _Search:
         return True
 
     def _ranks_max(self, dtype: DtypeName) -> int:
-        """Most ranks of a case: as many as the sizes allow, of one rank no more."""
+        """Return the number of ranks of large cases: as many as the sizes allow, or 1."""
         most, base = capabilities_of(self.target).world_size_max or 7, self.base.world.size
         for ranks in (min(7, most), min(6, most), min(4, most)) if base > 1 else ():
             name = f"{dtype}, {in_ranks(ranks)}"
@@ -242,14 +239,14 @@ class _Search:
     def _settle_together(
         self, dtype: DtypeName, cases: Sequence[Scenario], *, before: dict[str, Any]
     ) -> None:
-        """Find rules that fit a dtype and those before it; else keep theirs, and say so."""
+        """Find rules that fit a dtype and all earlier ones; otherwise keep theirs and report it."""
         earlier = _longest([case for case in self.search.passed if case.model.dtype != dtype])
         for case in earlier:
             result = self.search.judge(case)
             if not isinstance(result, str) and result.verdict != "fail":
                 continue
             now = {n: v for n, v in self.search.numerics.items() if before.get(n) != v}
-            # Of several rules that fit this dtype alike the first was taken: another may fit all.
+            # The first of several fitting rules was taken. Another one may fit all dtypes.
             self.search.numerics = before
             if self.search.settle(*cases, *earlier, sums=True):
                 self.found.unclear.append(
@@ -259,7 +256,6 @@ class _Search:
             return
 
     def _settle_second_loss(self) -> None:
-        """Find the factor of a second loss, if the target has context-parallel ranks."""
         declared = capabilities_of(self.target)
         case = second_loss_case(self.base)
         if "topology.cp" not in declared.follows or case.model.name not in declared.models:
@@ -296,9 +292,8 @@ class _Search:
                 return
 
     def _able(self, dtypes: Sequence[str]) -> Capabilities:
-        """What it can be asked for."""
         declared = capabilities_of(self.target)
-        # With one step, of most optimizers a param shows little more than signs of a gradient.
+        # With one step, most optimizers show little more than the sign of a gradient.
         base = self.base = changed(self.base, run={"steps": 2})
         able: dict[str, Any] = {"dtypes": tuple(dtypes)}
         most = declared.world_size_max
@@ -306,7 +301,7 @@ class _Search:
             able["world_size_max"] = most
         elif base.world.size < 3 and not self.found.alarms:
             able["world_size_max"] = base.world.size
-            self.found.unclear.append("world_size_max: it refuses 3 ranks: declare most ranks")
+            self.found.unclear.append("world_size_max: it refuses 3 ranks: declare its limit")
         able["optimizers"] = self._of(
             get_args(OptimizerName),
             "optimizer.name",
@@ -328,7 +323,7 @@ class _Search:
         higher = [n for n in (2, 3) if n in declared.stages and shards]
         if shards:
             self.found.unclear.append(
-                "stages 2 and 3 are as 1 in all that is compared, but for costs: "
+                "stages 2 and 3 differ from 1 in costs only: "
                 f"{'taken as declared' if higher else 'declare those that it has'}"
             )
         able["stages"] = (*stages, *higher)
@@ -350,7 +345,7 @@ class _Search:
         return tuple(v for v in values if self.passes(case_of(v), f"{path} = {v!r}"))
 
     def _passes_in_some_size(self, cases: Iterable[Scenario], what: str) -> bool:
-        """Whether the first case passes whose sizes the system does not refuse."""
+        """Return True if the first case passes whose sizes the system accepts."""
         for case in cases:
             self.found.left_out.pop(what, None)
             if self.passes(case, what):
@@ -362,24 +357,22 @@ class _Search:
     def _passes_in(
         self, dtypes: Sequence[str], vary: Vary, path: str, *, declared: Capabilities
     ) -> bool:
-        """Whether a case passes in the first dtype in which it can be asked for; else notes why."""
+        """Return True if a case passes in the first supported dtype; otherwise note the reason."""
         why = ""
         for dtype in dtypes or (self.base.model.dtype,):
             result = self.search.judge(changed(vary(self.base), model={"dtype": dtype}))
-            # What is asked of one dtype alone, as loss scales of fp16, is refused in others.
+            # Options of one dtype, such as loss scales of fp16, are refused in others.
             if not isinstance(result, str):
                 return self._has_passed(result, path) and self._passes_second(dtype, path)
             why = result
         if path not in declared.follows:
             self.found.left_out[path] = why
             return False
-        self.found.unclear.append(
-            f"{path}: the case that would tell is refused: taken as declared ({why})"
-        )
+        self.found.unclear.append(f"{path}: the deciding case is refused: as declared ({why})")
         return True
 
     def _passes_second(self, dtype: str, path: str) -> bool:
-        """Whether what the first case of an option does not reach passes, too."""
+        """Return True if a second case of the option passes, or if there is none."""
         if path not in SECOND:
             return True
         case = changed(SECOND[path](self.base), model={"dtype": dtype})
@@ -390,7 +383,7 @@ class _Search:
         return self._has_passed(result, path)
 
     def _takes_settings(self, name: OptimizerName, follows: Sequence[str]) -> bool:
-        """Whether an optimizer passes with all that is followed of settings with another one."""
+        """Return True if an optimizer passes with all its settings that the system follows."""
         paths = settings_followed(name, follows)
         result = self.search.judge(of_optimizer(self.base, name, paths))
         if isinstance(result, str):
@@ -399,7 +392,7 @@ class _Search:
             return True
         if result.verdict != "fail":
             return True
-        # One of them by itself says more.
+        # A single setting is a better explanation.
         for path in paths:
             alone = self.search.judge(of_optimizer(self.base, name, [path]))
             if not isinstance(alone, str) and alone.verdict == "fail":
@@ -430,19 +423,18 @@ class _Search:
         shown = [path for path in follows if path not in FOLLOWED and path not in _RULED]
         if shown:
             self.found.unclear.append(
-                f"{', '.join(shown)}: change nothing that is compared here: taken as declared"
+                f"{', '.join(shown)}: no effect on compared values: taken as declared"
             )
         if hidden:
             self.found.unclear.append(
-                f"{', '.join(hidden)}: change nothing that is compared here: declare those that it "
-                "obeys"
+                f"{', '.join(hidden)}: no effect on compared values: declare those that it follows"
             )
         return tuple(follows)
 
     def _name_alternatives(self) -> None:
-        """Say which other rules pass all cases, too; of these the declared one is kept."""
+        """Report other rules that pass all cases too, and prefer the declared one among them."""
         declared = _plain(numerics_of(self.target, self.base))
-        # Where rules differ most comes first, so that most are told apart by one case.
+        # Cases in which rules differ most come first, so that a single case decides most of them.
         passed = sorted(
             _longest(self.search.passed),
             key=lambda case: (-case.world.size, -case.run.micro_batches),
@@ -450,10 +442,10 @@ class _Search:
         narrow = any(case.model.dtype != "fp32" for case in passed)
         if not narrow:
             self.found.unclear.append(
-                f"{', '.join(_OF_DTYPES)}: all of them are fp32 where params are: as declared"
+                f"{', '.join(_OF_DTYPES)}: all are fp32 if params are: as declared"
             )
         for name, known in _ALTERNATIVES.items():
-            # What a target declares to be taken as told fits whatever form it has.
+            # A norm declared as `told` passes in any form.
             taken = name == "norm" and declared.get(name) == "told"
             values = (*known, "told") if taken else known
             if name in _OF_DTYPES and not narrow:
@@ -462,12 +454,12 @@ class _Search:
                 continue
             of_clip = name in ("norm", "clip")
             cases = [each for each in passed if bool(each.optimizer.clip_norm) == of_clip]
-            # Forms that differ in few gradients are told apart by all of them alone.
+            # Forms that differ in few gradients are distinguished only by all of them.
             cases = cases if of_clip else cases[:_ALIKE_CASES]
             if name == "norm" and self.search.numerics.get(name) == "told":
                 continue
             if not cases:
-                self.found.unclear.append(f"{name}: no case passes that would tell: as declared")
+                self.found.unclear.append(f"{name}: no deciding case passes: as declared")
                 continue
             alike = [
                 value
@@ -487,14 +479,14 @@ class _Search:
             count = norms_passed(self.search)
             why = f"no known form has the bits of all norms of {count} random gradients"
             if count < NORMS_MIN:
-                why = f"{count} random gradients passed, and forms are told apart by {NORMS_MIN}"
-            self.found.unclear.append(f"norm: {why}: taken as told")
+                why = f"only {count} random gradients passed; {NORMS_MIN} distinguish forms"
+            self.found.unclear.append(f"norm: {why}: taken as reported")
         self.search.numerics = {
             name: value for name, value in self.search.numerics.items() if value != _DEFAULTS[name]
         }
 
     def _take_the_rest(self, declared: Mapping[str, Any], cases: Sequence[Scenario]) -> None:
-        """Take what is declared of numbers and forms of its own, where cases pass with it alike."""
+        """Take declared numbers and functions if the cases pass with them alike."""
         for name, value in declared.items():
             got = self.search.numerics.get(name, _DEFAULTS[name])
             if name in _ALTERNATIVES or callable(value) or value == got:
@@ -502,7 +494,7 @@ class _Search:
             if self._all_pass(cases, {**self.search.numerics, name: value}):
                 self.search.numerics[name] = value
                 self.found.unclear.append(
-                    f"{name} = {got!r}: the same bits in all of these cases: as declared"
+                    f"{name} = {got!r}: the same bits in all cases: as declared"
                 )
 
     def _all_pass(self, cases: Sequence[Scenario], said: Mapping[str, Any]) -> bool:
@@ -513,11 +505,8 @@ class _Search:
         return True
 
     def _pass_as_declared(self, names: Sequence[str]) -> bool:
-        """Whether all cases pass by what is declared of some dtypes for each of them.
-
-        What is declared for fp32 alone, where a name of it and "as params" are the same, says
-        nothing of other dtypes.
-        """
+        """Return True if all cases pass by the dtypes that are declared for each of them."""
+        # A declaration for fp32 does not apply to other dtypes: there, all names mean fp32.
         for case in self.search.passed:
             declared = numerics_of(self.target, case)
             of_dtypes = {name: getattr(declared, name) for name in names}
@@ -526,7 +515,7 @@ class _Search:
         return True
 
     def _compare(self, able: Capabilities) -> None:
-        """Note the capabilities, and what the target declares otherwise."""
+        """Record the capabilities, and where the target declares something else."""
         plain, declared = Capabilities(), capabilities_of(self.target)
         for each in fields(Capabilities):
             value = getattr(able, each.name)
@@ -540,8 +529,7 @@ class _Search:
         by_dtype = [name for name in others if name in _OF_DTYPES]
         if by_dtype and self._pass_as_declared(by_dtype):
             self.found.unclear.extend(
-                f"{name} = {found[name]!r}: what it declares by dtype has the same bits in all of "
-                "these cases"
+                f"{name} = {found[name]!r}: its declaration by dtype has the same bits"
                 for name in by_dtype
             )
             others = [name for name in others if name not in by_dtype]
@@ -550,17 +538,17 @@ class _Search:
         )
         for path in declared.follows:
             if path in FOLLOWED and path not in able.follows:
-                self.found.contradicted.append(f"it declares to follow {path}, and does not here")
+                self.found.contradicted.append(f"it declares to follow {path}, but does not here")
 
     def _alarm_of_none(self, names: Sequence[str]) -> None:
-        """Note capabilities of which it has none, with what came of asking for the first one."""
+        """Record capabilities without any value, with the result of the first case for it."""
         left_out = {
             name: [each for each in self.found.left_out.items() if each[0].startswith(asked)]
             for name in names
             if (asked := f"{_NEEDED[name]} = ")
         }
         limits = set(self.search.limited.values())
-        # What sizes alone keep it from is a limit to declare.
+        # A refusal of sizes is a limit to declare, not an alarm.
         names = [
             name
             for name, came in left_out.items()
@@ -570,12 +558,12 @@ class _Search:
             return
         came = left_out[names[0]]
         self.found.alarms.append(
-            f"{', '.join(names)} = (): nothing passes by the rules that were found, so that these "
-            "are not the system's, or it is wrong" + "".join(f": {w}: {why}" for w, why in came[:1])
+            f"{', '.join(names)} = (): nothing passes by the rules that were found, so they are "
+            "not the system's, or it is faulty" + "".join(f": {w}: {why}" for w, why in came[:1])
         )
 
     def _compare_words(self, name: str, able: Any, declared: Any) -> None:
-        """Note what a target says that it can be asked for and what differs then."""
+        """Record declared values whose cases differ."""
         if name not in _CONFIRMED or getattr(self.target, "capabilities", None) is None:
             return
         for value in declared:
@@ -594,7 +582,7 @@ _NEEDED = {
     "stages": "system.stage",
     "orders": "world.order",
 }
-"""Capabilities of which every system has one, and the field of a case that asks for it."""
+"""Capabilities that every system has, with the scenario field that requests them."""
 _DEFAULTS = {each.name: each.default for each in fields(Numerics)} | {
     "grads_told": Numerics().told_at
 }
@@ -609,7 +597,7 @@ def _plain(numerics: Numerics) -> dict[str, Any]:
 
 
 def _longest(cases: Sequence[Scenario]) -> list[Scenario]:
-    """Of cases that differ in the number of steps alone the one with most, which shows the most."""
+    """Return cases without those that only have fewer steps than another: more steps show more."""
     kept: dict[Scenario, Scenario] = {}
     for case in sorted(cases, key=lambda case: case.run.steps):
         kept[changed(replace(case, name=""), run={"steps": 0})] = case

@@ -1,7 +1,7 @@
-"""The way in to judge a case on simulated ranks, with explanations of what differs.
+"""Judging of single cases on simulated ranks, with explanations of differences.
 
-Rooms of the road import no explanations. They take the name of an explainer, which is loaded once
-something differs.
+`run` and `judge` import no explanations. They take the name of an explainer, and load it after the
+first difference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Target
 
 EXPLAINER = "zero_sim.rules.explainer:Explainer"
-"""Name of the explainer, for whatever opens a judge."""
+"""Name of the explainer, to pass on when opening a judge."""
 
 
 def run_case(
@@ -36,23 +36,23 @@ def run_case(
 
     Args:
         scenario: A validated case.
-        pool: Worlds to reuse; without one, a world is made for this case and closed after it.
-        target: The system under test; without one, the registered target that the scenario names.
-        turns: The turns of an earlier run to repeat, one sequence a world; where they cannot be
-            taken, the case goes on without them and a note says so.
-        keep_logs: Whether the result carries its event logs even if the case does not fail.
-        device: Where all ranks and the reference compute: any device that torch knows.
-        trajectories: What references of cases before it took, where it is one of a family; what is
-            found does not depend on them.
-        with_digest: Whether the result carries the digest of the event logs, which takes a few
-            percent of a small case.
+        pool: Worlds to reuse; None to create a world for this case only.
+        target: System under test; None for the registered target that the scenario names.
+        turns: Turns of an earlier run to repeat, one sequence per world. If they are not possible,
+            the case continues without them and a note reports it.
+        keep_logs: True to return the event logs even if the case does not fail.
+        device: Device of all ranks and of the reference: any device of torch.
+        trajectories: Reference steps of earlier cases of a family. They do not change the result.
+        with_digest: True to return the digest of the event logs, which costs a few percent of a
+            small case.
 
     Returns:
-        The verdict with its findings; what each means is as for `zero_sim.run.runner.judge_case`.
+        The verdict with its findings, as for `zero_sim.run.runner.judge_case`.
 
     Raises:
-        EnvironmentProblem: This machine lacks something that the case needs.
+        EnvironmentProblem: The case needs something that this machine lacks.
     """
+    # A given pool stays open.
     with WorldPool() if pool is None else nullcontext(pool) as worlds:
         backend = Simulated(
             worlds=worlds,

@@ -1,8 +1,7 @@
-"""Alternative steps: the updates of systems that make a known mistake.
+"""Alternative steps: updates of systems with a known fault.
 
-Gradients up to a step are those of the reference as long as nothing differed before it, so that
-whatever was stepped with other settings can be stepped anew from the start. An update is computed
-param by param, once it is compared.
+Before the first difference, gradients are those of the reference. So all steps can be repeated from
+the start with other settings. An update is computed param by param, when it is compared.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ _WHOLE_PARAM_OPTIMIZERS = {
     "lamb": "with each shard scaled by its own norms",
 }
 Cut = Callable[[str, Tensor], Sequence[Tensor]]
-"""Cuts a param into the tensors that a system steps by themselves; views."""
+"""Cuts a param into the tensors that a system steps separately; views."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mistakes:
-    """The steps so far, and how a faulty system would have taken them.
+    """The steps so far, repeated with known faults.
 
-    A mistake is named as a part of a sentence: `with torch's default lr 0.001 in place of 0.02`.
+    Names complete a sentence: `with torch's default lr 0.001 in place of 0.02`.
     """
 
     again: Again
-    """The last of the steps; earlier ones are in its history."""
+    """The last step; earlier ones are in its history."""
     sums: Mapping[str, Terms]
-    """Terms of gradients that lack others, by name."""
+    """Terms of incomplete gradients, by name."""
 
     assumed = "as the reference"
 
     def singles(self) -> dict[str, StepAgain]:
-        """Return the step with a mistake in one thing."""
+        """Return the step with a single fault."""
         settings = {name: each for name, each in self._settings.items() if len(each) == 1}
         cuts = {name: self._stepped(self._spec, cut) for name, cut in self._cuts.items()}
         sums = {
@@ -55,7 +54,7 @@ class Mistakes:
         return self._by(settings) | cuts | sums
 
     def pairs(self) -> dict[str, StepAgain]:
-        """Return it with mistakes in several settings, the fewest first."""
+        """Return the step with several wrong settings, fewest first."""
         return self._by({name: each for name, each in self._settings.items() if len(each) > 1})
 
     def _by(self, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, StepAgain]:
@@ -81,11 +80,12 @@ class Mistakes:
 
     @cached_property
     def _settings(self) -> dict[str, dict[str, Any]]:
-        """By name: fields of the spec that a system may not have read."""
+        """Fields of the spec that a system may have ignored, by name."""
         spec = self._spec
         if spec.name == "own":
             return {}  # The target's rule need not step params one by one.
         single: dict[str, dict[str, Any]] = {}
+        # A system that ignores a setting has torch's default.
         for option, default in torch_defaults(spec.name).items():
             own = getattr(spec, option)
             if default != own:
@@ -95,6 +95,7 @@ class Mistakes:
             single["the same settings for all params in place of groups"] = {"groups": ()}
         if spec.warmup_steps:
             single["a constant lr in place of a warm-up"] = {"warmup_steps": 0}
+        # Any combination, with fewer settings first.
         return {
             f"with {', '.join(names)}": changes
             for count in range(1, len(single) + 1)
@@ -104,7 +105,8 @@ class Mistakes:
 
     @cached_property
     def _cuts(self) -> dict[str, Cut]:
-        """By name: shards that a system may have stepped by themselves."""
+        """Shards that a system may have stepped separately, by name."""
+        # Elementwise optimizers give the same bits on shards.
         name = _WHOLE_PARAM_OPTIMIZERS.get(self._spec.name)
         if name is None:
             return {}
@@ -112,16 +114,19 @@ class Mistakes:
         is_muon, scenario = self._spec.name == "muon", self.again.scenario
         count = scenario.world.size // scenario.system.redundancy
         if is_muon:
+            # As a vector, which Muon does not orthogonalise.
             cuts["with no param orthogonalised"] = lambda _, tensor: [tensor.reshape(-1)]
+        # Reported ownership gives the true shards; otherwise assume equal ones.
         if spans := self._spans():
             cuts[name] = lambda param, tensor: _cut_at(tensor, spans.get(param, []))
         elif count > 1:
+            # Muon needs matrices, so its shards are rows.
             forms = {"rows": torch.atleast_1d} | ({} if is_muon else {"elements": torch.flatten})
             for form, rows in forms.items():
                 for how in (torch.chunk, torch.tensor_split):
                     key = f"{name}, {form} dealt out by torch.{how.__name__}"
                     cuts[key] = lambda _, t, how=how, rows=rows: how(rows(t), count)
-        # Where shards come out alike, one way to deal them out is as good as another.
+        # Cuts with the same sizes are equal; keep the first.
         alike = {self._sizes(cut): key for key, cut in reversed(cuts.items())}
         return {key: cuts[key] for key in reversed(alike.values())}
 
@@ -139,7 +144,7 @@ class Mistakes:
         return {name: sorted(found) for name, found in spans.items()}
 
     def _stepped(self, spec: OptimizerSpec, cut: Cut) -> StepAgain:
-        """The step by the same gradients; each param is stepped when it is compared."""
+        """Return the step from the same gradients; each param is stepped when it is compared."""
         taken, working = self.again.taken, self.again.start.working
         moved = _PerParam(lambda name: self._moved(name, spec, cut))
 
@@ -157,10 +162,11 @@ class Mistakes:
     def _moved(
         self, name: str, spec: OptimizerSpec, cut: Cut
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The master and the optimizer state of a param after all steps."""
+        """Return a param's master and optimizer state after all steps."""
         start, on_host = self._history.masters[name], self.again.scenario.system.offload_state
-        # The end of the name, by which groups match, stays.
+        # Keep the end of the name, because groups match it.
         pieces = {f"{index}.{name}": each for index, each in enumerate(cut(name, start))}
+        # On one thread, like the reference.
         with isolated():
             stepper = Stepper(spec, params=pieces, on_host=on_host, rules=self.again.rules)
             for taken in self._steps:
@@ -168,6 +174,7 @@ class Mistakes:
                     grads = dict(zip(pieces, cut(name, taken.grads[name]), strict=True))
                     grads = {key: grad.contiguous() for key, grad in grads.items()}
                     stepper.step(grads, factor=lr_factor(spec, step=taken.step))
+        # Every piece has state of its own. Scalars, such as step counts, are equal.
         states = list(stepper.state().values())
         state = {
             key: _joined([each[key] for each in states], like=start) if value.dim() else value
@@ -177,7 +184,7 @@ class Mistakes:
 
 
 class _PerParam(dict[str, Any]):
-    """Values by param, each computed once it is read."""
+    """Values by param, each computed on first access."""
 
     def __init__(self, compute: Callable[[str], Any]) -> None:
         super().__init__()
@@ -189,7 +196,8 @@ class _PerParam(dict[str, Any]):
 
 
 def _is_valid(changes: Mapping[str, Any], spec: OptimizerSpec) -> bool:
-    """Whether torch takes these settings."""
+    """Return True if torch accepts these settings."""
+    # torch.optim.SGD refuses Nesterov without momentum.
     changed = replace(spec, **changes)
     return not (spec.name == "sgd" and changed.nesterov and not changed.momentum)
 
@@ -199,12 +207,13 @@ def _uncut(_: str, tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _cut_at(tensor: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Cut a param into parts: into rows where a part has whole ones, else into flat parts."""
+    """Cut a param into parts: into rows if a part consists of whole rows, else into flat parts."""
     return list(_parts(tensor, spans)) or [tensor]
 
 
 def _parts(tensor: Tensor, spans: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
     flat = tensor.reshape(-1)
+    # Elements per row; 0 if there are no rows.
     row = max(1, tensor.numel() // max(1, tensor.size(0))) if tensor.dim() > 1 else 0
     for start, stop in spans:
         part = flat[start:stop]

@@ -1,7 +1,6 @@
-"""Norms of many random gradients, which decide by which rule a system takes its norm.
+"""Norms of many random gradients, which decide a system's rule for the norm.
 
-Rules for a norm differ by a unit in the last place of some gradients, so that a few cases do not
-tell them apart.
+Rules for a norm differ by an ulp for some gradients only, so a few cases do not distinguish them.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from zero_sim.run.small_cases import changed, rounded, with_model
 from zero_sim.scenario.spec import ModelName, ModelSpec, Scenario
 
 NORMS_MIN = 200
-"""Random gradients whose norms must have the bits of a rule before it is declared."""
+"""Random gradients whose norms must fit a rule before it is declared."""
 _NORM_STEPS = 10
-"""Steps of each case: each brings another gradient."""
+"""Steps per case: each has another gradient."""
 _NORM_CASES = 22
-"""More than `NORMS_MIN` needs: a norm that is within rounding of another order is not compared."""
+"""More than `NORMS_MIN` requires: norms that depend on the order of addition are not compared."""
 _SHAPES: Sequence[tuple[tuple[int, ...], ...]] = (
     ((2, 2),),
     ((1201,),),
@@ -31,22 +30,23 @@ _SHAPES: Sequence[tuple[tuple[int, ...], ...]] = (
     ((40,), (31, 3)),
     ((1025,), (2,)),
 )
-"""Shapes of params; every second one has more than 1,000 elements."""
+"""Shapes of params; every second entry has more than 1,000 elements."""
 _WIDTHS = (2, 12, 3, 13, 4, 14, 5, 15, 6, 16)
-"""Widths of `mlp` in place of these shapes."""
+"""Widths of `mlp`, in place of these shapes."""
 
 
 def norm_cases(
     base: Scenario, *, model: ModelName, ranks_max: int, divisor: int = 1
 ) -> Iterator[Scenario]:
-    """Cases that clip by the norms of `NORMS_MIN` random gradients and more, half of them long.
+    """Yield cases that clip by the norms of more than `NORMS_MIN` gradients, half of them long.
 
     Args:
         base: A case that passes.
-        model: `params`, or `mlp` for a system that does not take that.
-        ranks_max: Most ranks.
-        divisor: Number of which first dimensions of params are multiples.
+        model: `params`, or `mlp` for a system without support for it.
+        ranks_max: Largest number of ranks.
+        divisor: Number that divides first dimensions of params.
     """
+    # Norms of shards depend on the number of ranks.
     sizes = [size for size in (2, 3, 4) if size <= ranks_max] or [ranks_max]
     for index in range(_NORM_CASES):
         turn, place = divmod(index, len(_SHAPES))
@@ -61,6 +61,7 @@ def norm_cases(
             f"norms of gradients {index + 1}",
             model=spec,
             optimizer={"clip_norm": 0.01 * (1 + index % 4), "lr": 0.1},
+            # Shifted each round, so that every shape meets several numbers of ranks.
             world={"size": sizes[(place + turn) % len(sizes)]},
             run={"steps": _NORM_STEPS, "seed": index},
         )
@@ -73,16 +74,17 @@ def confirm_norm(
     ranks_max: int,
     refuses: Callable[[Scenario], bool],
 ) -> str:
-    """Find rules by which the norms of all gradients pass; why there are none, if there are none.
+    """Find rules that fit the norms of all gradients; return the reason if there are none.
 
-    If too few gradients pass, or no rule fits them all, the norm is taken as told.
+    If too few gradients pass, or no rule fits all, the norm is declared as `told`.
 
     Args:
-        search: Knows rules by which a few cases that clip pass.
+        search: Search with rules by which a few clipping cases pass.
         base: A case that passes.
-        ranks_max: Most ranks.
-        refuses: Whether the target refuses a case.
+        ranks_max: Largest number of ranks.
+        refuses: Returns True if the target refuses a case.
     """
+    # Bare params give more shapes, so prefer them.
     result = search.judge(with_model(base, "params"))
     passes = not isinstance(result, str) and result.verdict == "pass"
     is_limited = isinstance(result, str) and result in search.limited.values()
@@ -95,12 +97,13 @@ def confirm_norm(
         if not why and norms_passed(search) >= NORMS_MIN:
             return ""
         if why and any(case not in search.limited for case in cases):
+            # Not a refusal of sizes, so divisible ones will not help.
             break
     search.numerics["norm"] = "told"
     return why
 
 
 def norms_passed(search: RuleSearch) -> int:
-    """Gradients whose norms pass by the rules that were found."""
+    """Return the number of gradients whose norms pass by the rules found so far."""
     clipped = (case for case in search.passed if case.optimizer.clip_norm is not None)
     return sum(case.run.steps for case in clipped)

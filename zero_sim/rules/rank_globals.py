@@ -1,10 +1,10 @@
-"""Names in which a library keeps what is a rank's own, found by running two ranks and comparing.
+"""Names under which a library keeps rank-local data, found by running two ranks.
 
-Every global, class attribute and mutable default argument of the packages moves with the baton, so
-that a library which counts on one rank a process runs at all; those that a rank changed are what
-it keeps. Which modules there are is learned from a run in which each rank imports them for itself,
-since what a rank imports in the middle of a program is no longer as it was when it was imported. An
-object that is changed in place is not seen, unless it is a container of Python.
+Every global, class attribute and mutable default argument of the packages moves with the baton. So
+libraries that expect one rank per process run at all, and names that a rank changes are those with
+rank-local data. A first run, in which each rank imports the packages itself, finds the modules. It
+is needed because a module imported in the middle of a program is not in its initial state. Objects
+that are changed in place are missed, except for Python's containers.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from zero_sim.targets import Target
 from zero_sim.targets.rank_local import RankLocal, prepare, rank_local_of
 
 _ROUNDS_MAX = 4
-"""Runs of one case, at most: each imports what the one before did not come to."""
+"""Largest number of runs per case: each imports modules that the previous run did not reach."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptNames:
-    """What two ranks of a library were seen to keep."""
+    """Names with rank-local data in a library."""
 
     names: tuple[str, ...]
-    """As `RankLocal.names` takes them."""
+    """Names for `RankLocal.names`."""
     packages: tuple[str, ...]
-    """Top-level packages that were looked at."""
+    """Top-level packages that were searched."""
     looked_at: int
-    """Names that were swapped and compared."""
+    """Number of names that were swapped and compared."""
     results: Sequence[CaseResult]
-    """Of each case, run once more with nothing swapped but the names that changed."""
+    """Results of the cases, run again with only the changed names swapped."""
 
 
 def find_kept_names(
     target: Target, scenarios: Sequence[Scenario], *, packages: Collection[str]
 ) -> KeptNames:
-    """Run cases with everything swapped, until nothing new is imported, and say what changed.
+    """Run cases with all names swapped, until nothing new is imported, and return changed names.
 
     Args:
         target: The system under test.
-        scenarios: What it can be asked for, on two ranks.
-        packages: Top-level packages to look at.
+        scenarios: Cases that the target supports, on two ranks.
+        packages: Top-level packages to search.
     """
     prepare(target)
     declared = rank_local_of(target) or RankLocal()
@@ -63,9 +63,12 @@ def find_kept_names(
     with WorldPool() as worlds:
         for scenario in scenarios:
             ranks = scenario.world.size
+            # All names of the packages, instead of the declared ones.
             copies = replace(declared, names=(), packages=tuple(packages))
             imported = _ImportedModules(copies)
             _judge(scenario, target, worlds, RankLocalState(copies, ranks_max=ranks), imported)
+            # Import in this process, so that the names of all modules exist before the first rank
+            # runs.
             for name in imported.names:
                 importlib.import_module(name)
             for _ in range(_ROUNDS_MAX):
@@ -74,8 +77,10 @@ def find_kept_names(
                 state = RankLocalState(replace(declared, names=()), ranks_max=ranks)
                 _judge(scenario, target, worlds, state, own)
                 changed.update(dict.fromkeys(own.changed))
+                # No new names, so nothing new was imported.
                 if len(list(_data_names(packages))) == len(names):
                     break
+        # Run again with only these names swapped, to confirm that they suffice.
         kept = tuple(sorted(changed))
         for scenario in scenarios:
             state = RankLocalState(replace(declared, names=kept), ranks_max=scenario.world.size)
@@ -97,7 +102,7 @@ def _judge(
 
 
 class _ImportedModules(OwnState):
-    """Lets each rank import packages for itself, and notes which modules of them it did."""
+    """Each rank imports packages itself; the names of their modules are recorded."""
 
     def __init__(self, copies: RankLocal) -> None:
         super().__init__(copies)
@@ -112,7 +117,7 @@ class _ImportedModules(OwnState):
 
 
 class _ComparedNames:
-    """Moves all names, and notes which a rank left otherwise than it found them."""
+    """All names are swapped; those that a rank changed are recorded."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(names)
@@ -131,6 +136,7 @@ class _ComparedNames:
 
     def take_out(self, owner: int) -> None:
         self._own.take_out(owner)
+        # The caller is not a rank.
         if owner == self._caller:
             return
         saved = self._own.saved(owner)
@@ -146,11 +152,11 @@ class _ComparedNames:
 
 
 def _same(given: Any, value: Any) -> bool:
-    """Whether a value is still what a rank was given a copy of."""
+    """Return True if a value still equals the copy that a rank was given."""
     if given is value:
         return True
     if type(given) is not type(value) or copied(given) is given:
-        # Numbers and text are what they say; of all else another object is another value.
+        # Numbers and strings compare by value. Any other object is another value.
         return type(given) is type(value) and type(value) in _PLAIN and given == value
     if len(given) != len(value):
         return False
@@ -165,12 +171,14 @@ _PLAIN = (bool, int, float, complex, str, bytes)
 
 
 def _data_names(packages: Collection[str]) -> Iterator[str]:
-    """Every name of modules of some packages that can hold data."""
+    """Yield all names in modules of some packages that can hold data."""
     wanted = frozenset(packages)
     for module_name, module in list(sys.modules.items()):
+        # Entries of sys.modules need not be modules.
         if module_name.partition(".")[0] not in wanted or not isinstance(module, types.ModuleType):
             continue
         for key, value in list(vars(module).items()):
+            # Only where it is defined, not where it is imported.
             if isinstance(value, type) and value.__module__ == module_name:
                 yield from _names_of_class(module_name, key, value)
             elif inspect.isfunction(value) and value.__module__ == module_name:
@@ -181,6 +189,7 @@ def _data_names(packages: Collection[str]) -> Iterator[str]:
 
 def _names_of_class(module_name: str, path: str, made: type) -> Iterator[str]:
     for key, value in list(vars(made).items()):
+        # Static and class methods wrap their function.
         function = getattr(value, "__func__", value)
         if inspect.isfunction(function):
             yield from _defaults(module_name, f"{path}.{key}", function)
@@ -189,7 +198,7 @@ def _names_of_class(module_name: str, path: str, made: type) -> Iterator[str]:
 
 
 def _is_kept(made: type, key: str, value: object) -> bool:
-    # Of an enumeration nothing can be set; a descriptor keeps its values elsewhere.
+    # Members of an enumeration are fixed, and descriptors store values elsewhere.
     is_fixed = hasattr(made, "__members__") or hasattr(type(value), "__get__")
     return is_data(key, value) and not is_fixed
 
@@ -197,5 +206,6 @@ def _is_kept(made: type, key: str, value: object) -> bool:
 def _defaults(module_name: str, path: str, function: types.FunctionType) -> Iterator[str]:
     for argument, position in default_positions(function).items():
         default = (function.__defaults__ or ())[position]
+        # Immutable defaults cannot hold state.
         if copied(default) is not default and not isinstance(default, tuple):
             yield f"{module_name}:{path}({argument})"

@@ -1,40 +1,42 @@
-"""Rules that were found of a target, and all that is to be said beside them."""
+"""Rules found for a target, with remarks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+# Shared end of the remarks on a missing division.
 _IF_INTENDED = "If this is intended, declare it; otherwise divide by the number of"
 
 
 @dataclass(kw_only=True, slots=True)
 class FoundRules:
-    """What was found of a target."""
+    """Rules and capabilities of a target."""
 
     target: str
     numerics: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Numerics` that are not as by default."""
+    """Fields of `Numerics` with non-default values."""
     capabilities: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Capabilities` that are not as by default."""
+    """Fields of `Capabilities` with non-default values."""
     unclear: list[str] = field(default_factory=list)
-    """What could not be told, and why."""
+    """Open questions, with reasons."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """What it cannot be asked for, and what came of asking."""
+    """Unsupported settings, each with the result of its case."""
     contradicted: list[str] = field(default_factory=list)
-    """What it declares otherwise."""
+    """Declarations that differ from the findings."""
     limits: dict[str, list[str]] = field(default_factory=dict)
-    """By a check of its own by which it refuses sizes: names of the cases."""
+    """Names of cases whose sizes are refused, by the system's own check."""
     alarms: list[str] = field(default_factory=list)
-    """What a right system has not: what is found beside it is not to be declared."""
+    """Symptoms of a faulty system. If there are any, declare nothing that was found."""
     cases: int = 0
 
     @property
     def undivided(self) -> dict[str, str]:
-        """By field of `numerics`: the missing divisor of the gradient, and the remedy."""
+        """Missing divisor of the gradient, with the remedy, by field of `numerics`."""
         if self.numerics.get("divide") == "none":
             what = "The sum over the ranks is not divided, so the gradient is N x the mean"
             return {"divide": f"{what}, with N ranks. {_IF_INTENDED} ranks."}
+        # A loss divided by the micro-batches needs no further division.
         if self.numerics.get("divide_by") == "ranks" and "scale_loss" not in self.numerics:
             what = (
                 "the sum over the micro-batches is not divided, so the gradient is M x their mean"
@@ -44,7 +46,7 @@ class FoundRules:
         return {}
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return all fields, ready for JSON."""
         return {
             "target": self.target,
             "numerics": dict(self.numerics),

@@ -1,7 +1,7 @@
-"""Search for rules by which cases pass, from one declaration to the next by what findings say.
+"""Search for rules by which cases pass, led by the proposals of findings.
 
-Where only params are shown, a case can differ without a name for what would fit: the step before it
-was wrong already, and did not show it. There the rules of a sum are tried one after the other.
+If only params are observed, a case can differ without a proposal, because an earlier step was wrong
+and did not show it. Then rules for sums are tried in order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from zero_sim.scenario.spec import OptimizerSpec, Scenario
 from zero_sim.targets import Numerics, Target, class_of
 
 _DEPTH = 8
-"""Most rules that are changed one after the other."""
+"""Largest number of successive changes."""
 _TRIED_MAX = 80
-"""Most declarations that are tried on some cases."""
+"""Largest number of declarations to try on a set of cases."""
+# Checks that compare updates.
 _OF_UPDATES = (Check.EQUALITY_STATE, Check.EQUALITY_MASTER)
 _ROUNDING_ULP = 64
-"""An update this near torch's is called another rounding, in words alone."""
+"""Largest difference of an update from torch's that messages call a rounding, in ulp."""
 _OF_GRADS = (Check.EQUALITY_GRAD, Check.EQUALITY_STATE, Check.EQUALITY_MASTER)
 _TOLD: Sequence[Mapping[str, Any]] = (
     {"grads_told": "after-division"},
@@ -37,7 +38,7 @@ _TOLD: Sequence[Mapping[str, Any]] = (
     {"told_dtype": "param"},
     {"grads_told": "after-division", "told_dtype": "param"},
 )
-"""Ways of telling a gradient, tried where nothing else is known."""
+"""Forms of reporting a gradient, tried if nothing else is known."""
 _SUMMED: Sequence[Mapping[str, Any]] = (
     *({"divide": rule} for rule in DIVIDE_RULES),
     {"divide_by": "ranks"},
@@ -51,32 +52,33 @@ _SUMMED: Sequence[Mapping[str, Any]] = (
     {"accumulate_dtype": "fp32", "reduce_dtype": "param"},
     {"accumulate_dtype": "param", "reduce_dtype": "fp32"},
 )
-"""Ways of summing gradients, tried where only what was stepped by them is shown."""
+"""Rules for sums of gradients, tried if only updates are observed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
-    """What differs by a declaration that does not fit."""
+    """Differences under a declaration that does not fit."""
 
     said: Mapping[str, Any]
     case: str
     passed: int
-    """Cases that passed before by the same declaration."""
+    """Cases that passed before, with the same declaration."""
     finding: Finding
     differ_count: int
-    """Elements that differ in all findings."""
+    """Number of differing elements in all findings."""
 
     @property
     def nearness(self) -> tuple[int, int, int]:
-        """How near it came to what the system has; more is nearer."""
+        """Distance to the system's rules, as a sort key; larger is nearer."""
+        # More cases passed, then a later step, then fewer elements.
         return self.passed, self.finding.step or 0, -self.differ_count
 
     def shortly(self) -> str:
-        """What differs and in which case."""
+        """Return the difference and its case."""
         return f"{self.finding.check}: {self.finding.message}, in case {self.case!r}"
 
     def in_words(self) -> str:
-        """A clause for whoever has to find out which of the two is wrong."""
+        """Return a clause for readers who must decide if the system or a declaration is wrong."""
         first = self.finding
         rank = "" if first.rank is None else f", rank {first.rank}"
         step = "" if first.step is None else f", step {first.step}{rank}"
@@ -84,23 +86,23 @@ class Failed:
         many = "" if first.differ_count is None else f", {first.differ_count} elements"
         of = "" if first.compared_count is None or not many else f" of {first.compared_count}"
         return (
-            f"by the nearest of them, Numerics({in_words(self.said, empty='')}), case "
-            f"{self.case!r} has {first.check}: {first.message}{step}{param}{many}{of}"
+            f"the nearest, Numerics({in_words(self.said, empty='')}), differs in case "
+            f"{self.case!r}: {first.check}: {first.message}{step}{param}{many}{of}"
         )
 
     def as_rounding(self, spec: OptimizerSpec) -> str:
-        """Return what differs and a remedy, if updates alone differ, by little; '' otherwise.
+        """Return the difference and a remedy if only updates differ, slightly; '' otherwise.
 
         Args:
             spec: The optimizer of the case.
         """
         first = self.finding
-        # Farther apart, it may as well be a gradient that is divided otherwise than is reported.
+        # A larger difference may come from a gradient that is divided differently than reported.
         if first.check not in _OF_UPDATES or first.ulp is None or first.ulp > _ROUNDING_ULP:
             return ""
         return (
             f"an update that differs from torch's {class_of(spec).__name__}, first by {first.ulp} "
-            f"ulp: {first.message}, and no gradient does by "
+            f"ulp: {first.message}, although no gradient differs by "
             f"Numerics({in_words(self.said, empty='')}). If this rounding is intended, declare "
             "`reference_optimizer` or `reference_step`."
         )
@@ -108,7 +110,7 @@ class Failed:
 
 @dataclass(slots=True)
 class _Tried:
-    """What one way through declarations has come to."""
+    """State of one search through declarations."""
 
     sums: bool
     told_always: bool
@@ -122,52 +124,52 @@ class RuleSearch:
     target: Target
     pool: WorldPool
     numerics: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Numerics` by which all cases of `passed` pass."""
+    """Fields of `Numerics` by which all cases in `passed` pass."""
     passed: list[Scenario] = field(default_factory=list)
-    """Cases that rules decide."""
+    """Cases that decide rules."""
     cases: int = 0
-    """How many were run."""
+    """Number of cases that were run."""
     limited: dict[Scenario, str] = field(default_factory=dict)
-    """Cases that the system refuses by a check of its own, and which one."""
+    """Cases that the system refuses by its own check of sizes, with this check."""
     why: str = ""
-    """What came first of the cases that are being settled."""
+    """First problem of the cases that are being settled."""
     nearest: Failed | None = None
-    """What came of the declaration that came nearest to them."""
+    """Differences under the declaration that came nearest to passing them."""
     _grads_differed: bool = False
 
     def judge(self, case: Scenario, said: Mapping[str, Any] | None = None) -> CaseResult | str:
-        """The result of a case by some rules; in words why there is none.
+        """Return the result of a case by some rules, or the reason why there is none.
 
         Args:
             case: Any case.
-            said: Fields of `Numerics`; those that were found if None.
+            said: Fields of `Numerics`; None for those found so far.
         """
         self.cases += 1
         try:
-            # Declared, because this search tries the others.
+            # Declared explicitly, because the search tries the other forms.
             rules: dict[str, Any] = {"grads_told": "before-division"}
             rules |= self.numerics if said is None else said
             asked = Asked(self.target, Numerics(**rules))
             result = run_case(case, pool=self.pool, target=asked)
         except (UsageError, EnvironmentProblem) as error:
-            # Of several problems the first.
+            # The first of several problems is enough.
             return " ".join(line.strip() for line in str(error).splitlines()[:2])
         if result.verdict == "error":
-            return (result.error or "it could not be judged").splitlines()[0]
+            return (result.error or "the case could not be judged").splitlines()[0]
         if limit := refused_size(result):
             self.limited[case] = limit
             return limit
         return result
 
     def settle(self, *cases: Scenario, sums: bool = False) -> str:
-        """Find rules that make cases pass; in words what is wrong where none does.
+        """Find rules by which cases pass; return the problem if there are none.
 
         Args:
-            cases: What has to pass, the plainest first; those whose sizes the system refuses are
-                left out.
-            sums: Whether ways of summing are tried where a param differs and nothing says why.
+            cases: Cases to pass, simplest first. Those whose sizes the system refuses are omitted.
+            sums: True to try rules for sums if a param differs without a proposal.
         """
         self.why, self.nearest, self._grads_differed = "", None, False
+        # The second attempt guesses forms of reporting even if findings have proposals.
         for told_always in (False, True):
             tried = _Tried(sums=sums, told_always=told_always)
             said = self._fitting(cases, dict(self.numerics), tried=tried, depth=_DEPTH)
@@ -178,7 +180,7 @@ class RuleSearch:
                 return ""
             if not self._grads_differed:
                 break
-        return self.why or "no rule fits all of it"
+        return self.why or "no rule fits all cases"
 
     def _fitting(
         self,
@@ -189,7 +191,8 @@ class RuleSearch:
         depth: int,
         may_guess: bool = True,
     ) -> dict[str, Any] | None:
-        """A declaration with which all cases pass, from one by what findings say; or None."""
+        """Return a declaration by which all cases pass, led by findings; None if there is none."""
+        # A depth-first search. Declarations already tried are not repeated.
         tried.said.append(said)
         for passed, case in enumerate(cases):
             if case in self.limited:
@@ -197,6 +200,7 @@ class RuleSearch:
             result = self.judge(case, said)
             if isinstance(result, str):
                 self.why = self.why or result
+                # Refused sizes are omitted; any other problem ends this path.
                 if case in self.limited:
                     continue
                 return None
@@ -209,7 +213,7 @@ class RuleSearch:
                 if changed_to in tried.said or len(tried.said) >= _TRIED_MAX:
                     continue
                 found = self._fitting(
-                    # What fails is tried first again.
+                    # The failing case first, because it decides.
                     [case, *(each for each in cases if each is not case)],
                     changed_to,
                     tried=tried,
@@ -224,22 +228,22 @@ class RuleSearch:
     def _changes(
         self, result: CaseResult, *, tried: _Tried, may_guess: bool
     ) -> tuple[Sequence[Mapping[str, Any]], bool]:
-        """What could be declared in place of what fails, and whether some of it is guessed.
+        """Return changes to try after a failure, and True if some of them are guessed.
 
-        Ways of telling a gradient are guessed where no finding says what would fit, or always:
-        what fits one case by itself may fit it by accident.
+        Forms of reporting are guessed if no finding has a proposal, or always: a proposal that fits
+        a single case may fit by accident.
         """
         check, named = result.findings[0].check, declared_by(result)
-        # Where nothing is divided fits many a case by accident, with one rank above all.
+        # "No division" fits many cases by accident, especially with one rank.
         changes = sorted(named, key=lambda change: change.get("divide") == "none")
         if check in _OF_GRADS and may_guess and (tried.told_always or not changes):
-            # Where it is told in another way and is another one, too, nothing fits by itself,
-            # nor where it is not told and only what was stepped by it differs.
+            # If the gradient differs and is also reported in another form, no single change fits.
+            # The same holds if it is not reported and only its update differs.
             return (*changes, *_TOLD), True
         if check is Check.EQUALITY_PARAMS and may_guess and tried.sums and not changes:
             return _SUMMED, True
         if check is Check.EQUALITY_NORM:
-            # Whatever its form, what clips by it can be judged by what is told.
+            # Any form of norm can be judged by the reported norm.
             return (*changes, {"norm": "told"}), False
         return changes, False
 
@@ -255,6 +259,7 @@ class RuleSearch:
             passed=passed,
             finding=first,
             differ_count=sum(each.differ_count or 0 for each in result.findings),
+            # Keep the best attempt, for messages.
         )
         if self.nearest is None or failed.nearness > self.nearest.nearness:
             self.nearest = failed

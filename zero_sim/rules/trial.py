@@ -1,7 +1,7 @@
-"""Rules and mistakes that fit all that ranks show of a step in which something differs.
+"""Trial of alternatives: rules and faults that fit all observations of a differing step.
 
-A right system whose rule is declared wrongly differs from the reference as a wrong one does. So the
-step is taken again: first by rules that differ in one thing, then, if none of these fits, in two.
+A correct system with a wrongly declared rule differs from the reference as a faulty one does. So
+the step is repeated: first by rules with one change, then, if none of these fits, with two.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from zero_sim.reference import StepAgain
 
 
 class Alternatives(Protocol):
-    """Ways in which a step could have been taken."""
+    """Alternative ways to take a step."""
 
     @property
     def assumed(self) -> str:
-        """The rule that the reference followed, as a target declares it."""
+        """The reference's rule, as a target declares it."""
         ...
 
     def singles(self) -> Mapping[str, StepAgain]:
-        """Return the step by those that differ in one thing, by rule."""
+        """Return the step with one change, by rule."""
         ...
 
     def pairs(self) -> Mapping[str, StepAgain]:
-        """Return those that differ in two."""
+        """Return the step with two changes, by rule."""
         ...
 
 
@@ -38,9 +38,9 @@ class Trial:
     """Tries alternatives on one step, and keeps those that fit.
 
     Args:
-        what: What they compute.
-        alternatives: The alternatives.
-        expected: The step as it was expected.
+        what: Kind of result: gradients, updates or faults.
+        alternatives: Alternatives to try.
+        expected: The expected step.
     """
 
     def __init__(self, what: What, alternatives: Alternatives, *, expected: StepAgain) -> None:
@@ -48,34 +48,38 @@ class Trial:
         self._alternatives = alternatives
         self._expected = expected
         self._agreed: list[Seen] = []
-        """Places that agree, as long as all do."""
+        """Places that agreed before the first difference."""
         self._tried = 0
         self.fitting: dict[str, StepAgain] | None = None
-        """Alternatives that fit, by rule; None as long as nothing differs."""
+        """Alternatives that fit, by rule; None before the first difference."""
         self.shows_state = False
-        """True if optimizer state was observed, which shows a gradient's factor."""
+        """True if optimizer state was observed, because it shows a gradient's factor."""
 
     def agree(self, seen: Seen) -> None:
-        """Note a place that agrees."""
+        """Record a place that agrees."""
+        # Nothing has differed yet.
         if self.fitting is None:
             self._agreed.append(seen)
         else:
             self._keep(seen, self._wanted(seen))
 
     def differ(self, seen: Seen, got: Mapping[str, Tensor]) -> None:
-        """Note a place that differs.
+        """Record a place that differs.
 
         Args:
             seen: The place.
-            got: Tensors of the rank there.
+            got: The rank's tensors at this place.
         """
+        # Later places can only exclude alternatives.
         if self.fitting is not None:
             self._keep(seen, got)
             return
+        # Two changes only if no single one fits.
         for some in (self._alternatives.singles, self._alternatives.pairs):
             self.fitting = {**some()}
             self._tried += len(self.fitting)
             self._keep(seen, got)
+            # An alternative must not change places that agreed.
             for earlier in self._agreed:
                 self._keep(earlier, self._wanted(earlier))
             if self.fitting:
@@ -86,15 +90,16 @@ class Trial:
         return seen.pick(self._expected)
 
     def _keep(self, seen: Seen, got: Mapping[str, Tensor]) -> None:
-        """Keep the alternatives that give what a rank has in a place."""
+        """Keep the alternatives that match a rank's tensors at a place."""
         assert self.fitting is not None
+        # Several tensors: optimizer state as well as the param.
         self.shows_state |= len(got) > 1
         self.fitting = {
             rule: by for rule, by in self.fitting.items() if _same(seen.pick(by.at(seen.rank)), got)
         }
 
     def outcome(self) -> RulesTried | None:
-        """Return what came of it; None if nothing differs."""
+        """Return the result; None if nothing differs."""
         if self.fitting is None:
             return None
         return RulesTried(
@@ -106,6 +111,7 @@ class Trial:
 
 
 def _same(wanted: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> bool:
+    # Shards may be flat, so shapes are not compared.
     return wanted.keys() == got.keys() and all(
         value.dtype == got[name].dtype
         and value.numel() == got[name].numel()
