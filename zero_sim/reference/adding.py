@@ -169,7 +169,7 @@ def add_ranks(
 
     Args:
         contributions: One tensor per rank, in rank order, with equal shapes and dtypes.
-        order: Order of addition. Each sum is rounded to the dtype, except in `linear-fp32`,
+        order: Summation order. Each sum is rounded to the dtype, except in `linear-fp32`,
             `nccl-sym` and at some joints of `random-tree`.
         spans: Call and position of each element; must tile the param. Ignored by `linear`,
             `linear-fp32` and `tree`.
@@ -297,7 +297,7 @@ def first_ranks(
         positions: 1D, int64: positions in the buffer that the backend adds as a whole.
         order: An order that depends on positions, except `random-tree`.
         rank_count: Number of ranks in the group.
-        elem_bytes: Size of an element.
+        elem_bytes: Element size, in bytes.
     """
     if order == "gloo":
         return positions // gloo_chunk_elems(site, ranks=rank_count, elem_bytes=elem_bytes) - 1, -1

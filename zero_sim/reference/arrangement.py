@@ -99,10 +99,10 @@ def pieces(
     If a single rank gets the elements, only its elements are covered.
 
     Args:
-        arrangement: Arrangement of the communicator.
-        kind: Kind of call, as in `SumSite`.
+        arrangement: The communicator's arrangement.
+        kind: Call kind, as in `SumSite`.
         elems: Number of elements of the tensor.
-        elem_bytes: Size of an element.
+        elem_bytes: Element size, in bytes.
         ends_on: Group rank that gets the elements; ignored if all ranks do.
     """
     rings = arrangement.rings
@@ -156,9 +156,9 @@ def channel_parts(
     """Return the half-open part of `count` elements that each channel adds.
 
     Args:
-        kind: Kind of call, as in `SumSite`.
+        kind: Call kind, as in `SumSite`.
         count: Number of elements per rank.
-        elem_bytes: Size of an element.
+        elem_bytes: Element size, in bytes.
         rank_count: Number of ranks in the communicator.
         arrangement: Channels and their threads.
     """
@@ -200,7 +200,7 @@ def pat_tree(ends_on: int, rank_count: int, *, part_bytes: int) -> Tree:
     Args:
         ends_on: Group rank that gets the elements.
         rank_count: Number of ranks in the communicator.
-        part_bytes: Size of the elements.
+        part_bytes: Their size, in bytes.
     """
     # Displacements live in the next power of two; those beyond the ranks have no node.
     power = 1 << (rank_count - 1).bit_length()
@@ -262,8 +262,8 @@ def add_arranged(
 
     Args:
         rows: 2D (ranks, elements).
-        arrangement: Arrangement of the communicator.
-        kind: Kind of call, as in `SumSite`.
+        arrangement: The communicator's arrangement.
+        kind: Call kind, as in `SumSite`.
         elems: Number of elements of the tensor.
         offset: Offset of the first column in the tensor.
         ends_on: Group rank that gets the elements; ignored if all ranks do.

@@ -1,4 +1,4 @@
-"""The reference for an unknown order of addition.
+"""The reference for an unknown summation order.
 
 It replays each rank from the working params that the system reports, step by step, and returns an
 interval for each reduced gradient. `reference.following` then computes the update for the system's
@@ -32,7 +32,7 @@ Overflow = Literal["never", "certain", "possible"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundedStep:
-    """Expected results of a step, as far as they do not depend on the order of addition."""
+    """Expected results of a step, as far as they do not depend on the summation order."""
 
     unmoved: ClassVar[Sequence[str]] = ()
 
@@ -56,20 +56,20 @@ class BoundedStep:
     zeros: int
     """Largest possible number of zeros in the master gradient, before clipping."""
     overflow: Overflow
-    """Orders of addition in which a reduced gradient is infinite or NaN: none, all or some."""
+    """Summation orders in which a reduced gradient is infinite or NaN: none, all or some."""
     skipped: bool
     """True if no update happens, because no order gives finite gradients."""
     nonzero_fraction: float
     """Share of the elements of `grads` that are zero in no order; 0 if there are none."""
     data_digests: Mapping[int, bytes]
-    """Hash of the bytes of each rank's batches."""
+    """Hash of each rank's batches, by rank."""
     nonfinite: NonFinite | None
     """First NaN or infinity among the local gradients; None if there is none."""
     update: Update
 
     @property
     def order_free(self) -> Mapping[str, Tensor]:  # each ND, bool
-        """True for elements of `grads` with the same bits in every order of addition, by param."""
+        """True for elements of `grads` with the same bits in every summation order, by param."""
         return {name: bound.certified for name, bound in self.bounds.items()}
 
     @property
@@ -84,16 +84,16 @@ class BoundedStep:
 
 
 class BoundedReference:
-    """Runs a scenario step by step alongside a system with an unknown order of addition.
+    """Runs a scenario step by step alongside a system with an unknown summation order.
 
     Call `replay_step` and `adopt` alternately.
 
     Args:
         scenario: The case, without experts, params in fp8 or a reload.
-        workload: Workload of the case. Forward must not change the module, because one module plays
+        workload: The case's workload. Forward must not change the module, because one module plays
             all ranks.
         rules: Only `scale_loss`, `scale_second`, `nonfinite`, `own` and the clipping by norm are
-            used. The form of clipping must not take the root.
+            used. The clip form must not take the root.
 
     Raises:
         ModelError: The module has no trainable param, or lacks a param to freeze.

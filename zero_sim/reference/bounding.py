@@ -1,4 +1,4 @@
-"""Intervals for a sum that hold for every order of addition, proven from its terms.
+"""Intervals for a sum that hold for every summation order, proven from its terms.
 
 [Note: proven bounds]
 Let n terms be added by any binary tree of n - 1 sums. Each sum is rounded to a dtype with unit
@@ -49,7 +49,7 @@ class Interval:
     low: Tensor  # ND, fp64
     high: Tensor  # ND, fp64
     certified: Tensor  # ND, bool
-    """True for elements with the same bits in every order of addition; both ends are the sum."""
+    """True for elements with the same bits in every summation order; both ends are the sum."""
     nonfinite: Tensor  # ND, bool
     """True for elements that are finite in no order, because a term is not finite."""
     open: Tensor  # ND, bool
@@ -81,7 +81,7 @@ class Interval:
 
 
 def bound_sum(terms: Sequence[Tensor]) -> Interval:
-    """Bound a sum for every order of addition; see [Note: proven bounds].
+    """Bound a sum for every summation order; see [Note: proven bounds].
 
     Args:
         terms: One or more terms, of one shape and floating-point dtype. Sums are rounded to this

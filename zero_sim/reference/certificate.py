@@ -1,4 +1,4 @@
-"""Certificate of a sum: the elements with the same bits in every order of addition.
+"""Certificate of a sum: the elements with the same bits in every summation order.
 
 [Note: certified sums]
 Let all terms of an element be multiples of one unit, a power of two. P is the sum of its positive

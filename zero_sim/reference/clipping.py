@@ -52,7 +52,7 @@ ClipForm = Literal[
     "fp64-root-division-without-eps",
     "fp64-root-inverse-without-eps",
 ]
-"""Form of clipping by a norm; see [Note: forms of the clip coefficient]."""
+"""Form of the clip coefficient; see [Note: forms of the clip coefficient]."""
 
 CLIP_FORMS: tuple[ClipForm, ...] = get_args(ClipForm)
 
@@ -78,8 +78,8 @@ def clip_by_norm_(
     Args:
         flat: 1-D fp32.
         norm: 0-D fp32, the norm of the whole gradient.
-        norm_max: Bound of the norm.
-        form: Form of clipping.
+        norm_max: Norm bound.
+        form: Clip form.
         root: The norm as fp64; only read by forms that take the root.
     """
     factor = clip_factor(norm, norm_max=norm_max, form=form, root=root)
@@ -97,8 +97,8 @@ def clip_factor(
 
     Args:
         norm: 0-D fp32, the norm of the whole gradient.
-        norm_max: Bound of the norm.
-        form: Form of clipping.
+        norm_max: Norm bound.
+        form: Clip form.
         root: As for `clip_by_norm_`.
     """
     in_fp32 = form.startswith("fp32")
@@ -132,8 +132,8 @@ def clip_is_certified(measured: Measure, *, norm_max: float, form: ClipForm) -> 
 
     Args:
         measured: Measure of the whole gradient.
-        norm_max: Bound of the norm.
-        form: Form of clipping.
+        norm_max: Norm bound.
+        form: Clip form.
     """
     if not takes_root(form):
         return measured.norm_certified

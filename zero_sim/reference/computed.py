@@ -15,7 +15,7 @@ def computed_from(scenario: Scenario) -> Scenario:
     """Return the case with default values for everything that the reference does not read.
 
     Args:
-        scenario: The case, with an order of addition that does not depend on positions.
+        scenario: The case, with a summation order that does not depend on positions.
     """
     world = scenario.world
     # The schedule and the timing of ranks change no bit of the reference.

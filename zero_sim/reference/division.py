@@ -51,7 +51,7 @@ DIVIDE_RULES: tuple[DivideRule, ...] = get_args(DivideRule)
 # NCCL's rings multiply each rank's input by the reciprocal. Its symmetric kernels multiply
 # the accumulated sum instead, which no rule of a scenario does.
 AVERAGES: Mapping[str, Divide | None] = {"nccl-ring": "premul", "nccl-sym": None}
-"""Rule of a collective's AVG, by order of addition; `post-rounded` for orders not listed."""
+"""Rule of a collective's AVG, by summation order; `post-rounded` for orders not listed."""
 DivideBy = Literal["ranks", "micro-batches", "tokens"]
 
 

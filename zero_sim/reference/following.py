@@ -1,6 +1,6 @@
 """The update of a part of a param from a gradient that the system reduced.
 
-If the order of addition is unknown, so are the bits of a sum. The optimizer's arithmetic on these
+If the summation order is unknown, so are the bits of a sum. The optimizer's arithmetic on these
 bits is known, and elementwise, so each part can be stepped separately.
 """
 
@@ -65,11 +65,11 @@ class Follower:
 
     Args:
         spec: Optimizer, clipping and their settings.
-        name: Name of the param, which decides its group.
+        name: Param name, which decides the group.
         master: Initial values, copied. 1D, or with more dimensions of size 1 before the last one,
             for a rule that reads the number of dimensions.
         rules: Only the target's own rule, the dtype of masters and the clipping by norm are used.
-            The form of clipping must not take the root.
+            The clip form must not take the root.
         on_host: As in `Stepper`.
         counters: As in `Probe`.
     """

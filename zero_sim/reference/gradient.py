@@ -1,7 +1,7 @@
 """Measures of the whole gradient before the optimizer: norm, zeros and overflow.
 
 [Note: certified norms]
-The order of addition decides the last bits of a sum of squares, and a sharded system adds in
+The summation order decides the last bits of a sum of squares, and a sharded system adds in
 another order than this module. In fp64 that rarely matters: squares of fp32 values are exact, and
 the norm keeps only 24 of the sum's 53 bits. It matters if the norm lies next to the midpoint of two
 fp32 values. A sum of n terms >= 0 is off by less than n roundings, relative to the sum, in any

@@ -10,7 +10,7 @@ A norm that is rounded to fp32 piece by piece depends on the pieces:
   adds their squares over ranks. fairscale's OSS and Megatron-LM do this, the latter with shards.
 - `of-shards`: each rank takes one norm of its whole shard, and one call adds the squares.
 
-In the last two the sum of squares is fp32, and a form of clipping that takes the root takes the
+In the last two the sum of squares is fp32, and a clip form that takes the root takes the
 root of this sum. `told` is no rule: the reference uses the norm that the system reports, unchecked.
 """
 
@@ -32,7 +32,7 @@ Norm = Literal["of-elements", "of-params", "of-rows", "of-own-params", "of-shard
 
 NORMS: tuple[Norm, ...] = get_args(Norm)
 ROOTED: tuple[Norm, ...] = ("of-elements", "of-own-params", "of-shards")
-"""Rules with a single sum of squares, whose root a form of clipping may take."""
+"""Rules with a single sum of squares, whose root a clip form may take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

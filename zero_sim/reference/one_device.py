@@ -61,7 +61,7 @@ class OneDevice:
         Args:
             step: Optimizer step, from 0.
             masters: Masters before the step, fp32 by param.
-            scales: Scales of params in fp8.
+            scales: fp8 scales, by param.
             scale: Factor of the loss; None without loss scaling.
         """
         # Written anew each step: this device has no optimizer, and follows the reference's masters.

@@ -1,6 +1,6 @@
 """The reference: a whole data-parallel run, computed rank by rank on one device.
 
-It has no buckets, shards, buffers or collectives. For orders of addition that depend on a layout
+It has no buckets, shards, buffers or collectives. For summation orders that depend on a layout
 (`ring`, `gloo` and others), the caller gives the position of each element.
 """
 
@@ -74,7 +74,7 @@ class Reference:
 
         Args:
             scenario: The case. Layout settings have no effect.
-            workload: Workload of the case. Forward must not change the module, because one module
+            workload: The case's workload. Forward must not change the module, because one module
                 plays all ranks.
             uncounted: Suffixes of names to omit from norm and zeros, because another part of the
                 model counts these params.
@@ -98,7 +98,7 @@ class Reference:
         self._one_device = self._build_one_device()
         self._next_step = 0
         self.certified = True
-        """True if every order of addition gave the same clipping in all steps so far."""
+        """True if every summation order gave the same clipping in all steps so far."""
         self.sees_all = True
         """True if the system reports masters and state of all its ranks; see `adopt`."""
 
@@ -165,7 +165,7 @@ class Reference:
 
         Args:
             scenario: Scenario from the next step on, with the same model, dtype and optimizer.
-            workload: Workload of the scenario; None to build it.
+            workload: The scenario's workload; None to build it.
             weights_only: True to keep only masters and step index, not optimizer state and loss
                 scale.
             rules: Rules from the next step on; None for the present ones.
@@ -213,7 +213,7 @@ class Reference:
         Args:
             orders: Spans that tile each param, with their positions in the calls that add them.
                 Ignored unless `world.order` depends on positions.
-            order_seed: Seed of the world, used by `random-tree`.
+            order_seed: World seed, used by `random-tree`.
 
         Raises:
             UsageError: The order depends on positions, and a param's spans are missing or do not
@@ -421,7 +421,7 @@ class Reference:
         """Continue from the system's bits, if the target's rule can give them.
 
         Args:
-            name: Name of the param.
+            name: Param name.
             index: 1D, flattened elements.
             values: Values of these elements, from the `CutStep` of the last step.
         """

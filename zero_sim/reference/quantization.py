@@ -64,13 +64,13 @@ class WorkingParams:
     dtypes: Mapping[str, torch.dtype]
     """Dtype of each param."""
     scales: Mapping[str, Tensor]
-    """Scales of params in fp8, before the step."""
+    """fp8 scales before the step, by param."""
 
     def cast(self, name: str, master: Tensor, *, is_stepped: bool) -> Tensor:
         """Return the working param for a master.
 
         Args:
-            name: Name of the param.
+            name: Param name.
             master: Values of the master, fp32.
             is_stepped: True if the step moved it, so that a param in fp8 gets a new scale.
         """

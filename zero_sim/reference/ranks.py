@@ -34,7 +34,7 @@ class Adding:
 
     order: AddOrder
     seed: int = 0
-    """Seed of the world, used by `random-tree`."""
+    """World seed, used by `random-tree`."""
     block_count: int = 1
     """Number of shard groups, each of consecutive ranks."""
 
@@ -91,7 +91,7 @@ class Contributions:
 
     @property
     def data_digests(self) -> dict[int, bytes]:
-        """Hash of the bytes of each rank's batches."""
+        """Hash of each rank's batches, by rank."""
         return {rank: replay.data_digest for rank, replay in enumerate(self.replays)}
 
     @property
@@ -246,7 +246,7 @@ class Ranks:
 
     Args:
         scenario: Case to replay.
-        workload: Workload of the case.
+        workload: The case's workload.
         rules: Rules for accumulation, division and sums.
 
     Raises:
@@ -300,7 +300,7 @@ class Ranks:
         """Return dtypes and scales of the working params.
 
         Args:
-            scales: Scales of params in fp8.
+            scales: fp8 scales, by param.
         """
         dtypes = {name: param.dtype for name, param in self.params().items()}
         return WorkingParams(dtypes=dtypes, scales=dict(scales))
@@ -316,7 +316,7 @@ class Ranks:
 
         Args:
             scenario: Scenario from now on.
-            workload: Workload of the scenario.
+            workload: The scenario's workload.
         """
         self._scenario, self._workload = scenario, workload
         self._assign(self._build_shares())
@@ -346,7 +346,7 @@ class Ranks:
 
         Args:
             values: By param.
-            scales: Scales of params in fp8.
+            scales: fp8 scales, by param.
         """
         with torch.no_grad():
             for replayer in self._replayers:

@@ -77,12 +77,12 @@ class Rules:
 
     @property
     def known_clip(self) -> ClipForm | None:
-        """The form of clipping; None for a target's own function."""
+        """The clip form; None for a target's own function."""
         return None if callable(self.clip) else self.clip
 
     @property
     def takes_root(self) -> bool:
-        """True if the form of clipping needs the root of the sum of squares."""
+        """True if the clip form needs the root of the sum of squares."""
         return self.known_clip is not None and takes_root(self.known_clip)
 
 
@@ -102,8 +102,8 @@ def clip_by_rule_(flat: Tensor, *, measured: Measure, norm_max: float, rules: Ru
     Args:
         flat: 1-D fp32.
         measured: Measure of the whole gradient.
-        norm_max: Bound of the norm.
-        rules: Rules, with a form of clipping or the target's own function.
+        norm_max: Norm bound.
+        rules: Rules, with a clip form or the target's own function.
     """
     if callable(rules.clip):
         # A copy, because the function is foreign code and may write to it.

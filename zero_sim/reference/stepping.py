@@ -227,7 +227,7 @@ class Stepper:
         """Return a copy with some elements of a param, for a target's rule.
 
         Args:
-            name: Name of the param.
+            name: Param name.
             index: 1D, flattened elements; the copy keeps the number of dimensions.
             counters: As in `values`.
         """
@@ -250,7 +250,7 @@ class Stepper:
         """Return a param's state by key, and its master by the empty key; live.
 
         Args:
-            name: Name of the param.
+            name: Param name.
             counters: Keys of state that is shared by all elements. Other state of the param's shape
                 is returned flat.
         """
@@ -265,7 +265,7 @@ class Stepper:
         """Overwrite some elements of a param and of its state.
 
         Args:
-            name: Name of the param.
+            name: Param name.
             index: 1D, flattened elements.
             values: Values of these elements, by key as in `values`.
         """

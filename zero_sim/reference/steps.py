@@ -83,24 +83,24 @@ class ReferenceStep:
     params: Mapping[str, Tensor]  # each ND, working dtype
     """The masters cast to working params, of all ranks, including params of some ranks only."""
     scales: Mapping[str, Tensor]  # each 0D, fp32
-    """Scales of params in fp8 after the step."""
+    """fp8 scales after the step, by param."""
     state: Mapping[str, Mapping[str, Tensor]]
     """torch's optimizer state by param and key, `step` included."""
-    # Guarantees: results that hold in every order of addition.
+    # Guarantees: results that hold in every summation order.
     order_free: Mapping[str, Tensor] | None  # each ND, bool
-    """True for elements of `grads` with the same bits in every order of addition, by param; see
+    """True for elements of `grads` with the same bits in every summation order, by param; see
     `reference.certificate`. None if the model makes no such claim, or a gradient is not finite."""
     measured: Measure
     """Measure of the whole master gradient before clipping. It must be equal only if certified."""
     clip_certified: bool
-    """True if every order of addition leads to the same clipping. If False, exact results end
+    """True if every summation order leads to the same clipping. If False, exact results end
     here."""
     skipped: bool
     """True if nothing was updated, because a gradient was not finite."""
     nonzero_fraction: float
     """Share of the elements of `grads` that are not zero; 0 if there are none."""
     data_digests: Mapping[int, bytes]
-    """Hash of the bytes of each rank's batches."""
+    """Hash of each rank's batches, by rank."""
     nonfinite: NonFinite | None
     """First NaN or infinity among the local gradients; None if there is none."""
     start: StepStart | None
@@ -153,7 +153,7 @@ class Standing:
     masters: Mapping[str, Tensor]  # each ND, fp32
     params: Mapping[str, Tensor]  # each ND, working dtype
     scales: Mapping[str, Tensor]  # each 0D, fp32
-    """Scales of params in fp8."""
+    """fp8 scales, by param."""
     buffers: Mapping[str, Tensor]  # each ND
     """Buffers of the module whose values only a checkpoint can restore."""
     state: Mapping[str, Mapping[str, Tensor]]

@@ -186,7 +186,7 @@ class UpdateRules:
         rules = self.again.rules
         clips = self._other_clips
         found = {_declared(clip): replace(rules, clip=clip) for clip in clips}
-        # Unused params, alone and together with a form of clipping.
+        # Unused params, alone and together with a clip form.
         if self.again.unused:
             unused = "zeros" if rules.unused == "left-alone" else "left-alone"
             other, name = replace(rules, unused=unused), f"unused = {unused!r}"
@@ -201,14 +201,14 @@ class UpdateRules:
 
     @property
     def _clips(self) -> bool:
-        """True if some form of clipping may change a gradient."""
+        """True if some clip form may change a gradient."""
         bound = self.again.scenario.optimizer.clip_norm
         # Half the bound: forms differ by a few ulp, so none clips a norm this small.
         return bound is not None and not bool(self.again.taken.norm < bound / 2)
 
     @cached_property
     def _other_clips(self) -> list[ClipForm]:
-        """Forms of clipping with other bits than the reference's."""
+        """Clip forms with other bits than the reference's."""
         rules, taken = self.again.rules, self.again.by().step
         if not self._clips:
             return []

@@ -91,7 +91,7 @@ def _bare(base: Scenario, **said: Any) -> Scenario:
 
 
 def clip_cases(base: Scenario) -> Iterator[Scenario]:
-    """Yield cases that clip by a norm. Forms of clipping differ in some of them."""
+    """Yield cases that clip by a norm. Clip forms differ in some of them."""
     # Several gradients, because forms differ for some norms only.
     for seed in range(6):
         clip = OptimizerSpec(clip_norm=0.01 * (1 + seed), lr=0.1)

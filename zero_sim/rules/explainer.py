@@ -133,7 +133,7 @@ class Explainer:
         tried = trial.outcome()
         if tried is None:
             return None
-        # Forms of clipping differ by a few ulp, not by a factor.
+        # Clip forms differ by a few ulp, not by a factor.
         is_factor = tried.what == "update" and not tried.assumed.startswith("clip")
         shows_factor = trial.shows_state or not is_factor
         # A factor is named only if all fitting rules have the same.

@@ -17,7 +17,7 @@ NORMS_MIN = 200
 _NORM_STEPS = 10
 """Steps per case: each has another gradient."""
 _NORM_CASES = 22
-"""More than `NORMS_MIN` requires: norms that depend on the order of addition are not compared."""
+"""More than `NORMS_MIN` requires: norms that depend on the summation order are not compared."""
 _SHAPES: Sequence[tuple[tuple[int, ...], ...]] = (
     ((2, 2),),
     ((1201,),),

@@ -5,7 +5,7 @@ Multiples of one unit add without rounding, in every order, if they stay within 
 positive ones together and the negative ones together are at most `2 ** p` units. `p` is the number
 of bits of a significand. Every partial sum is then a representable multiple. An exact workload
 keeps its gradients within this budget, over all ranks and micro-batches of a step. So its reduced
-gradient does not depend on the order of addition. The reference does not trust this and certifies
+gradient does not depend on the summation order. The reference does not trust this and certifies
 each element of each step.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from zero_sim.scenario.spec import DtypeName, ModelName, Scenario
 
 EXACT_MODELS: frozenset[ModelName] = frozenset({"bit-hash", "ternary"})
-"""Models that claim a reduced gradient independent of the order of addition."""
+"""Models that claim a reduced gradient independent of the summation order."""
 
 # With the implicit leading bit.
 _SIGNIFICAND_BITS: Final[Mapping[DtypeName, int]] = {"fp32": 24, "bf16": 8, "fp16": 11}

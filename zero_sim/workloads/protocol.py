@@ -24,7 +24,7 @@ class Batch:
     targets: Tensor | None
     """Targets of the loss; None if it needs none."""
     uses: frozenset[str] = frozenset()
-    """Params that are used by this micro-batch's forward, but not by all."""
+    """Params that this micro-batch's forward uses, although others may not."""
     unread: frozenset[str] = frozenset()
     """Params that this micro-batch's forward omits, although others may use them."""
     extra: tuple[Tensor, ...] = ()

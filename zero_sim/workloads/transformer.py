@@ -133,12 +133,14 @@ class Transformer260(nn.Module):
     W_vocab: nn.Parameter  # 2D (width, vocabulary)
 
     note: Callable[[str, Tensor], Tensor]
-    """Receives each activation under its name and returns it: a walkthrough copies them here."""
+    """Receives each activation with its name and returns it; replaced to copy them."""
 
     def __init__(self, bits: dict[str, Tensor], *, recompute: Recompute = "none") -> None:
         super().__init__()
         self.recompute: Recompute = recompute
+        # Activations are only copied by a walkthrough.
         self.note = _unnoted
+        # Registration order decides the order in the flat buffer.
         for name, initial in bits.items():
             self.register_parameter(name, nn.Parameter(initial.clone()))
 
@@ -149,6 +151,7 @@ class Transformer260(nn.Module):
         return self.note("logits", x @ self.W_vocab)
 
     def _block(self, x: Tensor) -> Tensor:
+        # Pre-LN: norms come before attention and before the FFN.
         note = self.note
         normal = note("norm 1", normalise(x, weight=self.ln1_weight, bias=self.ln1_bias))
         x = note("residual 1", x + self._attend(normal))
