@@ -64,14 +64,14 @@ class Arrangement:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Arrangement:
+    def from_dict(cls, fields: Mapping[str, Any]) -> Arrangement:
         """Return the arrangement from the result of `as_dict`, also after a round trip by JSON."""
         return cls(
-            rings=tuple(tuple(ring) for ring in told["rings"]),
-            all_reduce=told["all_reduce"],
-            reduce_scatter=told["reduce_scatter"],
-            trees=tuple(tuple(tree) for tree in told["trees"]),
-            threads=told["threads"],
+            rings=tuple(tuple(ring) for ring in fields["rings"]),
+            all_reduce=fields["all_reduce"],
+            reduce_scatter=fields["reduce_scatter"],
+            trees=tuple(tuple(tree) for tree in fields["trees"]),
+            threads=fields["threads"],
         )
 
 

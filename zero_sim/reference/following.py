@@ -138,8 +138,8 @@ class Follower:
             wide.clamp_(-self._spec.clip_value, self._spec.clip_value)
         # The norm covers all params; this part only has a share of it.
         if self._spec.clip_norm is not None and norm is not None:
-            told = replace(measured, norm=norm)
-            clip_by_rule_(wide, measured=told, norm_max=self._spec.clip_norm, rules=self._rules)
+            reported = replace(measured, norm=norm)
+            clip_by_rule_(wide, measured=reported, norm_max=self._spec.clip_norm, rules=self._rules)
         # Back to the number of dimensions that the rule reads.
         wide = wide.view_as(self._stepper.masters[self._name])
         if self._rules.own is not None and self._rules.own.elementwise:

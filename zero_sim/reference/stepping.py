@@ -287,10 +287,10 @@ class Stepper:
             for key, (first, second) in pairs.items():
                 if first is None or second is None or not _is_same(first, second):
                     assert self._own is not None
-                    what = f"state {key!r}" if key else "the value"
+                    part = f"state {key!r}" if key else "the value"
                     raise ProtocolError(
                         f"expected {self._own.name} to give the same bits from the same params, "
-                        f"gradients and state, got other bits of {what} of param {name!r} from a "
+                        f"gradients and state, got other bits of {part} of param {name!r} from a "
                         "copy. Keep all state in the optimizer's `state` and `param_groups`, as "
                         "its state_dict() has it, not in attributes or globals."
                     )

@@ -84,9 +84,9 @@ def unused_cases(base: Scenario) -> Iterator[Scenario]:
     yield changed(base, name, model={"name": "unusual"}, optimizer=decay)
 
 
-def _bare(base: Scenario, **said: Any) -> Scenario:
+def _bare(base: Scenario, **settings: Any) -> Scenario:
     """Return the case with two bare params."""
-    model = ModelSpec(name="params", dtype=base.model.dtype, shapes=((3,), (2,)), **said)
+    model = ModelSpec(name="params", dtype=base.model.dtype, shapes=((3,), (2,)), **settings)
     return changed(base, model=model)
 
 
@@ -168,8 +168,8 @@ def of_optimizer(base: Scenario, name: OptimizerName, paths: Collection[str]) ->
         name: Name of the optimizer.
         paths: Paths of settings that the optimizer has.
     """
-    said = {path.partition(".")[2]: SETTINGS[path] for path in paths}
-    optimizer = OptimizerSpec(name=name, **said)
+    settings = {path.partition(".")[2]: SETTINGS[path] for path in paths}
+    optimizer = OptimizerSpec(name=name, **settings)
     return changed(base, f"{name} with settings", optimizer=optimizer, run={"steps": 3})
 
 
@@ -182,8 +182,8 @@ def overflow_case(base: Scenario) -> Scenario:
 Vary = Callable[[Scenario], Scenario]
 
 
-def _optimizer(**said: Any) -> Vary:
-    return lambda base: changed(base, optimizer=OptimizerSpec(**said), run={"steps": 3})
+def _optimizer(**settings: Any) -> Vary:
+    return lambda base: changed(base, optimizer=OptimizerSpec(**settings), run={"steps": 3})
 
 
 def _frozen(base: Scenario) -> Scenario:
@@ -201,14 +201,14 @@ def _with_one_reader(base: Scenario) -> Scenario:
     return changed(case, run={"micro_batches": 2}) if alone else case
 
 
-def _blocks(**said: Any) -> Vary:
+def _blocks(**settings: Any) -> Vary:
     # Two shard groups of two ranks.
-    return lambda base: changed(base, world={"size": 4}, system={"redundancy": 2, **said})
+    return lambda base: changed(base, world={"size": 4}, system={"redundancy": 2, **settings})
 
 
-def _cells(**said: Any) -> Vary:
+def _cells(**settings: Any) -> Vary:
     # Four ranks, two along the axis.
-    return lambda base: changed(base, world={"size": 4}, topology=TopologySpec(**said))
+    return lambda base: changed(base, world={"size": 4}, topology=TopologySpec(**settings))
 
 
 # Values far from the defaults, so that ignoring an option changes bits.

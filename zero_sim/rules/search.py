@@ -30,7 +30,7 @@ _OF_UPDATES = (Check.EQUALITY_STATE, Check.EQUALITY_MASTER)
 _ROUNDING_ULP = 64
 """Largest difference of an update from torch's that messages call a rounding, in ulp."""
 _OF_GRADS = (Check.EQUALITY_GRAD, Check.EQUALITY_STATE, Check.EQUALITY_MASTER)
-_TOLD: Sequence[Mapping[str, Any]] = (
+_REPORT_FORMS: Sequence[Mapping[str, Any]] = (
     {"grads_told": "after-division"},
     {"told_dtype": "fp32"},
     {"grads_told": "after-division", "told_dtype": "fp32"},
@@ -39,7 +39,7 @@ _TOLD: Sequence[Mapping[str, Any]] = (
     {"grads_told": "after-division", "told_dtype": "param"},
 )
 """Forms of reporting a gradient, tried if nothing else is known."""
-_SUMMED: Sequence[Mapping[str, Any]] = (
+_SUM_RULES: Sequence[Mapping[str, Any]] = (
     *({"divide": rule} for rule in DIVIDE_RULES),
     {"divide_by": "ranks"},
     {"divide_by": "micro-batches"},
@@ -113,7 +113,7 @@ class _Tried:
     """State of one search through declarations."""
 
     sums: bool
-    told_always: bool
+    always_guesses: bool
     said: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -170,8 +170,8 @@ class RuleSearch:
         """
         self.why, self.nearest, self._grads_differed = "", None, False
         # The second attempt guesses forms of reporting even if findings have proposals.
-        for told_always in (False, True):
-            tried = _Tried(sums=sums, told_always=told_always)
+        for always_guesses in (False, True):
+            tried = _Tried(sums=sums, always_guesses=always_guesses)
             said = self._fitting(cases, dict(self.numerics), tried=tried, depth=_DEPTH)
             passed = [case for case in cases if case not in self.limited]
             if said is not None and passed:
@@ -236,12 +236,12 @@ class RuleSearch:
         check, named = result.findings[0].check, declared_by(result)
         # "No division" fits many cases by accident, especially with one rank.
         changes = sorted(named, key=lambda change: change.get("divide") == "none")
-        if check in _OF_GRADS and may_guess and (tried.told_always or not changes):
+        if check in _OF_GRADS and may_guess and (tried.always_guesses or not changes):
             # If the gradient differs and is also reported in another form, no single change fits.
             # The same holds if it is not reported and only its update differs.
-            return (*changes, *_TOLD), True
+            return (*changes, *_REPORT_FORMS), True
         if check is Check.EQUALITY_PARAMS and may_guess and tried.sums and not changes:
-            return _SUMMED, True
+            return _SUM_RULES, True
         if check is Check.EQUALITY_NORM:
             # Any form of norm can be judged by the reported norm.
             return (*changes, {"norm": "told"}), False

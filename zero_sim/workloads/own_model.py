@@ -109,15 +109,15 @@ class OwnWorkload:
         """
         self._scenario = scenario
         self._own = own
-        self._said = f"model {scenario.model.name!r}"
+        self._name = f"model {scenario.model.name!r}"
         self._dtype = working_dtype(scenario.model.dtype)
         self._seed = named_seed(scenario.run.seed, "weights")
         self._first = self._made()
         # Checked once per model and dtype: a workload is built for each case.
-        _check_functions(own, self._said, self._dtype)
+        _check_functions(own, self._name, self._dtype)
 
     def _made(self) -> nn.Module:
-        return _build(self._own, self._said, dtype=self._dtype, seed=self._seed)
+        return _build(self._own, self._name, dtype=self._dtype, seed=self._seed)
 
     def build(self) -> nn.Module:
         """Return a fresh module.
@@ -129,7 +129,7 @@ class OwnWorkload:
         # System and reference must start from equal bits.
         if differs := _difference(self._first, module):
             raise UsageError(
-                f"expected `build` of {self._said} to make a fresh, equal module in each call, got "
+                f"expected `build` of {self._name} to make a fresh, equal module in each call, got "
                 f"{differs}. Draw from torch's global generator, which is seeded before each call."
             )
         return module
@@ -142,7 +142,7 @@ class OwnWorkload:
         scenario = self._scenario
         generator = batch_generator(scenario, step=step, rank=rank, micro=micro)
         rows = rows_of(scenario, step=step, rank=rank)
-        tensors = _draw(self._own, self._said, generator, rows=rows, dtype=self._dtype)
+        tensors = _draw(self._own, self._name, generator, rows=rows, dtype=self._dtype)
         # The first floating tensor can hold a planted NaN.
         floating = [each for each in tensors if each.is_floating_point()]
         factor = None if floating else torch.ones(1)
@@ -182,33 +182,33 @@ def _theirs(expected: str) -> Iterator[None]:
         raise UsageError(f"expected {expected}, got {type(error).__name__}: {error}.") from error
 
 
-def _build(own: OwnModel, said: str, *, dtype: torch.dtype, seed: int) -> nn.Module:
+def _build(own: OwnModel, name: str, *, dtype: torch.dtype, seed: int) -> nn.Module:
     """Build a module from the seed, and restore the global generator."""
     # Restored below: the caller's random numbers must not depend on this build.
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(seed)
     try:
-        with _theirs(f"`build` of {said} to make a module"):
+        with _theirs(f"`build` of {name} to make a module"):
             module: object = own.build()
     finally:
         torch.default_generator.set_state(state)
     if not isinstance(module, nn.Module):
-        raise UsageError(f"expected `build` of {said} to return an nn.Module, got {module!r}.")
+        raise UsageError(f"expected `build` of {name} to return an nn.Module, got {module!r}.")
     return module if dtype is torch.float32 else module.to(dtype)
 
 
 def _draw(
-    own: OwnModel, said: str, generator: torch.Generator, *, rows: int, dtype: torch.dtype
+    own: OwnModel, name: str, generator: torch.Generator, *, rows: int, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    with _theirs(f"`batch` of {said} to draw tensors"):
+    with _theirs(f"`batch` of {name} to draw tensors"):
         drawn: object = own.batch(generator, rows)
     tensors = (drawn,) if isinstance(drawn, Tensor) else drawn
     if not isinstance(tensors, tuple) or not tensors:
-        raise UsageError(f"expected `batch` of {said} to return a tuple of tensors, got {drawn!r}.")
+        raise UsageError(f"expected `batch` of {name} to return a tuple of tensors, got {drawn!r}.")
     cast: list[Tensor] = []
     for each in tensors:
         if not isinstance(each, Tensor):
-            raise UsageError(f"expected `batch` of {said} to return tensors, got {each!r}.")
+            raise UsageError(f"expected `batch` of {name} to return tensors, got {each!r}.")
         # A copy, because a system may overwrite its inputs.
         cast.append(each.to(dtype if each.is_floating_point() else each.dtype, copy=True))
     return tuple(cast)
@@ -251,18 +251,18 @@ def _is_loss(each: object) -> bool:
 
 
 @lru_cache(maxsize=_CHECKED_MAX)
-def _check_functions(own: OwnModel, said: str, dtype: torch.dtype) -> None:
+def _check_functions(own: OwnModel, name: str, dtype: torch.dtype) -> None:
     """Check that `batch` and `loss` are pure, on two rows.
 
     Raises:
         UsageError: They are not, or `loss` returns no loss.
     """
-    module = _build(own, said, dtype=dtype, seed=0)
+    module = _build(own, name, dtype=dtype, seed=0)
     # Equal generators must give equal draws.
-    one, two = (_draw(own, said, generator_of(0), rows=2, dtype=dtype) for _ in range(2))
+    one, two = (_draw(own, name, generator_of(0), rows=2, dtype=dtype) for _ in range(2))
     if len(one) != len(two) or not all(map(torch.equal, one, two)):
         raise UsageError(
-            f"expected `batch` of {said} to draw the same tensors from equal generators, got "
+            f"expected `batch` of {name} to draw the same tensors from equal generators, got "
             "others. Pass `generator=generator` to every function that draws."
         )
     buffers = {name: each.clone() for name, each in module.named_buffers()}
@@ -272,7 +272,7 @@ def _check_functions(own: OwnModel, said: str, dtype: torch.dtype) -> None:
         for _ in range(2):
             # Seeded, because the loss may draw from torch's global generator.
             torch.default_generator.manual_seed(0)
-            with _theirs(f"`loss` of {said} to compute a loss"):
+            with _theirs(f"`loss` of {name} to compute a loss"):
                 losses.append(_terms(own.loss(module, *one)))
     finally:
         torch.default_generator.set_state(state)
@@ -281,20 +281,20 @@ def _check_functions(own: OwnModel, said: str, dtype: torch.dtype) -> None:
     wrong = [each for each in terms if not _is_loss(each)]
     if wrong or len(terms) not in (1, 2):
         raise UsageError(
-            f"expected `loss` of {said} to return a 0-D tensor that requires grad, or two, got "
+            f"expected `loss` of {name} to return a 0-D tensor that requires grad, or two, got "
             f"{wrong[0] if wrong else terms!r}."
         )
     # With running statistics, results would depend on the order of replays.
     changed = [name for name, each in module.named_buffers() if not each.equal(buffers[name])]
     if changed:
         raise UsageError(
-            f"expected the forward of {said} to leave buffers unchanged, because the reference "
+            f"expected the forward of {name} to leave buffers unchanged, because the reference "
             f"replays all ranks on one module, got other values of {changed[0]!r}. Use a layer "
             "without running statistics."
         )
     one_loss, other = map(total_loss, losses)
     if not torch.equal(one_loss, other):
         raise UsageError(
-            f"expected `loss` of {said} to be a function of its arguments, got {one_loss:.9g} and "
+            f"expected `loss` of {name} to be a function of its arguments, got {one_loss:.9g} and "
             f"{other:.9g} for equal ones. Draw random numbers only from torch's global generator."
         )
