@@ -23,10 +23,29 @@ from zero_sim.scenario.spec import (
     SkipSpec,
     TopologySpec,
 )
+from zero_sim.targets import Target, capabilities_of
+from zero_sim.targets.models import own_models_of
 from zero_sim.workloads import build_workload
 
 DIVISOR = 12
 """Sizes divisible by this can be sharded over 1, 2, 3, 4 and 6 ranks."""
+
+
+_PLAIN_MODELS: Mapping[str, Any] = {
+    "": {},
+    f", sizes that {DIVISOR} divides": {"hidden": DIVISOR},
+    f", params that {DIVISOR} divides": ModelSpec(name="params", shapes=((12,), (24, 2))),
+}
+"""Models of the plain case, by suffix of its name; the next one if sizes are refused."""
+
+
+def plain_models(target: Target) -> Mapping[str, Any]:
+    """Return models of the plain case: the target's own if it declares no shipped one."""
+    declared = capabilities_of(target).models
+    own = [name for name in declared if name in own_models_of(target)]
+    if own and set(own) == set(declared):
+        return {f", {name}": ModelSpec(name=name) for name in own}
+    return _PLAIN_MODELS
 
 
 def in_ranks(count: int) -> str:

@@ -23,6 +23,7 @@ from zero_sim.rules.cases import (
     in_ranks,
     of_optimizer,
     overflow_case,
+    plain_models,
     rule_cases,
     second_loss_case,
     settings_followed,
@@ -36,23 +37,15 @@ from zero_sim.run.small_cases import BASE, changed, with_model
 from zero_sim.scenario.spec import (
     DtypeName,
     ModelName,
-    ModelSpec,
     OptimizerName,
     OrderName,
     Scenario,
 )
 from zero_sim.targets import Capabilities, Numerics, Target, capabilities_of, numerics_of
 from zero_sim.targets.declared import followed, refusals
-from zero_sim.targets.models import own_models_of
 
 _ALIKE_CASES = 8
 """Largest number of cases that rules must pass alike to be called equal."""
-_PLAIN_MODELS: Mapping[str, Any] = {
-    "": {},
-    f", sizes that {DIVISOR} divides": {"hidden": DIVISOR},
-    f", params that {DIVISOR} divides": ModelSpec(name="params", shapes=((12,), (24, 2))),
-}
-"""Models of the plain case, by suffix of its name; the next one if sizes are refused."""
 _OF_DTYPES = ("grad_dtype", "accumulate_dtype", "reduce_dtype", "told_dtype")
 _RULED = ("system.divide", "system.divide_by", "system.sync", "system.grad_dtype")
 """Options that a declared rule replaces."""
@@ -168,21 +161,13 @@ class _Search:
     def _settle_base(self, size: int, stage: int, *, sums: bool) -> str:
         """Find rules for a plain case, with other sizes if the system requires divisible ones."""
         world, system, came = {"size": size}, {"stage": stage}, ""
-        for name, model in self._plain_models().items():
+        for name, model in plain_models(self.target).items():
             named = f"{in_ranks(size)}{name}"
             self.base = changed(BASE, named, model=model, world=world, system=system)
             came = self.search.settle(self.base, sums=sums)
             if not self._is_limited():
                 break
         return came
-
-    def _plain_models(self) -> Mapping[str, Any]:
-        """Return models of the plain case: the target's own if it declares no shipped one."""
-        declared = capabilities_of(self.target).models
-        own = [name for name in declared if name in own_models_of(self.target)]
-        if own and set(own) == set(declared):
-            return {f", {name}": ModelSpec(name=name) for name in own}
-        return _PLAIN_MODELS
 
     def _is_limited(self) -> bool:
         return self.base in self.search.limited
