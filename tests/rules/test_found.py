@@ -12,6 +12,7 @@ from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import Problem, UsageError
 from zero_sim.rules import found as found_rules
 from zero_sim.rules import norms as norm_rules
+from zero_sim.rules.cases import plain_optimizer
 from zero_sim.rules.found import find_rules
 from zero_sim.run.small_cases import BASE, changed
 from zero_sim.targets import Capabilities, Numerics, WholeParamEngine, settings_of
@@ -390,3 +391,14 @@ def test_a_target_that_trains_its_own_model_alone_is_searched_with_it():
         search._find_base()
     assert (search.base.model.name, search.base.world.size) == ("own:tiny", 3)
     assert search.found.alarms == []
+
+
+def test_the_plain_case_has_the_update_rule_of_a_target_that_has_no_other():
+    class Own(OwnModelTarget):
+        capabilities = Capabilities(optimizers=("own",))
+
+        def reference_step(self, param, grad, state, settings):
+            param.sub_(settings["lr"] * grad.sign())
+
+    assert plain_optimizer(Own()) == {"name": "own"}
+    assert plain_optimizer(OwnModelTarget()) == {}

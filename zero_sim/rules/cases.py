@@ -48,6 +48,12 @@ def plain_models(target: Target) -> Mapping[str, Any]:
     return _PLAIN_MODELS
 
 
+def plain_optimizer(target: Target) -> Mapping[str, str]:
+    """Return changes of the plain case's optimizer: the target's own rule if it has no other."""
+    is_own = set(capabilities_of(target).optimizers) == {"own"}
+    return {"name": "own"} if is_own else {}
+
+
 def in_ranks(count: int) -> str:
     """Return a number of ranks in words."""
     return f"{count} rank{'' if count == 1 else 's'}"

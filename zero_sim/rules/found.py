@@ -24,6 +24,7 @@ from zero_sim.rules.cases import (
     of_optimizer,
     overflow_case,
     plain_models,
+    plain_optimizer,
     rule_cases,
     second_loss_case,
     settings_followed,
@@ -163,7 +164,8 @@ class _Search:
         world, system, came = {"size": size}, {"stage": stage}, ""
         for name, model in plain_models(self.target).items():
             named = f"{in_ranks(size)}{name}"
-            self.base = changed(BASE, named, model=model, world=world, system=system)
+            own = plain_optimizer(self.target)
+            self.base = changed(BASE, named, model=model, world=world, system=system, optimizer=own)
             came = self.search.settle(self.base, sums=sums)
             if not self._is_limited():
                 break
