@@ -1,4 +1,4 @@
-"""Checks by their ids, which reports show, scenarios expect and `zero-sim explain` explains."""
+"""Ids of checks: reports print them, scenarios expect them, `zero-sim explain` explains them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Check(StrEnum):
-    """Everything that a case can be found wrong in; the area is what stands before the dot."""
+    """Ids of all checks; the part before the dot is the area."""
 
     EQUALITY_LOAD = "equality.load"
     EQUALITY_LOSS = "equality.loss"
@@ -60,5 +60,5 @@ class Check(StrEnum):
 
     @property
     def area(self) -> str:
-        """What checks of one kind share, such as `equality`: a name that a scenario may expect."""
+        """The area of the check, such as `equality`, which a scenario may expect."""
         return self.partition(".")[0]
