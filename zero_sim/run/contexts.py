@@ -69,7 +69,6 @@ def build_contexts(
         if view.trajectories is not None:
             shared = trajectory = _trajectory_of(segment, view.trajectories, target=target)
     for index, dp_cp_group in enumerate(dp_cp_groups_of(segment.scenario)):
-        # The reference replays the target's arithmetic; the target gets the case unchanged.
         numerics = numerics_of(target, dp_cp_group.scenario)
         replayed = numerics.replayed(dp_cp_group.scenario, added_in=added_in)
         workload = on_device(build_workload(dp_cp_group.scenario), device)
@@ -106,7 +105,6 @@ def build_contexts(
             shared=shared,
         )
         contexts.append(GroupContext(dp_cp_group=dp_cp_group, workload=workload, judge=judge))
-    # The norm and an overflow are over the params of all dp-cp groups.
     Judge.join_peers([context.judge for context in contexts])
     return contexts
 

@@ -80,7 +80,7 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
     """Yield the segments of a case in order.
 
     Args:
-        scenario: The case.
+        scenario: A valid case.
         folder: Folder for a checkpoint.
     """
     reload, steps = scenario.reload, scenario.run.steps

@@ -108,7 +108,7 @@ def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> 
     """Return the result of a case, without its time.
 
     Args:
-        scenario: The case.
+        scenario: A valid case.
         ran: Outcome on the backend.
         with_digest: True if the result contains the digest of the event logs.
 

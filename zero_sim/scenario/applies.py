@@ -17,12 +17,16 @@ from zero_sim.scenario.fields import default_at, describe_value, show
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.spec import OptimizerName, Scenario
 
+# In torch.optim, sgd, asgd and rprop have no eps, and rprop no weight decay. `own` reads any
+# setting.
 _WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax", "lamb", "own")
 _WITH_EPS = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta", "muon")
 _ALL: tuple[OptimizerName, ...] = get_args(OptimizerName)
+# Muon and LAMB step whole params, so they need gathers that other settings rule out.
 _ELEMENTWISE = tuple(name for name in _ALL if name not in WHOLE_PARAM_OPTIMIZERS)
 # torch's foreach kernels of nadam, radam and asgd round differently from its loop.
 WITH_FOREACH = tuple(name for name in _ELEMENTWISE if name not in ("nadam", "radam", "asgd"))
+# Messages name the fields that the case's model does use, and repairs reset those that it does not.
 USED_BY: dict[str, tuple[str, ...]] = {
     "model.hidden": (
         *("mlp", "fp8", "digits", "moe", "ternary", "tp-block", "positional"),
@@ -118,7 +122,10 @@ class Applies:
     def unmet(self, scenario: Scenario) -> list[str]:
         """Return the paths of the needs that the scenario lacks."""
         return [
-            path for path, values in self.needs.items() if attrgetter(path)(scenario) not in values
+            # Membership works for all three kinds of `Values`: a tuple, a range, or `Except`.
+            path
+            for path, values in self.needs.items()
+            if attrgetter(path)(scenario) not in values
         ]
 
 
@@ -140,6 +147,7 @@ def _remedy(path: str, values: Values) -> str:
 def _only(path: str) -> str:
     """Return the reason that a field needs the models or optimizers in `USED_BY`."""
     kind = path.partition(".")[0]
+    # `'mlp', 'gpt' and 'moe'`, because messages are sentences.
     *others, last = (f"'{user}'" for user in USED_BY[path])
     if not others:
         return f"only {kind} {last} uses it"
@@ -236,6 +244,8 @@ APPLIES = (
     Applies(
         "optimizer.foreach",
         {"optimizer.name": WITH_FOREACH},
+        # The reference steps with the loop on the CPU, so only kernels with the same bits may be
+        # used.
         "torch's foreach kernels of 'nadam', 'radam' and 'asgd' do not round like the reference's "
         "loop, and 'muon' and 'lamb' have none",
     ),
@@ -324,6 +334,7 @@ APPLIES = (
     Applies(
         "system.reduce_buffer_elems",
         _AT_1_AND_2,
+        # As DeepSpeed's `reduce_bucket_size`.
         "only stages 1 and 2 have both unsharded params and owners of gradients",
     ),
     Applies(
@@ -352,6 +363,7 @@ APPLIES = (
     Applies(
         "system.gather_chunk_elems",
         {"system.overlap_params": Except(True)},
+        # As DeepSpeed's `allgather_bucket_size`.
         "all chunks use the same memory in turn, so no forward can overlap the gather",
         after="checked",
     ),
@@ -364,6 +376,7 @@ APPLIES = (
     Applies(
         "system.arena",
         {"system.stage": (2, 3), "system.reduce_buffer_elems": (None,)},
+        # ZeRO (arXiv 1910.02054), section 6.3: memory defragmentation, M_D.
         "only stages 2 and 3 without reduce buffers have whole gradients that come and go",
         after="unused",
     ),
@@ -381,11 +394,13 @@ APPLIES = (
     Applies(
         "system.step_buffer_elems",
         {"optimizer.name": _ELEMENTWISE},
+        # ZeRO, section 6.2: constant size buffers, C_B.
         "optimizers 'muon' and 'lamb' need whole params, so they step them all together",
     ),
     Applies(
         "system.checkpoints",
         {"model.name": ("tp-block",)},
+        # ZeRO, section 6.1: partitioned activation checkpointing, P_a.
         "expected model 'tp-block', because only its blocks can be run again",
         after="unused",
     ),

@@ -34,6 +34,7 @@ def unread_by(model: ModelSpec, *, rank: int, micro: int) -> frozenset[str]:
         rank: Rank in its dp-cp group.
         micro: Micro-batch of the rank in the step, counted from 0.
     """
+    # A `one_rank` entry leaves the param out of the losses of all other ranks and micro-batches.
     others = (
         each.param
         for each in model.one_rank
@@ -49,6 +50,7 @@ def others_run(scenario: Scenario, one: OneRankSpec) -> bool:
         scenario: A case, possibly invalid.
         one: The entry.
     """
+    # Of several micro-batches on the same rank, the others do not read the param.
     is_one_of_many = one.micro_batch is not None and scenario.run.micro_batches > 1
     return is_one_of_many or max(_group_sizes(scenario)) > 1
 
@@ -59,6 +61,7 @@ def fitted_one_rank(scenario: Scenario) -> Scenario:
     Args:
         scenario: A case, possibly invalid.
     """
+    # The smaller of both worlds, because the entry holds before and after a checkpoint.
     last_rank, last_micro = min(_group_sizes(scenario)) - 1, scenario.run.micro_batches - 1
     fitted = tuple(
         replace(
@@ -109,11 +112,13 @@ def check_readers(scenario: Scenario) -> Iterator[Problem]:
     fields = {
         "tied": model.tied,
         "unused": model.unused,
+        # A param may be skipped for several spans, so repetitions are allowed.
         "skip": tuple(dict.fromkeys(each.param for each in model.skip)),
         "one_rank": tuple(each.param for each in model.one_rank),
     }
     for field, said in fields.items():
         for index, name in enumerate(said):
+            # `skip` and `one_rank` are tables with a `param`; the others are lists of names.
             place = ".param" if field in ("skip", "one_rank") else ""
             yield from _one_name(f"model.{field}[{index}]{place}", name, said[:index], names)
     for index, name in enumerate(model.unused):

@@ -63,6 +63,8 @@ def _power_of_two(value: float) -> bool:
 
 def _parts(scenario: Scenario) -> int:
     """Return the number of dp-cp groups. Each trains its own params."""
+    # TP and PP ranks train different params, CP ranks the same as DP ranks. At least 1, because an
+    # invalid case must not raise.
     return max(scenario.topology.tp, 1) * max(scenario.topology.pp, 1)
 
 
@@ -81,6 +83,7 @@ def _reload_splits(scenario: Scenario) -> bool:
     redundancy = reload.redundancy or scenario.system.redundancy
     ranks, rest = divmod(size, _parts(scenario))
     cuts = (ep * redundancy, topology.cp)
+    # A cut below 1 is reported by the range check.
     return rest == 0 and all(cut < 1 or ranks % cut == 0 for cut in cuts)
 
 
@@ -100,6 +103,7 @@ def _somebody_trains(scenario: Scenario) -> bool:
 def _has_data_to_spoil(scenario: Scenario) -> bool:
     """Return True if the rank of `data.nan` has the micro-batch that contains the NaN."""
     nan, topology = scenario.data.nan, scenario.topology
+    # Without the field, every rank has data.
     if nan is None or not scenario.run.own_micro_batches:
         return True
     size = world_size_at(scenario, step=nan.step)
@@ -120,6 +124,8 @@ def _splits(topology: TopologySpec, world_size: int) -> bool:
 def _averages_once(scenario: Scenario) -> bool:
     """Return True if the reduced gradient is the mean over ranks."""
     data, system = scenario.data, scenario.system
+    # A loss divided by the number of ranks makes their sum a mean, without any division of
+    # gradients.
     means = data.loss == "mean" and system.divide != "none" and system.divide_by == "ranks"
     return means or (data.loss == "mean-of-ranks" and system.divide == "none")
 
@@ -147,6 +153,7 @@ CONDITIONS = (
     Condition(
         reads=("model.name", "model.dtype", "world.size", "run.micro_batches"),
         broken=lambda s: (
+            # Gradients are whole numbers of units. Sums beyond the significand would be rounded.
             s.model.name == "bit-hash"
             and s.world.size * s.run.micro_batches > _UNITS.get(s.model.dtype, 2**24)
         ),
@@ -272,6 +279,8 @@ CONDITIONS = (
     Condition(
         reads=("model.recompute", "run.own_micro_batches", "system.stage"),
         broken=lambda s: (
+            # Joining follows the gathers of a plain forward and backward; recomputed blocks gather
+            # once more.
             s.model.recompute != "none" and s.system.stage == 3 and bool(s.run.own_micro_batches)
         ),
         message="at stage 3 a joining rank gathers params in the order of a forward and backward "
@@ -293,6 +302,7 @@ CONDITIONS = (
     ),
     Condition(
         reads=("reload.weights_only", "reload.lost_steps"),
+        # The reference starts with new optimizer state; the engine keeps that of the lost steps.
         broken=lambda s: s.reload is not None and s.reload.weights_only and s.reload.lost_steps > 0,
         message="loading weights only keeps the engine's optimizer state, which lost steps have "
         "made useless, got {got} with reload.lost_steps.",

@@ -58,6 +58,7 @@ def _work(scenario: Scenario) -> int:
     elems, params = _model_size(scenario.model)
     # The loss of bare params reads each element once; other models read weights once a row.
     rows = 1 if scenario.model.shapes is not None else 1 + _rows(scenario)
+    # Elements in all forwards: rank x step x micro-batch x (elements x rows + fixed costs).
     steps, after = scenario.run.steps, scenario.reload
     if after is not None:
         # Steps during an asynchronous save and lost steps are trained in addition; 1 for an
@@ -68,11 +69,13 @@ def _work(scenario: Scenario) -> int:
 
 
 def _ranks(scenario: Scenario) -> int:
+    # The largest of all worlds, because memory is needed for each in turn.
     others = (each.world_size or 0 for each in (scenario.reload, scenario.pair) if each is not None)
     return max((scenario.world.size, *others))
 
 
 def _rows(scenario: Scenario) -> int:
+    # Uneven ranks have up to 2 more rows.
     return scenario.data.rows + 2 * scenario.data.uneven_rows
 
 
@@ -99,6 +102,7 @@ def _activation_elems(scenario: Scenario) -> int:
     if scenario.model.shapes is not None:
         return 0
     model = scenario.model
+    # Activations between layers as multiples of hidden, rounded up.
     layers = {
         "mlp": 6 * model.blocks,
         "fp8": 6 * model.blocks,
@@ -114,11 +118,13 @@ def _model_size(model: ModelSpec) -> tuple[int, int]:
     h = model.hidden
     match model.name:
         case "mlp" | "fp8":
+            # Weights of hidden x 4 hidden in both directions, and their biases.
             return model.blocks * (8 * h * h + 5 * h), 4 * model.blocks
         case "moe":
             layers = model.experts + 2
             return layers * (h * h + 2 * h), 2 * layers + 1
         case "digits":
+            # Two layers: 8 x 8 pixels to hidden, and hidden to 10 digits.
             return 80 * h, 4
         case "ternary":
             return 8 * h * h + 32 * h, 16
@@ -133,5 +139,6 @@ def _model_size(model: ModelSpec) -> tuple[int, int]:
         case "params" | "bit-hash":
             shapes = model.shapes or ()
             return sum(map(math.prod, shapes)), len(shapes)
+        # `transformer-260`, `unusual` and own models: an allowance.
         case _:
             return 1_000, 32

@@ -156,6 +156,7 @@ def _problem(loc: Loc, kind: str, raw: dict[str, object]) -> Problem:
             suggestion=suggest.for_missing(path),
         )
     value = _value_at(raw, loc)
+    # Another version is no typing mistake, so it has its own remedy.
     if path == "schema" and type(value) is int:
         return Problem(
             path=path,
@@ -168,6 +169,7 @@ def _problem(loc: Loc, kind: str, raw: dict[str, object]) -> Problem:
     else:
         wanted = describe_type(expected)
     if isinstance(value, int) and expected is int and not isinstance(value, bool):
+        # The right type, so only the size can be wrong.
         wanted = "an integer of at most 64 bits"
     return Problem(
         path=path,

@@ -37,6 +37,7 @@ def own_micro_batches(run: RunSpec, *, step: int, rank: int) -> int:
         step: Optimizer step, counted from 0.
         rank: Rank in its dp-cp group.
     """
+    # The counts shift by one rank each step, so every rank joins at some time.
     counts = run.own_micro_batches
     return counts[(rank + step) % len(counts)] if counts else run.micro_batches
 
@@ -49,6 +50,7 @@ def world_size_at(scenario: Scenario, *, step: int) -> int:
         step: Optimizer step, counted from 0.
     """
     reload = scenario.reload
+    # The first step after the checkpoint is reload.step.
     if reload is None or reload.world_size is None or step < reload.step:
         return scenario.world.size
     return reload.world_size
@@ -76,6 +78,7 @@ def place_in_group(rank: int, *, topology: TopologySpec, world_size: int) -> int
 def counts_over_ranks(scenario: Scenario) -> bool:
     """Return True if the divisor of gradients is known only after ranks have exchanged counts."""
     by = scenario.system.divide_by
+    # Rows may differ between ranks and steps; numbers of micro-batches only with the field.
     return by == "tokens" or (by == "micro-batches" and bool(scenario.run.own_micro_batches))
 
 
@@ -88,6 +91,7 @@ def limits_of_joins(scenario: Scenario) -> tuple[int, int]:
     reload, system = scenario.reload, scenario.system
     sizes, stages = [scenario.world.size], [system.stage]
     if reload is not None:
+        # Both worlds, because the field holds before and after the checkpoint.
         sizes += [reload.world_size or scenario.world.size]
         stages += [system.stage if reload.stage is None else reload.stage]
     # With at most as many entries as ranks, some rank has each entry in every step.

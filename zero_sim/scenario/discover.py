@@ -27,6 +27,7 @@ from zero_sim.untrusted import printable
 _NOT_SCENARIOS = frozenset({"pyproject.toml"})
 Matcher = Callable[[str], bool]
 
+# A quoted word, a bracket, or a word without quotes.
 _TOKEN = re.compile(r"""\s*("[^"]*"|'[^']*'|[()]|[^\s()"']+)""")
 _OPERATORS = ("and", "or", "not", "(", ")")
 
@@ -75,6 +76,7 @@ def discover(paths: Iterable[str | Path], *, expression: str = "") -> Discovery:
         try:
             scenarios = load_cases(path)
         except ScenarioError as error:
+            # One invalid file must not hide the cases of the others.
             errors.append(error)
             continue
         cases.extend(
@@ -92,6 +94,7 @@ def _files(paths: Iterable[str | Path], errors: list[ScenarioError]) -> list[Pat
     found: dict[str, Path] = {}
     for given in paths:
         path = Path(given)
+        # A path that does not exist is kept, so that loading reports it.
         inside = _search(path, errors) if os.path.isdir(path) else [path]
         if not inside:
             problem = Problem(
@@ -125,11 +128,13 @@ def _search(folder: Path, errors: list[ScenarioError]) -> list[Path]:
             for name in names
             if name.endswith(".toml") and not name.startswith(".") and name not in _NOT_SCENARIOS
         )
+    # os.walk has no fixed order, but ids and reports need one.
     return sorted(files)
 
 
 def _with_unique_ids(cases: Sequence[Case]) -> list[Case]:
     """Prefix ids that files share with the folder's name, or with the whole path if needed."""
+    # The shortest prefix that makes ids unique; paths are unique by themselves.
     for prefix in (lambda source: source.resolve().parent.name, lambda source: source.as_posix()):
         times = Counter(case.id for case in cases)
         cases = [

@@ -15,6 +15,7 @@ def to_data(scenario: Scenario) -> dict[str, object]:
     return {
         name: value
         for name, value in _plain(dataclasses.asdict(scenario)).items()
+        # Empty strings are the defaults of these two, and mean nothing in a file.
         if not (name in ("name", "description") and value == "")
     }
 
@@ -96,6 +97,7 @@ def _inline(value: object) -> str:
     if isinstance(value, dict):
         pairs = ", ".join(f"{name} = {_inline(item)}" for name, item in value.items())
         return f"{{ {pairs} }}"
+    # repr is the shortest form that reads back as the same float.
     return repr(value)
 
 
@@ -103,4 +105,5 @@ def _seen(char: str) -> str:
     # Lone surrogates have no escape in TOML.
     if char.isprintable() or "\ud800" <= char <= "\udfff":
         return char
+    # TOML has two escapes, of 4 and of 8 digits.
     return f"\\u{ord(char):04x}" if ord(char) < 2**16 else f"\\U{ord(char):08x}"

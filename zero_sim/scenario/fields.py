@@ -28,6 +28,7 @@ _LONGEST_SHOWN = 60
 @functools.cache
 def fields_of(record: type) -> dict[str, object]:
     """Return the types of a record's fields in order; `None` is removed from optional ones."""
+    # Annotations are strings, because of `from __future__ import annotations`.
     hints = typing.get_type_hints(record)
     return {field.name: _strip_none(hints[field.name]) for field in dataclasses.fields(record)}
 
@@ -42,6 +43,7 @@ def type_at(loc: Sequence[str | int]) -> object | None:
     here: object = Scenario
     for part in loc:
         if isinstance(part, int):
+            # An index leads to an entry of a list.
             here = _element(here, part)
         elif isinstance(here, type) and dataclasses.is_dataclass(here):
             here = fields_of(here).get(part)
@@ -82,11 +84,13 @@ def values_at(record: object, path: str) -> Iterator[tuple[str, object]]:
         for index, item in enumerate(value):
             at = f"{name}[{index}]"
             if not rest:
+                # An entry itself, for a field that is a list of plain values.
                 yield at, item
             else:
                 yield from ((f"{at}.{inner}", found) for inner, found in values_at(item, rest))
     elif not rest:
         yield name, value
+    # A field of an omitted optional table has no value.
     elif value is not None:
         yield from ((f"{name}.{inner}", found) for inner, found in values_at(value, rest))
 
@@ -143,6 +147,7 @@ def show(value: object) -> str:
         text = value.isoformat()
     else:
         text = repr(value)
+    # Values come from files of strangers, so their length in messages is limited.
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
 
 
@@ -193,6 +198,7 @@ def _element(expected: object, index: int) -> object | None:
     if typing.get_origin(expected) is not tuple:
         return None
     args = typing.get_args(expected)
+    # `tuple[X, ...]` is a list of any length, `tuple[X, Y]` one of two entries.
     if len(args) == 2 and args[1] is Ellipsis:
         return args[0]
     return args[index] if index < len(args) else None

@@ -36,6 +36,7 @@ def after_reload(scenario: Scenario) -> Scenario:
         scenario: The case before the checkpoint.
     """
     after = with_reloaded(scenario)
+    # Settings depend on the stage and on other fields of `system`, so only changes there matter.
     return after if after.system is scenario.system else fitted_to_stage(after)
 
 
@@ -82,6 +83,7 @@ def has_no_use(row: Applies, scenario: Scenario) -> bool:
     """
     if not row.broken(scenario):
         return False
+    # After the checkpoint, the setting may have a use even if it has none before.
     return row.after != "unused" or bool(row.unmet(after_reload(scenario)))
 
 
@@ -98,6 +100,7 @@ def without_unused(scenario: Scenario) -> Scenario:
     if not orders_axes(scenario):
         scenario = _without("topology.order", scenario)
     if scenario.model.one_rank:
+        # An entry that covers every loss is the same as no entry.
         scenario = with_others(scenario)
     for name in ("freeze", "skip"):
         spans = getattr(scenario.model, name)

@@ -25,6 +25,7 @@ def may_gather_again(scenario: Scenario) -> bool:
     A rank may have to gather its params each time, which closed forms of calls do not count.
     """
     name = scenario.model.name
+    # Of the shipped models, only `gpt` uses a block twice; own models are unknown.
     return scenario.system.stage == 3 and (name == "gpt" or is_own_model(name))
 
 

@@ -19,6 +19,7 @@ from zero_sim.untrusted import NESTING_MAX, Unreadable, nests_too_deep, read_reg
 FILE_BYTES_MAX = 2**20
 """Scenarios are written by hand. A larger file was given by mistake."""
 
+# tomllib puts the position at the end of its message.
 _TOML_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 _IDS_SHOWN = 3
 
@@ -99,6 +100,7 @@ def parse_cases(text: str, *, source: str, stem: str) -> tuple[Scenario, ...]:
     raw = _parse(text, source)
     variants, problems = expand(raw)
     name = raw.get("name")
+    # A name of the wrong type is reported by `decode`; go on with the stem.
     base = name if isinstance(name, str) and name else stem
     scenarios: list[Scenario] = []
     # Most problems occur in all cases of a matrix, so each is reported once.
@@ -108,6 +110,7 @@ def parse_cases(text: str, *, source: str, stem: str) -> tuple[Scenario, ...]:
         scenario, wrong = decode(variant.raw)
         if scenario is not None:
             scenarios.append(dataclasses.replace(scenario, name=case_id))
+            # Only of valid cases, because an invalid value would be in the id.
             wrong = list(check_case_id(case_id, named=base == name))
         for problem in wrong:
             found.setdefault(problem, []).append(case_id)
@@ -118,6 +121,7 @@ def parse_cases(text: str, *, source: str, stem: str) -> tuple[Scenario, ...]:
     )
     if len(problems) > PROBLEMS_MAX + 1:
         more = f"{len(problems) - PROBLEMS_MAX:,} more problems."
+        # `decode` limits the problems of one case; this limits those of a file with many cases.
         problems[PROBLEMS_MAX:] = [Problem(path="", message=more)]
     if problems:
         raise ScenarioError(source, problems)
@@ -172,6 +176,7 @@ def _parse(text: str, source: str) -> dict[str, object]:
     try:
         # Some editors write a byte order mark, which tomllib refuses.
         raw = tomllib.loads(text.removeprefix("\ufeff"))
+        # Deep values would exceed Python's recursion limit when they are copied or printed.
         if not nests_too_deep(raw):
             return raw
         reason, place = f"more than {NESTING_MAX} tables or arrays within each other", None
@@ -180,6 +185,7 @@ def _parse(text: str, source: str) -> dict[str, object]:
     except ValueError as error:
         place = _TOML_PLACE.search(str(error))
         reason = _TOML_PLACE.sub("", str(error))
+    # Users need the line itself: most errors are a missing quote or bracket.
     line = int(place[1]) if place and place[1] else None
     lines = text.splitlines()
     if line is None:

@@ -54,6 +54,7 @@ def expand(raw: Mapping[str, object]) -> tuple[list[Variant], list[Problem]]:
         The variants in order, and the problems of the matrix. An invalid axis is left out of the
         product, so that the rest of the file is still checked.
     """
+    # The file's own fields; the matrix is no field of a case.
     base = {key: value for key, value in raw.items() if key != "matrix"}
     if "matrix" not in raw:
         return [Variant(label="", raw=base)], []
@@ -73,6 +74,7 @@ def expand(raw: Mapping[str, object]) -> tuple[list[Variant], list[Problem]]:
         return [Variant(label="", raw=base)], [problem]
     problems = [problem for path, values in axes.items() for problem in _check(path, values)]
     problems.extend(_overlaps(tuple(axes)))
+    # Go on with the sound axes, so that problems of the cases are found in the same run.
     bad = {problem.path.removeprefix("matrix.") for problem in problems}
     sound = {
         path: values
@@ -108,6 +110,7 @@ def _axes(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, objec
     # An unquoted key `world.size = [...]` is parsed as nested tables. Both spellings are equal.
     for key, value in table.items():
         if isinstance(value, dict) and value:
+            # An empty table is a value, a table with keys is part of a path.
             yield from _axes(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -136,6 +139,7 @@ def _check(path: str, values: object) -> Iterator[Problem]:
             suggestion="Remove the line, or list the values to try.",
         )
     else:
+        # Values with one label would give two cases the same id.
         labels = Counter(_in_id(value, index) for index, value in enumerate(values))
         yield from (
             Problem(
@@ -161,6 +165,7 @@ def _overlaps(paths: Sequence[str]) -> Iterator[Problem]:
 def _product(base: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -> list[Variant]:
     names = _short_names(tuple(axes))
     variants: list[Variant] = []
+    # With the index of each value, for values that are too long for an id.
     for picks in itertools.product(*(enumerate(values) for values in axes.values())):
         raw = copy.deepcopy(dict(base))
         parts: list[str] = []
@@ -189,6 +194,7 @@ def _assign(raw: dict[str, object], path: str, value: object) -> None:
     # Variants must not share tables: the next assignment would change the others.
     value = copy.deepcopy(value)
     table[last] = (
+        # Tables are merged: `optimizer = [{ name = "sgd" }]` keeps the file's learning rate.
         {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
     )
 
@@ -205,6 +211,7 @@ def _compact(value: object) -> str:
     if isinstance(value, list):
         if not value:
             return "none"
+        # Shapes: `[[3], [2, 4]]` becomes `3+2x4`.
         if any(isinstance(item, list) for item in value):
             return "+".join(_compact(item) if item else "scalar" for item in value)
         return "x".join(_compact(item) for item in value)

@@ -74,6 +74,7 @@ def check_names(scenario: Scenario, names: Collection[str]) -> Iterator[Problem]
         scenario: A valid case.
         names: Names of all params that its model trains, on any rank.
     """
+    # At most a dozen names: a large model has thousands.
     known = _some(names)
     for index, freeze in enumerate(scenario.model.freeze):
         if freeze.param not in names:

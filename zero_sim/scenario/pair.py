@@ -48,6 +48,7 @@ def other_layout(scenario: Scenario) -> Scenario:
     Args:
         scenario: A case with a pair.
     """
+    # Only the set fields, so that the second layout's own pair names the same fields.
     chosen: dict[str, Any] = {n: getattr(scenario.pair, n) for n in paired(scenario)}
     first: dict[str, Any] = {n: attrgetter(path)(scenario) for n, path in PAIRED.items()}
     size = chosen.pop("world_size", scenario.world.size)
@@ -57,6 +58,7 @@ def other_layout(scenario: Scenario) -> Scenario:
         world=replace(scenario.world, size=size),
         system=replace(scenario.system, **chosen),
     )
+    # Without other changes than the world's size, all settings keep their use.
     return fitted_to_stage(other) if chosen else other
 
 
@@ -82,6 +84,7 @@ def placed_in_pair(problem: Problem, scenario: Scenario) -> Problem:
         problem: A problem with the path that it has in a case without a pair.
         scenario: The case in its first layout.
     """
+    # A problem of a field outside `pair` is reported at the table.
     names = {path: f"pair.{name}" for name, path in paired(scenario).items()}
     return replace(problem, path=names.get(problem.path, "pair"))
 
@@ -115,6 +118,7 @@ def check_pair(scenario: Scenario) -> Iterator[Problem]:
 def _in_the_way(scenario: Scenario, other: Scenario) -> Iterator[tuple[str, bool, str]]:
     """Yield a path, True if it may make the layouts differ, and the reason."""
     model, data, run, optimizer = scenario.model, scenario.data, scenario.run, scenario.optimizer
+    # Each row: where to report, if the layouts may differ, and why.
     is_exact = model.name in PAIRED_MODELS
     yield "model.name", not is_exact, f"sums of model {model.name!r} depend on the order"
     for name in ("freeze", "skip", "one_rank", "unused"):
@@ -130,6 +134,7 @@ def _in_the_way(scenario: Scenario, other: Scenario) -> Iterator[tuple[str, bool
         return
     yield "data.ranks", data.ranks != "same", "the data depends on the number of ranks"
     sizes = (scenario.world.size, other.world.size)
+    # A power of two has one bit; see [Note: why bits are equal].
     has_others = any(size < 1 or size & (size - 1) for size in sizes)
     yield "pair.world_size", has_others, "dividing by a number that is no power of two rounds"
     yield "data.loss", data.loss == "mean-of-ranks", "the loss depends on the number of ranks"

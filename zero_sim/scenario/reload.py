@@ -72,6 +72,7 @@ def _without_meaning(scenario: Scenario, reload: ReloadSpec) -> Iterator[Problem
     A setting of the earlier system goes back to its default if it has no effect after the
     checkpoint. A setting that the reload itself sets would be ignored.
     """
+    # Without resets: the fields exactly as the reload sets them.
     as_written = with_reloaded(scenario)
     set_here = set(reloaded(reload).values())
     for row in APPLIES:
@@ -103,6 +104,7 @@ def _with_own_names(problem: Problem, reload: ReloadSpec) -> Problem:
     """Return the problem with paths replaced by those of the reload's fields."""
     message, suggestion = problem.message, problem.suggestion
     for name, path in reloaded(reload).items():
+        # Users wrote `reload.stage`, so `system.stage` would be the wrong place.
         message = message.replace(f"{path} =", f"reload.{name} =")
         suggestion = suggestion.replace(f"{path} =", f"reload.{name} =")
     return dataclasses.replace(problem, message=message, suggestion=suggestion)

@@ -68,6 +68,7 @@ class Bound:
 
 
 BOUNDS = (
+    # Sizes. Upper ends catch slips; `check_costs` limits their product.
     Bound(path="model.hidden", least=1, most=8_192),
     Bound(path="model.blocks", least=1, most=10_000),
     Bound(path="model.experts", least=1, most=10_000),
@@ -102,6 +103,7 @@ BOUNDS = (
     Bound(path="pair.world_size", least=1, most=WORLD_SIZE_MAX),
     Bound(path="pair.redundancy", least=1, most=WORLD_SIZE_MAX),
     Bound(path="pair.bucket_elems", least=1, most=PARAM_ELEMS_MAX),
+    # With a learning rate of 0, no param would change.
     Bound(path="optimizer.lr", least=0, most=FP32_MAX, open_least=True),
     Bound(path="optimizer.betas", least=0, most=1, open_most=True),
     Bound(path="optimizer.eps", least=0, most=FP32_MAX),
@@ -110,17 +112,20 @@ BOUNDS = (
     Bound(path="run.steps", least=1, most=10**6),
     Bound(path="run.micro_batches", least=1, most=10**5),
     Bound(path="run.own_micro_batches", least=0, most=10**5),
+    # Seeds and indices: TOML integers have 64 bits.
     Bound(path="run.seed", least=0, most=2**63 - 1),
     Bound(path="run.stall_seconds", least=0.001, most=10**6),
     Bound(path="expect.accuracy_min", least=0, most=1),
     Bound(path="expect.nonzero_min", least=0, most=1),
 )
 ITEM_BOUNDS = (
+    # A group may have a learning rate of 0, because other groups still train.
     Bound(path="optimizer.groups.lr", least=0, most=FP32_MAX),
     Bound(path="optimizer.groups.weight_decay", least=0, most=FP32_MAX),
     Bound(path="faults.call", least=0, most=10**9),
     Bound(path="faults.call_stop", least=1, most=10**9),
     Bound(path="faults.element", least=0, most=PARAM_ELEMS_MAX - 1),
+    # The widest dtype has 64 bits.
     Bound(path="faults.bit", least=0, most=63),
 )
 """Ranges of fields in the entries of a list."""
@@ -161,6 +166,7 @@ def check_scenario(scenario: Scenario, *, known_bad: Collection[str] = ()) -> li
         Problems in the order of the fields; empty for a valid scenario.
     """
     problems: list[Problem] = []
+    # Ranges first, because conditions expect numbers in range.
     for bound in (*BOUNDS, *ITEM_BOUNDS):
         if not _touches((bound.path,), known_bad):
             problems.extend(_check_bound(bound, scenario))
@@ -173,6 +179,7 @@ def check_scenario(scenario: Scenario, *, known_bad: Collection[str] = ()) -> li
 
 def _touches(reads: Iterable[str], known_bad: Collection[str]) -> bool:
     return any(
+        # A rule on a table reads its fields, and a rule on a field reads its table.
         path == bad or path.startswith(f"{bad}.") or bad.startswith(f"{path}.")
         for path in reads
         for bad in known_bad
@@ -196,6 +203,7 @@ def _check_bound(bound: Bound, scenario: Scenario) -> Iterator[Problem]:
 def _kind(number: float) -> str:
     if not isinstance(number, float):
         return "an integer"
+    # TOML has inf and nan, for which a range alone would be a confusing answer.
     return "a number" if math.isfinite(number) else "a finite number"
 
 
@@ -260,6 +268,7 @@ def _dims(scenario: Scenario) -> Iterator[Problem]:
                     suggestion="Try 0 for an empty param.",
                 )
         elems += math.prod(shape)
+    # Negative dimensions are reported above; their product has no meaning.
     if not negative and elems > PARAM_ELEMS_MAX:
         yield Problem(
             path="model.shapes",
@@ -278,6 +287,7 @@ def _nan_step(scenario: Scenario) -> Iterator[Problem]:
 def _nan_rank(scenario: Scenario) -> Iterator[Problem]:
     nan = scenario.data.nan
     if nan is not None:
+        # A reload may change the number of ranks before the NaN's step.
         size = world_size_at(scenario, step=nan.step)
         source = "world.size" if size == scenario.world.size else "reload.world_size"
         of = f"{source} = {size}"
@@ -303,6 +313,7 @@ def _faults(scenario: Scenario) -> Iterator[Problem]:
 
 
 def _fault_call(path: str, fault: FaultSpec) -> Iterator[Problem]:
+    # A slow rank has no call: it is slow during the whole run.
     if fault.kind == "slow":
         said = (("call", fault.call != 0), ("at", fault.at != "call"))
         given = [*said, ("call_stop", fault.call_stop), ("collective", fault.collective)]
@@ -363,6 +374,7 @@ def _pair(scenario: Scenario) -> Iterator[Problem]:
 
 
 def _applies(row: Applies, scenario: Scenario) -> Iterator[Problem]:
+    # A setting of the system after the checkpoint counts as used.
     return row.check(scenario) if has_no_use(row, scenario) else iter(())
 
 

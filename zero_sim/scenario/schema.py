@@ -70,12 +70,14 @@ def _field(schema: Node, path: str) -> Node:
         # A list: continue in its entries.
         if "properties" not in node:
             node = _resolve(schema, _table(node["items"]))
+        # Tables are references into `$defs`.
         node = _resolve(schema, _table(_table(node["properties"])[name]))
     return node
 
 
 def _add_lengths(node: object) -> None:
     """Bound the length of every string without choices."""
+    # The same limit as in `texts`.
     if isinstance(node, dict) and node.get("type") == "string" and "enum" not in node:
         node["maxLength"] = NAME_CHARS_MAX
     for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
@@ -98,6 +100,7 @@ def _drop_null(node: object) -> None:
     options = node.get("anyOf")
     if isinstance(options, list):
         kept = [option for option in options if option != {"type": "null"}]
+        # `anyOf` remains only for real unions, such as names of models.
         if len(kept) == 1:
             del node["anyOf"]
             node.update(kept[0])
@@ -128,10 +131,12 @@ def _axes(schema: Node) -> Node:
             if path in ("schema", "name"):
                 continue
             inner = _resolve(schema, node)
+            # A matrix may vary a table as a whole, or any of its fields.
             is_record = "properties" in inner
             item: Node = {"type": "object"} if is_record else dict(node)
             # An entry of the matrix has no default.
             item.pop("default", None)
+            # A path such as `world.size` is one quoted key.
             axes[path] = {
                 "description": node.get("description", ""),
                 "type": "array",

@@ -25,6 +25,7 @@ OptimizerName = Literal[
 PartitionName = Literal["padded", "uneven", "rows", "one-owner"]
 CheckpointForm = Literal["sharded", "consolidated"]
 FaultName = Literal["crash", "stall", "corrupt", "drop", "duplicate", "slow"]
+# Collectives that a planned fault can count. Those with `_list` take a tensor per rank.
 CollectiveName = Literal[
     "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list", "all_gather",
     "all_gather_list", "broadcast", "scatter", "gather", "all_to_all", "all_to_all_list", "barrier",

@@ -33,6 +33,7 @@ _EXAMPLES = {
 
 def closest(word: str, names: Iterable[str]) -> str | None:
     """Return the name most similar to `word`, ignoring case; None if none is near."""
+    # difflib compares case, but `AdamW` is meant as `adamw`.
     by_lower = {name.lower(): name for name in names}
     found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=_CUTOFF)
     return by_lower[found[0]] if found else None
@@ -59,6 +60,7 @@ def nearest(word: str, names: Iterable[str]) -> str:
     def likeness(name: str) -> float:
         return difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio()
 
+    # A stable sort, so that equally similar names keep their order.
     known.sort(key=likeness, reverse=True)
     shown, more = known[:NAMES_SHOWN_MAX], len(known) - NAMES_SHOWN_MAX
     return ", ".join(shown) + (f" or {more} more" if more > 0 else "")
@@ -80,6 +82,7 @@ def meant_path(loc: Sequence[str | int]) -> str | None:
         # `matrix` is no field of a scenario, but a table of the file.
         names = [*fields_of(record), *(() if parents else ("matrix",))]
         table = ".".join(str(part) for part in parents if isinstance(part, str))
+        # A typing mistake is likelier than a field in a wrong table.
         near = _INSTEAD.get(f"{table}.{word}") or closest(word, names)
         if near:
             return path_of((*parents, near))
@@ -98,6 +101,7 @@ def for_unknown(loc: Sequence[str | int]) -> str:
         record = type_at(parents) if parents else Scenario
         known = fields_of(record) if isinstance(record, type) and is_table(record) else {}
         names = ", ".join(f"`{name}`" for name in known)
+        # Nothing is similar, so list all fields of the table.
         return f"{f'[{here}]' if here else 'A scenario'} takes {names}."
     table, _, name = meant.rpartition(".")
     if table == here:
@@ -129,6 +133,7 @@ def for_missing(path: str) -> str:
 def _fallback(path: str) -> str:
     if path.startswith("model.shapes"):
         return "Try shapes such as [[3], [2, 4]]."
+    # Omitting the field is always valid if it has a default.
     default = default_at(path)
     if default is None:
         return for_missing(path) or "Leave it out for none."
@@ -138,6 +143,7 @@ def _fallback(path: str) -> str:
 def _rewrite(expected: object, value: object, *, path: str) -> str:
     """Return the value as it was probably meant."""
     choices = choices_of(expected)
+    # A choice comes first: `stage = "1"` is a choice in quotes.
     if choices:
         return _for_choice(choices, value)
     if is_table(expected):
@@ -185,5 +191,6 @@ def _for_number(expected: object, value: object) -> str:
     whole = number.is_integer() and abs(number) < 2**53
     if expected is int and not whole:
         return ""
+    # `2.0` is meant as 2.
     written = str(int(number)) if whole else str(value)
     return f"Write {written}, without quotes." if isinstance(value, str) else f"Write {written}."

@@ -43,6 +43,7 @@ def check_case_id(case_id: str, *, named: bool) -> Iterator[Problem]:
     if named:
         yield from _check("name", case_id, what="case id")
         return
+    # The id comes from the file's name, so the remedy is to rename the file.
     for problem in _check("", case_id, what="file name without name = ..."):
         yield dataclasses.replace(problem, suggestion="Rename the file, or write name = ... in it.")
 
@@ -52,6 +53,7 @@ def _paths(record: type, prefix: str = "") -> tuple[str, ...]:
     """Return the paths of all string fields without choices, also within lists."""
     found: list[str] = []
     for name, expected in fields_of(record).items():
+        # The entry's type of a list. A `Literal` gives a choice, which is no type.
         inner = (typing.get_args(expected) or (expected,))[0]
         if is_table(inner):
             assert isinstance(inner, type)

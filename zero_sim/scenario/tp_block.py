@@ -8,6 +8,7 @@ from zero_sim.scenario.spec import Scenario
 
 POSITIONS: Final = 4
 """Positions in a row."""
+# A rank needs whole heads, because attention is computed within a head.
 HEAD_ELEMS: Final = 2
 """Features of an attention head."""
 INNER: Final = 2
@@ -31,6 +32,7 @@ def part_ending(index: int) -> str:
 def rows_of(scenario: Scenario, *, rank: int) -> int:
     """Return the rows in a micro-batch of a group rank, as its workload draws them."""
     data = scenario.data
+    # With the same data on all ranks, all have rank 0's rows.
     return data.rows + (rank % 3 if data.uneven_rows and data.ranks == "distinct" else 0)
 
 
