@@ -125,6 +125,7 @@ def _built(
         trajectory: Steps of earlier cases of a family.
     """
     if trajectory is None:
+        # The reference of the world before, if any, continues.
         reference = references[index] = build(before=references.get(index))
         return reference
 
@@ -168,13 +169,16 @@ def _can_share(segment: Segment, *, target: Target) -> bool:
     scenario = segment.scenario
     # A reference that continues in another world must have taken the steps before.
     is_all = segment.load is None and segment.save is None
+    # Bounds, one device and drawn weights need the reference's tensors, not only digests.
     is_plain = scenario.world.order_known and not scenario.expect.one_device
     is_plain &= not draws_weights(target)
     return (
         is_all
         and is_plain
         and all(
-            numerics_of(target, each.scenario).norm != "told" for each in dp_cp_groups_of(scenario)
+            # A reported norm is an input of the step, so each reference must take it.
+            numerics_of(target, each.scenario).norm != "told"
+            for each in dp_cp_groups_of(scenario)
         )
     )
 
@@ -186,5 +190,6 @@ def _keep_for_reload(
 
     The copy does not use modules, because `continue_as` rebuilds them.
     """
+    # This reference trains on, but the next world starts from the save.
     if step + 1 == segment.save_step:
         references[index] = deepcopy(references[index])

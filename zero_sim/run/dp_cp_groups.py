@@ -44,9 +44,12 @@ def dp_cp_groups_of(scenario: Scenario) -> tuple[DpCpGroup, ...]:
         tp=spec.tp, cp=spec.cp, pp=spec.pp, dp=scenario.world.size // parts, order=spec.order
     )
     groups = topology.dp_cp_groups()
+    # Without other groups the case is unchanged, seed included.
     if len(groups) == 1:
         return (DpCpGroup(ranks=groups[0], scenario=scenario),)
     if is_tp_block(scenario):
+        # A split model is one model: all groups have the same data and seed, and each group's
+        # reference has all parts.
         return tuple(_part(scenario, ranks, groups, topology=topology) for ranks in groups)
     return tuple(
         DpCpGroup(
@@ -84,6 +87,7 @@ def _part(
             world=replace(scenario.world, size=len(ranks)),
             data=replace(scenario.data, nan=nan),
         ),
+        # Params of other parts are in this reference, but other groups count them.
         uncounted=(*_copies_at(scenario, place), *elsewhere),
         tp_index=place["tp"],
         elsewhere=elsewhere,
@@ -93,12 +97,14 @@ def _part(
 def _copies_at(scenario: Scenario, place: Mapping[str, int]) -> tuple[str, ...]:
     """Return name endings of params that the first tp or pp rank counts in the norm."""
     spec = scenario.topology
+    # Index 0 counts the copy, all other indices skip it.
     return (*(spec.shared if place["tp"] else ()), *(spec.tied if place["pp"] else ()))
 
 
 def _as_seen_by(scenario: Scenario, ranks: Sequence[int], index: int) -> Scenario:
     nan = scenario.data.nan
     if nan is not None:
+        # World rank to group rank; a NaN in another group does not concern this one.
         nan = replace(nan, rank=ranks.index(nan.rank)) if nan.rank in ranks else None
     return replace(
         scenario,
@@ -124,6 +130,7 @@ def check_crossing(
         for ranks in zip(*(dp_cp_group.ranks for dp_cp_group in dp_cp_groups), strict=True)
     ]
     for record in records:
+        # With one group, every set of ranks trains the same params.
         if record.kind == "barrier" or len(dp_cp_groups) == 1:
             continue
         if not any(home.issuperset(record.group_ranks) for home in homes):

@@ -43,6 +43,7 @@ class ToldAt:
         self.name = target.name
 
     def __getattr__(self, name: str) -> Any:
+        # Everything else that the target declares.
         return getattr(self._target, name)
 
     def build(self, module: Any, **named: Any) -> Any:
@@ -70,9 +71,11 @@ def judge_as_told(
     """
     if not known:
         result = judge(scenario, None)
+        # Another first finding would not go away with another point.
         differs = bool(result.findings) and result.findings[0].check == Check.EQUALITY_GRAD
         if not differs or numerics_of(find(), scenario).grads_told is not None:
             return result
+        # At most once per target, also if no point fits.
         known.append(_work_out(find(), judge=judge))
         if known[0] is None:
             return result
@@ -105,6 +108,7 @@ def _with_note(result: CaseResult, point: GradsTold) -> CaseResult:
 
 def _shows(result: CaseResult) -> bool:
     """Return True if gradients, their division and params were all observed and match."""
+    # A pass without observed gradients would fit every point.
     is_observed = result.scope == "full" and GRADIENTS not in result.unobserved
     return result.verdict == "pass" and is_observed
 
@@ -124,6 +128,7 @@ def _cases(target: Target) -> Iterator[Scenario]:
             system={"stage": stage},
             model={"dtype": dtype},
         )
+        # The first case that the target accepts, in the order of these loops.
         for optimizer in optimizers
         for dtype in able.dtypes
         for stage in able.stages

@@ -73,11 +73,13 @@ def open_judge(
     check_device(chosen.device)
     target = None if chosen.target is None else import_target(chosen.target)
     settle_memory()
+    # Threads of ranks are kept from case to case.
     with WorldPool() as pool:
         backend_of_all = Simulated(
             worlds=pool, target=target, device=chosen.device, explainer=chosen.explainer
         )
         judge = partial(judge_simulated, backend=backend_of_all, keep_logs=chosen.keep_logs)
+        # The twin is judged in the same worlds, with the same options.
         yield lambda scenario: with_twin(
             judge(scenario),
             scenario,
@@ -107,6 +109,7 @@ class JobsJudge:
         if chosen.target is not None:
             # Once here, so that a wrong name is an error before any process starts.
             import_target(chosen.target)
+        # A case only starts while the result of the next one is requested.
         tasks = [(scenario, chosen) for scenario in scenarios]
         self._ended = share_out(_judge, tasks, jobs=jobs)
         self._unanswered: dict[int, Future[bytes]] = {}
@@ -133,9 +136,11 @@ class JobsJudge:
             self._unanswered[ended] = future
         try:
             answer: _Answer = pickle.loads(self._unanswered.pop(place).result())
+        # The process died, for instance by a segmentation fault in a library.
         except BrokenExecutor as error:
             return _died(scenario, error)
         if answer.result is None:
+            # With its exit status, so that the command ends as it would without processes.
             raise _AnsweredError(answer.error, exit_status=answer.exit_status)
         return answer.result
 

@@ -31,9 +31,11 @@ def record_layout(
         own or could not run.
     """
     record = Record()
+    # Expected findings belong to the case, not to its second layout.
     expect = ExpectSpec(nonzero_min=scenario.expect.nonzero_min)
     other = replace(other_layout(scenario), expect=expect)
     result = judge(other, Recording(target, record))
+    # A layout that cannot run is an error of the case.
     if result.verdict == "error":
         return record, result
     found = result.findings if result.verdict == "fail" else ()
@@ -47,4 +49,5 @@ def record_layout(
 
 def _of_second(finding: Finding) -> Finding:
     line = "found in the second layout of the pair"
+    # In the detail, because messages decide which findings are the same.
     return replace(finding, detail=f"{line}\n{finding.detail}".rstrip())

@@ -99,6 +99,7 @@ def choose_observers(
     own_bytes = _own_bytes(costs, bare, scenario=watched.judge.group.scenario, rank=rank)
     whole = {name: most for name, most in (own_bytes or {}).items() if name.startswith(_WHOLE)}
     look = _look_at(watched.engine) if whole else None
+    # Hooks cost time, so each is set only if a check reads it.
     overlaps = overlaps_grads(scenario.system) or overlaps_params(scenario.system)
     traces = clock if overlaps and costs.in_flight == "textbook" else None
     is_hooked = traces is not None or bare.reads is not None or bool(whole) or _has_peaks(scenario)
@@ -117,7 +118,9 @@ def choose_observers(
         if bare.reads is not None:
             bare.reads.watch()
         recorders = [each for each in (hook_trace, memory, bare.reads) if each is not None]
+        # The harness's hooks must not count as left behind by the engine.
         own_hooks = hooks_of(module) - before if is_hooked else frozenset[Hook]()
+    # Values within a step are checked by the memory recorder, all others between steps.
     notes = RankNotes(
         sizes=bare.sizes,
         held_sizes=bare.held_sizes,
@@ -154,6 +157,7 @@ def _watch_memory(
     system, rank, step = scenario.system, watched.rank, watched.judge.weighed_step
     recorder = MemoryRecorder(step)
     at: dict[str, Any] = {"scenario": scenario, "rank": rank}
+    # Three closed forms: peaks of whole tensors, the step buffer, activation checkpoints.
     if isinstance(costed, PeakEngine) and _has_peaks(scenario):
         recorder.look = costed.whole_bytes
         if system.reduce_buffer_elems is not None:
@@ -197,6 +201,7 @@ class Observers:
 
     def __init__(self, chosen: Sequence[Observer]) -> None:
         def having(method: str) -> Sequence[Observer]:
+            # Chosen once, because these lists are walked for every micro-batch.
             base = getattr(Observer, method)
             return [each for each in chosen if getattr(type(each), method) is not base]
 

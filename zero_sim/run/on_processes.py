@@ -73,12 +73,14 @@ def run_on_processes(
         import_target(target)
     named = {"target": target or "", "explainer": explainer}
     if not is_launched():
+        # Without a launcher: start own workers, on this machine.
         setup = own_setup(backend, native=native)
         chosen = session.select(cases, setup.why_left_out)
         return session.run(chosen, lambda: on_workers(setup, **named))
     rank, ranks_max = place()
     setup = Setup(backend=backend, native=native, ranks_max=ranks_max)
     if rank:
+        # Only rank 0 writes files.
         session.junit = None
     try:
         with _silent() if rank else contextlib.nullcontext():
@@ -89,6 +91,7 @@ def run_on_processes(
         if not rank:
             raise
         status = error.exit_status
+    # Before ending the process without Python's own shutdown.
     sys.stdout.flush()
     sys.stderr.flush()
     # An ordinary exit is aborted now and then by threads that torch leaves behind.

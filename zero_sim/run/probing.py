@@ -94,6 +94,7 @@ def measure_orders(
     order = scenario.world.order
     found: list[list[Any]] = []
     needs = needs_of(contexts, order=order)
+    # In the same order on all processes, because making a group is a collective call.
     for members, wanted in needs.items():
         known = real_rank.memory.setdefault(members, Known())
         new = [
@@ -112,6 +113,7 @@ def measure_orders(
             arrangement, drifts = look.at(known.arrangement, new)
             if real_rank.rank == members[0]:
                 told = None if arrangement is None else arrangement.as_dict()
+                # As plain lists, because exchanges are JSON.
                 found.append([list(members), told, drifts])
         # The world's own group is still needed by the case.
         if group is not None and group is not dist.group.WORLD:
@@ -122,6 +124,7 @@ def measure_orders(
     for ranks, told, wrong in (each for one in all_found for each in one):
         known = real_rank.memory[tuple(ranks)]
         known.arrangement = None if told is None else Arrangement.from_dict(told)
+        # Only verified calls are skipped in later cases.
         if not wrong:
             for need in needs[tuple(ranks)]:
                 known.verified |= {(need, str(dtype)) for dtype in _dtypes_of(scenario)}
@@ -144,6 +147,7 @@ def _tell(
         for members in needs:
             seen = memory[members].arrangement
             if seen is not None and set(members) <= set(ranks):
+                # Judges count ranks within their group.
                 arrangements[tuple(ranks.index(rank) for rank in members)] = seen
         context.judge.group.ownership.arrangements = arrangements
     for members in needs:
@@ -178,6 +182,7 @@ def _sorting(need: Need) -> tuple[Any, ...]:
 
 
 def _needs_of(sites: set[SumSite], *, size: int, order: str) -> Iterator[Need]:
+    # A list has an entry for each rank.
     entries: list[set[int]] = [set() for _ in range(size)]
     for site in sites:
         if site.kind == "all_reduce":
@@ -224,6 +229,7 @@ class _Look:
         self, arrangement: Arrangement | None, calls: Sequence[tuple[Need, torch.dtype]]
     ) -> tuple[Arrangement | None, list[str]]:
         """Return its arrangement, if it has one, and the calls that add differently."""
+        # Recovered once per communicator, then verified for every call.
         if self.order in ARRANGED and arrangement is None:
             arrangement, told = arrangement_of(self.group, device=self.device)
             if arrangement is None:
@@ -253,6 +259,7 @@ class _Look:
     def drift(self, arrangement: Arrangement | None, need: Need, dtype: torch.dtype) -> str:
         """Return the expected and the observed order of a call, in words."""
         what = f"{need.kind} of {need.elems} elements of {dtype}"
+        # Once more, because the call may not add in the same order each time.
         element = self.first_wrong(arrangement, need, dtype)
         if element is None:
             return f"{what}: drift: expected the same order each time, got another one before"

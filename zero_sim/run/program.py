@@ -91,6 +91,7 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
     yield Segment(
         scenario=scenario,
         start=0,
+        # Steps during an asynchronous save are trained here, and again after the load.
         stop=reload.step + reload.async_steps,
         save=path,
         save_step=reload.step if reload.async_steps else None,
@@ -98,6 +99,7 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
     )
     yield Segment(
         scenario=after_reload(scenario),
+        # The load goes back to here, also after an asynchronous save.
         start=reload.step,
         stop=steps,
         load=path,
@@ -109,6 +111,7 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
 
 def folder_for(scenario: Scenario) -> AbstractContextManager[str]:
     """Return a temporary folder for the checkpoint of a case; no path if it has none."""
+    # A case without a reload writes no files.
     return nullcontext("") if scenario.reload is None else TemporaryDirectory(prefix="zero-sim-")
 
 
@@ -151,6 +154,7 @@ def build_program(
     """
 
     def program(world_rank: int) -> None:
+        # Everything below runs in the rank's own thread or process.
         group, context = _own_group(contexts, world_rank=world_rank, rank_time=rank_time)
         rank = group.rank()
         bare, engine, costs = _build(
@@ -245,6 +249,7 @@ class _Training:
     @property
     def may_raise(self) -> bool:
         """True if a step with non-finite gradients must raise."""
+        # With loss scaling, an overflow is an ordinary skipped step.
         raises = self.context.judge.group.numerics.nonfinite == "raises"
         return raises and self.context.dp_cp_group.scenario.optimizer.loss_scale is None
 
@@ -260,6 +265,7 @@ def _build(
     """Build a rank's engine."""
     scenario = context.dp_cp_group.scenario
     with rank_time.harness():
+        # Every rank draws the same weights, except for experts and tensor-parallel parts.
         module = build_module(
             context.workload,
             expert_index=group.rank() % scenario.topology.ep,
@@ -272,6 +278,7 @@ def _build(
         if segment.load is not None and scenario.model.buffer == "saved":
             # So that the buffer must come from the checkpoint.
             make_unloaded(module)
+        # Before the target wraps the module: engines may replace or flatten its params.
         bare = BareModule(module, read_step=segment.read_step, rank_time=rank_time)
     system = target.build(module, scenario=scenario, group=group)
     costs = costs_of(target, scenario, engine=system)
@@ -316,11 +323,13 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
     # that forward has used them.
     deferred, late = overlaps_params(scenario.system), False
     saving: Saving | None = None
+    # torch's get_state_dict steps an optimizer without state: scenarios/upstream/torch-save-steps.
     if segment.early_save is not None:
         _save(training, segment, segment.early_save)
     evaluate = scenario.run.evaluate
     for step in range(segment.start, stop):
         evaluated = _evaluate(training, step) if evaluate == "between-steps" else None
+        # Before `zero_grad`: the checkpoint has everything up to the step before.
         if step == segment.save_step:
             saving = _begin_save(training, segment)
         _freeze(training, step)
@@ -349,6 +358,7 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
             result = take_step(lr_factor=lr_factor(scenario, step))
         for watch in observers.after_step:
             watch(step, losses, result)
+        # `unsettled` targets omit settle() in every second step, so that both ways are judged.
         late = (deferred or (training.unsettled and step % 2 == 0)) and step + 1 < stop
         if not late:
             engine.settle()
@@ -367,6 +377,7 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
     if training.context.dp_cp_group.ranks[training.rank] == 0:
         outcome.accuracy = accuracy
         outcome.notes.extend(notes)
+    # Last, because unwrapping ends the engine.
     for watch in observers.at_end:
         watch(stop - 1)
 
@@ -411,6 +422,7 @@ def _check_can_reload(engine: CompletedEngine, segment: Segment, *, target: Targ
 
 def lr_factor(scenario: Scenario, step: int) -> float:
     """Return the factor of learning rates in a step: a linear warm-up, then 1."""
+    # Computed as the reference does; the factor of step 0 is 1 / warmup_steps.
     warmup_steps = scenario.optimizer.warmup_steps
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
@@ -419,6 +431,7 @@ def _freeze(training: _Training, step: int) -> None:
     for freeze in training.context.dp_cp_group.scenario.model.freeze:
         # An expert is not on all ranks. The reference has checked that the param exists.
         if freeze.param in training.names:
+            # Looked up each step, because engines may replace params.
             param = _find_param(training, freeze.param)
             param.requires_grad_(not freeze.start <= step < freeze.stop)
 
@@ -430,6 +443,7 @@ def _find_param(training: _Training, name: str) -> Tensor:
     """
     held = dict(training.engine.module.named_parameters())
     alike = names_like(held, name)
+    # The only param whose name has the bare name's parts, in order.
     if len(alike) == 1:
         return held[alike[0]]
     got = ", ".join(map(repr, alike or held)) or "no params"
@@ -443,6 +457,7 @@ def _find_param(training: _Training, name: str) -> Tensor:
 def draw_batch(workload: Workload, scenario: Scenario, step: int, rank: int, micro: int) -> Batch:
     """Seed the rank's random numbers, and draw a micro-batch."""
     # torch.manual_seed first queries every kind of device, which takes 100 us.
+    # Each micro-batch has its own seed, so that the reference can replay any of them.
     seed = seed_of(scenario, step=step, rank=rank, micro=micro)
     torch.default_generator.manual_seed(seed)
     batch = workload.batch(step=step, rank=rank, micro=micro)
@@ -475,6 +490,7 @@ def _take_part(training: _Training, step: int, micro: int) -> list[Tensor]:
     """Train in one micro-batch or join it; return the loss, if this rank has data."""
     scenario, rank = training.context.dp_cp_group.scenario, training.rank
     last = micro == scenario.run.micro_batches - 1
+    # A rank without data still takes part in every collective.
     if micro >= own_micro_batches(scenario.run, step=step, rank=rank):
         training.engine.join_micro_batch(last=last)
         return []
@@ -504,6 +520,7 @@ def _micro_batch(training: _Training, batch: Batch, step: int, *, last_micro: bo
     engine = training.engine
     engine.start_micro_batch(last=last_micro)
     # A workload only calls the module.
+    # Several terms for a model with a second loss, which the engine may scale by itself.
     terms = loss_terms(training.context.workload, engine.forward, batch)  # pyrefly: ignore
     for watch in training.observers.after_forward:
         watch(step)

@@ -131,14 +131,17 @@ def as_in_new_process(
     own = state.own
     with state.installed(), state.in_rank():
         if own is not None:
+            # As in a new process: what other cases left in place becomes the caller's.
             own.begin(_CALLER)
             own.put_in_place(_RANK, previous=_CALLER)
         if notes is not None:
+            # After `begin`, which looks for the names.
             notes.extend(state.notes())
         try:
             yield
         finally:
             if own is not None:
+                # Restore the caller's state, also after an error.
                 own.take_out(_RANK)
                 own.put_in_place(_CALLER, previous=_RANK)
 

@@ -74,6 +74,7 @@ class WiredSteps:
                 return None
             time.sleep(_LOOK_SECONDS)
         try:
+            # The step has begun, so wait as long as a step may take.
             sent = self._channel.hear(TELLER, about=f"owed {step}", seconds=self._stall_seconds)
         except (RankGone, TimeoutError):
             return None
@@ -94,6 +95,7 @@ class WiredSteps:
         """Send a step, or that the others must compute it, if digests do not cover it."""
         if not self._tells:
             return
+        # Digests cover the usual results of a step; None for a step that they cannot describe.
         digests = [digests_of(each, group=group) for each, group in zip(taken, groups, strict=True)]
         sent = [each.as_dict() for each in digests if each is not None]
         if len(sent) == len(groups):
@@ -146,6 +148,7 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
     Returns:
         A `Report`, as JSON.
     """
+    # Payloads are JSON, because no file or message is ever unpickled.
     scenario = adapter().validate_json(payload["scenario"])
     segments = tuple(segments_of(scenario, folder=Path(payload["folder"])))
     wired = WiredSteps(real_rank.channel, stall_seconds=scenario.run.stall_seconds)
@@ -214,12 +217,14 @@ class _OwnRank:
         """
         real_rank, scenario = self.real_rank, segment.scenario
         view = View(rank=real_rank.rank, wired=self.wired, explainer=self.explainer)
+        # Every process has judges for all groups, because a reference replays all ranks.
         contexts = trial.build_contexts(segment, target=target, view=view)
 
         rank_time = RankTime(self._show_life)
 
         def share_facts(rank: int, facts: Facts | None) -> None:
             said = None if facts is None else facts.as_dict()
+            # Through the store, before the first step; every process gets the facts of all ranks.
             all_facts = self._exchange(said, about=f"facts {index}")
             with rank_time.harness():
                 for each in contexts:
@@ -235,12 +240,14 @@ class _OwnRank:
                     about=f"orders {index}",
                 )
 
+        # A process outside this world follows the exchanges and steps, for the next world.
         if real_rank.rank >= scenario.world.size:
-            # A process outside this world has no groups, but takes part in exchanges.
             real_rank.leave()
             share_facts(real_rank.rank, None)
             for _ in range(segment.start, segment.stop):
                 with rank_time.harness():
+                    # The reference takes the steps, because the next world may include this
+                    # process.
                     contexts[0].judge.step_unseen()
             return
         program = build_program(
@@ -259,11 +266,11 @@ class _OwnRank:
                 order_seed=scenario.run.seed,
             ):
                 try:
+                    # Notes on missing names once per case, not once per world.
                     notes = trial.outcome.notes if index == 0 else None
                     with as_in_new_process(target, ranks_max=self.processes, notes=notes):
                         program(real_rank.rank)
                 except (Exception, SystemExit):
-                    # Before leaving the world, which makes the others raise too.
                     trial.raised_at = time.time()
                     raise
         except (RankGone, OrderDrift):
@@ -274,11 +281,13 @@ class _OwnRank:
 
     def is_wrong_anywhere(self, index: int, is_wrong_here: bool) -> bool:
         """Return True if any process has a finding, as in `Ranks`."""
+        # All processes must stop at the same segment.
         return any(self._exchange(is_wrong_here, about=f"wrong {index}"))
 
     def _exchange(self, what: Any, *, about: str) -> list[Any]:
         return self.real_rank.channel.exchange(what, size=self.processes, about=about)
 
     def _show_life(self, pause: bool, **block: Any) -> AbstractContextManager[None]:
+        # The judge's blocks count as signs of life, because they are not the system's time.
         self.real_rank.channel.alive()
         return untimed(pause, **block)

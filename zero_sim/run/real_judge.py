@@ -119,6 +119,7 @@ class RealJudge:
         )
 
     def _judge(self, scenario: Scenario, point: GradsTold | None = None) -> CaseResult:
+        # Before any process starts.
         self.setup.check(scenario)
         started = time.perf_counter()
         record, wrong = self._second_layout(scenario, point)
@@ -140,6 +141,7 @@ class RealJudge:
         if scenario.pair is None:
             return None, None
         target = import_target(self._target or scenario.system.target)
+        # The case itself will report the refusal.
         if refusals(target, scenario):
             return None, None
         # Bits do not depend on the backend.
@@ -160,6 +162,7 @@ class RealJudge:
                 "scenario": adapter().dump_json(scenario).decode(),
                 "folder": folder,
                 "order": self.setup.order_of(scenario),
+                # Judges need the order in both cases: folded by ranks, or the backend's own.
                 "added_in": self.setup.order_of(scenario) or OWN_ORDERS[self.setup.backend],
                 "target": self._target,
                 "grads_told": point,
@@ -293,6 +296,7 @@ def _reports_of(endings: Sequence[Ending], *, stall_seconds: float) -> Iterator[
             )
             yield Report(failure=failure)
         elif ending.how == "died":
+            # Every dead process is a finding, with the places where the others wait for it.
             died = Finding(
                 check=Check.WORLD_RANK_DIED,
                 rank=ending.rank,

@@ -29,10 +29,13 @@ def refused_size(result: CaseResult) -> str:
     if first is None or first.check != Check.WORLD_RANK_FAILED:
         return ""
     raised, frames = _RAISED.match(first.message), _FRAME.findall(f"{first.detail}\n")
+    # Other exceptions, such as IndexError, are faults even if a size causes them.
     if raised is None or not frames:
         return ""
+    # The innermost frame raised the error.
     file, line, statement = frames[-1]
     said = first.message[raised.end() :].lstrip(": ")
+    # torch's own checks do not count: a system must not pass sizes that torch refuses.
     is_theirs = is_of_user(file) and "torch" not in Path(file).parts
     if not is_theirs or not (_REMAINDER.match(statement) or _DIVISIBLE.search(said)):
         return ""

@@ -67,6 +67,7 @@ class Report:
         # Not in pydantic's JSON mode, which replaces infinities by None.
         data = _adapter().dump_python(self, exclude=_LOCAL)
         for judged in data["judged"]:
+            # JSON has no sets.
             judged["unobserved"] = sorted(judged["unobserved"])
         return data
 
@@ -120,12 +121,15 @@ def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> 
         key=lambda failure: failure.time,
     )
     for failure in raised:
+        # Nothing about the system: the command reports what the machine lacks.
         if failure.kind == "machine":
             raise EnvironmentProblem(failure.message)
     judged = _judged_by_all(ran.reports)
     found = [finding for report in ran.reports for finding in report.found]
+    # Of the first process with notes, because the others would repeat them.
     said = [*next((report.said for report in ran.reports if report.said), ())]
     for failure in raised:
+        # Errors of the system become findings below.
         if failure.kind == "system":
             continue
         # Without findings, this failure is the first cause: other ranks fail after one gave up.
@@ -142,6 +146,7 @@ def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> 
         said=said,
         notes=ran.notes,
         collectives=sum(len(log.collectives) - len(log.harness) for log in ran.logs),
+        # One log per world; a reload has two.
         log_digest="+".join(log.digest() for log in ran.logs) if with_digest else "",
         buffer_maps=[buffer_map for report in ran.reports for buffer_map in report.buffer_maps],
     )
@@ -160,6 +165,7 @@ def _with_version(result: CaseResult, other_version: str) -> CaseResult:
 
 def _judged_by_all(reports: Sequence[Report]) -> list[JudgeReport]:
     """Merge the reports of each group and segment. A failed rank did not reach all of them."""
+    # A simulated world: nothing to merge.
     if len(reports) == 1:
         return list(reports[0].judged)
     count = max((len(report.judged) for report in reports), default=0)
@@ -172,6 +178,7 @@ def _judged_by_all(reports: Sequence[Report]) -> list[JudgeReport]:
 
 
 def _rank_failed(failure: Failure) -> Finding:
+    # The first line is the message of the finding, so it must be short.
     head, _, rest = failure.message.partition("\n")
     return Finding(
         check=Check.WORLD_RANK_FAILED,

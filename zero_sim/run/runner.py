@@ -51,6 +51,7 @@ def judge_case(
         EnvironmentProblem: This machine lacks something that the case needs.
     """
     started = time.perf_counter()
+    # If the process dies, the supervisor reports the case.
     supervisor.note(f"case {scenario.name}" if scenario.name else "a case")
     try:
         ran = backend.run(scenario)
@@ -60,9 +61,11 @@ def judge_case(
             # stale params.
             ran = replace(backend, read_step=step).run(scenario)
             again = result_of(scenario, ran, with_digest=with_digest)
+            # Keep the second run only if it explains the loss and has the same findings.
             result = again if _is_explained(result, again) else result
     finally:
         supervisor.count_case()
+    # Logs are large, so they are kept only if they are needed.
     logs = tuple(ran.logs) if keep_logs or result.verdict == "fail" else ()
     return replace(result, seconds=time.perf_counter() - started, logs=logs)
 
@@ -102,6 +105,7 @@ def judge_simulated(
 
     def judge(case: Scenario, point: GradsTold | None) -> CaseResult:
         told = replace(backend, target=target if point is None else ToldAt(target, point))
+        # A small case for the inference of the point: no recorded turns, no shared steps.
         if case is not scenario:
             return judge_case(case, replace(told, turns=(), trajectories=None), with_digest=False)
         return _judge_layouts(scenario, told, keep_logs=keep_logs, with_digest=with_digest)
@@ -138,6 +142,7 @@ def _judge_layouts(
 def _point_of(target: Target, pool: WorldPool) -> Point:
     """Return the inferred point of a target in these worlds, if any."""
     points = _POINTS.setdefault(pool, [])
+    # By identity, because targets need no equality.
     known = next((point for each, point in points if each is target), None)
     if known is None:
         known = []

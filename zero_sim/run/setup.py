@@ -31,6 +31,7 @@ WORKERS_MAX = 16
 OWN_ORDERS: Mapping[RealBackend, str] = {"gloo": "gloo", "nccl": "nccl-ring"}
 """Order in which each backend adds by itself, according to its model, as set up here."""
 
+# A new backend needs an order before it can judge anything.
 assert set(OWN_ORDERS) == set(get_args(RealBackend))
 
 
@@ -52,15 +53,18 @@ class Setup:
 
     def why_left_out(self, scenario: Scenario) -> str:
         """Return the reason that a case cannot be judged here; empty if it can."""
+        # Plans count calls of simulated ranks.
         if scenario.faults:
             return "only the simulated world has planned faults"
         if processes_of(scenario) > self.ranks_max:
             return f"more than {self.ranks_max} ranks"
+        # Results that no order changes, or that are judged by bounds.
         is_owed = scenario.model.name in EXACT_MODELS or not scenario.world.order_known
         if self.native and not self.is_own(scenario) and not is_owed:
             return f"the bits depend on an order that is not {self.backend}'s own"
         if self.native and scenario.world.order_known and self._rounds_before_the_sum(scenario):
             return "ranks divide before the sum by no power of two, so bits depend on the order"
+        # Ranks that fold the data themselves need no operation of the backend.
         missing = self._missing_ops(scenario) if self.order_of(scenario) is None else ()
         if missing:
             return f"{self.backend} by itself has no {', '.join(missing)}"
@@ -81,6 +85,7 @@ class Setup:
             return False
         numerics = numerics_of(target, scenario)
         system = numerics.replayed(scenario, added_in=OWN_ORDERS[self.backend]).system
+        # A division after the sum rounds the same number in every order.
         if system.divide not in ("pre", "premul"):
             return False
         parts = scenario.topology.tp * scenario.topology.pp
@@ -93,6 +98,7 @@ class Setup:
             micro_batches=3 if run.own_micro_batches else ranks * run.micro_batches,
             rows=3,
         )
+        # Dividing by a power of two is exact.
         return count.bit_count() != 1
 
     def check(self, scenario: Scenario) -> None:
@@ -167,6 +173,7 @@ def judge_drifted(
     """
     why = why_order_matters(scenario)
     if why:
+        # Bounds cannot judge this case, so the drift is all that can be reported.
         return _drifted(scenario, setup, str(drift), why=why)
     world = replace(scenario.world, order_known=False)
     result = judge(replace(scenario, world=world))

@@ -50,6 +50,7 @@ def with_twin(
     if not is_hidden or scenario.faults or scenario.expect.finding:
         return result
     twin = twin_of(scenario)
+    # SGD may be missing in the target, or may not go with other settings of the case.
     problems = [*check_scenario(twin), *refusals(find(), twin)]
     if problems:
         why = f"{problems[0].path}: {problems[0].message}"
@@ -59,6 +60,7 @@ def with_twin(
     judged = judge(twin)
     if judged.verdict == "pass":
         return _noted(result, f"passes {_how(twin)}, too, which shows the division of gradients")
+    # An error or an inconclusive twin proves nothing about the case.
     if judged.verdict != "fail":
         why = judged.error or ", ".join(each.check for each in judged.findings)
         return _noted(result, f"the variant {_how(twin)} showed nothing: {judged.verdict}, {why}")
@@ -80,6 +82,7 @@ def twin_of(scenario: Scenario) -> Scenario:
     expect = ExpectSpec(
         nonzero_min=scenario.expect.nonzero_min, one_device=scenario.expect.one_device
     )
+    # Settings of the old optimizer would have no effect and be refused.
     return without_unused(
         replace(
             scenario,
@@ -110,6 +113,7 @@ def marked(result: CaseResult, scenario: Scenario) -> CaseResult:
         f"found {_how(scenario)}, which hides the size of a gradient from params. If the "
         "engine has no SGD, leave 'sgd' out of Capabilities.optimizers"
     )
+    # Shrinking marks results again.
     if first.detail.startswith(line):
         return result
     detail = f"{line}\n{first.detail}".rstrip()

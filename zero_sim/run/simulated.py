@@ -78,9 +78,11 @@ class Simulated:
             target = self.target or find_target(scenario.system.target)
             ranks.own = self.own or rank_local_state(target, ranks_max=threads_max)
             if ranks.own is not None:
+                # Until the case ends, because a reload runs a second world.
                 kept.enter_context(ranks.own.installed())
             return target
 
+        # Restored below: the caller's process may do other work.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -114,6 +116,7 @@ class _AllRanks:
         world = self.backend.worlds.world_for(segment.scenario)
         log = EventLog()
         view = View(
+            # Findings contain the position in the log.
             calls_made=log.collectives.__len__,
             trajectories=self.backend.trajectories,
             explainer=self.backend.explainer,
@@ -134,6 +137,7 @@ class _AllRanks:
         )
 
         def on_device(rank: int) -> None:
+            # The current device is a setting of each thread.
             use_in_thread(trial.device)
             with nullcontext() if self.own is None else self.own.in_rank():
                 program(rank)
@@ -190,6 +194,7 @@ def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Ite
         yield from check_overlapping(called, costs.calls_in_flight)
     if volume is not None or costs.in_flight is None:
         return
+    # A target's own form, or the closed form of our system below.
     if costs.in_flight != "textbook":
         yield from check_in_flight(called, costs.in_flight)
         return
@@ -238,6 +243,7 @@ def _world_finding(failed: WorldFailure, faults: Sequence[FaultRecord]) -> Findi
     check, rank = Check.WORLD_FAILED, None
     match failed:
         case Deadlock():
+            # A planned stall deadlocks the others, which is expected.
             planned = any(record.kind == "stall" and record.fired for record in faults)
             check = Check.WORLD_STALLED_BY_PLAN if planned else Check.WORLD_DEADLOCK
         case ContractViolation():

@@ -23,6 +23,7 @@ BASE = Scenario(
     # Adam divides a gradient by its size. With a small rate, params would not show the last bits
     # of the quotient.
     optimizer=OptimizerSpec(lr=0.1),
+    # Three ranks: the least at which orders differ and a division rounds.
     world=WorldSpec(size=3),
     run=RunSpec(steps=1),
 )
@@ -53,6 +54,7 @@ def with_model(base: Scenario, name: AnyModelName, *, divisor: int = 1) -> Scena
     """
     bare = ((rounded(3, divisor),), (rounded(2, divisor), 2))
     shapes = bare if name in ("params", "bit-hash") else None
+    # The default width fits every model.
     hidden = rounded(ModelSpec(name=name).hidden, divisor)
     if name in EXACT_MODELS:
         # A division by three before the sum rounds, so an exact model would not be exact.

@@ -100,11 +100,14 @@ class Trial:
     ) -> None:
         segment = segments[0]
         try:
+            # Here, because finding a target may raise errors that are charged to the user or the
+            # machine.
             target = find()
             self.other_version = why_not_judged(target)
             check_asked(target, segment.scenario)
             for index, segment in enumerate(segments):
                 ranks.run(segment, index, self, target=target)
+                # After a finding, a checkpoint would carry its values into the next world.
                 is_last = index + 1 == len(segments)
                 if is_last or ranks.is_wrong_anywhere(index, self.is_wrong()):
                     break
@@ -130,6 +133,7 @@ class Trial:
             traceback_text: Its traceback.
         """
         kind = kind or _kind_of(error)
+        # Our own errors are worded for users; those of a system need their class.
         name = f"{type(error).__name__}: " if kind == "system" else ""
         self.failure = Failure(
             kind=kind,
@@ -204,6 +208,8 @@ class Trial:
         failure.
         """
         error, kind = failed.error, _kind_of(failed.error)
+        # An error while engines are built may be a refusal of settings, which is the user's
+        # mistake.
         has_started = bool(self.judges) and all(judge.has_started for judge in self.judges)
         is_refusal = kind == "user" and not isinstance(error, ProtocolError | UntrainableError)
         if is_refusal and (has_started or segment.load is not None):
@@ -226,6 +232,7 @@ class Trial:
         """
         with RankTime().harness():
             for judge in self.judges:
+                # Only judges of the failed segment.
                 if judge.group.first_step == segment.start:
                     judge.ask_reference()
 
