@@ -271,7 +271,7 @@ class _OwnRank:
                     with as_in_new_process(target, ranks_max=self.processes, notes=notes):
                         program(real_rank.rank)
                 except (Exception, SystemExit):
-                    trial.raised_at = time.time()
+                    trial.raised_at = time.time()  # Leaving the world makes the others raise.
                     raise
         except (RankGone, OrderDrift):
             raise

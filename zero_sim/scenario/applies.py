@@ -200,6 +200,7 @@ APPLIES = (
     Applies(
         "data.epoch_steps",
         {"data.rows": _SEVERAL},
+        # The last step of an epoch has half the rows, and needs at least one.
         "a micro-batch of one row has no half",
         after="unused",
     ),
@@ -290,6 +291,7 @@ APPLIES = (
     Applies(
         "system.divide_by",
         {"system.divide": Except("none")},
+        # With `none`, the sum itself is the gradient.
         "expected a system that divides gradients",
         after="unused",
     ),
@@ -304,6 +306,7 @@ APPLIES = (
     Applies(
         "system.partition",
         {"system.align_elems": (1,), "system.align_bytes": (1,)},
+        # Uneven shards have no padding, and rows and owners fix the other shards' starts.
         "only partition 'padded' has padding for alignment",
         after="checked",
     ),
@@ -328,6 +331,7 @@ APPLIES = (
     Applies(
         "system.sum_by",
         {"world.order": ("linear",)},
+        # It receives the gradients and adds them itself, so no collective decides the order.
         "the first rank always adds in rank order",
         values=("first-rank",),
     ),
@@ -383,6 +387,7 @@ APPLIES = (
     Applies(
         "system.buffers_by",
         {"optimizer.groups": Except(())},
+        # Without groups, all params of a kind and dtype share one buffer anyway.
         "expected param groups, because each has its own buffers",
         after="unused",
     ),

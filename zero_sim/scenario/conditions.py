@@ -228,12 +228,14 @@ CONDITIONS = (
     ),
     Condition(
         reads=("faults", "reload"),
+        # The same call index would mean two calls.
         broken=lambda s: bool(s.faults) and s.reload is not None,
         message="faults count the calls of one world, but a reload makes two worlds.",
         suggestion="Leave either out.",
     ),
     Condition(
         reads=("system.partition", "system.bucket_elems"),
+        # As FSDP2's sharding on dim 0: every param by itself.
         broken=lambda s: s.system.partition == "rows" and s.system.bucket_elems != 1,
         message="expected a bucket for each param, because partition 'rows' cuts between rows, "
         "got {got} with larger buckets.",
@@ -261,6 +263,7 @@ CONDITIONS = (
     ),
     Condition(
         reads=("run.own_micro_batches", "system.stage"),
+        # A rank learns the order of gathers from its own forwards and backwards.
         broken=lambda s: s.system.stage == 3 and 0 in s.run.own_micro_batches,
         message="at stage 3 a joining rank gathers params in the order of its last micro-batch, "
         "so it needs data for at least one, got {got}.",
@@ -296,6 +299,7 @@ CONDITIONS = (
     ),
     Condition(
         reads=("reload.step", "run.steps"),
+        # A checkpoint before the first step has its own field, `reload.early_save`.
         broken=lambda s: s.reload is not None and not 1 <= s.reload.step < s.run.steps,
         message="expected at least one step before the checkpoint and one after it, got {got}.",
         suggestion="Try 1, and run.steps of at least 2.",
@@ -348,6 +352,7 @@ CONDITIONS = (
     ),
     Condition(
         reads=("model.hidden", "model.name", "model.dtype", "data.rows", "data.uneven_rows"),
+        # See `terms_max` for the longest sums.
         broken=lambda s: is_tp_block(s) and s.model.hidden > 0 and not is_exact(s),
         message="expected 3 x hidden and 4 x rows of at most 256 in bf16, 2,048 in fp16, so that "
         "no sum of a layer is rounded and a split sum has the bits of the whole, got {got}.",

@@ -39,6 +39,7 @@ DIMS_MAX = 16
 """Most dimensions of one param."""
 ENTRIES_MAX = 1_000
 """Most entries of every other list."""
+# (2 - 2^-23) x 2^127: a full 24-bit significand at the largest exponent.
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 """Largest fp32 number. Optimizer settings are combined with fp32 numbers, so they must be finite in
 fp32."""
@@ -130,6 +131,7 @@ ITEM_BOUNDS = (
 )
 """Ranges of fields in the entries of a list."""
 LISTS = {
+    # Files of strangers must not make messages or checks arbitrarily long.
     "model.shapes": SHAPES_MAX,
     "model.tied": ENTRIES_MAX,
     "model.unused": ENTRIES_MAX,
@@ -210,6 +212,7 @@ def _kind(number: float) -> str:
 def _for_bound(bound: Bound, number: float) -> str:
     # The end of an optimizer's range is seldom meant, so suggest a usual value.
     if bound.path.startswith("optimizer."):
+        # torch's defaults, where it has some.
         usual = {
             "optimizer.lr": "0.001",
             "optimizer.betas": "0.9",
@@ -384,6 +387,7 @@ _BEFORE_AND_AFTER = (
     *(read for each in (*APPLIES, *CONDITIONS) if each.holds_after for read in each.reads),
 )
 RULES = (
+    # Strings are checked in any case, because messages print them.
     Rule(reads=(), check=check_texts),
     Rule(reads=tuple(LISTS), check=_lists),
     Rule(reads=("model.name", "model.shapes"), check=_shapes),
