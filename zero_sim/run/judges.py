@@ -112,9 +112,9 @@ class JobsJudge:
         # A case only starts while the result of the next one is requested.
         tasks = [(scenario, chosen) for scenario in scenarios]
         self._ended = share_out(_judge, tasks, jobs=jobs)
-        self._unanswered: dict[int, Future[bytes]] = {}
+        self._early_results: dict[int, Future[bytes]] = {}
         """Results by index of cases that ended before an earlier one."""
-        self._answered_count = 0
+        self._returned_count = 0
 
     def __enter__(self) -> Self:
         return self
@@ -128,25 +128,25 @@ class JobsJudge:
         Raises:
             ZeroSimError: Raised by the judge in the other process.
         """
-        place = self._answered_count
-        self._answered_count += 1
+        place = self._returned_count
+        self._returned_count += 1
         # Processes end in any order; keep results of later cases.
-        while place not in self._unanswered:
+        while place not in self._early_results:
             ended, future = next(self._ended)
-            self._unanswered[ended] = future
+            self._early_results[ended] = future
         try:
-            answer: _Answer = pickle.loads(self._unanswered.pop(place).result())
+            answer: _Outcome = pickle.loads(self._early_results.pop(place).result())
         # The process died, for instance by a segmentation fault in a library.
         except BrokenExecutor as error:
             return _died(scenario, error)
         if answer.result is None:
             # With its exit status, so that the command ends as it would without processes.
-            raise _AnsweredError(answer.error, exit_status=answer.exit_status)
+            raise _RemoteError(answer.error, exit_status=answer.exit_status)
         return answer.result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Answer:
+class _Outcome:
     """Outcome of a case in another process."""
 
     result: CaseResult | None = None
@@ -155,7 +155,7 @@ class _Answer:
     exit_status: int = 0
 
 
-class _AnsweredError(ZeroSimError):
+class _RemoteError(ZeroSimError):
     """A `ZeroSimError` raised by another process."""
 
     def __init__(self, message: str, *, exit_status: int) -> None:
@@ -164,17 +164,17 @@ class _AnsweredError(ZeroSimError):
 
 
 def _judge(scenario: Scenario, chosen: Chosen) -> bytes:
-    """Judge a case in a process of its own pool; return a pickled `_Answer`."""
+    """Judge a case in a process of its own pool; return a pickled `_Outcome`."""
     # Otherwise the output of a model would be mixed with the results of other cases.
     sys.stdout = sys.stderr
     started = time.perf_counter()
     try:
-        answer = _Answer(result=_kept_worlds(chosen)(scenario))
+        answer = _Outcome(result=_kept_worlds(chosen)(scenario))
     except ZeroSimError as error:
-        answer = _Answer(error=str(error), exit_status=error.exit_status)
+        answer = _Outcome(error=str(error), exit_status=error.exit_status)
     except Exception as error:  # noqa: BLE001
         seconds = time.perf_counter() - started
-        answer = _Answer(result=unforeseen(error, id=scenario.name, seconds=seconds))
+        answer = _Outcome(result=unforeseen(error, id=scenario.name, seconds=seconds))
     # As bytes, because torch would share a finding's tensors in memory, with two open files each.
     return pickle.dumps(answer)
 

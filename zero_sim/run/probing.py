@@ -131,10 +131,10 @@ def measure_orders(
         drifts += [f"{drift}, over ranks {list(ranks)}" for drift in wrong]
     if drifts:
         raise OrderDrift(drifts)
-    return _tell(contexts, needs, real_rank.memory)
+    return _set_arrangements(contexts, needs, real_rank.memory)
 
 
-def _tell(
+def _set_arrangements(
     contexts: Sequence[GroupContext],
     needs: Mapping[tuple[int, ...], Sequence[Need]],
     memory: Mapping[tuple[int, ...], Known],

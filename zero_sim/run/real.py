@@ -60,7 +60,7 @@ class WiredSteps:
         self._channel = channel
         self._stall_seconds = stall_seconds
         self.are_digests = channel.rank != TELLER
-        self._tells = not self.are_digests
+        self._sends = not self.are_digests
         """False after the others began to compute their own steps."""
 
     def find(self, step: int, *, placed: Hashable = None) -> Sequence[StepDigests] | None:
@@ -82,7 +82,7 @@ class WiredSteps:
 
     def begin(self, step: int) -> None:
         """Send that a step has begun."""
-        if self._tells:
+        if self._sends:
             self._channel.tell({}, about=f"owing {step}")
 
     def keep(
@@ -93,7 +93,7 @@ class WiredSteps:
         placed: Hashable = None,
     ) -> None:
         """Send a step, or that the others must compute it, if digests do not cover it."""
-        if not self._tells:
+        if not self._sends:
             return
         # Digests cover the usual results of a step; None for a step that they cannot describe.
         digests = [digests_of(each, group=group) for each, group in zip(taken, groups, strict=True)]
@@ -105,11 +105,11 @@ class WiredSteps:
 
     def stop(self, step: int) -> None:
         """Let the others compute their own steps, from this one on."""
-        if self._tells:
+        if self._sends:
             # Receivers first wait for the beginning of a step.
             self.begin(step)
             self._send(step, None)
-            self._tells = False
+            self._sends = False
 
     def _send(self, step: int, steps: Sequence[dict[str, Any]] | None) -> None:
         self._channel.tell(steps, about=f"owed {step}")

@@ -32,10 +32,10 @@ from zero_sim.targets import import_target, refusals
 from zero_sim.targets.numerics import GradsTold
 from zero_sim.targets.recorded import Record
 
-_LATE = "torch._dynamo"
+_OPTIMIZER_IMPORT = "torch._dynamo"
 """Module that torch imports when the first optimizer is made, which takes seconds."""
 
-PRELOAD = ("zero_sim.backends.worker", judge_rank.__module__, _LATE)
+PRELOAD = ("zero_sim.backends.worker", judge_rank.__module__, _OPTIMIZER_IMPORT)
 """Modules that workers import before they are forked."""
 
 Job = Callable[[Mapping[str, Any], RealRank], Any]
@@ -102,13 +102,13 @@ class RealJudge:
                 or `Setup.why_left_out` has a reason against the case.
         """
         return with_twin(
-            self._judge_as_told(scenario),
+            self._judge_by_point(scenario),
             scenario,
-            judge=self._judge_as_told,
+            judge=self._judge_by_point,
             find=lambda: import_target(self._target or scenario.system.target),
         )
 
-    def _judge_as_told(self, scenario: Scenario) -> CaseResult:
+    def _judge_by_point(self, scenario: Scenario) -> CaseResult:
         if not self._target:
             return self._judge(scenario)  # Registered targets declare where they report gradients.
         return judge_as_told(
@@ -239,7 +239,7 @@ class _Workers:
 
     def __init__(self, backend: str) -> None:
         self.notes: Sequence[str] = ()
-        self._told: dict[int, Sequence[str]] = {}
+        self._settings_by_count: dict[int, Sequence[str]] = {}
         """Fixed settings of the backend that workers reported, by number of workers."""
         self._teams = Teams(backend=backend, preload=PRELOAD)
 
@@ -257,10 +257,10 @@ class _Workers:
                 timeout_seconds=stall_seconds,
             )
 
-        if needed not in self._told:
+        if needed not in self._settings_by_count:
             # Only a process with a device knows its name.
-            self._told[needed] = on_all(launched.be_there, {})[0].result or ()
-        self.notes = self._told[needed]
+            self._settings_by_count[needed] = on_all(launched.be_there, {})[0].result or ()
+        self.notes = self._settings_by_count[needed]
         return on_all(job, payload)
 
 

@@ -87,7 +87,7 @@ def _reload_splits(scenario: Scenario) -> bool:
     return rest == 0 and all(cut < 1 or ranks % cut == 0 for cut in cuts)
 
 
-def _somebody_trains(scenario: Scenario) -> bool:
+def _some_rank_has_data(scenario: Scenario) -> bool:
     """Return True if some rank has data in every micro-batch of every step."""
     run = scenario.run
     # The counts repeat, so a full cycle of steps and of ranks covers all cases.
@@ -100,7 +100,7 @@ def _somebody_trains(scenario: Scenario) -> bool:
     )
 
 
-def _has_data_to_spoil(scenario: Scenario) -> bool:
+def _nan_has_data(scenario: Scenario) -> bool:
     """Return True if the rank of `data.nan` has the micro-batch that contains the NaN."""
     nan, topology = scenario.data.nan, scenario.topology
     # Without the field, every rank has data.
@@ -255,7 +255,7 @@ CONDITIONS = (
     ),
     Condition(
         reads=("run.own_micro_batches", "run.micro_batches", "run.steps", "world.size", "topology"),
-        broken=lambda s: not _somebody_trains(s),
+        broken=lambda s: not _some_rank_has_data(s),
         message="expected some rank of each dp-cp group to have data for all of run.micro_batches "
         "in every step, and none for more, got {got}.",
         suggestion="Try as many entries as there are ranks, run.micro_batches among them.",
@@ -293,7 +293,7 @@ CONDITIONS = (
     ),
     Condition(
         reads=("run.own_micro_batches", "data.nan", "world.size", "topology", "reload"),
-        broken=lambda s: not _has_data_to_spoil(s),
+        broken=lambda s: not _nan_has_data(s),
         message="expected data for the rank, step and micro-batch of data.nan, got {got}.",
         suggestion="Make every entry greater than data.nan.micro_batch.",
     ),

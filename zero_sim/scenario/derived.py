@@ -102,13 +102,15 @@ def limits_of_joins(scenario: Scenario) -> tuple[int, int]:
     return fewest, max(int(3 in stages), 0 if nan is None else nan.micro_batch + 1)
 
 
-def with_options(scenario: Scenario, said: Mapping[str, str]) -> Scenario:
+def with_options(scenario: Scenario, option_values: Mapping[str, str]) -> Scenario:
     """Return the case with some of the target's options replaced.
 
     Args:
         scenario: Any case.
-        said: Values as text, by name.
+        option_values: Values as text, by name.
     """
-    options = {option.name: option.value for option in scenario.system.options} | dict(said)
+    options = {option.name: option.value for option in scenario.system.options} | dict(
+        option_values
+    )
     specs = tuple(OptionSpec(name=name, value=value) for name, value in sorted(options.items()))
     return replace(scenario, system=replace(scenario.system, options=specs))

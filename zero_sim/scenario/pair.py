@@ -102,7 +102,7 @@ def check_pair(scenario: Scenario) -> Iterator[Problem]:
             message="expected a second layout, got the case's own.",
             suggestion="Try stage, world_size or bucket_elems.",
         )
-    for path, is_in_the_way, why in _in_the_way(scenario, other):
+    for path, is_in_the_way, why in _differences(scenario, other):
         if is_in_the_way:
             yield Problem(
                 path=path,
@@ -115,7 +115,7 @@ def check_pair(scenario: Scenario) -> Iterator[Problem]:
             yield from (placed_in_pair(problem, scenario) for problem in rule.check(other))
 
 
-def _in_the_way(scenario: Scenario, other: Scenario) -> Iterator[tuple[str, bool, str]]:
+def _differences(scenario: Scenario, other: Scenario) -> Iterator[tuple[str, bool, str]]:
     """Yield a path, True if it may make the layouts differ, and the reason."""
     model, data, run, optimizer = scenario.model, scenario.data, scenario.run, scenario.optimizer
     # Each row: where to report, if the layouts may differ, and why.

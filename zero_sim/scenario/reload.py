@@ -61,12 +61,12 @@ def check_after_reload(scenario: Scenario) -> Iterator[Problem]:
             for problem in rule.check(after):
                 placed = placed_in_reload(problem, scenario.reload)
                 if placed.path == problem.path:
-                    placed = _left_as_it_was(problem, rule, scenario.reload)
+                    placed = _at_reload_field(problem, rule, scenario.reload)
                 yield _with_own_names(placed, scenario.reload)
-    yield from _without_meaning(scenario, scenario.reload)
+    yield from _set_without_use(scenario, scenario.reload)
 
 
-def _without_meaning(scenario: Scenario, reload: ReloadSpec) -> Iterator[Problem]:
+def _set_without_use(scenario: Scenario, reload: ReloadSpec) -> Iterator[Problem]:
     """Check the fields that the reload sets, including those that otherwise go back to defaults.
 
     A setting of the earlier system goes back to its default if it has no effect after the
@@ -81,7 +81,7 @@ def _without_meaning(scenario: Scenario, reload: ReloadSpec) -> Iterator[Problem
                 yield _with_own_names(placed_in_reload(problem, reload), reload)
 
 
-def _left_as_it_was(problem: Problem, rule: Applies | Condition, reload: ReloadSpec) -> Problem:
+def _at_reload_field(problem: Problem, rule: Applies | Condition, reload: ReloadSpec) -> Problem:
     """Return a problem of a kept setting with the path of a field that the reload sets."""
     # The rule holds before the checkpoint, so one of the replaced fields breaks it.
     made_by = next(
