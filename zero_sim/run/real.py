@@ -148,7 +148,7 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
     Returns:
         A `Report`, as JSON.
     """
-    # Payloads are JSON, because no file or message is ever unpickled.
+    # Payloads are JSON, so that processes of other machines are never unpickled.
     scenario = adapter().validate_json(payload["scenario"])
     segments = tuple(segments_of(scenario, folder=Path(payload["folder"])))
     wired = WiredSteps(real_rank.channel, stall_seconds=scenario.run.stall_seconds)
