@@ -272,4 +272,4 @@ class TestWhole:
         monkeypatch.setitem(globals(), "BLOCKS", blocks)
         result = judged(self.NAME, self.CASE)
         assert result.verdict == "error"
-        assert "expected whole_bytes() of the engine" in result.error
+        assert "expected an engine with whole_bytes()" in result.error

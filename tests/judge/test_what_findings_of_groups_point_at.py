@@ -134,7 +134,7 @@ class TestParts:
         broken("G09")
         result = judged(world=WorldSpec(size=4), topology=TopologySpec(tp=2))
         finding = first_finding(result, "invariant.crossing")
-        assert "at different places" in finding.message
+        assert "have different group ranks" in finding.message
 
 
 class TestFp8:

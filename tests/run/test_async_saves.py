@@ -206,5 +206,5 @@ def test_the_checkpoint_is_complete_within_the_run():
     (problem,) = check_scenario(replace(CASE, reload=ReloadSpec(step=2, async_steps=3)))
     assert problem.path == "reload.async_steps"
     assert problem.message == (
-        "expected at most the 2 of run.steps = 4 that follow reload.step = 2, got 3 (integer)."
+        "expected at most 2, because run.steps = 4 and reload.step = 2, got 3 (integer)."
     )

@@ -48,8 +48,8 @@ def test_params_that_stay_in_backward_are_found(pool, broken, recompute):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (replace(CASE, model=replace(CASE.model, name="gpt", blocks=1)), "which it uses twice"),
-        (replace(CASE, run=replace(CASE.run, own_micro_batches=(1, 2))), "a rank that joins"),
+        (replace(CASE, model=replace(CASE.model, name="gpt", blocks=1)), "is used twice"),
+        (replace(CASE, run=replace(CASE.run, own_micro_batches=(1, 2))), "a joining rank"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(case, words):

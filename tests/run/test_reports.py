@@ -48,7 +48,7 @@ def test_what_was_found_before_stands_and_a_note_tells_of_the_error(kind):
     told = result(Report(found=[LOST]), Report(failure=Failure(kind=kind, message="expected more")))
     assert told.verdict == "fail"
     assert told.findings[0] == LOST
-    assert "expected more, after what was found" in told.notes
+    assert "expected more, after the findings" in told.notes
 
 
 def test_what_was_raised_first_comes_first():

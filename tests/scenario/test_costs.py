@@ -127,7 +127,7 @@ def test_the_message_has_both_numbers():
     (problem,) = check_costs(
         dataclasses.replace(MLP, model=ModelSpec(name="params", shapes=((2**30,),)))
     )
-    assert f"at most {WORLD_ELEMS_MAX:,} elements together" in problem.message
+    assert f"at most {WORLD_ELEMS_MAX:,} elements on all ranks" in problem.message
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_file_is_bounded_by_all_its_cases():
 def test_a_matrix_has_at_most_a_key_a_field():
     keys = "".join(f"k{i} = [1]\n" for i in range(3_000))
     text = f'schema = 1\n[model]\nname = "mlp"\n[matrix]\n{keys}'
-    with pytest.raises(ScenarioError, match=r"matrix: expected at most \d+ keys, one a field"):
+    with pytest.raises(ScenarioError, match=r"matrix: expected at most \d+ keys, one per field"):
         parse_cases(text, source="case.toml", stem="case")
 
 

@@ -103,21 +103,21 @@ def test_a_case_that_keeps_the_limits_is_valid():
                 "run": RunSpec(micro_batches=3, own_micro_batches=(3, 0)),
                 "system": SystemSpec(stage=3),
             },
-            "a rank that joins gathers params in the order of its last micro-batch",
+            "a joining rank gathers params in the order of its last micro-batch",
         ),
         (
             {
                 "run": RunSpec(micro_batches=3, own_micro_batches=(3, 0)),
                 "data": DataSpec(nan=NanSpec(step=0, rank=1)),
             },
-            "the rank of data.nan has no data for its micro-batch",
+            "expected data for the rank, step and micro-batch of data.nan",
         ),
         (
             {
                 "run": RunSpec(micro_batches=3, own_micro_batches=(3, 2)),
                 "data": DataSpec(nan=NanSpec(step=0, rank=1, micro_batch=2)),
             },
-            "the rank of data.nan has no data for its micro-batch",
+            "expected data for the rank, step and micro-batch of data.nan",
         ),
     ],
 )

@@ -137,7 +137,7 @@ ONE_MISTAKE = {
     "an element of an array": (
         f'{PARAMS}shapes = [[1], [2, "x"]]\n',
         "model.shapes[1][1]: expected an integer, got 'x' (string). "
-        "Shapes look like [[3], [2, 4]].",
+        "Try shapes such as [[3], [2, 4]].",
     ),
     "flat shapes": (
         f"{PARAMS}shapes = [3]\n",

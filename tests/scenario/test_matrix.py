@@ -102,11 +102,11 @@ class TestProblems:
             (
                 '"world.size" = [2, 3, 2]',
                 "matrix.world.size: expected different values, got 2 2 times. "
-                "Remove the repetition; case ids must differ.",
+                "Remove the repetition, because case ids must differ.",
             ),
             (
                 "name = ['a', 'b']",
-                "matrix.name: `name` is the same for all cases of a file. "
+                "matrix.name: `name` must be the same for all cases of a file. "
                 "Remove it from the matrix.",
             ),
             (

@@ -58,7 +58,7 @@ def test_a_case_without_it_is_right(path):
 def test_a_group_whose_params_are_all_in_groups_before_it_is_told_as_that():
     (problem,) = check_names(case(optimizer=["bias", "up.bias"]), NAMES)
     assert problem.path == "optimizer.groups[1].match"
-    assert "groups before it have all that do" in problem.message
+    assert "earlier groups have all matches" in problem.message
     assert problem.suggestion.endswith("one of up.weight, down.weight.")
 
 

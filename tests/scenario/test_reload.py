@@ -31,8 +31,8 @@ SET_AFTER = {
     "reload.partition": case(reload={"stage": 0, "partition": "uneven"}),
 }
 LEFT_AS_IT_WAS = {
-    "Write redundancy = 1 beside it": case(system=SystemSpec(redundancy=2), reload={"stage": 0}),
-    "Write partition = 'padded' beside it": case(
+    "Also write redundancy = 1": case(system=SystemSpec(redundancy=2), reload={"stage": 0}),
+    "Also write partition = 'padded'": case(
         system=SystemSpec(partition="uneven"), reload={"stage": 0}
     ),
     "Leave it out, or write reload.stage = 1.": case(
@@ -73,7 +73,7 @@ def test_experts_dealt_out_after_it_are_not_what_one_device_has():
         )
     )
     assert problem.path == "reload.ep"
-    assert "compute what one device does only if" in problem.message
+    assert "needs ranks with the same data and all params" in problem.message
 
 
 def test_alignment_and_uneven_shards_do_not_go_together_after_it_either():
@@ -117,7 +117,7 @@ def test_reduce_buffers_of_a_later_system_without_a_use_for_them_are_refused(sys
     scenario = case(system=SystemSpec(**system), reload={"reduce_buffer_elems": 4, **reload})
     (problem,) = check_scenario(scenario)
     assert problem.path == "reload.reduce_buffer_elems"
-    assert problem.message.startswith("only stages 1 and 2 have whole params")
+    assert problem.message.startswith("only stages 1 and 2 have both unsharded params")
     assert problem.message.endswith(f"got 4 (integer) with {found}.")
     assert "stage = 1" in problem.suggestion
 

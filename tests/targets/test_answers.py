@@ -358,7 +358,7 @@ class TestFreeze:
         target.engine = Lost
         result = judge(pool, target, model=self.model)
         assert result.verdict == "error"
-        assert "to have param 'p1', which model.freeze names" in result.error
+        assert "to have param 'p1', because model.freeze names" in result.error
 
     def test_two_that_could_be_meant_are_an_error(self, pool, target):
         class Double(Frozen):

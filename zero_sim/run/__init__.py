@@ -1,4 +1,4 @@
-"""Scenario and target in, verdict out: the comparison, invariants, the first divergence."""
+"""Running of one case: scenario and target in, verdict with findings out."""
 
 from zero_sim.findings.records import CaseResult, Finding, Verdict
 

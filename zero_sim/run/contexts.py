@@ -1,4 +1,4 @@
-"""Judges and oracles of the dp-cp groups of a world, built before its ranks begin."""
+"""Judges and references for the dp-cp groups of a world, built before its ranks start."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from zero_sim.workloads import build_workload, on_device
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """How one process sees a world."""
+    """View of a world from one process."""
 
     rank: int | None = None
-    """The one rank of the world that is shown; None for all."""
+    """World rank that this process observes. None if it observes all."""
     calls_made: Callable[[], int] | None = None
-    """As for `Judge`."""
+    """Counter of calls, as for `Judge`."""
     wired: SharedSteps | None = None
-    """Steps that one process takes for all; None if this one has all ranks."""
+    """Steps that one process computes for all. None if this process has all ranks."""
     trajectories: Trajectories | None = None
-    """Steps that references of other cases took; None if none are kept."""
+    """Steps that references of earlier cases computed. None if none are kept."""
     explainer: str = ""
     """As for `JudgedGroup`."""
 
@@ -46,19 +46,20 @@ def build_contexts(
     added_in: str | None,
     view: View,
 ) -> Sequence[GroupContext]:
-    """Build the context of every dp-cp group of a segment's world; their judges share a norm.
+    """Build the context of every dp-cp group of a segment's world. Their judges share a norm.
 
     Args:
-        segment: The steps to judge, and where.
-        references: By group; from the world before, and left for the next as when its save begins.
+        segment: The steps to judge, and their world.
+        references: References by group index, from the world before. Left for the next world as
+            they are when its save begins.
         target: The system under test.
-        device: Where the references compute.
-        added_in: The order in which the backend adds; None for the one that the case names.
-        view: How this process sees the world.
+        device: Device of the references.
+        added_in: Order in which the backend adds; None for the order that the case names.
+        view: View of the world from this process.
 
     Raises:
         ModelError: The model has nothing to train.
-        UsageError: A reference cannot go on in this world.
+        UsageError: A reference cannot continue in this world.
     """
     contexts: list[GroupContext] = []
     trajectory, shared, rank = None, None, view.rank
@@ -68,7 +69,6 @@ def build_contexts(
         if view.trajectories is not None:
             shared = trajectory = _trajectory_of(segment, view.trajectories, target=target)
     for index, dp_cp_group in enumerate(dp_cp_groups_of(segment.scenario)):
-        # What the target computes, in the reference's words; the target gets the case as it is.
         numerics = numerics_of(target, dp_cp_group.scenario)
         replayed = numerics.replayed(dp_cp_group.scenario, added_in=added_in)
         workload = on_device(build_workload(dp_cp_group.scenario), device)
@@ -98,7 +98,7 @@ def build_contexts(
             reference=reference,
             order_seed=segment.scenario.run.seed,
             observed=observed,
-            # What leaks has done so after the second step.
+            # Memory that leaks per step shows after the second step.
             weighed_step=min(segment.start + 1, segment.stop - 1),
             calls_made=view.calls_made,
             after_step=partial(_keep_for_reload, segment, references, index),
@@ -116,15 +116,16 @@ def _built(
     *,
     trajectory: Trajectory | None,
 ) -> AnyReference | LateReference:
-    """The reference of a group; one that adds to a trajectory is late where another had it built.
+    """Build the reference of a group, or one that is late because a trajectory has its steps.
 
     Args:
-        build: Builds it, or lets one go on that was there before.
-        references: By number of the group; a case that hears of a trajectory has one world only.
-        index: Number of the group.
+        build: Builds a reference, or continues an earlier one.
+        references: References by group index. A case with a trajectory has one world only.
+        index: Index of the group.
         trajectory: Steps of earlier cases of a family.
     """
     if trajectory is None:
+        # The reference of the world before, if any, continues.
         reference = references[index] = build(before=references.get(index))
         return reference
 
@@ -133,6 +134,7 @@ def _built(
         assert isinstance(reference, Reference)
         return reference
 
+    # An earlier case has built a reference: this one is only built if something differs.
     if index in trajectory.held:
         return LateReference(build=build_exact, held=trajectory.held[index])
     reference = build_exact()
@@ -147,10 +149,12 @@ def _places_of(rank: int | None, ranks: Sequence[int]) -> list[int]:
 def _trajectory_of(
     segment: Segment, trajectories: Trajectories, *, target: Target
 ) -> Trajectory | None:
-    """The trajectory of all that these groups compute from; None where layouts change it."""
+    """Return the trajectory for all inputs of these groups' steps; None if layouts change steps."""
     keys = []
     for group in dp_cp_groups_of(segment.scenario):
         numerics = numerics_of(target, group.scenario)
+        # A norm of shards, or an order that depends on positions, gives other bits in another
+        # layout.
         by_layout = numerics.norm != "of-elements"
         if by_layout or group.scenario.world.order not in POSITION_FREE:
             return None
@@ -161,17 +165,20 @@ def _trajectory_of(
 
 
 def _can_share(segment: Segment, *, target: Target) -> bool:
-    """Whether digests of the reference's steps are enough, as long as all agrees."""
+    """Return True if digests of the reference's steps suffice while they match."""
     scenario = segment.scenario
-    # A reference that goes on in another world must have been in the one before.
+    # A reference that continues in another world must have taken the steps before.
     is_all = segment.load is None and segment.save is None
+    # Bounds, one device and drawn weights need the reference's tensors, not only digests.
     is_plain = scenario.world.order_known and not scenario.expect.one_device
     is_plain &= not draws_weights(target)
     return (
         is_all
         and is_plain
         and all(
-            numerics_of(target, each.scenario).norm != "told" for each in dp_cp_groups_of(scenario)
+            # A reported norm is an input of the step, so each reference must take it.
+            numerics_of(target, each.scenario).norm != "told"
+            for each in dp_cp_groups_of(scenario)
         )
     )
 
@@ -179,9 +186,10 @@ def _can_share(segment: Segment, *, target: Target) -> bool:
 def _keep_for_reload(
     segment: Segment, references: MutableMapping[int, AnyReference], index: int, step: int
 ) -> None:
-    """Leave a copy for the next world where a save begins behind a step while training goes on.
+    """Leave a copy for the next world if an asynchronous save begins after a step.
 
-    Of modules the copy makes no use: `continue_as` builds them anew.
+    The copy does not use modules, because `continue_as` rebuilds them.
     """
+    # This reference trains on, but the next world starts from the save.
     if step + 1 == segment.save_step:
         references[index] = deepcopy(references[index])

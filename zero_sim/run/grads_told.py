@@ -1,8 +1,8 @@
-"""Point of the step at which a target reports gradients, worked out if it declares none.
+"""Point of the step at which a target reports gradients, inferred if it declares none.
 
-An undeclared target is judged as if it reported sums. At the first reduced gradient that differs,
-small cases decide between the sum, the mean and the clipped gradient, once per target. A point
-counts only if gradients and params match, and something shows the division.
+A target without a declared point is first judged as if it reported sums. At the first reduced
+gradient that differs, small cases decide between the sum, the mean and the clipped gradient, once
+per target. A point fits only if gradients and params match, and the division is observed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from zero_sim.targets.adapt import GRADIENTS
 from zero_sim.targets.numerics import GradsTold
 from zero_sim.workloads import EXACT_MODELS
 
+# Small, so that every gradient is clipped and the clipped one differs from the mean.
 _CLIP_NORM = 0.01
 
 Point = MutableSequence[GradsTold | None]
-"""The point that was worked out for a target, None if none fits; empty before."""
+"""The inferred point of a target, None if none fits; empty before the inference."""
 Judge = Callable[[Scenario, GradsTold | None], CaseResult]
 
 
@@ -32,7 +33,7 @@ class ToldAt:
     """A target with a declared point.
 
     Args:
-        target: Target that declares none.
+        target: A target that declares none.
         point: The point.
     """
 
@@ -42,6 +43,7 @@ class ToldAt:
         self.name = target.name
 
     def __getattr__(self, name: str) -> Any:
+        # Everything else that the target declares.
         return getattr(self._target, name)
 
     def build(self, module: Any, **named: Any) -> Any:
@@ -49,29 +51,31 @@ class ToldAt:
         return self._target.build(module, **named)
 
     def numerics(self, scenario: Scenario) -> Numerics:
-        """Rules of the target, with the point."""
+        """Return the target's numerics with the point."""
         return replace(numerics_of(self._target, scenario), grads_told=self._point)
 
 
 def judge_as_told(
     scenario: Scenario, *, judge: Judge, find: Callable[[], Target], known: Point
 ) -> CaseResult:
-    """Judge a case by the point that the target declares, or that fits it.
+    """Judge a case with the point that the target declares, or that fits it.
 
     Args:
         scenario: A case of the target.
-        judge: Judges any case with the target by a point; by the declared one if None.
+        judge: Judges any case of the target with a point; if None, with the declared one.
         find: Returns the target; called if a gradient differs.
-        known: What was worked out for the target, if anything; filled in here.
+        known: The inferred point, if any; filled in here.
 
     Returns:
-        The result, with a note on the point if one was worked out.
+        The result, with a note on the point if it was inferred.
     """
     if not known:
         result = judge(scenario, None)
+        # Another first finding would not go away with another point.
         differs = bool(result.findings) and result.findings[0].check == Check.EQUALITY_GRAD
         if not differs or numerics_of(find(), scenario).grads_told is not None:
             return result
+        # At most once per target, also if no point fits.
         known.append(_work_out(find(), judge=judge))
         if known[0] is None:
             return result
@@ -80,15 +84,16 @@ def judge_as_told(
 
 
 def _work_out(target: Target, *, judge: Judge) -> GradsTold | None:
-    """The point that fits cases of 3 ranks, with SGD if the target has it; None if none does."""
+    """Return the point that fits cases of 3 ranks, with SGD if possible; None if none does."""
     fitting: list[GradsTold] = []
     for case in _cases(target):
         try:
             now = [point for point in fitting or get_args(GradsTold) if _shows(judge(case, point))]
         except EnvironmentProblem:
-            break  # So many ranks cannot be run here.
+            break  # This backend cannot run 3 ranks.
         if not now:
             break
+        # Later cases only rule out points that fitted before.
         fitting = now
     return fitting[0] if fitting else None
 
@@ -102,17 +107,19 @@ def _with_note(result: CaseResult, point: GradsTold) -> CaseResult:
 
 
 def _shows(result: CaseResult) -> bool:
-    """True if gradients, their division and params were all observed and match."""
+    """Return True if gradients, their division and params were all observed and match."""
+    # A pass without observed gradients would fit every point.
     is_observed = result.scope == "full" and GRADIENTS not in result.unobserved
     return result.verdict == "pass" and is_observed
 
 
 def _cases(target: Target) -> Iterator[Scenario]:
-    """The plainest case that the target can run, and the same with clipping if it can."""
+    """Yield the plainest case that the target can run, and the same with clipping if possible."""
     able = capabilities_of(target)
     models: list[AnyModelName] = ["mlp", "params", *able.models]
     models = [name for name in models if name not in EXACT_MODELS]
     optimizers = [OptimizerSpec(name=name, lr=0.1) for name in able.optimizers]
+    # A step of SGD shows the size of a gradient; most others divide by it.
     optimizers.sort(key=lambda optimizer: optimizer.name != "sgd")
     plain = (
         changed(
@@ -121,6 +128,7 @@ def _cases(target: Target) -> Iterator[Scenario]:
             system={"stage": stage},
             model={"dtype": dtype},
         )
+        # The first case that the target accepts, in the order of these loops.
         for optimizer in optimizers
         for dtype in able.dtypes
         for stage in able.stages

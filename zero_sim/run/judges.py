@@ -1,7 +1,7 @@
-"""Judges of cases: one after another, or several at once; of the simulated world or of real ranks.
+"""Judges of many cases, one at a time or several at once, on simulated or real ranks.
 
-Here whoever has cases, the command line or a pytest session, meets what runs them. Several at once
-run on processes that each keep worlds of their own, and are told in the order asked.
+The command line and pytest sessions get their judges here. Jobs run on processes with their own
+worlds, and results come in the order of the cases.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ Judge = Callable[[Scenario], CaseResult]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """How all cases are run."""
+    """Options for all cases."""
 
     explainer: str
-    """`module:name` of the class that explains what differs; empty for no explanations."""
+    """`module:name` of the class that explains differences; empty for no explanations."""
     keep_logs: bool = False
-    """Whether results carry their event logs even if nothing fails."""
+    """True if results contain event logs even if the case passes."""
     device: str = "cpu"
-    """Where simulated ranks and the reference compute: any device that torch knows."""
+    """Device of the simulated ranks and the reference: any device of torch."""
     target: str | None = None
-    """The system to judge in place of the scenarios' own: a registered name, or `module:name`,
-    whose code is run."""
+    """System to judge instead of the scenarios' own: a registered name, or `module:name`, whose
+    code is executed."""
 
 
 @contextmanager
 def open_judge(
     chosen: Chosen, *, backend: Literal["sim", "gloo", "nccl"] = "sim"
 ) -> Iterator[Judge]:
-    """What judges one case after another.
+    """Open a judge of one case at a time.
 
-    Worlds and workers are kept from case to case, so that setting one up is paid for once.
+    Worlds and workers are kept from case to case, so they are set up only once.
 
     Args:
-        chosen: How cases are run; on a backend with real ranks only the explainer is read.
-        backend: What carries the collectives.
+        chosen: Options for all cases; with real ranks only the explainer is read.
+        backend: Carries the collectives.
 
     Raises:
-        UsageError: There is no such target.
-        EnvironmentProblem: There is no such device.
+        UsageError: The target does not exist.
+        EnvironmentProblem: The device does not exist.
     """
     if backend != "sim":
         with on_workers(own_setup(backend), explainer=chosen.explainer) as judge:
@@ -73,11 +73,13 @@ def open_judge(
     check_device(chosen.device)
     target = None if chosen.target is None else import_target(chosen.target)
     settle_memory()
+    # Threads of ranks are kept from case to case.
     with WorldPool() as pool:
         backend_of_all = Simulated(
             worlds=pool, target=target, device=chosen.device, explainer=chosen.explainer
         )
         judge = partial(judge_simulated, backend=backend_of_all, keep_logs=chosen.keep_logs)
+        # The twin is judged in the same worlds, with the same options.
         yield lambda scenario: with_twin(
             judge(scenario),
             scenario,
@@ -87,30 +89,32 @@ def open_judge(
 
 
 class JobsJudge:
-    """Judges cases on processes of its own, several at a time.
+    """Judges several cases at a time, on its own processes.
 
-    It is asked for them one by one, in the order in which they were given. A process that dies
-    costs the case that it was at.
+    Call it once per case, in the order of `scenarios`. A process that dies costs only its current
+    case.
 
     Args:
         scenarios: The cases.
         jobs: Number of processes.
-        chosen: How they are run.
+        chosen: Options for all cases.
 
     Raises:
-        UsageError: There is no such target.
-        EnvironmentProblem: There is no such device.
+        UsageError: The target does not exist.
+        EnvironmentProblem: The device does not exist.
     """
 
     def __init__(self, scenarios: Sequence[Scenario], *, jobs: int, chosen: Chosen) -> None:
         check_device(chosen.device)
         if chosen.target is not None:
+            # Once here, so that a wrong name is an error before any process starts.
             import_target(chosen.target)
+        # A case only starts while the result of the next one is requested.
         tasks = [(scenario, chosen) for scenario in scenarios]
         self._ended = share_out(_judge, tasks, jobs=jobs)
-        self._unanswered: dict[int, Future[bytes]] = {}
-        """By place in the order: cases that ended before an earlier one did."""
-        self._answered_count = 0
+        self._early_results: dict[int, Future[bytes]] = {}
+        """Results by index of cases that ended before an earlier one."""
+        self._returned_count = 0
 
     def __enter__(self) -> Self:
         return self
@@ -119,37 +123,40 @@ class JobsJudge:
         self._ended.close()
 
     def __call__(self, scenario: Scenario) -> CaseResult:
-        """The result of the next case.
+        """Return the result of the next case.
 
         Raises:
-            ZeroSimError: What judging it raised on purpose.
+            ZeroSimError: Raised by the judge in the other process.
         """
-        place = self._answered_count
-        self._answered_count += 1
-        while place not in self._unanswered:
+        place = self._returned_count
+        self._returned_count += 1
+        # Processes end in any order; keep results of later cases.
+        while place not in self._early_results:
             ended, future = next(self._ended)
-            self._unanswered[ended] = future
+            self._early_results[ended] = future
         try:
-            answer: _Answer = pickle.loads(self._unanswered.pop(place).result())
+            answer: _Outcome = pickle.loads(self._early_results.pop(place).result())
+        # The process died, for instance by a segmentation fault in a library.
         except BrokenExecutor as error:
             return _died(scenario, error)
         if answer.result is None:
-            raise _AnsweredError(answer.error, exit_status=answer.exit_status)
+            # With its exit status, so that the command ends as it would without processes.
+            raise _RemoteError(answer.error, exit_status=answer.exit_status)
         return answer.result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Answer:
-    """What came of a case in another process."""
+class _Outcome:
+    """Outcome of a case in another process."""
 
     result: CaseResult | None = None
     error: str = ""
-    """What was raised on purpose, in words: not every error can be pickled."""
+    """Message of a `ZeroSimError`, because some errors cannot be pickled."""
     exit_status: int = 0
 
 
-class _AnsweredError(ZeroSimError):
-    """An error that another process raised on purpose."""
+class _RemoteError(ZeroSimError):
+    """A `ZeroSimError` raised by another process."""
 
     def __init__(self, message: str, *, exit_status: int) -> None:
         self.exit_status = exit_status
@@ -157,32 +164,32 @@ class _AnsweredError(ZeroSimError):
 
 
 def _judge(scenario: Scenario, chosen: Chosen) -> bytes:
-    """Judge a case in a process that is there for nothing else; a pickled `_Answer`."""
-    # What a model prints would end up in the middle of what is told of other cases.
+    """Judge a case in a process of its own pool; return a pickled `_Outcome`."""
+    # Otherwise the output of a model would be mixed with the results of other cases.
     sys.stdout = sys.stderr
     started = time.perf_counter()
     try:
-        answer = _Answer(result=_kept_worlds(chosen)(scenario))
+        answer = _Outcome(result=_kept_worlds(chosen)(scenario))
     except ZeroSimError as error:
-        answer = _Answer(error=str(error), exit_status=error.exit_status)
+        answer = _Outcome(error=str(error), exit_status=error.exit_status)
     except Exception as error:  # noqa: BLE001
         seconds = time.perf_counter() - started
-        answer = _Answer(result=unforeseen(error, id=scenario.name, seconds=seconds))
-    # As bytes: torch would send the tensors of a finding as shared memory, two files open for each.
+        answer = _Outcome(result=unforeseen(error, id=scenario.name, seconds=seconds))
+    # As bytes, because torch would share a finding's tensors in memory, with two open files each.
     return pickle.dumps(answer)
 
 
 @cache
 def _kept_worlds(chosen: Chosen) -> Judge:
-    # They end with the process.
+    # Kept until the process ends.
     return ExitStack().enter_context(open_judge(chosen))
 
 
 def _died(scenario: Scenario, error: BrokenExecutor) -> CaseResult:
     finding = Finding(
         check=Check.INTERNAL_PROCESS_DIED,
-        message="the process that ran this case ended in the middle of it, so nothing is said "
-        "about the system; its error output stands above. Try --jobs 1, which shows where",
+        message="the process that ran this case died, so the system was not judged; its error "
+        "output is above. Try --jobs 1 to see where",
         detail=str(error),
     )
-    return not_judged(scenario.name, "the process that ran this case ended", finding)
+    return not_judged(scenario.name, "the process that ran this case died", finding)

@@ -42,16 +42,16 @@ from zero_sim.targets import (
 from zero_sim.targets.costs import CostCase, Costs, form_of
 
 _WHOLE = "whole "
-"""How names in `Costs.held` begin that bound memory within a step."""
+"""Prefix of names in `Costs.held` that bound memory within a step."""
 
 
 class BareModule:
-    """A rank's module, before an engine has it.
+    """A rank's module, before an engine wraps it.
 
     Args:
         module: The module.
-        read_step: The step in which the params that forwards read are recorded; None for none.
-        rank_time: Blocks of the harness.
+        read_step: Step in which the params that forwards read are recorded; None for none.
+        rank_time: Timer of the harness's blocks.
     """
 
     def __init__(self, module: nn.Module, *, read_step: int | None, rank_time: RankTime) -> None:
@@ -85,13 +85,13 @@ def choose_observers(
     costs: Costs,
     clock: Clock | None,
 ) -> tuple[Observers, RankNotes]:
-    """Choose the observers of a rank, and set their hooks behind those of its engine.
+    """Choose the observers of a rank, and set their hooks after those of its engine.
 
     Args:
-        bare: The module as it was before the engine had it.
+        bare: The module before the engine wrapped it.
         watched: The rank, its engine and its judge.
-        scenario: The case as its dp-cp group sees it.
-        costs: Declared by the target.
+        scenario: The case of the rank's dp-cp group.
+        costs: Costs that the target declares.
         clock: Time of the event log; None if there is no log.
     """
     rank, module = watched.rank, bare.module
@@ -99,12 +99,13 @@ def choose_observers(
     own_bytes = _own_bytes(costs, bare, scenario=watched.judge.group.scenario, rank=rank)
     whole = {name: most for name, most in (own_bytes or {}).items() if name.startswith(_WHOLE)}
     look = _look_at(watched.engine) if whole else None
+    # Hooks cost time, so each is set only if a check reads it.
     overlaps = overlaps_grads(scenario.system) or overlaps_params(scenario.system)
     traces = clock if overlaps and costs.in_flight == "textbook" else None
     is_hooked = traces is not None or bare.reads is not None or bool(whole) or _has_peaks(scenario)
     hook_trace: HookTrace | None = None
     with watched.rank_time.harness():
-        # A small case would notice to look for hooks of which there are none.
+        # Listing hooks takes noticeable time in a small case, so only if some are set.
         before = hooks_of(module) if is_hooked else frozenset[Hook]()
         if traces is not None:
             hook_trace = record_hooks(module, names=bare.names, clock=traces)
@@ -117,7 +118,9 @@ def choose_observers(
         if bare.reads is not None:
             bare.reads.watch()
         recorders = [each for each in (hook_trace, memory, bare.reads) if each is not None]
+        # The harness's hooks must not count as left behind by the engine.
         own_hooks = hooks_of(module) - before if is_hooked else frozenset[Hook]()
+    # Values within a step are checked by the memory recorder, all others between steps.
     notes = RankNotes(
         sizes=bare.sizes,
         held_sizes=bare.held_sizes,
@@ -129,30 +132,32 @@ def choose_observers(
         reads=bare.reads,
     )
     unwrapping = UnwrapObserver(watched, note=bare.note, own_hooks=own_hooks)
+    # Unwrapping is last, because afterwards the engine has no module to observe.
     return Observers([*recorders, JudgeObserver(watched), unwrapping]), notes
 
 
 def _look_at(engine: CompletedEngine) -> Look:
-    """Return the method of an engine that reports whole memory.
+    """Return the engine's method that reports memory of whole tensors.
 
     Raises:
-        ProtocolError: It has none.
+        ProtocolError: The engine has none.
     """
     if isinstance(engine.costed, PeakEngine):
         return engine.costed.whole_bytes
     raise ProtocolError(
-        f"expected whole_bytes() of the engine, because Costs.held names {_WHOLE!r}..., got none. "
-        "Try adding it, or leaving out these names."
+        f"expected an engine with whole_bytes(), because Costs.held names {_WHOLE!r}..., got none. "
+        "Add it, or leave out these names."
     )
 
 
 def _watch_memory(
     bare: BareModule, costed: CostedEngine, *, scenario: Scenario, watched: Watched
 ) -> MemoryRecorder | None:
-    """Record memory within a step as far as closed forms depend on it; None if none does."""
+    """Record memory within a step if closed forms depend on it; None if none does."""
     system, rank, step = scenario.system, watched.rank, watched.judge.weighed_step
     recorder = MemoryRecorder(step)
     at: dict[str, Any] = {"scenario": scenario, "rank": rank}
+    # Three closed forms: peaks of whole tensors, the step buffer, activation checkpoints.
     if isinstance(costed, PeakEngine) and _has_peaks(scenario):
         recorder.look = costed.whole_bytes
         if system.reduce_buffer_elems is not None:
@@ -171,17 +176,17 @@ def _watch_memory(
 
 
 def _has_peaks(scenario: Scenario) -> bool:
-    """Return whether whole gradients or params come and go within a step."""
+    """Return True if whole gradients or params come and go within a step."""
     return scenario.system.stage >= 2 or scenario.system.reduce_buffer_elems is not None
 
 
 def _own_bytes(
     costs: Costs, bare: BareModule, *, scenario: Scenario, rank: int
 ) -> Mapping[str, int] | None:
-    """Return the memory that a rank is to hold by a form of its target's own, if it has one."""
+    """Return the bytes that a rank should hold by its target's own form; None without a form."""
     if costs.held is None or costs.held == "textbook":
         return None
-    # Not in the harness's time: code of the target may raise, which is not the judge's failure.
+    # Not in a harness block: the target's code may raise, which is not the judge's failure.
     elems = {size.name: size.elems for size in bare.sizes}
     case = CostCase(scenario=scenario, rank=rank, elems=elems)
     return form_of(costs.held, case, name="held", kind=Mapping)
@@ -191,11 +196,12 @@ class Observers:
     """Observers of a rank by moment of the loop; see `Observer` for the moments.
 
     Args:
-        chosen: All of them. A method that one inherits does nothing, and is not called.
+        chosen: All observers. Methods that an observer only inherits do nothing and are not called.
     """
 
     def __init__(self, chosen: Sequence[Observer]) -> None:
         def having(method: str) -> Sequence[Observer]:
+            # Chosen once, because these lists are walked for every micro-batch.
             base = getattr(Observer, method)
             return [each for each in chosen if getattr(type(each), method) is not base]
 
@@ -212,7 +218,7 @@ class Observers:
 
 
 class JudgeObserver(Observer):
-    """Lets the judge look at a rank; its time is not the system's.
+    """Calls the judge for a rank; its time is not charged to the system.
 
     Args:
         watched: The rank, its engine and its judge.
@@ -222,7 +228,7 @@ class JudgeObserver(Observer):
         self._watched = watched
 
     def before_backward(self, step: int) -> None:
-        """Judge gradients that are to be zero."""
+        """Check that gradients are zero."""
         it = self._watched
         with it.rank_time.harness():
             it.judge.before_backward(it.rank, step, it.engine)
@@ -234,7 +240,7 @@ class JudgeObserver(Observer):
             it.judge.observe_evaluation(it.rank, step, trained, evaluated)
 
     def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
-        """Judge all but the working params."""
+        """Judge everything but the working params."""
         it = self._watched
         with it.rank_time.harness():
             it.judge.observe(it.rank, step, losses, result, it.engine)
@@ -247,11 +253,11 @@ class JudgeObserver(Observer):
 
 
 class UnwrapObserver(Observer):
-    """Has the module given back, last of all, and lets the judge look at it.
+    """Unwraps the module after the last step, and checks it.
 
     Args:
         watched: The rank, its engine and its judge.
-        note: What its module was made of before.
+        note: Parts of the module before the engine wrapped it.
         own_hooks: Hooks of the harness.
     """
 
@@ -260,12 +266,14 @@ class UnwrapObserver(Observer):
         self._note, self._own_hooks = note, own_hooks
 
     def at_end(self, step: int) -> None:
-        """Unwrap, if the engines of all ranks can."""
+        """Unwrap the module, if the engines of all ranks can."""
         it = self._watched
         if not it.judge.group.ownership.can_unwrap:
             return
         with it.rank_time.harness():
+            # Copies, because unwrapping may free or change the engine's params.
             held = {name: param.clone() for name, param in it.engine.params().items()}
+        # Unwrapping is the system's code, but only the harness calls it.
         with it.rank_time.caused_by_harness():
             module = it.engine.unwrap()
         with it.rank_time.harness():

@@ -1,4 +1,4 @@
-"""`zero-sim run` on real processes: own workers, or those that a launcher started."""
+"""`zero-sim run` on real processes: own workers, or processes that a launcher started."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from zero_sim.targets import import_target
 
 
 class Session(Protocol):
-    """What tells the results of cases."""
+    """Reporter of the results of cases."""
 
     junit: Path | None
-    """Where JUnit XML goes, if anywhere; of several processes one writes it."""
+    """File for JUnit XML, if any. With several processes, one writes it."""
 
     def select(self, cases: Sequence[Case], why_left_out: Callable[[Scenario], str]) -> list[Case]:
-        """The cases that a backend can judge."""
+        """Return the cases that a backend can judge."""
         ...
 
     def run(
@@ -36,7 +36,7 @@ class Session(Protocol):
         cases: Sequence[Case],
         judging: Callable[[], AbstractContextManager[Callable[[Scenario], CaseResult]]],
     ) -> int:
-        """Judge them and tell all; the exit status."""
+        """Judge cases and report their results; return the exit status."""
         ...
 
 
@@ -49,55 +49,58 @@ def run_on_processes(
     target: str | None = None,
     explainer: str,
 ) -> int:
-    """Run cases where every rank is a process.
+    """Run cases with one process per rank.
 
     Args:
-        session: What tells the results.
-        cases: All that are selected; those that the backend cannot judge are left out.
-        backend: What carries the collectives.
-        native: Whether the backend adds in its own order, whatever the cases say.
-        target: `module:name` of the system to judge, which every rank imports; None for those that
-            the cases name.
+        session: Reports the results.
+        cases: All selected cases; those that the backend cannot judge are left out.
+        backend: Carries the collectives.
+        native: True if the backend adds in its own order, overriding the cases' order.
+        target: `module:name` of the system to judge, imported by every rank. None for the cases'
+            own targets.
         explainer: As for `judges.Chosen`.
 
     Returns:
-        The exit status. A process that a launcher started does not come back: it ends with it, the
-        same on every rank.
+        The exit status. In a launched process, this does not return: the process ends with the
+        status, which is the same on every rank.
 
     Raises:
-        UsageError: There is no such target.
+        UsageError: The target does not exist.
         EnvironmentProblem: This machine has no such backend, or too few devices.
     """
     if target is not None:
-        # Said once, and not by every rank in every case.
+        # A wrong name is reported once here, instead of by every rank in every case.
         import_target(target)
     named = {"target": target or "", "explainer": explainer}
     if not is_launched():
+        # Without a launcher: start own workers, on this machine.
         setup = own_setup(backend, native=native)
         chosen = session.select(cases, setup.why_left_out)
         return session.run(chosen, lambda: on_workers(setup, **named))
     rank, ranks_max = place()
     setup = Setup(backend=backend, native=native, ranks_max=ranks_max)
     if rank:
+        # Only rank 0 writes files.
         session.junit = None
     try:
         with _silent() if rank else contextlib.nullcontext():
             chosen = session.select(cases, setup.why_left_out)
             status = session.run(chosen, lambda: as_launched(setup, **named))
     except ZeroSimError as error:
-        # What keeps all of them from it, rank 0 says.
+        # All ranks raise the same error. Rank 0 prints it.
         if not rank:
             raise
         status = error.exit_status
+    # Before ending the process without Python's own shutdown.
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads that torch leaves behind abort a process now and then that ends in the ordinary way.
+    # An ordinary exit is aborted now and then by threads that torch leaves behind.
     supervisor.end_process(status)
 
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Print nothing: rank 0 says it all."""
+    """Discard all output, because rank 0 prints it."""
     with (
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere),

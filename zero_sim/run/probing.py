@@ -1,9 +1,9 @@
-"""The order probe of a case: how the communicators that add its gradients really add.
+"""Order probe of a case: measures how its communicators add gradients.
 
-It runs when every rank has said where its gradients lie, and before the first step. Each call that
-adds gradients is looked at in its size, over its communicator. How a communicator of NCCL is
-arranged is recovered first, and the judges are told; where something adds otherwise than that, or
-than the model of the order, the case is not judged by it.
+The probe runs before the first step, after every rank has reported its gradients' layout. It
+measures each call that adds gradients, in its size, over its communicator. The arrangement of a
+NCCL communicator is recovered first and given to the judges. If a call adds differently from the
+arrangement, or from the model of the order, the case is not judged by that order.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from zero_sim.run.program import GroupContext
 from zero_sim.scenario.spec import Scenario
 
 OBSERVED_ELEMS_MAX = 4096
-"""Largest call that is observed whole where it adds otherwise than its model."""
+"""Largest call whose order is fully observed if it differs from the model."""
 
 ARRANGED = ("nccl-ring",)
-"""Orders whose communicators have arrangements of their own."""
+"""Orders whose communicators have their own arrangements."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Group ranks decide the order of addition. Recent versions of torch sort ranks by default.
 _UNSORTED: dict[str, Any] = (
     {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
 )
 
 
 class OrderDrift(ZeroSimError):
-    """A backend adds otherwise than the model that a case relies on."""
+    """A backend adds in another order than the model that a case relies on."""
 
     def __init__(self, drifts: Sequence[str]) -> None:
         self.drifts = tuple(drifts)
@@ -53,16 +54,16 @@ class Need:
     kind: Kind
     elems: int
     sizes: tuple[int, ...] = ()
-    """Of a `reduce_scatter_list`, what each rank gets."""
+    """Elements for each rank, for `reduce_scatter_list`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Known:
-    """What a process knows of a communicator, as all others of the job do."""
+    """Measured order of a communicator, equal in all processes of the job."""
 
     arrangement: Arrangement | None = None
     verified: set[tuple[Need, str]] = field(default_factory=set)
-    """Calls that add as is known, with the name of their dtype."""
+    """Calls that add as known, with the name of their dtype."""
 
 
 def measure_orders(
@@ -74,25 +75,26 @@ def measure_orders(
     device: str,
     about: str,
 ) -> list[str]:
-    """Measure how all communicators of a case add, and tell its judges.
+    """Measure how all communicators of a case add, and give the result to its judges.
 
     Args:
-        contexts: Of the case; all their judges have heard of every rank.
+        contexts: Contexts of the case, with facts of every rank.
         scenario: The case; its order is the backend's own.
-        real_rank: This process, in the world of the case or outside of it.
-        process_count: Processes that take part.
-        device: Where data lies.
-        about: Which exchange of the case it is.
+        real_rank: This process, inside or outside the world of the case.
+        process_count: Number of processes that take part.
+        device: Device of the data.
+        about: Name of this exchange within the case.
 
     Returns:
-        What was seen, in words.
+        The measured orders, in words.
 
     Raises:
-        OrderDrift: On every process alike: something adds otherwise.
+        OrderDrift: A call adds differently. Raised by all processes.
     """
     order = scenario.world.order
     found: list[list[Any]] = []
     needs = needs_of(contexts, order=order)
+    # In the same order on all processes, because making a group is a collective call.
     for members, wanted in needs.items():
         known = real_rank.memory.setdefault(members, Known())
         new = [
@@ -101,6 +103,7 @@ def measure_orders(
             for dtype in _dtypes_of(scenario)
             if (need, str(dtype)) not in known.verified
         ]
+        # Verified by an earlier case: communicators of the same ranks add alike.
         if not new:
             continue
         group = _group_of(members, inside=real_rank.rank < scenario.world.size)
@@ -110,29 +113,33 @@ def measure_orders(
             arrangement, drifts = look.at(known.arrangement, new)
             if real_rank.rank == members[0]:
                 told = None if arrangement is None else arrangement.as_dict()
+                # As plain lists, because exchanges are JSON.
                 found.append([list(members), told, drifts])
+        # The world's own group is still needed by the case.
         if group is not None and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    # Only the first rank of each communicator reports, and all processes learn the same.
     all_found = real_rank.channel.exchange(found, size=process_count, about=about)
     drifts = []
     for ranks, told, wrong in (each for one in all_found for each in one):
         known = real_rank.memory[tuple(ranks)]
         known.arrangement = None if told is None else Arrangement.from_dict(told)
+        # Only verified calls are skipped in later cases.
         if not wrong:
             for need in needs[tuple(ranks)]:
                 known.verified |= {(need, str(dtype)) for dtype in _dtypes_of(scenario)}
         drifts += [f"{drift}, over ranks {list(ranks)}" for drift in wrong]
     if drifts:
         raise OrderDrift(drifts)
-    return _tell(contexts, needs, real_rank.memory)
+    return _set_arrangements(contexts, needs, real_rank.memory)
 
 
-def _tell(
+def _set_arrangements(
     contexts: Sequence[GroupContext],
     needs: Mapping[tuple[int, ...], Sequence[Need]],
     memory: Mapping[tuple[int, ...], Known],
 ) -> list[str]:
-    """Tell the judges what is known; and in words, what it is."""
+    """Give the known arrangements to the judges; return them in words."""
     told = []
     for context in contexts:
         ranks = context.dp_cp_group.ranks
@@ -140,6 +147,7 @@ def _tell(
         for members in needs:
             seen = memory[members].arrangement
             if seen is not None and set(members) <= set(ranks):
+                # Judges count ranks within their group.
                 arrangements[tuple(ranks.index(rank) for rank in members)] = seen
         context.judge.group.ownership.arrangements = arrangements
     for members in needs:
@@ -152,11 +160,15 @@ def _tell(
 def needs_of(
     contexts: Sequence[GroupContext], *, order: str
 ) -> dict[tuple[int, ...], tuple[Need, ...]]:
-    """By communicator of three ranks or more, in world ranks: the calls that add gradients."""
+    """Return the calls that add gradients, by the world ranks of their communicator.
+
+    Communicators of two ranks are omitted.
+    """
     sites: dict[tuple[int, ...], set[SumSite]] = {}
     for context in contexts:
         ranks = context.dp_cp_group.ranks
         for members, site in context.judge.group.ownership.calls():
+            # Two addends have one order only.
             if len(members) > 2:
                 sites.setdefault(tuple(ranks[rank] for rank in members), set()).add(site)
     return {
@@ -170,6 +182,7 @@ def _sorting(need: Need) -> tuple[Any, ...]:
 
 
 def _needs_of(sites: set[SumSite], *, size: int, order: str) -> Iterator[Need]:
+    # A list has an entry for each rank.
     entries: list[set[int]] = [set() for _ in range(size)]
     for site in sites:
         if site.kind == "all_reduce":
@@ -188,13 +201,13 @@ def _needs_of(sites: set[SumSite], *, size: int, order: str) -> Iterator[Need]:
 
 
 def _dtypes_of(scenario: Scenario) -> list[torch.dtype]:
-    """What gradients may be added in."""
+    """Return the dtypes in which gradients may be added."""
     narrow = _DTYPES.get(scenario.model.dtype)
     return [torch.float32] if narrow is None else [torch.float32, narrow]
 
 
 def _group_of(members: Sequence[int], *, inside: bool) -> dist.ProcessGroup | None:
-    """The communicator, which every rank of the world makes; None outside of the world."""
+    """Return the communicator, made by every rank of the world; None outside the world."""
     if not inside:
         return None
     if len(members) == dist.get_world_size():
@@ -205,7 +218,7 @@ def _group_of(members: Sequence[int], *, inside: bool) -> dist.ProcessGroup | No
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Look:
-    """One communicator, looked at by its ranks."""
+    """Measurement of one communicator by its ranks."""
 
     group: dist.ProcessGroup
     order: Any
@@ -215,12 +228,14 @@ class _Look:
     def at(
         self, arrangement: Arrangement | None, calls: Sequence[tuple[Need, torch.dtype]]
     ) -> tuple[Arrangement | None, list[str]]:
-        """How it is arranged, as far as it is, and where it adds otherwise than that."""
+        """Return its arrangement, if it has one, and the calls that add differently."""
+        # Recovered once per communicator, then verified for every call.
         if self.order in ARRANGED and arrangement is None:
             arrangement, told = arrangement_of(self.group, device=self.device)
             if arrangement is None:
                 return None, [f"drift: expected an arrangement of {self.order}, observed {told}"]
         wrong = [each for each in calls if self.first_wrong(arrangement, *each) is not None]
+        # Large calls may use more channels than those recovered from a small call.
         if wrong and arrangement is not None and len(arrangement.rings) == 1:
             for wider in with_channels(arrangement):
                 if all(self.first_wrong(wider, *each) is None for each in wrong) and all(
@@ -232,7 +247,7 @@ class _Look:
     def first_wrong(
         self, arrangement: Arrangement | None, need: Need, dtype: torch.dtype
     ) -> int | None:
-        """The first element that a call adds otherwise than it is arranged."""
+        """Return the first element that a call adds differently; None if there is none."""
         return verify(
             self._reduction(need),
             self._pieces(arrangement, need, dtype),
@@ -242,11 +257,12 @@ class _Look:
         )
 
     def drift(self, arrangement: Arrangement | None, need: Need, dtype: torch.dtype) -> str:
-        """What a call does in place of what it is to do, in words."""
+        """Return the expected and the observed order of a call, in words."""
         what = f"{need.kind} of {need.elems} elements of {dtype}"
+        # Once more, because the call may not add in the same order each time.
         element = self.first_wrong(arrangement, need, dtype)
         if element is None:
-            return f"{what}: drift: expected the same order each time, observed it once"
+            return f"{what}: drift: expected the same order each time, got another one before"
         wanted = next(
             text_of(tree)
             for start, stop, tree in self._pieces(arrangement, need, dtype)
@@ -271,6 +287,7 @@ class _Look:
         )
 
         def signed(values: Values) -> Tensor:
+            # A measurement may take long, so show the others that this process is alive.
             self.alive()
             return reduce(values)
 

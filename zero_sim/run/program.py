@@ -1,6 +1,6 @@
-"""The program of every rank of a case: a plain training loop with the judge looking on.
+"""Program of every rank of a case: a plain training loop with observers.
 
-A case is one segment, or two where it reloads a checkpoint into another world in between.
+A case is one segment, or two if it reloads a checkpoint into another world.
 """
 
 from __future__ import annotations
@@ -54,34 +54,34 @@ class Segment:
     load: Path | None = None
     """Checkpoint to start from."""
     weights_only: bool = False
-    """Whether to take the weights alone from it."""
+    """True to load only the weights from it."""
     lost_steps: int = 0
     lost_micro_batches: int = 0
-    """What the engine that loads it has trained before."""
+    """Steps and micro-batches that the loading engine has trained before."""
     early_save: Path | None = None
-    """Checkpoint to save before the first step, which nobody loads."""
+    """Checkpoint to save before the first step, which is never loaded."""
     save: Path | None = None
     """Checkpoint to end with."""
     save_step: int | None = None
-    """The step before which it is begun, where training goes on meanwhile."""
+    """Step before which an asynchronous save begins."""
     read_step: int | None = None
-    """The step in which the params that forwards read are recorded; None for none."""
+    """Step in which the params that forwards read are recorded; None for none."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What the ranks tell besides what the judge sees."""
+    """Reports of the ranks in addition to the judge's."""
 
     accuracy: float | None = None
     notes: list[str] = field(default_factory=list)
 
 
 def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
-    """The segments of a case, in order.
+    """Yield the segments of a case in order.
 
     Args:
-        scenario: The case that runs.
-        folder: Where a checkpoint goes.
+        scenario: A valid case.
+        folder: Folder for a checkpoint.
     """
     reload, steps = scenario.reload, scenario.run.steps
     if reload is None:
@@ -91,6 +91,7 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
     yield Segment(
         scenario=scenario,
         start=0,
+        # Steps during an asynchronous save are trained here, and again after the load.
         stop=reload.step + reload.async_steps,
         save=path,
         save_step=reload.step if reload.async_steps else None,
@@ -98,6 +99,7 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
     )
     yield Segment(
         scenario=after_reload(scenario),
+        # The load goes back to here, also after an asynchronous save.
         start=reload.step,
         stop=steps,
         load=path,
@@ -108,13 +110,14 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
 
 
 def folder_for(scenario: Scenario) -> AbstractContextManager[str]:
-    """A folder for the checkpoint of a case, where it makes one; else no path."""
+    """Return a temporary folder for the checkpoint of a case; no path if it has none."""
+    # A case without a reload writes no files.
     return nullcontext("") if scenario.reload is None else TemporaryDirectory(prefix="zero-sim-")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupContext:
-    """What the ranks of one dp-cp group need to run."""
+    """Everything that the ranks of one dp-cp group need to run."""
 
     dp_cp_group: DpCpGroup
     workload: Workload
@@ -122,7 +125,7 @@ class GroupContext:
 
 
 ShareFacts = Callable[[int, Facts], None]
-"""How the judges hear what the engine of a rank, of the world, says before the first step."""
+"""Gives the judges the facts of a world rank's engine before the first step."""
 
 
 _UNTIMED = RankTime()
@@ -138,19 +141,20 @@ def build_program(
     share_facts: ShareFacts | None = None,
     clock: Clock | None = None,
 ) -> Callable[[int], None]:
-    """The program of one segment.
+    """Build the program of one segment.
 
     Args:
-        segment: The steps to take, and where.
-        contexts: Every dp-cp group of the world, with what it trains and who judges it.
+        segment: The steps to take, and their world.
+        contexts: Context of every dp-cp group of the world.
         target: The system under test.
         outcome: Filled in by rank 0.
-        rank_time: Keeps the world from counting the harness's time; by default nothing counts it.
-        share_facts: Gives judges the facts of a rank; left out where ranks share their judges.
-        clock: The time of the world's log; left out where there is none.
+        rank_time: Keeps the harness's time out of the world's clock; by default there is none.
+        share_facts: Gives judges the facts of a rank; None if ranks share their judges.
+        clock: Time of the world's log; None if there is none.
     """
 
     def program(world_rank: int) -> None:
+        # Everything below runs in the rank's own thread or process.
         group, context = _own_group(contexts, world_rank=world_rank, rank_time=rank_time)
         rank = group.rank()
         bare, engine, costs = _build(
@@ -187,7 +191,7 @@ def build_program(
         )
         context.judge.begin(rank, notes)
         if dist.get_world_size() > group.size():
-            # Judges of all dp-cp groups step together, which they can once every engine is there.
+            # Judges of all dp-cp groups step together, so every engine must exist first.
             with rank_time.caused_by_harness():
                 dist.barrier()
         _train(replace(training, observers=observers), segment, outcome=outcome)
@@ -196,13 +200,14 @@ def build_program(
 
 
 def _facts_of(training: _Training, segment: Segment, *, target: Target) -> Facts:
-    """Return what a rank's engine says before the first step, checked."""
+    """Return the checked facts that a rank's engine reports before the first step."""
     with training.rank_time.harness():
         # After a load the reference goes on from its own values.
         draws = segment.load is None and draws_weights(target)
         with_start = segment.scenario.model.distinct_start
         facts = facts_of(training.engine, with_start=with_start, with_drawn=draws)
-    # What the user is to mend, and no failure of the judge that would hear of it.
+    # Check here, not in the judge: this is the user's mistake and must not count as a harness
+    # error.
     scenario = training.context.dp_cp_group.scenario
     check_reported(facts, scenario=scenario, target_name=target.name)
     return facts
@@ -214,7 +219,7 @@ def _own_group(
     """Return the process group of a rank's dp-cp group; with several, all of them are made."""
     group, mine = dist.group.WORLD, 0
     if len(contexts) > 1:
-        # Every rank makes every group, in one order, as torch.distributed demands.
+        # torch.distributed requires that every rank makes every group, in the same order.
         with rank_time.caused_by_harness():
             groups = [dist.new_group(list(context.dp_cp_group.ranks)) for context in contexts]
         mine = next(
@@ -227,7 +232,7 @@ def _own_group(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Training:
-    """One rank that trains, and those who watch it."""
+    """A rank that trains, with its observers."""
 
     context: GroupContext
     rank: int
@@ -239,11 +244,12 @@ class _Training:
     rank_time: RankTime
     target_name: str
     unsettled: bool
-    """As the target's capabilities say."""
+    """From the target's capabilities."""
 
     @property
     def may_raise(self) -> bool:
-        """True if a step whose gradients are not finite has to raise."""
+        """True if a step with non-finite gradients must raise."""
+        # With loss scaling, an overflow is an ordinary skipped step.
         raises = self.context.judge.group.numerics.nonfinite == "raises"
         return raises and self.context.dp_cp_group.scenario.optimizer.loss_scale is None
 
@@ -259,17 +265,20 @@ def _build(
     """Build a rank's engine."""
     scenario = context.dp_cp_group.scenario
     with rank_time.harness():
+        # Every rank draws the same weights, except for experts and tensor-parallel parts.
         module = build_module(
             context.workload,
             expert_index=group.rank() % scenario.topology.ep,
             tp_index=context.dp_cp_group.tp_index,
         )
-        # Before ranks are made distinct: all are to have what the first holder has.
+        # Before ranks are made distinct, because all must end with the first holder's values.
         model = model_of(module, known=context.judge.group.ownership.param_names)
         if scenario.model.distinct_start:
             make_distinct(module, rank=group.rank(), ep=scenario.topology.ep)
         if segment.load is not None and scenario.model.buffer == "saved":
+            # So that the buffer must come from the checkpoint.
             make_unloaded(module)
+        # Before the target wraps the module: engines may replace or flatten its params.
         bare = BareModule(module, read_step=segment.read_step, rank_time=rank_time)
     system = target.build(module, scenario=scenario, group=group)
     costs = costs_of(target, scenario, engine=system)
@@ -279,9 +288,9 @@ def _build(
 
 
 def _load(training: _Training, segment: Segment, path: Path) -> None:
-    """Load the checkpoint that a segment starts from, into an engine that has trained or not.
+    """Load the checkpoint that a segment starts from, after the lost steps.
 
-    The judge sees nothing of that training: whatever it leaves shows in the steps that follow.
+    The judge does not see the lost steps. Anything left of them shows in the steps that follow.
     """
     engine, scenario = training.engine, training.context.dp_cp_group.scenario
     for step in range(segment.start, segment.start + segment.lost_steps):
@@ -296,7 +305,7 @@ def _load(training: _Training, segment: Segment, path: Path) -> None:
 
 
 def _lose(training: _Training, step: int, micro_batches: int) -> None:
-    """Train micro-batches that the next load makes void."""
+    """Train micro-batches that the next load discards."""
     _freeze(training, step)
     training.engine.zero_grad()
     for micro in range(micro_batches):
@@ -304,21 +313,23 @@ def _lose(training: _Training, step: int, micro_batches: int) -> None:
 
 
 def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
-    """Take the segment's steps; the observers look on.
+    """Take the segment's steps.
 
-    What they read is not charged to the system, whatever is in flight.
+    Reads by observers are not charged to the system, whatever is in flight.
     """
     scenario, engine = training.context.dp_cp_group.scenario, training.engine
     observers, stop = training.observers, segment.stop
-    # Gathers that the next forward overlaps must not be waited for by the judge: it looks at params
-    # once that forward has used them.
+    # The judge must not wait for gathers that the next forward overlaps, so it reads params after
+    # that forward has used them.
     deferred, late = overlaps_params(scenario.system), False
     saving: Saving | None = None
+    # torch's get_state_dict steps an optimizer without state: scenarios/upstream/torch-save-steps.
     if segment.early_save is not None:
         _save(training, segment, segment.early_save)
     evaluate = scenario.run.evaluate
     for step in range(segment.start, stop):
         evaluated = _evaluate(training, step) if evaluate == "between-steps" else None
+        # Before `zero_grad`: the checkpoint has everything up to the step before.
         if step == segment.save_step:
             saving = _begin_save(training, segment)
         _freeze(training, step)
@@ -347,6 +358,7 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
             result = take_step(lr_factor=lr_factor(scenario, step))
         for watch in observers.after_step:
             watch(step, losses, result)
+        # `unsettled` targets omit settle() in every second step, so that both ways are judged.
         late = (deferred or (training.unsettled and step % 2 == 0)) and step + 1 < stop
         if not late:
             engine.settle()
@@ -358,19 +370,20 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
         else:
             saving.wait()
         return
-    # On every rank: where params are sharded, a forward is one of them all.
+    # On every rank, because a forward with sharded params needs all ranks.
     with training.rank_time.caused_by_harness():
         accuracy = training.context.workload.accuracy(engine.module)
     notes = engine.notes()
     if training.context.dp_cp_group.ranks[training.rank] == 0:
         outcome.accuracy = accuracy
         outcome.notes.extend(notes)
+    # Last, because unwrapping ends the engine.
     for watch in observers.at_end:
         watch(stop - 1)
 
 
 def _take_micro_batches(training: _Training, step: int, *, late: bool) -> list[Tensor]:
-    """Train all micro-batches of a step; the losses of those that this rank has data for."""
+    """Train all micro-batches of a step; return the losses of those with data."""
     observers, losses = training.observers, list[Tensor]()
     for micro in range(training.context.dp_cp_group.scenario.run.micro_batches):
         for watch in observers.before_micro_batch:
@@ -383,7 +396,7 @@ def _take_micro_batches(training: _Training, step: int, *, late: bool) -> list[T
 
 
 def _begin_save(training: _Training, segment: Segment) -> Saving:
-    """Begin a checkpoint between two steps; what it calls belongs to neither."""
+    """Begin an asynchronous save between two steps; its calls belong to neither."""
     assert segment.save is not None
     assert segment.scenario.reload is not None
     training.engine.settle()
@@ -392,7 +405,7 @@ def _begin_save(training: _Training, segment: Segment) -> Saving:
 
 
 def _save(training: _Training, segment: Segment, path: Path) -> None:
-    """Save all there is now; what it calls belongs to no step."""
+    """Save a checkpoint; its calls belong to no step."""
     assert segment.scenario.reload is not None
     training.engine.settle()
     with training.context.judge.book.aside(training.rank):
@@ -402,48 +415,53 @@ def _save(training: _Training, segment: Segment, path: Path) -> None:
 def _check_can_reload(engine: CompletedEngine, segment: Segment, *, target: Target) -> None:
     if (segment.save or segment.load) and not engine.can_reload:
         raise UsageError(
-            f"expected a target with save and load for a scenario with `reload`, got "
-            f"{target.name!r}, which has not both. Try a scenario without `reload`."
+            "expected a target with save() and load(), because the scenario has `reload`, got "
+            f"{target.name!r}. Remove `reload`, or choose another target."
         )
 
 
 def lr_factor(scenario: Scenario, step: int) -> float:
-    """What learning rates are multiplied by in a step: a linear warm-up, then 1."""
+    """Return the factor of learning rates in a step: a linear warm-up, then 1."""
+    # Computed as the reference does; the factor of step 0 is 1 / warmup_steps.
     warmup_steps = scenario.optimizer.warmup_steps
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
 def _freeze(training: _Training, step: int) -> None:
     for freeze in training.context.dp_cp_group.scenario.model.freeze:
-        # An expert is not on all ranks; whether a param exists at all, the reference has checked.
+        # An expert is not on all ranks. The reference has checked that the param exists.
         if freeze.param in training.names:
+            # Looked up each step, because engines may replace params.
             param = _find_param(training, freeze.param)
             param.requires_grad_(not freeze.start <= step < freeze.stop)
 
 
 def _find_param(training: _Training, name: str) -> Tensor:
-    """The param of the engine's module that has a name in the bare model.
+    """Return the param of the engine's module with a name in the bare model.
 
-    Systems may put other tensors in a param's place.
+    Systems may replace params by other tensors.
     """
     held = dict(training.engine.module.named_parameters())
     alike = names_like(held, name)
+    # The only param whose name has the bare name's parts, in order.
     if len(alike) == 1:
         return held[alike[0]]
     got = ", ".join(map(repr, alike or held)) or "no params"
     raise ProtocolError(
-        f"expected `module` of what target {training.target_name!r} builds to have param {name!r}, "
-        f"which model.freeze names, got {got}. Try a wrapper that keeps the params' names but for "
-        "parts that it adds, or a scenario without model.freeze."
+        f"expected `module` of target {training.target_name!r}'s engine to have param {name!r}, "
+        f"because model.freeze names it, got {got}. Use a wrapper that only adds parts to the "
+        "params' names, or remove model.freeze."
     )
 
 
 def draw_batch(workload: Workload, scenario: Scenario, step: int, rank: int, micro: int) -> Batch:
-    """A micro-batch, after the rank's random numbers were seeded for it."""
-    # torch.manual_seed asks every kind of device first, which takes 100 us.
+    """Seed the rank's random numbers, and draw a micro-batch."""
+    # torch.manual_seed first queries every kind of device, which takes 100 us.
+    # Each micro-batch has its own seed, so that the reference can replay any of them.
     seed = seed_of(scenario, step=step, rank=rank, micro=micro)
     torch.default_generator.manual_seed(seed)
     batch = workload.batch(step=step, rank=rank, micro=micro)
+    # Dropout in forward draws on the device of the inputs.
     seed_device(batch.inputs.device, seed)
     return batch
 
@@ -457,7 +475,7 @@ def start_step(
     rank: int,
     rank_time: RankTime = _UNTIMED,
 ) -> None:
-    """Give an engine the rows of a step, if it takes them; batches are drawn twice then."""
+    """Give an engine the rows of a step if it takes them. Batches are then drawn twice."""
     if not engine.has_start_step:
         return
     with rank_time.harness():
@@ -469,9 +487,10 @@ def start_step(
 
 
 def _take_part(training: _Training, step: int, micro: int) -> list[Tensor]:
-    """Train in one micro-batch, or join it; the loss, of a rank that has data for it."""
+    """Train in one micro-batch or join it; return the loss, if this rank has data."""
     scenario, rank = training.context.dp_cp_group.scenario, training.rank
     last = micro == scenario.run.micro_batches - 1
+    # A rank without data still takes part in every collective.
     if micro >= own_micro_batches(scenario.run, step=step, rank=rank):
         training.engine.join_micro_batch(last=last)
         return []
@@ -483,13 +502,13 @@ def _take_part(training: _Training, step: int, micro: int) -> list[Tensor]:
 
 
 def _evaluate(training: _Training, step: int) -> Tensor:
-    """The loss of a step's first micro-batch, by a forward under `no_grad`."""
+    """Return the loss of a step's first micro-batch from a forward under `no_grad`."""
     context, rank = training.context, training.rank
     with training.rank_time.harness():
         batch = draw_batch(context.workload, context.dp_cp_group.scenario, step, rank, 0)
     for watch in training.observers.before_evaluation:
         watch(step)
-    # Forms of a target's own are of training alone.
+    # A target's own closed forms cover training only, so these calls are booked aside.
     is_counted = not callable(context.judge.notes[rank].costs.volume)
     aside = nullcontext() if is_counted else context.judge.book.aside(rank)
     with aside, torch.no_grad():
@@ -497,10 +516,11 @@ def _evaluate(training: _Training, step: int) -> Tensor:
 
 
 def _micro_batch(training: _Training, batch: Batch, step: int, *, last_micro: bool) -> Tensor:
-    # The loss runs the system's module, so what fails or lasts here is the system's.
+    # The loss runs the system's module, so errors and time here are charged to the system.
     engine = training.engine
     engine.start_micro_batch(last=last_micro)
-    # A workload does no more with a module than call it.
+    # A workload only calls the module.
+    # Several terms for a model with a second loss, which the engine may scale by itself.
     terms = loss_terms(training.context.workload, engine.forward, batch)  # pyrefly: ignore
     for watch in training.observers.after_forward:
         watch(step)

@@ -1,4 +1,4 @@
-"""Rank-local state of a target in the simulated world: its names, its packages, GPUs in name."""
+"""Rank-local state of a target in the simulated world: its globals, its packages, fake GPUs."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from zero_sim.targets import Target
 from zero_sim.targets.rank_local import RankLocal, prepare, rank_local_of
 
 _CALLER, _RANK = -1, 0
-"""Owners where a process is one rank."""
+"""Owners of the state in a process that is one rank."""
 
 
 class Own(RankLocalOfWorld, Protocol):
-    """What moves with the baton, and can be let go of."""
+    """State that moves with the baton, and can be dropped."""
 
     @property
     def skipped(self) -> Mapping[str, str]:
-        """Declared names that are not there, and why."""
+        """Declared names that do not exist, with the reason."""
         ...
 
     def forget(self) -> None:
-        """Let go of everything that ranks had."""
+        """Drop the state of all ranks."""
         ...
 
 
 class OwnState:
-    """Moves what a target declares as rank-local between one owner at a time and its place."""
+    """Moves state that a target declares as rank-local; one owner at a time has it in place."""
 
     def __init__(self, declared: RankLocal) -> None:
         self._names = OwnNames(declared.names)
@@ -42,45 +42,45 @@ class OwnState:
 
     @property
     def skipped(self) -> Mapping[str, str]:
-        """Declared names that are not there, and why."""
+        """Declared names that do not exist, with the reason."""
         return self._names.skipped
 
     def begin(self, caller: int) -> None:
-        """Forget all ranks, and take out what is in place as `caller`'s."""
+        """Forget all ranks, and take out the present state as `caller`'s."""
         self._names.begin(caller)
         if self._modules is not None:
             self._modules.begin(caller)
 
     def take_out(self, owner: int) -> None:
-        """Save what is in place as `owner`'s."""
+        """Save the present state as `owner`'s."""
         self._names.take_out(owner)
         if self._modules is not None:
             self._modules.take_out(owner)
 
     def put_in_place(self, owner: int, *, previous: int) -> None:
-        """Make what `owner` has the process's; `previous`'s was taken out just before."""
+        """Put `owner`'s state in place, after `previous`'s was taken out."""
         if self._modules is not None:
             self._modules.put_in_place(owner)
         self._names.put_in_place(owner)
 
     def forget(self) -> None:
-        """Let go of everything that ranks had."""
+        """Drop the state of all ranks."""
         self._names.forget()
         if self._modules is not None:
             self._modules.forget()
 
 
 class RankLocalState:
-    """All that is done for the ranks of one target while they run.
+    """Preparations for the ranks of one target while they run.
 
     Args:
-        declared: By the target.
-        ranks_max: Ranks of a world, at most; each is told of as many GPUs.
+        declared: State declared by the target.
+        ranks_max: Most ranks of a world. Each rank sees as many GPUs.
     """
 
     def __init__(self, declared: RankLocal, *, ranks_max: int) -> None:
         self.own: Own | None = None
-        """What moves with the baton; None for nothing."""
+        """State that moves with the baton; None for nothing."""
         if declared.names or declared.packages:
             self.own = OwnState(declared)
         self._cuda = None
@@ -88,13 +88,13 @@ class RankLocalState:
             self._cuda = CudaOnCpu(device_count=ranks_max, rank=lambda: rank_state.rank or 0)
 
     def notes(self) -> list[str]:
-        """Notes on declared names that the installed library lacks, once ranks have run."""
+        """Return notes on declared names that the installed library lacks, after ranks have run."""
         skipped = {} if self.own is None else self.own.skipped
         return [f"rank-local name {name!r} is skipped: {why}" for name, why in skipped.items()]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Around all runs; to be entered by the thread that runs them."""
+        """Context around all runs, entered by the thread that runs them."""
         with nullcontext() if self._cuda is None else self._cuda.installed():
             try:
                 yield
@@ -103,7 +103,7 @@ class RankLocalState:
                     self.own.forget()
 
     def in_rank(self) -> AbstractContextManager[object]:
-        """Around the program of one rank."""
+        """Context around the program of one rank."""
         return nullcontext() if self._cuda is None else self._cuda.in_rank()
 
 
@@ -111,18 +111,18 @@ class RankLocalState:
 def as_in_new_process(
     target: Target, *, ranks_max: int, notes: list[str] | None = None
 ) -> Iterator[None]:
-    """Around the program of a real rank, whose process has run other cases and will run more.
+    """Context around the program of a real rank in a process that runs many cases.
 
-    What the target declares as rank-local begins anew, and is as before afterwards.
+    State that the target declares as rank-local starts anew, and is restored afterwards.
 
     Args:
         target: The system under test.
-        ranks_max: Ranks of a world, at most.
-        notes: Receives a note on each declared name that is not there.
+        ranks_max: Most ranks of a world.
+        notes: Receives a note on each declared name that does not exist.
 
     Raises:
-        EnvironmentProblem: The package that it judges is not installed.
-        ProtocolError: It declares something else.
+        EnvironmentProblem: The package of the system is not installed.
+        ProtocolError: The target declares something else.
     """
     state = rank_local_state(target, ranks_max=ranks_max)
     if state is None:
@@ -131,24 +131,27 @@ def as_in_new_process(
     own = state.own
     with state.installed(), state.in_rank():
         if own is not None:
+            # As in a new process: what other cases left in place becomes the caller's.
             own.begin(_CALLER)
             own.put_in_place(_RANK, previous=_CALLER)
         if notes is not None:
+            # After `begin`, which looks for the names.
             notes.extend(state.notes())
         try:
             yield
         finally:
             if own is not None:
+                # Restore the caller's state, also after an error.
                 own.take_out(_RANK)
                 own.put_in_place(_CALLER, previous=_RANK)
 
 
 def rank_local_state(target: Target, *, ranks_max: int) -> RankLocalState | None:
-    """What is done for the ranks of a target; None where it declares nothing.
+    """Return the preparations for the ranks of a target; None if it declares none.
 
     Raises:
-        EnvironmentProblem: The package that it judges is not installed.
-        ProtocolError: It declares something else.
+        EnvironmentProblem: The package of the system is not installed.
+        ProtocolError: The target declares something else.
     """
     prepare(target)
     declared = rank_local_of(target)

@@ -1,9 +1,9 @@
-"""Jobs for real processes: each judges the one rank that it is.
+"""Jobs for real processes: each judges the rank that it is.
 
-One of them has an oracle that replays all ranks, and tells the others digests of each step; theirs
-lag behind as long as all agrees. An oracle needs nothing of other ranks but what they say of their
-engines before the first step. All that goes through a store, so that no process group and none of
-the system's collectives take part in judging.
+One process has a reference that replays all ranks, and sends digests of each step. The references
+of the others lag behind while the digests match. A reference needs only the facts that other ranks'
+engines report before the first step. All exchanges use a store, so no process group and no
+collective of the system takes part in judging.
 """
 
 from __future__ import annotations
@@ -38,51 +38,51 @@ from zero_sim.targets import Target, import_target
 from zero_sim.targets.recorded import Record, Replayed
 
 TELLER = 0
-"""The rank that takes steps for all."""
+"""Rank that computes steps for all."""
 _BEGIN_SECONDS = 1.0
-"""How long a step may not even be begun: less than others are waited for once a rank is lost."""
+"""Seconds to wait until a step is begun: less than other ranks wait for a lost rank."""
 _LOOK_SECONDS = 0.001
-"""How often it is looked whether it is: it is by all ranks at about the same time."""
+"""Seconds between two polls; all ranks begin a step at about the same time."""
 
 
 class WiredSteps:
-    """Steps that one process takes for all, sent as digests through the store; see `SharedSteps`.
+    """Steps that one process computes for all, sent through the store; see `SharedSteps`.
 
-    No process depends on them: one that receives nothing in time, or that nothing more is sent,
-    takes its own steps.
+    Only digests are sent. No process depends on them: one that receives nothing in time computes
+    the steps itself.
 
     Args:
         channel: Side channel of this process.
-        stall_seconds: How long a step may take that was begun: then it is the harness that
-            computes, no system.
+        stall_seconds: Seconds that a begun step may take. The harness computes it, not the system.
     """
 
     def __init__(self, channel: SideChannel, *, stall_seconds: float) -> None:
         self._channel = channel
         self._stall_seconds = stall_seconds
         self.are_digests = channel.rank != TELLER
-        self._tells = not self.are_digests
-        """False once the others take their own steps."""
+        self._sends = not self.are_digests
+        """False after the others began to compute their own steps."""
 
     def find(self, step: int, *, placed: Hashable = None) -> Sequence[StepDigests] | None:
-        """Return a step that was sent; None also if nothing came, for whatever reason."""
+        """Return the digests of a step; None if none were received."""
         if not self.are_digests:
             return None
-        # Not by a wait of the store, which complains on stderr when its time is over.
+        # Poll, because a wait of the store prints on stderr at its timeout.
         begin_by = time.monotonic() + _BEGIN_SECONDS
         while not self._channel.has_told(TELLER, about=f"owing {step}"):
             if time.monotonic() > begin_by:
                 return None
             time.sleep(_LOOK_SECONDS)
         try:
+            # The step has begun, so wait as long as a step may take.
             sent = self._channel.hear(TELLER, about=f"owed {step}", seconds=self._stall_seconds)
         except (RankGone, TimeoutError):
             return None
         return None if sent is None else [StepDigests(**each) for each in sent]
 
     def begin(self, step: int) -> None:
-        """Send that a step is being taken."""
-        if self._tells:
+        """Send that a step has begun."""
+        if self._sends:
             self._channel.tell({}, about=f"owing {step}")
 
     def keep(
@@ -92,9 +92,10 @@ class WiredSteps:
         groups: Sequence[JudgedGroup],
         placed: Hashable = None,
     ) -> None:
-        """Send a step, or that the others have to take it, if digests do not cover it."""
-        if not self._tells:
+        """Send a step, or that the others must compute it, if digests do not cover it."""
+        if not self._sends:
             return
+        # Digests cover the usual results of a step; None for a step that they cannot describe.
         digests = [digests_of(each, group=group) for each, group in zip(taken, groups, strict=True)]
         sent = [each.as_dict() for each in digests if each is not None]
         if len(sent) == len(groups):
@@ -103,50 +104,51 @@ class WiredSteps:
             self.stop(taken[0].step)
 
     def stop(self, step: int) -> None:
-        """Let the others take their own steps, from this one on."""
-        if self._tells:
+        """Let the others compute their own steps, from this one on."""
+        if self._sends:
+            # Receivers first wait for the beginning of a step.
             self.begin(step)
             self._send(step, None)
-            self._tells = False
+            self._sends = False
 
     def _send(self, step: int, steps: Sequence[dict[str, Any]] | None) -> None:
         self._channel.tell(steps, about=f"owed {step}")
 
     def close(self, steps: int) -> None:
-        """Let nobody wait for steps that are not sent any more.
+        """Withdraw all messages, so that no process waits for further steps.
 
         Args:
-            steps: How many the case has.
+            steps: Number of steps in the case.
         """
         for step in range(steps):
-            # Who hears the first of them goes on alone, and asks for no other.
+            # After the first withdrawn step, the others compute all later ones themselves.
             if self._channel.withdraw([f"owing {step}", f"owed {step}"]):
                 return
 
 
 def processes_of(scenario: Scenario) -> int:
-    """How many processes a case needs: the ranks of its largest world."""
+    """Return the number of processes that a case needs: the ranks of its largest world."""
     return max(part.scenario.world.size for part in segments_of(scenario, folder=Path()))
 
 
 def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any]:
-    """Run a case as one rank, and judge that rank.
+    """Run a case as one rank, and judge this rank.
 
     Args:
-        payload: `scenario`, as JSON; `folder`, where a checkpoint goes, for all processes;
-            `processes`, how many there are; `order`, the one to add in whatever the backend does,
-            or null for its own; `added_in`, the order that is in either case; `target`,
-            `module:name` of the system under test, or empty for the one that the scenario names;
-            `grads_told`, a point that the target does not declare itself, or empty;
-            `layout`, the `Record` of a second layout, as JSON, or null;
-            `explainer`, `module:name` of a class that explains what differs, or empty; `device`,
-            where the ranks compute, `cpu` or `cuda`; `probe`, whether the case relies on
-            the order that the backend adds in by itself.
+        payload: `scenario`: the case, as JSON; `folder`: for a checkpoint, the same in all
+            processes; `processes`: their number; `order`: order to add in, or null for the
+            backend's own; `added_in`: the order in either case; `target`: `module:name` of the
+            system under test, or empty for the scenario's; `grads_told`: point that the target does
+            not declare, or empty; `layout`: `Record` of a second layout, as JSON, or null;
+            `explainer`: `module:name` of a class that explains differences, or empty; `device`:
+            device of the ranks, `cpu` or `cuda`; `probe`: true if the case relies on the backend's
+            own order.
         real_rank: This process.
 
     Returns:
         A `Report`, as JSON.
     """
+    # Payloads are JSON, so that processes of other machines are never unpickled.
     scenario = adapter().validate_json(payload["scenario"])
     segments = tuple(segments_of(scenario, folder=Path(payload["folder"])))
     wired = WiredSteps(real_rank.channel, stall_seconds=scenario.run.stall_seconds)
@@ -167,19 +169,20 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
         return target if layout is None else Replayed(target, Record.from_list(layout))
 
     try:
-        # Where another rank gave up, it says why.
+        # A rank that gave up reports the reason itself.
         with contextlib.suppress(RankGone):
             trial.run(segments, ranks, find=find)
     except OrderDrift as drift:
         trial.drifts = drift.drifts
-    # A fault of ours: said like all else, since the others wait to hear of this rank.
+    # An error of the harness is reported like a finding, because the others wait for this rank.
     except Exception as error:  # noqa: BLE001
         trial.fail(JudgeFailed(error, traceback.format_exc()), rank=real_rank.rank)
     if trial.failure is not None:
-        # Others may wait in a collective until this rank's half of the group is really gone; what
-        # the system built holds on to it in circles, not all of which can be broken.
+        # Others may wait in a collective until this rank's half of the group is destroyed. The
+        # system's objects keep it alive in reference cycles, so collect them.
         real_rank.last_words = f"{trial.failure.message}\n{trial.failure.detail}"
         gc.collect()
+    # Others may still wait for an exchange that this rank does not reach any more.
     abouts = ("joined", "facts", "orders", "wrong", "left")
     real_rank.channel.withdraw(
         [f"{what} {index}" for index in range(len(segments)) for what in abouts]
@@ -191,35 +194,37 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OwnRank:
-    """The one rank that this process is."""
+    """The rank that this process is."""
 
     real_rank: RealRank
     processes: int
-    """How many there are; those outside a world only follow what the others do."""
+    """Number of processes. Those outside a world only follow the exchanges."""
     order: str | None
-    """The order to add in; None for the backend's own."""
+    """Order to add in; None for the backend's own."""
     probe: bool
-    """Whether the order that is the backend's own is relied on, and so measured."""
+    """True if the case relies on the backend's own order, so that it is measured."""
     wired: WiredSteps
-    """Steps that one of them takes for all."""
+    """Steps that one process computes for all."""
     explainer: str
     """As for `JudgedGroup`."""
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
-        """As `Ranks` says.
+        """Run a segment, as in `Ranks`.
 
         Raises:
             RankGone: Another rank gave up.
-            OrderDrift: The backend adds otherwise than the case relies on.
+            OrderDrift: The backend adds differently from the order that the case relies on.
         """
         real_rank, scenario = self.real_rank, segment.scenario
         view = View(rank=real_rank.rank, wired=self.wired, explainer=self.explainer)
+        # Every process has judges for all groups, because a reference replays all ranks.
         contexts = trial.build_contexts(segment, target=target, view=view)
 
         rank_time = RankTime(self._show_life)
 
         def share_facts(rank: int, facts: Facts | None) -> None:
             said = None if facts is None else facts.as_dict()
+            # Through the store, before the first step; every process gets the facts of all ranks.
             all_facts = self._exchange(said, about=f"facts {index}")
             with rank_time.harness():
                 for each in contexts:
@@ -235,11 +240,14 @@ class _OwnRank:
                     about=f"orders {index}",
                 )
 
+        # A process outside this world follows the exchanges and steps, for the next world.
         if real_rank.rank >= scenario.world.size:
             real_rank.leave()
             share_facts(real_rank.rank, None)
             for _ in range(segment.start, segment.stop):
                 with rank_time.harness():
+                    # The reference takes the steps, because the next world may include this
+                    # process.
                     contexts[0].judge.step_unseen()
             return
         program = build_program(
@@ -258,26 +266,28 @@ class _OwnRank:
                 order_seed=scenario.run.seed,
             ):
                 try:
+                    # Notes on missing names once per case, not once per world.
                     notes = trial.outcome.notes if index == 0 else None
                     with as_in_new_process(target, ranks_max=self.processes, notes=notes):
                         program(real_rank.rank)
                 except (Exception, SystemExit):
-                    # Leaving the world is what makes others raise, too.
-                    trial.raised_at = time.time()
+                    trial.raised_at = time.time()  # Leaving the world makes the others raise.
                     raise
         except (RankGone, OrderDrift):
             raise
-        # Whatever the system raises is what came of it, also where it means to end its rank.
+        # Any error of the system is a finding, also SystemExit.
         except (Exception, SystemExit) as error:
             raise RankFailed(real_rank.rank, error, traceback.format_exc()) from error
 
     def is_wrong_anywhere(self, index: int, is_wrong_here: bool) -> bool:
-        """As `Ranks` says."""
+        """Return True if any process has a finding, as in `Ranks`."""
+        # All processes must stop at the same segment.
         return any(self._exchange(is_wrong_here, about=f"wrong {index}"))
 
     def _exchange(self, what: Any, *, about: str) -> list[Any]:
         return self.real_rank.channel.exchange(what, size=self.processes, about=about)
 
     def _show_life(self, pause: bool, **block: Any) -> AbstractContextManager[None]:
+        # The judge's blocks count as signs of life, because they are not the system's time.
         self.real_rank.channel.alive()
         return untimed(pause, **block)

@@ -1,4 +1,4 @@
-"""Judges of case after case on real ranks: own workers, or the processes of a launched job."""
+"""Judges of cases on real ranks: own workers, or the processes of a launched job."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from zero_sim.targets import import_target, refusals
 from zero_sim.targets.numerics import GradsTold
 from zero_sim.targets.recorded import Record
 
-_LATE = "torch._dynamo"
-"""What torch's optimizers import when the first one is made, which takes seconds."""
+_OPTIMIZER_IMPORT = "torch._dynamo"
+"""Module that torch imports when the first optimizer is made, which takes seconds."""
 
-PRELOAD = ("zero_sim.backends.worker", judge_rank.__module__, _LATE)
-"""What workers import before they are forked."""
+PRELOAD = ("zero_sim.backends.worker", judge_rank.__module__, _OPTIMIZER_IMPORT)
+"""Modules that workers import before they are forked."""
 
 Job = Callable[[Mapping[str, Any], RealRank], Any]
-"""What a process runs, a function of a module; takes and gives what can be written as JSON."""
+"""Function of a module, run by a process; arguments and results are JSON."""
 
 
 class Processes(Protocol):
@@ -47,34 +47,34 @@ class Processes(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What was fixed about the backend, in words."""
+        """Fixed settings of the backend, in words."""
         ...
 
     def run(
         self, job: Job, payload: Mapping[str, Any], *, needed: int, stall_seconds: float
     ) -> Sequence[Ending]:
-        """Run a job on every process; how it ended on each, in rank order.
+        """Run a job on every process; return the endings in rank order.
 
         Args:
             job: The job.
-            payload: What it takes, the same for all; the number of `processes` is added to it.
-            needed: How many are needed at least.
-            stall_seconds: How long they may give no sign of life.
+            payload: Its argument, the same on all; `processes`, their number, is added.
+            needed: Least number of processes.
+            stall_seconds: Seconds that a process may give no sign of life.
         """
         ...
 
     def __exit__(self, *exception: object) -> None:
-        """End them, or wait until all are through."""
+        """End the processes, or wait until all are done."""
         ...
 
 
 class RealJudge:
-    """Judges one case after another on real ranks; to be closed.
+    """Judges one case at a time on real ranks. Close it after use.
 
     Args:
-        setup: What carries the collectives.
-        processes: What the ranks are.
-        target: `module:name` of the system under test; empty for the one that each case names.
+        setup: Setup of the backend.
+        processes: Processes of the ranks.
+        target: `module:name` of the system under test; empty for each case's own.
         explainer: As for `JudgedGroup`.
     """
 
@@ -86,7 +86,7 @@ class RealJudge:
         self._processes = processes
         self._target = target
         self._points: defaultdict[str, Point] = defaultdict(list)
-        """By name of a target."""
+        """Inferred points by name of a target."""
 
     def __enter__(self) -> Self:
         return self
@@ -95,22 +95,22 @@ class RealJudge:
         self._processes.__exit__(*exception)
 
     def __call__(self, scenario: Scenario) -> CaseResult:
-        """Judge a case; a process that dies or hangs costs this case alone.
+        """Judge a case. A process that dies or hangs costs only this case.
 
         Raises:
             EnvironmentProblem: Processes cannot be started, or lack something that the case needs;
-                or the case is one that `Setup.why_left_out` names.
+                or `Setup.why_left_out` has a reason against the case.
         """
         return with_twin(
-            self._judge_as_told(scenario),
+            self._judge_by_point(scenario),
             scenario,
-            judge=self._judge_as_told,
+            judge=self._judge_by_point,
             find=lambda: import_target(self._target or scenario.system.target),
         )
 
-    def _judge_as_told(self, scenario: Scenario) -> CaseResult:
+    def _judge_by_point(self, scenario: Scenario) -> CaseResult:
         if not self._target:
-            return self._judge(scenario)  # Registered targets declare where they tell gradients.
+            return self._judge(scenario)  # Registered targets declare where they report gradients.
         return judge_as_told(
             scenario,
             judge=self._judge,
@@ -119,6 +119,7 @@ class RealJudge:
         )
 
     def _judge(self, scenario: Scenario, point: GradsTold | None = None) -> CaseResult:
+        # Before any process starts.
         self.setup.check(scenario)
         started = time.perf_counter()
         record, wrong = self._second_layout(scenario, point)
@@ -136,12 +137,14 @@ class RealJudge:
     def _second_layout(
         self, scenario: Scenario, point: GradsTold | None
     ) -> tuple[Record | None, CaseResult | None]:
-        """Run a case in its second layout, if it has one, on simulated ranks: bits are the same."""
+        """Run the second layout of a case, if any, on simulated ranks."""
         if scenario.pair is None:
             return None, None
         target = import_target(self._target or scenario.system.target)
+        # The case itself will report the refusal.
         if refusals(target, scenario):
             return None, None
+        # Bits do not depend on the backend.
         with WorldPool() as worlds:
             backend = Simulated(worlds=worlds)
             return record_layout(
@@ -159,9 +162,11 @@ class RealJudge:
                 "scenario": adapter().dump_json(scenario).decode(),
                 "folder": folder,
                 "order": self.setup.order_of(scenario),
+                # Judges need the order in both cases: folded by ranks, or the backend's own.
                 "added_in": self.setup.order_of(scenario) or OWN_ORDERS[self.setup.backend],
                 "target": self._target,
                 "grads_told": point,
+                # Explanations replay steps, which a recorded layout does not support.
                 "explainer": "" if record else self._explainer,
                 "layout": None if record is None else record.as_list(),
                 "device": self.setup.device,
@@ -171,6 +176,7 @@ class RealJudge:
                 judge_rank, payload, needed=processes_of(scenario), stall_seconds=stall_seconds
             )
         reports = tuple(_reports_of(endings, stall_seconds=stall_seconds))
+        # Before the verdict, because a case that drifted is judged again by bounds.
         for report in reports:
             if report.drifts:
                 raise OrderDrift(report.drifts)
@@ -186,7 +192,7 @@ class _Backend:
     run_on_ranks: Callable[[Scenario], CaseRun]
 
     def run(self, scenario: Scenario) -> CaseRun:
-        """Run a case, as `Backend` says.
+        """Run a case, as in `Backend`.
 
         Raises:
             OrderDrift: The case relies on an order in which the backend does not add.
@@ -195,10 +201,10 @@ class _Backend:
 
 
 def on_workers(setup: Setup, *, target: str = "", explainer: str) -> RealJudge:
-    """A judge on worker processes of its own, kept from case to case.
+    """Return a judge with its own worker processes, kept from case to case.
 
     Args:
-        setup: What carries the collectives.
+        setup: Setup of the backend.
         target: As for `RealJudge`.
         explainer: As for `RealJudge`.
 
@@ -210,30 +216,31 @@ def on_workers(setup: Setup, *, target: str = "", explainer: str) -> RealJudge:
 
 
 def as_launched(setup: Setup, *, target: str = "", explainer: str) -> RealJudge:
-    """A judge in each process of a job that torchrun, or something like it, started.
+    """Return a judge for each process of a job started by torchrun or a similar launcher.
 
-    Every process of the job runs the same cases, and all come to the same results.
+    Every process of the job runs the same cases, and all get the same results.
 
     Args:
-        setup: What carries the collectives.
+        setup: Setup of the backend.
         target: As for `RealJudge`.
         explainer: As for `RealJudge`.
 
     Raises:
-        EnvironmentProblem: The machines cannot run the job together; says why.
+        EnvironmentProblem: The machines cannot run the job together; the message has the reason.
     """
     processes = _Launched(setup.backend)
+    # The job has as many processes as the launcher started, not `WORKERS_MAX`.
     launched_setup = replace(setup, ranks_max=processes.count)
     return RealJudge(launched_setup, processes, target=target, explainer=explainer)
 
 
 class _Workers:
-    """Worker processes of its own."""
+    """Own worker processes."""
 
     def __init__(self, backend: str) -> None:
         self.notes: Sequence[str] = ()
-        self._told: dict[int, Sequence[str]] = {}
-        """What workers said is fixed about the backend, by their number."""
+        self._settings_by_count: dict[int, Sequence[str]] = {}
+        """Fixed settings of the backend that workers reported, by number of workers."""
         self._teams = Teams(backend=backend, preload=PRELOAD)
 
     def __exit__(self, *exception: object) -> None:
@@ -250,15 +257,15 @@ class _Workers:
                 timeout_seconds=stall_seconds,
             )
 
-        if needed not in self._told:
-            # Only who has taken a device knows which one it is.
-            self._told[needed] = on_all(launched.be_there, {})[0].result or ()
-        self.notes = self._told[needed]
+        if needed not in self._settings_by_count:
+            # Only a process with a device knows its name.
+            self._settings_by_count[needed] = on_all(launched.be_there, {})[0].result or ()
+        self.notes = self._settings_by_count[needed]
         return on_all(job, payload)
 
 
 class _Launched:
-    """All processes of the job that this process is one of."""
+    """All processes of the job to which this process belongs."""
 
     def __init__(self, backend: str) -> None:
         self._job = launched.LaunchedJob(backend, preload=PRELOAD)
@@ -278,7 +285,7 @@ def _name_of(job: Job) -> str:
 
 
 def _reports_of(endings: Sequence[Ending], *, stall_seconds: float) -> Iterator[Report]:
-    """What each process says; of one that is lost, what is known of it."""
+    """Yield the report of each process; for a lost one, its finding."""
     stacks = {ending.rank: ending.detail for ending in endings if ending.how == "hung"}
     for ending in endings:
         if ending.how == "done":
@@ -289,6 +296,7 @@ def _reports_of(endings: Sequence[Ending], *, stall_seconds: float) -> Iterator[
             )
             yield Report(failure=failure)
         elif ending.how == "died":
+            # Every dead process is a finding, with the places where the others wait for it.
             died = Finding(
                 check=Check.WORLD_RANK_DIED,
                 rank=ending.rank,
@@ -296,13 +304,13 @@ def _reports_of(endings: Sequence[Ending], *, stall_seconds: float) -> Iterator[
                 detail=_where(stacks),
             )
             yield Report(found=[died])
-    # Whoever ended otherwise is what the others wait for.
+    # A rank that ended in another way is the reason that the others hang.
     if stacks and not any(end.how in ("died", "raised") or end.gave_up for end in endings):
         yield Report(found=[_hung(stacks, stall_seconds=stall_seconds)])
 
 
 def _hung(stacks: Mapping[int, str], *, stall_seconds: float) -> Finding:
-    """The finding for processes that do not get on."""
+    """Return the finding for processes without progress."""
     return Finding(
         check=Check.WORLD_HUNG,
         message=f"{len(stacks)} rank{'s' if len(stacks) > 1 else ''} gave no sign of life for "
@@ -312,7 +320,7 @@ def _hung(stacks: Mapping[int, str], *, stall_seconds: float) -> Finding:
 
 
 def _where(stacks: Mapping[int, str]) -> str:
-    """Where ranks were when they were given up, rank by rank."""
+    """Return the stacks of hung ranks at their end, rank by rank."""
     lines = []
     for rank, stack in sorted(stacks.items()):
         lines.append(f"rank {rank} was at:")

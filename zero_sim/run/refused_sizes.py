@@ -1,4 +1,4 @@
-"""Sizes that a system refuses by a check of its own: a limit of it, and no fault."""
+"""Sizes that a system refuses with its own check: a limit of the system, not a fault."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from zero_sim.scenario.checks import Check
 
 _RAISED = re.compile(r"rank \d+ raised (AssertionError|ValueError|NotImplementedError)\b")
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in .+\n(?:    (.+)\n)?', re.MULTILINE)
+# `assert hidden % heads == 0`.
 _REMAINDER = re.compile(r"^assert\b.*%")
 _DIVISIBLE = re.compile(r"\b(in)?divisib|\bmultiples? of\b|\bdivides? evenly\b|\bevenly divid")
 
 
 def refused_size(result: CaseResult) -> str:
-    """Return the check by which a system refused the sizes of a case; empty if it did not.
+    """Return the check by which a system refused a case's sizes; empty if it did not.
 
-    An error counts if code of the system raised it, and an `assert` with a remainder or a message
-    about divisibility says why.
+    An error counts if code of the system raised it, and the reason is an `assert` with a remainder
+    or a message about divisibility.
 
     Args:
-        result: Of the case.
+        result: Result of the case.
     """
     first = result.findings[0] if result.findings else None
     if first is None or first.check != Check.WORLD_RANK_FAILED:
         return ""
     raised, frames = _RAISED.match(first.message), _FRAME.findall(f"{first.detail}\n")
+    # Other exceptions, such as IndexError, are faults even if a size causes them.
     if raised is None or not frames:
         return ""
+    # The innermost frame raised the error.
     file, line, statement = frames[-1]
     said = first.message[raised.end() :].lstrip(": ")
+    # torch's own checks do not count: a system must not pass sizes that torch refuses.
     is_theirs = is_of_user(file) and "torch" not in Path(file).parts
     if not is_theirs or not (_REMAINDER.match(statement) or _DIVISIBLE.search(said)):
         return ""

@@ -1,6 +1,7 @@
-"""Reports of the processes that ran a case, and the result that all of them together give.
+"""Reports of the processes that ran a case, and their common result.
 
-Of a simulated world one process reports for all ranks; of real ranks each process for its own.
+In a simulated world, one process reports for all ranks. With real ranks, each process reports for
+its own.
 """
 
 from __future__ import annotations
@@ -22,56 +23,57 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 FailureKind = Literal["system", "user", "machine", "judge"]
-"""Whom a failure is charged to."""
+"""Party to which a failure is charged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """What a rank raised, or who judges it."""
+    """Error raised by a rank or by its judge."""
 
     kind: FailureKind
     message: str
     detail: str = ""
-    """A traceback."""
+    """Traceback."""
     rank: int | None = None
-    """The rank that raised it; None for what built their judges."""
+    """Rank that raised the error; None if building the judges raised it."""
     time: float = 0.0
-    """In seconds, by that machine's clock: what was raised first is the likeliest cause."""
+    """Seconds by the machine's clock. The first error is probably the cause of the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one process says of a case."""
+    """Report of one process about a case."""
 
     judged: Sequence[JudgeReport] = ()
-    """Of each group of each segment that it came to, in order."""
+    """Report of each group's judge in each segment that started, in order."""
     found: Sequence[Finding] = ()
-    """What is wrong besides, the first cause first: a world that ended, calls that cost too much,
-    a process that is lost."""
+    """Other findings, the first cause first: a failed world, excess calls, a lost process."""
     failure: Failure | None = None
     drifts: Sequence[str] = ()
-    """Where the backend adds otherwise than the case relies on; then it was not judged."""
+    """Calls that the backend adds in another order than the case relies on. The case was not judged
+    then."""
     measured: Sequence[str] = ()
-    """How communicators were seen to add."""
+    """Measured orders of communicators, in words."""
     accuracy: float | None = None
     other_version: str = ""
-    """The installed version of the judged library, in words; empty for the judged one."""
+    """Installed version of the system's library, in words; empty if it is the supported one."""
     said: Sequence[str] = ()
-    """What the system has to say of the run."""
+    """Notes of the system about the run."""
     buffer_maps: Sequence[BufferMap | None] = ()
-    """For each of `judged`, the buffer of its first finding; of a simulated world alone."""
+    """Buffer of the first finding for each entry of `judged`; only in a simulated world."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything but evidence and buffer maps, ready for JSON."""
-        # Not in pydantic's mode for JSON, which makes None of what is infinite.
+        # Not in pydantic's JSON mode, which replaces infinities by None.
         data = _adapter().dump_python(self, exclude=_LOCAL)
         for judged in data["judged"]:
+            # JSON has no sets.
             judged["unobserved"] = sorted(judged["unobserved"])
         return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
-        """Return the record that `as_dict` was called on."""
+        """Return the record from the result of `as_dict`."""
         return _adapter().validate_python(data)
 
 
@@ -80,12 +82,12 @@ _LOCAL: Any = {
     "found": {"__all__": {"evidence"}},
     "buffer_maps": True,
 }
-"""Fields that stay in their process, as pydantic names them."""
+"""Fields that stay in their process, in pydantic's notation."""
 
 
 @cache
 def _adapter() -> TypeAdapter[Report]:
-    # Here, because a case on simulated ranks needs no pydantic.
+    # Imported here, because a case on simulated ranks needs no pydantic.
     from pydantic import TypeAdapter
 
     return TypeAdapter(Report)
@@ -93,23 +95,23 @@ def _adapter() -> TypeAdapter[Report]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseRun:
-    """What a backend brings back of a case."""
+    """Outcome of a case on a backend."""
 
     reports: Sequence[Report]
-    """Of its processes, in rank order."""
+    """Reports of its processes, in rank order."""
     notes: Sequence[str] = ()
-    """What the backend has to say."""
+    """Notes of the backend."""
     logs: Sequence[EventLog] = ()
-    """Of each simulated world."""
+    """Event log of each simulated world."""
 
 
 def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> CaseResult:
-    """The result of a case; it says nothing of its time.
+    """Return the result of a case, without its time.
 
     Args:
-        scenario: The case that runs.
-        ran: What came of it.
-        with_digest: Whether it has the digest of the event logs.
+        scenario: A valid case.
+        ran: Outcome on the backend.
+        with_digest: True if the result contains the digest of the event logs.
 
     Raises:
         EnvironmentProblem: A process lacked something that the case needs.
@@ -119,28 +121,32 @@ def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> 
         key=lambda failure: failure.time,
     )
     for failure in raised:
+        # Nothing about the system: the command reports what the machine lacks.
         if failure.kind == "machine":
             raise EnvironmentProblem(failure.message)
     judged = _judged_by_all(ran.reports)
     found = [finding for report in ran.reports for finding in report.found]
+    # Of the first process with notes, because the others would repeat them.
     said = [*next((report.said for report in ran.reports if report.said), ())]
     for failure in raised:
+        # Errors of the system become findings below.
         if failure.kind == "system":
             continue
-        # What other ranks raise is what becomes of them once one of them gave up.
+        # Without findings, this failure is the first cause: other ranks fail after one gave up.
         if not found and not any(each.findings for each in judged):
             return _not_judged(scenario, failure)
-        # What was found before stands, and may be what led to this.
-        said.append(f"{failure.message}, after what was found")
+        # Earlier findings stand, and may have led to this failure.
+        said.append(f"{failure.message}, after the findings")
     observations = Observations(
         judged=judged,
-        # A rank that is lost takes the others with it, in one way or another.
+        # Lost ranks come first, because other ranks fail after them.
         failures=(*found, *(_rank_failed(each) for each in raised if each.kind == "system")),
         faults=[record for log in ran.logs for record in log.faults],
         accuracy=next((each.accuracy for each in ran.reports if each.accuracy is not None), None),
         said=said,
         notes=ran.notes,
         collectives=sum(len(log.collectives) - len(log.harness) for log in ran.logs),
+        # One log per world; a reload has two.
         log_digest="+".join(log.digest() for log in ran.logs) if with_digest else "",
         buffer_maps=[buffer_map for report in ran.reports for buffer_map in report.buffer_maps],
     )
@@ -149,7 +155,7 @@ def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> 
 
 
 def _with_version(result: CaseResult, other_version: str) -> CaseResult:
-    """Return the result of a failed case, its first finding with the library's version."""
+    """Return the result; if failed, with the library's version in the first finding."""
     if result.verdict != "fail" or not other_version:
         return result
     first, *others = result.findings
@@ -158,7 +164,8 @@ def _with_version(result: CaseResult, other_version: str) -> CaseResult:
 
 
 def _judged_by_all(reports: Sequence[Report]) -> list[JudgeReport]:
-    """What all saw of each group and segment; a rank that failed did not come to all of them."""
+    """Merge the reports of each group and segment. A failed rank did not reach all of them."""
+    # A simulated world: nothing to merge.
     if len(reports) == 1:
         return list(reports[0].judged)
     count = max((len(report.judged) for report in reports), default=0)
@@ -171,6 +178,7 @@ def _judged_by_all(reports: Sequence[Report]) -> list[JudgeReport]:
 
 
 def _rank_failed(failure: Failure) -> Finding:
+    # The first line is the message of the finding, so it must be short.
     head, _, rest = failure.message.partition("\n")
     return Finding(
         check=Check.WORLD_RANK_FAILED,
@@ -186,8 +194,8 @@ def _not_judged(scenario: Scenario, failure: Failure) -> CaseResult:
     finding = Finding(
         check=Check.INTERNAL_JUDGE,
         rank=failure.rank,
-        message="the judge, the reference or the workload raised an error that it did not "
-        "foresee, so nothing is said about the system; please report it",
+        message="the judge, the reference or the workload raised an unexpected error, so the "
+        "system was not judged; please report it",
         detail=failure.detail,
     )
     return not_judged(scenario.name, failure.message, finding)

@@ -1,4 +1,4 @@
-"""The road of a case: a scenario, a backend that runs it, and the verdict on what came of it."""
+"""Judging of one case: a backend runs the scenario, and its reports give the verdict."""
 
 from __future__ import annotations
 
@@ -19,60 +19,65 @@ from zero_sim.targets import Target, find_target, refusals
 from zero_sim.targets.numerics import GradsTold
 
 _POINTS: WeakKeyDictionary[WorldPool, list[tuple[Target, Point]]] = WeakKeyDictionary()
-"""By the worlds that are kept from case to case: targets, which need not be hashable."""
+"""Inferred points by worlds that are kept from case to case; a list, because targets may not be
+hashable."""
 
 
 class Backend(Protocol):
     """Runs cases on ranks, simulated or real."""
 
     def run(self, scenario: Scenario) -> CaseRun:
-        """Run the program of every rank of a case; what each process says of its ranks."""
+        """Run the program of every rank of a case; return the reports of its processes."""
         ...
 
 
 def judge_case(
     scenario: Scenario, backend: Backend, *, keep_logs: bool = False, with_digest: bool = True
 ) -> CaseResult:
-    """Run one case and compare all state with the reference after every step.
+    """Run one case, and compare all state with the reference after every step.
 
     Args:
         scenario: A validated case.
-        backend: What runs it.
-        keep_logs: Whether the result carries its event logs even if the case does not fail.
-        with_digest: Whether it carries their digest.
+        backend: Runs the case.
+        keep_logs: True if the result contains event logs even if the case passes.
+        with_digest: True if it contains their digest.
 
     Returns:
-        The verdict with its findings. A system that raises or hangs is a finding, not an exception;
-        a judge, a reference or a workload that raises is an error, and no finding against the
-        system.
+        The verdict with its findings. A system that raises or hangs is a finding, not an exception.
+        If the judge, the reference or a workload raises, the verdict is an error without a finding
+        against the system.
 
     Raises:
         EnvironmentProblem: This machine lacks something that the case needs.
     """
     started = time.perf_counter()
+    # If the process dies, the supervisor reports the case.
     supervisor.note(f"case {scenario.name}" if scenario.name else "a case")
     try:
         ran = backend.run(scenario)
         result = result_of(scenario, ran, with_digest=with_digest)
         if isinstance(backend, Simulated) and (step := _loss_step(result)) is not None:
-            # The same run, to see whether that forward read other params than there are.
+            # Repeat the run with recorded reads: a wrong loss may come from a forward that read
+            # stale params.
             ran = replace(backend, read_step=step).run(scenario)
             again = result_of(scenario, ran, with_digest=with_digest)
+            # Keep the second run only if it explains the loss and has the same findings.
             result = again if _is_explained(result, again) else result
     finally:
         supervisor.count_case()
+    # Logs are large, so they are kept only if they are needed.
     logs = tuple(ran.logs) if keep_logs or result.verdict == "fail" else ()
     return replace(result, seconds=time.perf_counter() - started, logs=logs)
 
 
 def _loss_step(result: CaseResult) -> int | None:
-    """The step of a case's first finding, if that is a loss."""
+    """Return the step of a case's first finding, if it is a loss."""
     first = next(iter(result.findings), None)
     return None if first is None or first.check != Check.EQUALITY_LOSS else first.step
 
 
 def _is_explained(before: CaseResult, again: CaseResult) -> bool:
-    """Whether a second run has the findings of the first one behind one that explains them."""
+    """Return True if a second run has the first run's findings after one that explains them."""
     known = [finding.identity for finding in again.findings[1:]]
     return bool(known) and before.findings[0].identity in known
 
@@ -80,14 +85,14 @@ def _is_explained(before: CaseResult, again: CaseResult) -> bool:
 def judge_simulated(
     scenario: Scenario, backend: Simulated, *, keep_logs: bool = False, with_digest: bool = True
 ) -> CaseResult:
-    """Judge one case on simulated ranks; what comes of it is as for `judge_case`.
+    """Judge one case on simulated ranks; the result is as for `judge_case`.
 
-    A target that is given, and does not declare at which point it reports gradients, is judged by
-    the point that fits it.
+    A given target that does not declare the point at which it reports gradients is judged with the
+    point that fits.
 
     Args:
         scenario: A validated case.
-        backend: Runs it.
+        backend: Runs the case.
         keep_logs: As for `judge_case`.
         with_digest: As for `judge_case`.
 
@@ -95,11 +100,12 @@ def judge_simulated(
         EnvironmentProblem: This machine lacks something that the case needs.
     """
     target = backend.target
-    if target is None:  # Registered targets declare it.
+    if target is None:  # Registered targets declare their point.
         return _judge_layouts(scenario, backend, keep_logs=keep_logs, with_digest=with_digest)
 
     def judge(case: Scenario, point: GradsTold | None) -> CaseResult:
         told = replace(backend, target=target if point is None else ToldAt(target, point))
+        # A small case for the inference of the point: no recorded turns, no shared steps.
         if case is not scenario:
             return judge_case(case, replace(told, turns=(), trajectories=None), with_digest=False)
         return _judge_layouts(scenario, told, keep_logs=keep_logs, with_digest=with_digest)
@@ -111,13 +117,13 @@ def judge_simulated(
 def _judge_layouts(
     scenario: Scenario, backend: Simulated, *, keep_logs: bool, with_digest: bool
 ) -> CaseResult:
-    """Judge a case, against its second layout if it has one; arguments as for `judge_case`."""
+    """Judge a case, with its second layout if it has one; arguments as for `judge_case`."""
     if scenario.pair is not None:
-        # Here, because hardly any case needs it.
+        # Imported here, because few cases need it.
         from zero_sim.run.layout_pair import record_layout
         from zero_sim.targets.recorded import Replayed
 
-        # Explanations take steps again by rules that the record does not have.
+        # Explanations repeat steps with other rules, which the record does not have.
         backend = replace(backend, trajectories=None, explainer="")
         target = backend.target or find_target(scenario.system.target)
         if not refusals(target, scenario):
@@ -134,8 +140,9 @@ def _judge_layouts(
 
 
 def _point_of(target: Target, pool: WorldPool) -> Point:
-    """The point that was worked out for a target in these worlds, if it was."""
+    """Return the inferred point of a target in these worlds, if any."""
     points = _POINTS.setdefault(pool, [])
+    # By identity, because targets need no equality.
     known = next((point for each, point in points if each is target), None)
     if known is None:
         known = []

@@ -1,4 +1,4 @@
-"""Setups of real backends: which cases they can judge, and in which order they add."""
+"""Setups of real backends: the cases that they can judge, and their orders of addition."""
 
 from __future__ import annotations
 
@@ -27,47 +27,51 @@ from zero_sim.workloads import EXACT_MODELS
 
 RealBackend = Literal["gloo", "nccl"]
 WORKERS_MAX = 16
-"""Most ranks of a case on own workers: all of them share this machine."""
+"""Most ranks of a case on own workers, because all of them share this machine."""
 OWN_ORDERS: Mapping[RealBackend, str] = {"gloo": "gloo", "nccl": "nccl-ring"}
-"""The order that each backend is said to add in by itself, as it is set up here."""
+"""Order in which each backend adds by itself, according to its model, as set up here."""
 
+# A new backend needs an order before it can judge anything.
 assert set(OWN_ORDERS) == set(get_args(RealBackend))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What carries the collectives of all cases."""
+    """Backend of all cases, and its settings."""
 
     backend: RealBackend
     native: bool = False
-    """Whether the backend adds in its own order even where a case names another: then only what no
-    order changes is owed, or what bounds say."""
+    """True if the backend adds in its own order, overriding the cases' order. Then only results
+    that no order changes are compared exactly; others are compared with bounds."""
     ranks_max: int = WORKERS_MAX
     """Most ranks of a case."""
 
     @property
     def device(self) -> str:
-        """Where the ranks compute."""
+        """Device of the ranks."""
         return find_transport(self.backend).device_type
 
     def why_left_out(self, scenario: Scenario) -> str:
-        """Why a case cannot be judged here; empty where it can."""
+        """Return the reason that a case cannot be judged here; empty if it can."""
+        # Plans count calls of simulated ranks.
         if scenario.faults:
-            return "faults are planned, which only the simulated world has"
+            return "only the simulated world has planned faults"
         if processes_of(scenario) > self.ranks_max:
             return f"more than {self.ranks_max} ranks"
+        # Results that no order changes, or that are judged by bounds.
         is_owed = scenario.model.name in EXACT_MODELS or not scenario.world.order_known
         if self.native and not self.is_own(scenario) and not is_owed:
             return f"the bits depend on an order that is not {self.backend}'s own"
         if self.native and scenario.world.order_known and self._rounds_before_the_sum(scenario):
-            return "ranks divide before the sum, by no power of two, so that an order rounds it"
+            return "ranks divide before the sum by no power of two, so bits depend on the order"
+        # Ranks that fold the data themselves need no operation of the backend.
         missing = self._missing_ops(scenario) if self.order_of(scenario) is None else ()
         if missing:
             return f"{self.backend} by itself has no {', '.join(missing)}"
         return ""
 
     def _missing_ops(self, scenario: Scenario) -> tuple[str, ...]:
-        """Reduce operations that the system asks for and the backend has not."""
+        """Return the reduce operations that the system uses but the backend lacks."""
         target = _registered(scenario)
         if target is None:
             return ()
@@ -75,12 +79,13 @@ class Setup:
         return tuple(op for op in reduce_ops_of(target, scenario) if op in lacks)
 
     def _rounds_before_the_sum(self, scenario: Scenario) -> bool:
-        """Whether what ranks bring is rounded, which no model's budget of bits has room for."""
+        """Return True if ranks round before the sum, which exact models have no bits for."""
         target = _registered(scenario)
         if target is None:
             return False
         numerics = numerics_of(target, scenario)
         system = numerics.replayed(scenario, added_in=OWN_ORDERS[self.backend]).system
+        # A division after the sum rounds the same number in every order.
         if system.divide not in ("pre", "premul"):
             return False
         parts = scenario.topology.tp * scenario.topology.pp
@@ -88,29 +93,31 @@ class Setup:
         count = count_contributions(
             system.divide_by,
             rank_count=ranks,
-            # How many of them, and of rows, there are need not be the same in each step.
+            # If the number of micro-batches, or of rows, differs between steps, take 3: no power of
+            # two.
             micro_batches=3 if run.own_micro_batches else ranks * run.micro_batches,
             rows=3,
         )
+        # Dividing by a power of two is exact.
         return count.bit_count() != 1
 
     def check(self, scenario: Scenario) -> None:
         """Check that a case can be judged here.
 
         Raises:
-            EnvironmentProblem: It cannot.
+            EnvironmentProblem: The case cannot be judged.
         """
         why = self.why_left_out(scenario)
         if why:
             raise EnvironmentProblem(f"expected a case for backend {self.backend}, got one: {why}.")
 
     def is_own(self, scenario: Scenario) -> bool:
-        """Whether a case names the backend's own order."""
+        """Return True if a case names the backend's own order."""
         return scenario.world.order == OWN_ORDERS[self.backend]
 
     def relies_on_own(self, scenario: Scenario) -> bool:
-        """Whether the bits of a case depend on the order that the backend adds in by itself."""
-        # Two ranks have one order only, and bounds hold in every order.
+        """Return True if the bits of a case depend on the backend's own order."""
+        # Two addends have one order only, and bounds hold for every order.
         return (
             processes_of(scenario) > 2
             and scenario.world.order_known
@@ -119,14 +126,14 @@ class Setup:
         )
 
     def order_of(self, scenario: Scenario) -> str | None:
-        """The order that data is folded in; None for what the backend does by itself."""
+        """Return the order in which ranks fold data; None if the backend adds by itself."""
         return None if self.native or self.is_own(scenario) else scenario.world.order
 
     def note(self, scenario: Scenario) -> str:
-        """Who added, and in which order."""
+        """Return a note on the order, and on whether the backend or the ranks added."""
         order = scenario.world.order
         if self.order_of(scenario) is None and not scenario.world.order_known:
-            return f"{self.backend} added in its own order, of which the judge was told nothing"
+            return f"{self.backend} added in its own order, unknown to the judge"
         if self.is_own(scenario):
             return f"{self.backend} added in its own order, modelled as {order}"
         if self.native:
@@ -135,7 +142,7 @@ class Setup:
 
 
 def own_setup(backend: RealBackend, *, native: bool = False) -> Setup:
-    """The setup of workers of its own on this machine.
+    """Return the setup of own workers on this machine.
 
     Raises:
         EnvironmentProblem: This machine has no such backend.
@@ -147,7 +154,7 @@ def own_setup(backend: RealBackend, *, native: bool = False) -> Setup:
 
 
 def _registered(scenario: Scenario) -> Target | None:
-    """The target that a case names, if its name is of one that is ours or a library's."""
+    """Return the target that a case names, if it is ours or a library's."""
     name = scenario.system.target
     is_known = name in (*target_names(), *library_target_names())
     return find_target(name) if is_known else None
@@ -156,32 +163,34 @@ def _registered(scenario: Scenario) -> Target | None:
 def judge_drifted(
     drift: OrderDrift, scenario: Scenario, setup: Setup, *, judge: Callable[[Scenario], CaseResult]
 ) -> CaseResult:
-    """Judge a case by bounds, since the backend drifted from the model that it relies on.
+    """Judge a case by bounds, because the backend drifted from the model that the case relies on.
 
     Args:
-        drift: What was measured.
+        drift: Measured differences.
         scenario: The case that relies on the order.
-        setup: What carries its collectives.
-        judge: Runs the case that it is given and judges it.
+        setup: Setup of the backend.
+        judge: Runs a case and judges it.
     """
     why = why_order_matters(scenario)
     if why:
+        # Bounds cannot judge this case, so the drift is all that can be reported.
         return _drifted(scenario, setup, str(drift), why=why)
     world = replace(scenario.world, order_known=False)
     result = judge(replace(scenario, world=world))
     note = (
-        f"backend.order-drift: {setup.backend} does not add as the model {scenario.world.order!r} "
-        f"says, so sums were judged by their proven bounds; {'; '.join(drift.drifts)}"
+        f"backend.order-drift: {setup.backend} does not add in the modelled order "
+        f"{scenario.world.order!r}, so sums were judged by their proven bounds; "
+        f"{'; '.join(drift.drifts)}"
     )
     return replace(result, notes=(*result.notes, note))
 
 
 def _drifted(scenario: Scenario, setup: Setup, drift: str, *, why: str) -> CaseResult:
-    """The result of a case that relies on a model which the backend does not follow."""
+    """Return the result of a case that relies on a model which the backend does not follow."""
     finding = Finding(
         check=Check.BACKEND_ORDER_DRIFT,
-        message=f"{setup.backend} does not add as the model {scenario.world.order!r} says, so the "
-        f"bits of this case are not known, and with {why} it cannot be judged by bounds either; "
+        message=f"{setup.backend} does not add in the modelled order {scenario.world.order!r}, so "
+        f"the bits of this case are unknown, and with {why} it cannot be judged by bounds either; "
         "the system under test was not judged. Try --native with an exact model, or another "
         "world.order, which is folded",
         detail=drift,

@@ -1,7 +1,7 @@
 """Variant with SGD of a case that passes by its params alone.
 
-Adam and most other optimizers step by a gradient over its own length, so params hide whether the
-gradient was averaged. A step of SGD with rate 1 shows it.
+Adam and most other optimizers divide a gradient by its size, so params do not show if the gradient
+was averaged. A step of SGD with rate 1 shows it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from zero_sim.targets import Target, class_of, refusals
 from zero_sim.targets.adapt import DIVISION
 
 TWIN_EVERY = 5
-"""Drawn cases for one that gets a twin; capabilities with SGD draw cases of it anyway."""
+"""Draw a twin for one in this many cases. Targets with SGD have cases of it anyway."""
 _LR = 1.0
-"""Large enough for a param in any dtype to show the size of its gradient."""
+"""Large enough that a param in any dtype shows the size of its gradient."""
 _NAME_CHARS_MAX = 900
 _WITH_SGD = re.compile(r" (with SGD in place of \w+)$")
 
@@ -34,13 +34,13 @@ def with_twin(
 
     Args:
         result: Result of the case.
-        scenario: The case as commands are given it.
+        scenario: The case from the command line.
         judge: Judges a case without its twin.
         find: Returns the system under test; called if a twin is needed.
 
     Returns:
-        The findings of the twin, which is in `twin`, if it fails. Otherwise `result`, with a note
-        on the twin if there is one.
+        If the twin fails, its findings, with the case in `twin`. Otherwise `result`, with a note if
+        there is a twin.
 
     Raises:
         ZeroSimError: Raised by `judge`.
@@ -50,6 +50,7 @@ def with_twin(
     if not is_hidden or scenario.faults or scenario.expect.finding:
         return result
     twin = twin_of(scenario)
+    # SGD may be missing in the target, or may not go with other settings of the case.
     problems = [*check_scenario(twin), *refusals(find(), twin)]
     if problems:
         why = f"{problems[0].path}: {problems[0].message}"
@@ -59,6 +60,7 @@ def with_twin(
     judged = judge(twin)
     if judged.verdict == "pass":
         return _noted(result, f"passes {_how(twin)}, too, which shows the division of gradients")
+    # An error or an inconclusive twin proves nothing about the case.
     if judged.verdict != "fail":
         why = judged.error or ", ".join(each.check for each in judged.findings)
         return _noted(result, f"the variant {_how(twin)} showed nothing: {judged.verdict}, {why}")
@@ -67,17 +69,20 @@ def with_twin(
 
 
 def twin_of(scenario: Scenario) -> Scenario:
-    """The case with one plain step of SGD in place of its optimizer.
+    """Return the case with one plain step of SGD.
 
-    What may hide the size of a gradient is left out: clipping, momentum, a small learning rate.
+    Clipping, momentum and a small learning rate are left out, because they hide the size of a
+    gradient.
 
     Args:
         scenario: A valid case.
     """
+    # Leave room for the suffix within the limit of names.
     name = scenario.name[:_NAME_CHARS_MAX]
     expect = ExpectSpec(
         nonzero_min=scenario.expect.nonzero_min, one_device=scenario.expect.one_device
     )
+    # Settings of the old optimizer would have no effect and be refused.
     return without_unused(
         replace(
             scenario,
@@ -94,20 +99,21 @@ def twin_of(scenario: Scenario) -> Scenario:
 
 
 def marked(result: CaseResult, scenario: Scenario) -> CaseResult:
-    """The result with a first finding that names the variant in which it was made.
+    """Return the result with a first finding that names the variant.
 
     Args:
         result: Result of the case, or of a smaller one.
-        scenario: The case; if it is no twin, the result stays as it is.
+        scenario: The case. If it is no twin, the result is unchanged.
     """
     if not result.findings or not _WITH_SGD.search(scenario.name):
         return result
     first, *others = result.findings
-    # In the detail, because the message decides which findings are the same.
+    # In the detail, because findings with equal messages count as equal.
     line = (
         f"found {_how(scenario)}, which hides the size of a gradient from params. If the "
         "engine has no SGD, leave 'sgd' out of Capabilities.optimizers"
     )
+    # Shrinking marks results again.
     if first.detail.startswith(line):
         return result
     detail = f"{line}\n{first.detail}".rstrip()

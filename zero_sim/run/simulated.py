@@ -1,4 +1,4 @@
-"""Cases on simulated ranks: all of them in this process."""
+"""Cases on simulated ranks, all in this process."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ from zero_sim.targets import Target, capabilities_of, find_target
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulated:
-    """A backend whose ranks are threads of this process."""
+    """Backend with ranks as threads of this process."""
 
     worlds: WorldPool
     target: Target | None = None
-    """The system under test; None for the registered one that a scenario names."""
+    """The system under test; None for the scenario's registered one."""
     turns: Sequence[Sequence[int]] = ()
-    """Of an earlier run, to be repeated, one sequence a world."""
+    """Turns of an earlier run to repeat, one sequence per world."""
     device: str = "cpu"
     own: RankLocalState | None = None
-    """What is done for ranks, in place of what the target declares."""
+    """Preparations for ranks, replacing those that the target declares."""
     trajectories: Trajectories | None = None
-    """What references of cases before it took, to which it adds."""
+    """Steps of references in earlier cases; new ones are added."""
     explainer: str = ""
     """As for `JudgedGroup`."""
     read_step: int | None = None
-    """The step in which the params that forwards read are recorded; None for none."""
+    """Step in which the params that forwards read are recorded; None for none."""
 
     def run(self, scenario: Scenario) -> CaseRun:
         """Run a case."""
@@ -78,9 +78,11 @@ class Simulated:
             target = self.target or find_target(scenario.system.target)
             ranks.own = self.own or rank_local_state(target, ranks_max=threads_max)
             if ranks.own is not None:
+                # Until the case ends, because a reload runs a second world.
                 kept.enter_context(ranks.own.installed())
             return target
 
+        # Restored below: the caller's process may do other work.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -101,19 +103,20 @@ class Simulated:
 
 @dataclass(slots=True)
 class _AllRanks:
-    """All ranks of one simulated world after the other."""
+    """All ranks of one simulated world after another."""
 
     backend: Simulated
     logs: list[EventLog] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     own: RankLocalState | None = None
-    """What is done for ranks of a target that declares rank-local state."""
+    """Preparations for ranks of a target that declares rank-local state."""
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
-        """As `Ranks` says; a world that ends otherwise than by a rank that raised is found."""
+        """Run a segment, as in `Ranks`. A world that fails without a rank's error is a finding."""
         world = self.backend.worlds.world_for(segment.scenario)
         log = EventLog()
         view = View(
+            # Findings contain the position in the log.
             calls_made=log.collectives.__len__,
             trajectories=self.backend.trajectories,
             explainer=self.backend.explainer,
@@ -121,6 +124,7 @@ class _AllRanks:
         contexts = trial.build_contexts(segment, target=target, view=view)
         replay = None
         if index < len(self.backend.turns):
+            # Not strict: another version may issue other calls, so note where the run diverges.
             replay = Replay(self.backend.turns[index], strict=False)
             world.configure(schedule=replay)
         program = build_program(
@@ -133,6 +137,7 @@ class _AllRanks:
         )
 
         def on_device(rank: int) -> None:
+            # The current device is a setting of each thread.
             use_in_thread(trial.device)
             with nullcontext() if self.own is None else self.own.in_rank():
                 program(rank)
@@ -147,6 +152,7 @@ class _AllRanks:
             trial.found.append(_world_finding(failed, log.faults))
             return
         finally:
+            # The pool keeps the world for other targets.
             world.keep_apart(None)
             self.logs.append(log)
             if replay is not None and replay.diverged_at is not None:
@@ -157,20 +163,21 @@ class _AllRanks:
         trial.found.extend(
             check_crossing(log.collectives, [context.dp_cp_group for context in contexts])
         )
-        # After a wrong number the calls are that number's doing, and a planned fault is no call.
+        # A wrong number may change the calls that follow, and a planned fault changes them too.
         if not trial.is_wrong() and not segment.scenario.faults:
             for context in contexts:
                 trial.found.extend(_check_costs(context, log, target=target))
 
     def is_wrong_anywhere(self, index: int, is_wrong_here: bool) -> bool:
-        """As `Ranks` says; there is no other process."""
+        """Return `is_wrong_here`, because there is no other process."""
         return is_wrong_here
 
 
 def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Iterator[Finding]:
-    """Check what a group cost against what is declared, and against what any system satisfies."""
+    """Check a group's costs against declared ones, and against relations of any system."""
     judge, scenario = context.judge, context.dp_cp_group.scenario
     group = judge.group
+    # Some rank did not get to its first step.
     if len(judge.notes) < len(group.world_ranks):
         return
     costs = judge.notes[0].costs
@@ -182,11 +189,12 @@ def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Ite
     volume = next(_check_volume(context, called, target=target), None)
     if volume is not None:
         yield volume
-    # Calls that are too many or too few are not on time either.
+    # With a wrong number of calls, their timing is wrong as well.
     if volume is None and costs.calls_in_flight is not None:
         yield from check_overlapping(called, costs.calls_in_flight)
     if volume is not None or costs.in_flight is None:
         return
+    # A target's own form, or the closed form of our system below.
     if costs.in_flight != "textbook":
         yield from check_in_flight(called, costs.in_flight)
         return
@@ -200,7 +208,7 @@ def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Ite
 
 
 def _check_volume(context: GroupContext, called: Called, *, target: Target) -> Iterator[Finding]:
-    """What is wrong with a group's calls, by what is declared first."""
+    """Yield findings about a group's calls, with declared costs first."""
     judge, scenario = context.judge, context.dp_cp_group.scenario
     group = judge.group
     costs, records = judge.notes[0].costs, called.log.collectives
@@ -230,11 +238,12 @@ def _check_volume(context: GroupContext, called: Called, *, target: Target) -> I
 
 
 def _world_finding(failed: WorldFailure, faults: Sequence[FaultRecord]) -> Finding:
-    """The finding for a world that ended before its programs did, though no rank raised."""
+    """Return the finding for a world that failed, though no rank raised."""
     head, _, rest = str(failed).partition("\n")
     check, rank = Check.WORLD_FAILED, None
     match failed:
         case Deadlock():
+            # A planned stall deadlocks the others, which is expected.
             planned = any(record.kind == "stall" and record.fired for record in faults)
             check = Check.WORLD_STALLED_BY_PLAN if planned else Check.WORLD_DEADLOCK
         case ContractViolation():

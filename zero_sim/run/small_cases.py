@@ -1,4 +1,4 @@
-"""Small cases that commands derive from one another, to find out how a target behaves."""
+"""Small cases that commands vary to find out how a target behaves."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ BASE = Scenario(
     schema=1,
     name="3 ranks",
     model=ModelSpec(name="mlp", hidden=3, blocks=1),
-    # Adam steps by a gradient over its own length: with a small rate, params do not show the last
-    # bits of that.
+    # Adam divides a gradient by its size. With a small rate, params would not show the last bits
+    # of the quotient.
     optimizer=OptimizerSpec(lr=0.1),
+    # Three ranks: the least at which orders differ and a division rounds.
     world=WorldSpec(size=3),
     run=RunSpec(steps=1),
 )
 
 
 def changed(case: Scenario, name: str = "", **fields: Any) -> Scenario:
-    """The case with fields of its tables replaced.
+    """Return the case with fields of its tables replaced.
 
     Args:
         case: Any case.
-        name: What the new one is called.
-        fields: By name of a table the fields of it, as a mapping; or a whole table.
+        name: Name of the new case; empty to keep it.
+        fields: By table name, a mapping of its fields, or a whole table.
     """
     new = {
         table: replace(getattr(case, table), **said) if isinstance(said, Mapping) else said
@@ -44,22 +45,23 @@ def changed(case: Scenario, name: str = "", **fields: Any) -> Scenario:
 
 
 def with_model(base: Scenario, name: AnyModelName, *, divisor: int = 1) -> Scenario:
-    """The case with another model, a small one.
+    """Return the case with another, small model.
 
     Args:
         base: Any case.
-        name: Of the model.
-        divisor: Number of which the sizes that a case can choose are multiples.
+        name: Name of the model.
+        divisor: All free sizes are multiples of this.
     """
     bare = ((rounded(3, divisor),), (rounded(2, divisor), 2))
     shapes = bare if name in ("params", "bit-hash") else None
+    # The default width fits every model.
     hidden = rounded(ModelSpec(name=name).hidden, divisor)
     if name in EXACT_MODELS:
-        # What is divided by three before the sum is no exact number any more.
+        # A division by three before the sum rounds, so an exact model would not be exact.
         base = changed(base, world={"size": min(2, base.world.size)})
     return changed(base, model=ModelSpec(name=name, shapes=shapes, hidden=hidden))
 
 
 def rounded(number: int, divisor: int) -> int:
-    """The least multiple of a divisor that is at least a number."""
+    """Return the least multiple of a divisor that is at least a number."""
     return -(-number // divisor) * divisor

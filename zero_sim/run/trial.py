@@ -1,7 +1,7 @@
-"""A trial: one case as one process runs it, segment by segment, until something is wrong.
+"""A case as one process runs it, segment by segment, until it has a finding.
 
-A simulated world has all ranks in one process, a real one has a process for each. What differs
-stands behind `Ranks`; what is run, who judges it and whom an error is charged to do not differ.
+A simulated world has all ranks in one process. Real ranks have a process each. `Ranks` covers the
+differences; the program, the judges and the charging of errors are the same.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from zero_sim.targets.rank_local import why_not_judged
 
 
 class Ranks(Protocol):
-    """The ranks that a process runs: those of a simulated world, or the one that it is."""
+    """Ranks that a process runs: all of a simulated world, or its own."""
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
-        """Run some consecutive steps in one world.
+        """Run consecutive steps in one world.
 
         Args:
             segment: The steps.
-            index: Its number in the case.
-            trial: Seats the ranks, and gets what is found besides the judges.
+            index: Index of the segment in the case.
+            trial: Builds the contexts of the ranks, and receives findings that are not the judges'.
             target: The system under test.
 
         Raises:
@@ -43,33 +43,34 @@ class Ranks(Protocol):
         ...
 
     def is_wrong_anywhere(self, index: int, is_wrong_here: bool) -> bool:
-        """Whether anything was found in a segment, by this process or by another."""
+        """Return True if this or another process has a finding in a segment."""
         ...
 
 
 @dataclass(kw_only=True, slots=True)
 class Trial:
-    """A case while it runs: what one process has seen so far."""
+    """State of a running case in one process."""
 
     device: str = "cpu"
-    """Where its ranks and references compute."""
+    """Device of its ranks and references."""
     added_in: str | None = None
-    """The order in which the backend adds; None for the one that the case names."""
+    """Order in which the backend adds; None for the order that the case names."""
     judges: list[Judge] = field(default_factory=list)
     references: dict[int, AnyReference] = field(default_factory=dict)
-    """By number of the group; they live on when a checkpoint moves the case to another world."""
+    """References by group index. They continue if a checkpoint moves the case to another world."""
     outcome: Outcome = field(default_factory=Outcome)
     found: list[Finding] = field(default_factory=list)
-    """What is wrong besides what the judges found."""
+    """Findings that are not the judges'."""
     failure: Failure | None = None
     drifts: Sequence[str] = ()
-    """Where the backend adds otherwise than the case relies on; then it was not judged."""
+    """Calls that the backend adds in another order than the case relies on. The case was not judged
+    then."""
     measured: Sequence[str] = ()
-    """How communicators were seen to add."""
+    """Measured orders of communicators, in words."""
     other_version: str = ""
-    """The installed version of the judged library, in words; empty for the judged one."""
+    """Installed version of the system's library, in words; empty if it is the supported one."""
     raised_at: float | None = None
-    """When a rank raised, where that was a while ago."""
+    """Time at which a rank raised, if earlier than the report of its failure."""
 
     def run(
         self,
@@ -79,13 +80,13 @@ class Trial:
         find: Callable[[], Target],
         rank_threads: int = 1,
     ) -> None:
-        """Run the segments of a case until something is wrong.
+        """Run the segments of a case until there is a finding.
 
         Args:
-            segments: All of them, in order.
-            ranks: Those of this process.
-            find: Gives the system under test.
-            rank_threads: Threads of this process that compute, at most.
+            segments: All segments, in order.
+            ranks: Ranks of this process.
+            find: Returns the system under test.
+            rank_threads: Most threads of this process that compute.
         """
         try:
             with computing_on(self.device, rank_threads=rank_threads) as settled:
@@ -99,11 +100,14 @@ class Trial:
     ) -> None:
         segment = segments[0]
         try:
+            # Here, because finding a target may raise errors that are charged to the user or the
+            # machine.
             target = find()
             self.other_version = why_not_judged(target)
             check_asked(target, segment.scenario)
             for index, segment in enumerate(segments):
                 ranks.run(segment, index, self, target=target)
+                # After a finding, a checkpoint would carry its values into the next world.
                 is_last = index + 1 == len(segments)
                 if is_last or ranks.is_wrong_anywhere(index, self.is_wrong()):
                     break
@@ -120,15 +124,16 @@ class Trial:
         rank: int | None = None,
         traceback_text: str = "",
     ) -> None:
-        """Say why this process goes no further.
+        """Record the reason that this process does not continue.
 
         Args:
-            error: What was raised.
-            kind: Whom it is charged to; left out where its type says so.
-            rank: The rank that raised it.
+            error: The error.
+            kind: Party to charge; None to derive it from the error's type.
+            rank: Rank that raised the error.
             traceback_text: Its traceback.
         """
         kind = kind or _kind_of(error)
+        # Our own errors are worded for users; those of a system need their class.
         name = f"{type(error).__name__}: " if kind == "system" else ""
         self.failure = Failure(
             kind=kind,
@@ -153,6 +158,7 @@ class Trial:
             view=view,
         )
         self.judges.extend(context.judge for context in contexts)
+        # Once per case: a later segment has the same rule.
         if segment.load is None:
             self._note_trust(contexts[0], target=target)
         return contexts
@@ -164,7 +170,7 @@ class Trial:
             self.outcome.notes.append("params and state are compared with those of another layout")
         if scenario.pair is not None or scenario.optimizer.name != "own":
             return
-        # Here, because hardly any case needs it.
+        # Imported here, because few cases need it.
         from zero_sim.judge.nearest import trust_in_words
 
         rules = rules_of(target, scenario)
@@ -173,14 +179,14 @@ class Trial:
         self.outcome.notes.extend(trust_in_words(rules, spec=scenario.optimizer, params=params))
 
     def is_wrong(self) -> bool:
-        """Whether anything was found so far."""
+        """Return True if there is any finding so far."""
         return bool(self.found) or any(judge.findings() for judge in self.judges)
 
     def report(self, *, with_buffer_maps: bool = False) -> Report:
-        """All there is to say.
+        """Return the report of this process.
 
         Args:
-            with_buffer_maps: Whether buffers of findings are drawn; then all ranks are in one
+            with_buffer_maps: True to draw buffers of findings. Then all ranks must be in this
                 process.
         """
         return Report(
@@ -196,11 +202,14 @@ class Trial:
         )
 
     def _charge(self, failed: RankFailed, *, segment: Segment) -> None:
-        """Charge what a rank raised to whom it belongs: the machine, the user, us, or the system.
+        """Charge a rank's error to the machine, the user, the harness or the system.
 
-        A refusal once all engines were built, or of a checkpoint, is the system's failure.
+        After all engines were built, or while a checkpoint is loaded, a refusal is the system's
+        failure.
         """
         error, kind = failed.error, _kind_of(failed.error)
+        # An error while engines are built may be a refusal of settings, which is the user's
+        # mistake.
         has_started = bool(self.judges) and all(judge.has_started for judge in self.judges)
         is_refusal = kind == "user" and not isinstance(error, ProtocolError | UntrainableError)
         if is_refusal and (has_started or segment.load is not None):
@@ -208,26 +217,28 @@ class Trial:
         is_asked = has_started and not self.is_wrong() and not segment.scenario.faults
         if kind == "system" and is_asked:
             try:
+                # If the references cannot compute the step either, it is not the system's failure.
                 self._ask_references(segment)
             except (EnvironmentProblem, UntrainableError, JudgeFailed) as of_ours:
                 error, kind = of_ours, _kind_of(of_ours)
         self.fail(error, kind=kind, rank=failed.rank, traceback_text=failed.traceback_text)
 
     def _ask_references(self, segment: Segment) -> None:
-        """Let the references take the step in which a rank failed.
+        """Let the references compute the step in which a rank failed.
 
         Raises:
-            UntrainableError: They cannot either.
-            JudgeFailed: They fail otherwise.
+            UntrainableError: The step cannot be computed.
+            JudgeFailed: A reference raised another error.
         """
         with RankTime().harness():
             for judge in self.judges:
+                # Only judges of the failed segment.
                 if judge.group.first_step == segment.start:
                     judge.ask_reference()
 
 
 def _kind_of(error: BaseException) -> FailureKind:
-    """Whom an error is charged to by its type."""
+    """Return the party to which an error is charged, by its type."""
     match error:
         case EnvironmentProblem():
             return "machine"

@@ -1,7 +1,7 @@
-"""Scenarios: the records of a case, and the files they are written in.
+"""Scenarios: the records of a case, and the files that contain them.
 
-This module re-exports the records alone, so that the system, the simulator and the reference can
-read a scenario without importing what parses one; see `load`, `discover` and `schema` for that.
+This module re-exports only the records. So the system, the simulator and the reference can read a
+scenario without importing a parser; see `load`, `discover` and `schema` for parsing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Table of settings that need others: when each has a meaning, and why not otherwise.
+"""Table of settings that need other settings, with the reason.
 
-A field at its default is never refused. `zero_sim.scenario.fitting` repairs cases by this table,
-and `zero_sim.scenario.conditions` has the other rules over several fields.
+A field at its default is never refused. `zero_sim.scenario.fitting` repairs cases by this table.
+All other rules over several fields are in `zero_sim.scenario.conditions`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from zero_sim.scenario.fields import default_at, describe_value, show
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.spec import OptimizerName, Scenario
 
+# In torch.optim, sgd, asgd and rprop have no eps, and rprop no weight decay. `own` reads any
+# setting.
 _WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax", "lamb", "own")
 _WITH_EPS = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta", "muon")
 _ALL: tuple[OptimizerName, ...] = get_args(OptimizerName)
+# Muon and LAMB step whole params, so they need gathers that other settings rule out.
 _ELEMENTWISE = tuple(name for name in _ALL if name not in WHOLE_PARAM_OPTIMIZERS)
+# torch's foreach kernels of nadam, radam and asgd round differently from its loop.
 WITH_FOREACH = tuple(name for name in _ELEMENTWISE if name not in ("nadam", "radam", "asgd"))
+# Messages name the fields that the case's model does use, and repairs reset those that it does not.
 USED_BY: dict[str, tuple[str, ...]] = {
     "model.hidden": (
         *("mlp", "fp8", "digits", "moe", "ternary", "tp-block", "positional"),
@@ -45,7 +50,7 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "optimizer.nesterov": ("sgd", "muon", "own"),
     "optimizer.amsgrad": ("adam", "adamw", "own"),
 }
-"""Models or optimizers that use a field, by its path. All of them use the other fields."""
+"""Models or optimizers that use a field, by its path. Fields without an entry are used by all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,44 +68,49 @@ Values = tuple[object, ...] | range | Except
 
 @dataclass(frozen=True, slots=True)
 class Applies:
-    """When one setting has a meaning."""
+    """Condition under which a setting has an effect."""
 
     path: str
+    """Path of the setting."""
     needs: Mapping[str, Values]
-    """Values that other fields must have, by path."""
+    """Required values of other fields, by path."""
     why: str
-    """Reason, as the message gives it."""
+    """Reason, as it begins the message."""
     after: Literal["ends", "checked", "unused"] = "ends"
-    """If the system after a checkpoint lacks the needs, the setting goes back to its default there
-    (`ends`), or is a problem (`checked`). `unused`: as `ends`; since the setting changes nothing
-    without its needs, it may be set for the system after the checkpoint alone, and repairs remove
-    it."""
+    """Treatment if the system after a checkpoint lacks the needs. `ends`: the setting goes back to
+    its default there. `checked`: that is a problem. `unused`: like `ends`; and because the setting
+    changes nothing without its needs, it may be set just for the system after the checkpoint, and
+    repairs remove it."""
     values: Values | None = None
-    """Values of the field that have the needs. None for all but the default."""
+    """Values of the setting that have the needs. If None, all but the default."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Paths of all fields that the row looks at."""
+        """Paths of all fields that the row depends on."""
         return (self.path, *self.needs, *(("reload",) if self.after == "unused" else ()))
 
     @property
     def holds_after(self) -> bool:
-        """True if it is checked of the system after the checkpoint, too."""
+        """True if the row is also checked for the system after the checkpoint."""
         return self.after == "checked"
 
     def broken(self, scenario: Scenario) -> bool:
-        """True if the setting is set and has no meaning in this system."""
+        """Return True if the setting is set and has no effect in this system."""
         values = Except(default_at(self.path)) if self.values is None else self.values
+        # The default never counts as set, because a file cannot be told apart from one that omits
+        # the field.
         return attrgetter(self.path)(scenario) in values and bool(self.unmet(scenario))
 
     def check(self, scenario: Scenario) -> Iterator[Problem]:
-        """Give the problem, if the setting is set and has no meaning."""
+        """Yield the problem, if the setting is set and has no effect."""
         if self.broken(scenario):
             unmet = self.unmet(scenario)
             value = describe_value(attrgetter(self.path)(scenario))
             found = " and ".join(_found(path, attrgetter(path)(scenario)) for path in unmet)
             remedies = " and ".join(_remedy(path, self.needs[path]) for path in unmet)
             table, _, _ = self.path.partition(".")
+            # A wrong model or optimizer is the usual slip, so list the fields that this one does
+            # use.
             if self.path in USED_BY and f"{table}.name" in unmet:
                 found += _uses(scenario, table)
             yield Problem(
@@ -110,13 +120,17 @@ class Applies:
             )
 
     def unmet(self, scenario: Scenario) -> list[str]:
-        """Paths of the fields that have none of the values."""
+        """Return the paths of the needs that the scenario lacks."""
         return [
-            path for path, values in self.needs.items() if attrgetter(path)(scenario) not in values
+            # Membership works for all three kinds of `Values`: a tuple, a range, or `Except`.
+            path
+            for path, values in self.needs.items()
+            if attrgetter(path)(scenario) not in values
         ]
 
 
 def _found(path: str, value: object) -> str:
+    # TOML has no null: an omitted table or list has no value to print.
     if value in (None, ()):
         return f"no {path}"
     return path if dataclasses.is_dataclass(value) else f"{path} = {show(value)}"
@@ -125,13 +139,15 @@ def _found(path: str, value: object) -> str:
 def _remedy(path: str, values: Values) -> str:
     if isinstance(values, Except):
         return f"{'set' if default_at(path) not in values else 'change'} {path}"
+    # The first of the allowed values is the plainest, so the remedy names it.
     first = values[0]
     return f"leave out {path}" if first in (None, ()) else f"write {path} = {show(first)}"
 
 
 def _only(path: str) -> str:
-    """Reason that a field of a model or optimizer needs the users in `USED_BY`."""
+    """Return the reason that a field needs the models or optimizers in `USED_BY`."""
     kind = path.partition(".")[0]
+    # `'mlp', 'gpt' and 'moe'`, because messages are sentences.
     *others, last = (f"'{user}'" for user in USED_BY[path])
     if not others:
         return f"only {kind} {last} uses it"
@@ -139,13 +155,14 @@ def _only(path: str) -> str:
 
 
 def _uses(scenario: Scenario, table: str) -> str:
-    """Fields that the case's model or optimizer uses, as the end of a message."""
+    """Return the fields that the case's model or optimizer uses, as the end of a message."""
     record = getattr(scenario, table)
     names = (field.name for field in dataclasses.fields(record) if field.name != "name")
     used = (n for n in names if record.name in USED_BY.get(f"{table}.{n}", (record.name,)))
     return f"; '{record.name}' uses {', '.join(used)}"
 
 
+# TOML integers have 64 bits, so this is "more than one".
 _SEVERAL = range(2, 2**63)
 _SHARDED = {"system.stage": (1, 2, 3)}
 _AT_1_AND_2 = {"system.stage": (1, 2)}
@@ -156,12 +173,13 @@ APPLIES = (
     *(
         Applies(path, {f"{path.partition('.')[0]}.name": users}, _only(path), after="unused")
         for path, users in USED_BY.items()
+        # It also needs momentum, so it has a row of its own below.
         if path != "optimizer.nesterov"
     ),
     Applies(
         "model.tied_first",
         {"model.tied": Except(())},
-        "expected tied params, which have second names",
+        "expected params in model.tied, which have second names",
         after="unused",
     ),
     Applies(
@@ -172,40 +190,41 @@ APPLIES = (
     Applies(
         "model.freeze",
         _ANY_BUT_TP_BLOCK,
-        "a frozen param of model 'tp-block' would leave out sums over the ranks",
+        "a frozen param of model 'tp-block' would skip sums over the ranks",
     ),
     Applies(
         "data.loss",
         {"model.name": ("mlp", "fp8", "params")},
-        "only models 'mlp', 'fp8' and 'params' have another loss than a mean",
+        "only models 'mlp', 'fp8' and 'params' have a loss other than the mean",
     ),
     Applies(
         "data.epoch_steps",
         {"data.rows": _SEVERAL},
+        # The last step of an epoch has half the rows, and needs at least one.
         "a micro-batch of one row has no half",
         after="unused",
     ),
     Applies(
         "data.epoch_steps",
         _ANY_BUT_TP_BLOCK,
-        "model 'tp-block' has activations of one size, whose bytes are counted",
+        "activation bytes of model 'tp-block' are counted for one size of micro-batch",
     ),
     Applies(
         "world.order_known",
         _ANY_BUT_TP_BLOCK,
-        "one device trains all parts of model 'tp-block' in a known order",
+        "the reference trains all parts of model 'tp-block' in a known order",
         values=(False,),
     ),
     Applies(
         "topology.pp",
         _ANY_BUT_TP_BLOCK,
-        "model 'tp-block' splits layers, not their sequence, so each rank has all blocks",
+        "model 'tp-block' is split within layers, so each rank has all blocks",
         values=_SEVERAL,
     ),
     Applies(
         "topology.ep",
         {"model.name": ("moe",)},
-        "only model 'moe' has experts to deal out",
+        "only model 'moe' has experts",
         values=_SEVERAL,
     ),
     Applies(
@@ -221,33 +240,35 @@ APPLIES = (
     Applies(
         "optimizer.nesterov",
         {"optimizer.name": USED_BY["optimizer.nesterov"], "optimizer.momentum": Except(0.0)},
-        "only optimizers 'sgd', 'muon' and 'own' with momentum have nesterov",
+        "Nesterov momentum needs optimizer 'sgd', 'muon' or 'own', and momentum",
     ),
     Applies(
         "optimizer.foreach",
         {"optimizer.name": WITH_FOREACH},
+        # The reference steps with the loop on the CPU, so only kernels with the same bits may be
+        # used.
         "torch's foreach kernels of 'nadam', 'radam' and 'asgd' do not round like the reference's "
         "loop, and 'muon' and 'lamb' have none",
     ),
     Applies(
         "optimizer.clip_value",
         {"optimizer.clip_norm": (None,)},
-        "gradients are clipped by norm or by value",
+        "gradients are clipped either by norm or by value",
     ),
     Applies(
         "run.own_micro_batches",
         _ANY_BUT_TP_BLOCK,
-        "model 'tp-block' counts its sums over ranks, so each needs as many micro-batches",
+        "model 'tp-block' counts its sums over ranks, so each rank needs as many micro-batches",
     ),
     Applies(
         "run.evaluate",
         _ANY_BUT_TP_BLOCK,
-        "model 'tp-block' counts its sums over ranks, to which a forward under no_grad adds",
+        "model 'tp-block' counts its sums over ranks, and a forward under no_grad adds some",
     ),
     Applies(
         "run.evaluate",
         {"run.own_micro_batches": ((),)},
-        "ranks without data for a micro-batch have none for a forward under no_grad",
+        "ranks without data for a micro-batch cannot run a forward under no_grad",
     ),
     Applies(
         "expect.accuracy_min", {"model.name": ("digits",)}, "only model 'digits' has held-out data"
@@ -263,20 +284,21 @@ APPLIES = (
             "world.order_known": (True,),
             **_ANY_BUT_TP_BLOCK,
         },
-        "ranks compute what one device does only if all have the same data and all params, and one "
-        "sum of a known order averages their gradients",
+        "expect.one_device needs ranks with the same data and all params, and gradients averaged "
+        "in one sum of known order",
         after="checked",
     ),
     Applies(
         "system.divide_by",
         {"system.divide": Except("none")},
-        "expected something to be divided",
+        # With `none`, the sum itself is the gradient.
+        "expected a system that divides gradients",
         after="unused",
     ),
     Applies(
         "system.redundancy",
         _SHARDED,
-        "stage 0 shards nothing that could be held in copies",
+        "stage 0 has no sharded state, so no replicas of it",
         after="checked",
         values=_SEVERAL,
     ),
@@ -284,37 +306,40 @@ APPLIES = (
     Applies(
         "system.partition",
         {"system.align_elems": (1,), "system.align_bytes": (1,)},
-        "only partition 'padded' makes room for alignment",
+        # Uneven shards have no padding, and rows and owners fix the other shards' starts.
+        "only partition 'padded' has padding for alignment",
         after="checked",
     ),
     Applies(
         "system.overlap_params",
         _AT_1_AND_2,
-        "stage 0 gathers no params, stage 3 gathers them as they are used",
+        "stage 0 gathers no params, and stage 3 gathers them when they are used",
         after="checked",
         values=(True,),
     ),
     Applies("system.prefetch", _AT_3, "only stage 3 gathers params ahead of their use"),
-    Applies("system.reshard_after_forward", _AT_3, "only stage 3 frees params after a forward"),
+    Applies("system.reshard_after_forward", _AT_3, "only stage 3 reshards params after a forward"),
     Applies(
-        "system.gather_after_step", _AT_3, "only stage 3 gathers no params after a step by itself"
+        "system.gather_after_step", _AT_3, "at other stages than 3, params are unsharded anyway"
     ),
     Applies(
         "system.sum_by",
         _SHARDED,
-        "stage 0 has no shards to sum to, and sums to all ranks by itself",
+        "stage 0 has no shards, and always sums by all-reduce",
         values=("all-reduce",),
     ),
     Applies(
         "system.sum_by",
         {"world.order": ("linear",)},
-        "the first rank adds in rank order, whatever collectives do",
+        # It receives the gradients and adds them itself, so no collective decides the order.
+        "the first rank always adds in rank order",
         values=("first-rank",),
     ),
     Applies(
         "system.reduce_buffer_elems",
         _AT_1_AND_2,
-        "only stages 1 and 2 have whole params, and owners of gradients",
+        # As DeepSpeed's `reduce_bucket_size`.
+        "only stages 1 and 2 have both unsharded params and owners of gradients",
     ),
     Applies(
         "system.reduce_buffer_elems",
@@ -325,64 +350,69 @@ APPLIES = (
     Applies(
         "system.reduce_buffer_elems",
         {"system.redundancy": (1,)},
-        "sums through reduce buffers end with one owner and go on to no copies",
+        "sums through reduce buffers end with one owner and do not reach replicas",
         after="checked",
     ),
     Applies(
         "system.contiguous_grads",
         {"system.reduce_buffer_elems": Except(None)},
-        "expected reduce buffers, into which gradients are copied",
+        "expected reduce buffers, because gradients are copied into them",
         after="unused",
     ),
     Applies(
         "system.gather_chunk_elems",
         _AT_1_AND_2,
-        "only stages 1 and 2 gather all params at a time, which chunks cut up",
+        "only stages 1 and 2 gather all params at once, so only there can chunks split the gather",
     ),
     Applies(
         "system.gather_chunk_elems",
         {"system.overlap_params": Except(True)},
-        "one chunk's memory serves all of them in turn, which no forward can overlap",
+        # As DeepSpeed's `allgather_bucket_size`.
+        "all chunks use the same memory in turn, so no forward can overlap the gather",
         after="checked",
     ),
     Applies(
         "system.gather_chunk_elems",
         {"system.partition": Except("one-owner")},
-        "expected a partition that gives every rank a stretch of each bucket",
+        "expected a partition in which every rank has a shard of each bucket",
         after="checked",
     ),
     Applies(
         "system.arena",
         {"system.stage": (2, 3), "system.reduce_buffer_elems": (None,)},
+        # ZeRO (arXiv 1910.02054), section 6.3: memory defragmentation, M_D.
         "only stages 2 and 3 without reduce buffers have whole gradients that come and go",
         after="unused",
     ),
     Applies(
         "system.buffers_by",
         {"optimizer.groups": Except(())},
-        "expected param groups, each of which has buffers of its own",
+        # Without groups, all params of a kind and dtype share one buffer anyway.
+        "expected param groups, because each has its own buffers",
         after="unused",
     ),
     Applies(
         "system.offload_state",
         {"optimizer.name": _ELEMENTWISE},
-        "optimizers 'muon' and 'lamb' gather whole params by collectives that no CPU state meets",
+        "optimizers 'muon' and 'lamb' gather whole params by collectives, so not from CPU state",
     ),
     Applies(
         "system.step_buffer_elems",
         {"optimizer.name": _ELEMENTWISE},
-        "optimizers 'muon' and 'lamb' step all of their whole params together",
+        # ZeRO, section 6.2: constant size buffers, C_B.
+        "optimizers 'muon' and 'lamb' need whole params, so they step them all together",
     ),
     Applies(
         "system.checkpoints",
         {"model.name": ("tp-block",)},
-        "expected model 'tp-block', whose blocks can be run again",
+        # ZeRO, section 6.1: partitioned activation checkpointing, P_a.
+        "expected model 'tp-block', because only its blocks can be run again",
         after="unused",
     ),
     Applies(
         "system.checkpoints",
         {"system.stage": (0, 1, 2)},
-        "stage 3 frees the params of a block that is to be run again",
+        "stage 3 reshards a block's params, but backward has to run the block again",
     ),
     Applies(
         "system.offload_checkpoints",
@@ -391,4 +421,4 @@ APPLIES = (
         after="unused",
     ),
 )
-"""Settings that need others, and what they need."""
+"""Settings that need others, with their needs."""

@@ -1,6 +1,7 @@
-"""Readers of bare params: which losses read which, under how many names, and what makes no sense.
+"""Losses that read bare params: under which names, in which steps, on which ranks.
 
-A loss is that of one micro-batch of one rank; a param that it does not read has no gradient of it.
+A loss is that of one micro-batch on one rank. It gives no gradient to a param that it does not
+read.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ _NAMES_SHOWN = 12
 
 
 def bare_names(model: ModelSpec) -> tuple[str, ...]:
-    """Names of bare params, in registration order: `p0`, `p1`, ...; none of other models."""
+    """Return the names of bare params in registration order: `p0`, `p1`, ...; else none."""
     return tuple(f"p{index}" for index in range(len(model.shapes or ())))
 
 
 def skipped_at(model: ModelSpec, *, step: int) -> frozenset[str]:
-    """Names of the bare params that no loss of a step reads, though those of others do."""
+    """Return the names of bare params that no loss reads in a step, because of `model.skip`."""
     return frozenset(each.param for each in model.skip if each.start <= step < each.stop)
 
 
 def unread_by(model: ModelSpec, *, rank: int, micro: int) -> frozenset[str]:
-    """Names of the params that the loss of one micro-batch does not read.
+    """Return the names of the params that the loss of one micro-batch does not read.
 
     Args:
         model: Bare params.
-        rank: Whose micro-batch it is, counted in its dp-cp group.
-        micro: Which of its micro-batches of the step, counted from 0.
+        rank: Rank in its dp-cp group.
+        micro: Micro-batch of the rank in the step, counted from 0.
     """
+    # A `one_rank` entry leaves the param out of the losses of all other ranks and micro-batches.
     others = (
         each.param
         for each in model.one_rank
@@ -42,22 +44,24 @@ def unread_by(model: ModelSpec, *, rank: int, micro: int) -> frozenset[str]:
 
 
 def others_run(scenario: Scenario, one: OneRankSpec) -> bool:
-    """Whether there are losses besides the one, or the one rank's, that reads a param.
+    """Return True if other losses exist besides those of a `model.one_rank` entry.
 
     Args:
-        scenario: A case, whatever else is wrong in it.
-        one: Whose loss reads the param.
+        scenario: A case, possibly invalid.
+        one: The entry.
     """
+    # Of several micro-batches on the same rank, the others do not read the param.
     is_one_of_many = one.micro_batch is not None and scenario.run.micro_batches > 1
     return is_one_of_many or max(_group_sizes(scenario)) > 1
 
 
 def fitted_one_rank(scenario: Scenario) -> Scenario:
-    """The case with the one loss that reads a param among those that there are.
+    """Return the case with ranks and micro-batches of `model.one_rank` clamped to existing ones.
 
     Args:
-        scenario: A case; nothing else that is wrong in it is looked at.
+        scenario: A case, possibly invalid.
     """
+    # The smaller of both worlds, because the entry holds before and after a checkpoint.
     last_rank, last_micro = min(_group_sizes(scenario)) - 1, scenario.run.micro_batches - 1
     fitted = tuple(
         replace(
@@ -73,11 +77,12 @@ def fitted_one_rank(scenario: Scenario) -> Scenario:
 
 
 def with_others(scenario: Scenario) -> Scenario:
-    """The case without what it says of the one loss that reads a param where there is no other.
+    """Return the case without entries of `model.one_rank` that cover every loss.
 
     Args:
-        scenario: A case; nothing else that is wrong in it is looked at.
+        scenario: A case, possibly invalid.
     """
+    # With one micro-batch, `micro_batch` selects nothing, so an entry without it means the same.
     several = scenario.run.micro_batches > 1
     kept = tuple(
         each if several else replace(each, micro_batch=None)
@@ -88,8 +93,9 @@ def with_others(scenario: Scenario) -> Scenario:
 
 
 def _group_sizes(scenario: Scenario) -> tuple[int, ...]:
-    """Number of ranks of a dp-cp group, before a checkpoint and after it."""
+    """Return the number of ranks in a dp-cp group, before and after a checkpoint."""
     topology, after = scenario.topology, scenario.reload
+    # The case may be invalid, so avoid a division by zero; the range check reports it.
     parts = max(1, topology.tp) * max(1, topology.pp)
     size = scenario.world.size
     sizes = (size, size if after is None else after.world_size or size)
@@ -97,19 +103,22 @@ def _group_sizes(scenario: Scenario) -> tuple[int, ...]:
 
 
 def check_readers(scenario: Scenario) -> Iterator[Problem]:
-    """Check that bare params are named once each, and that every loss reads one of them."""
+    """Check that each field names a bare param once, and that every loss reads some param."""
     model = scenario.model
     names = bare_names(model)
+    # Other models with these fields are reported by `applies`, missing shapes by `rules`.
     if model.name != "params" or not names:
         return
     fields = {
         "tied": model.tied,
         "unused": model.unused,
+        # A param may be skipped for several spans, so repetitions are allowed.
         "skip": tuple(dict.fromkeys(each.param for each in model.skip)),
         "one_rank": tuple(each.param for each in model.one_rank),
     }
     for field, said in fields.items():
         for index, name in enumerate(said):
+            # `skip` and `one_rank` are tables with a `param`; the others are lists of names.
             place = ".param" if field in ("skip", "one_rank") else ""
             yield from _one_name(f"model.{field}[{index}]{place}", name, said[:index], names)
     for index, name in enumerate(model.unused):
@@ -118,15 +127,16 @@ def check_readers(scenario: Scenario) -> Iterator[Problem]:
                 yield Problem(
                     path=f"model.unused[{index}]",
                     message="expected a param that no loss reads, got "
-                    f"{describe_value(name)}, which model.{field} has a loss read.",
+                    f"{describe_value(name)}, which is also in model.{field}.",
                     suggestion="Name it in one of the two.",
                 )
+    # Autograd raises if no input of a loss requires a gradient.
     if set(names) <= {*model.unused, *fields["skip"], *fields["one_rank"]}:
         yield Problem(
             path="model.unused" if model.unused else "model.one_rank",
-            message="expected a param that every loss reads, or some have no backward, got "
+            message="expected a param that every loss reads, because each needs a backward, got "
             f"{', '.join(names[:_NAMES_SHOWN])} all unused, skipped or read by one rank alone.",
-            suggestion="Leave one of them out, or add a shape to model.shapes.",
+            suggestion="Remove one of them there, or add a shape to model.shapes.",
         )
 
 
@@ -150,15 +160,15 @@ def _one_name(
 
 
 def check_one_rank(scenario: Scenario) -> Iterator[Problem]:
-    """Check that the one loss that reads a param is there, and is not the only one."""
+    """Check that each entry of `model.one_rank` has an existing loss, and that others exist."""
     run, sizes = scenario.run, _group_sizes(scenario)
     # A count below 1 is reported as such; every index would be wrong with it.
     if min(*sizes, run.micro_batches) < 1:
         return
     for index, one in enumerate(scenario.model.one_rank):
         path = f"model.one_rank[{index}]"
-        whole = "" if scenario.reload is None else ", before the checkpoint and after it"
-        of = f"the number of ranks of a dp-cp group{whole}, {min(sizes)}"
+        whole = "" if scenario.reload is None else ", before and after the checkpoint"
+        of = f"the number of ranks in a dp-cp group{whole}, {min(sizes)}"
         yield from check_index(f"{path}.rank", one.rank, stop=min(sizes), of=of, counted="ranks")
         micro = one.micro_batch
         if micro is not None and run.micro_batches == 1:
@@ -179,7 +189,7 @@ def check_one_rank(scenario: Scenario) -> Iterator[Problem]:
         elif not others_run(scenario, one):
             yield Problem(
                 path=path,
-                message="expected another rank, or another micro-batch than its own, whose loss "
-                f"does not read {describe_value(one.param)}, got a dp-cp group of one rank.",
+                message="expected another rank or micro-batch, whose loss does not read "
+                f"{describe_value(one.param)}, got a dp-cp group of one rank.",
                 suggestion="Leave it out, or write world.size = 2.",
             )

@@ -1,4 +1,4 @@
-"""Checks by their ids, which reports show, scenarios expect and `zero-sim explain` explains."""
+"""Ids of checks: reports print them, scenarios expect them, `zero-sim explain` explains them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from enum import StrEnum
 
 
 class Check(StrEnum):
-    """Everything that a case can be found wrong in; the area is what stands before the dot."""
+    """Ids of all checks; the part before the dot is the area."""
 
+    # Values that differ from the reference.
     EQUALITY_LOAD = "equality.load"
     EQUALITY_LOSS = "equality.loss"
     EQUALITY_GRAD = "equality.grad"
@@ -20,6 +21,7 @@ class Check(StrEnum):
     EQUALITY_LAYOUT = "equality.layout"
     EQUALITY_PARAMS = "equality.params"
     EQUALITY_SCALE = "equality.scale"
+    # Properties other than values: ownership, padding, casts, calls, memory, hooks.
     INVARIANT_OWNERSHIP = "invariant.ownership"
     INVARIANT_ZERO_GRADIENTS = "invariant.zero-gradients"
     INVARIANT_PADDING = "invariant.padding"
@@ -32,6 +34,7 @@ class Check(StrEnum):
     INVARIANT_CROSSING = "invariant.crossing"
     INVARIANT_ONE_DEVICE = "invariant.one-device"
     INVARIANT_GIVEN_BACK = "invariant.given-back"
+    # Failed worlds and ranks.
     WORLD_CONTRACT = "world.contract"
     WORLD_DEADLOCK = "world.deadlock"
     WORLD_RACE = "world.race"
@@ -42,9 +45,12 @@ class Check(StrEnum):
     WORLD_FAILED = "world.failed"
     WORLD_RANK_DIED = "world.rank-died"
     WORLD_HUNG = "world.hung"
+    # A real backend that does not add in its modelled order.
     BACKEND_ORDER_DRIFT = "backend.order-drift"
+    # Expectations that the scenario states itself.
     EXPECT_ACCURACY = "expect.accuracy"
     EXPECT_FINDING = "expect.finding"
+    # Passes that prove nothing, so the verdict is not a pass.
     GUARD_SAME_DATA = "guard.same-data"
     GUARD_ZERO_GRADIENTS = "guard.zero-gradients"
     GUARD_WIDE_BOUNDS = "guard.wide-bounds"
@@ -54,11 +60,12 @@ class Check(StrEnum):
     GUARD_NORM_NOT_CERTIFIED = "guard.norm-not-certified"
     GUARD_FAULT_UNNOTICED = "guard.fault-unnoticed"
     GUARD_FAULT_NOT_REACHED = "guard.fault-not-reached"
+    # Failures of zero_sim, which say nothing about the system.
     INTERNAL_JUDGE = "internal.judge"
     INTERNAL_ERROR = "internal.error"
     INTERNAL_PROCESS_DIED = "internal.process-died"
 
     @property
     def area(self) -> str:
-        """What checks of one kind share, such as `equality`: a name that a scenario may expect."""
+        """The area of the check, such as `equality`, which a scenario may expect."""
         return self.partition(".")[0]

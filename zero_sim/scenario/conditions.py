@@ -1,7 +1,7 @@
 """Conditions on values of several fields of a scenario.
 
-A row has the fields that it reads, and what is reported where if it is broken. Settings that need
-others are in `zero_sim.scenario.applies`.
+A row contains the fields that it reads, and the problem to report if it is broken. Settings that
+need others are in `zero_sim.scenario.applies`.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.spec import Scenario, TopologySpec
 from zero_sim.scenario.tp_block import HEAD_ELEMS, SHARED, is_exact, is_tp_block, splits_heads
 
+# Sorted, to compare with the sorted axes in `topology.order`.
 _AXES = ["cp", "dp", "pp", "tp"]
 _LOSS_SCALE_MAX = 2.0**64
 _UNITS = {"bf16": 2**8, "fp16": 2**11}
-"""What 16-bit dtypes add exactly, in units of which each rank and micro-batch needs one."""
+"""Number of units that a 16-bit dtype adds exactly. Each rank and micro-batch needs one."""
 UNBOUNDED_MODELS = ("moe", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Condition:
-    """One thing that must not be."""
+    """A combination of values that is refused."""
 
     reads: tuple[str, ...]
-    """Fields it looks at; the first one is where the problem is reported."""
+    """Fields that the condition depends on. The problem is reported at the first."""
     broken: Callable[[Scenario], bool]
     message: str
-    """What was expected; `{got}` stands for the value of the first field."""
+    """Expected values; `{got}` is replaced by the value of the first field."""
     suggestion: str
     holds_after: bool = False
-    """Whether it is asked of the case after its checkpoint, too."""
+    """True if the case after its checkpoint is also checked."""
 
     def check(self, scenario: Scenario) -> Iterator[Problem]:
-        """Give the problem, if the condition is broken."""
+        """Yield the problem, if the condition is broken."""
         if self.broken(scenario):
             value = describe_value(attrgetter(self.reads[0])(scenario))
             yield Problem(
@@ -56,21 +57,24 @@ class Condition:
 
 
 def _power_of_two(value: float) -> bool:
+    # frexp returns a mantissa in [0.5, 1): exactly 0.5 for powers of two.
     return 1 <= value <= _LOSS_SCALE_MAX and math.frexp(value)[0] == 0.5
 
 
 def _parts(scenario: Scenario) -> int:
-    """Number of dp-cp groups, each of which trains params of its own."""
+    """Return the number of dp-cp groups. Each trains its own params."""
+    # TP and PP ranks train different params, CP ranks the same as DP ranks. At least 1, because an
+    # invalid case must not raise.
     return max(scenario.topology.tp, 1) * max(scenario.topology.pp, 1)
 
 
 def _dp_cp_size(scenario: Scenario) -> int:
-    """Number of ranks of a dp-cp group."""
+    """Return the number of ranks in a dp-cp group."""
     return scenario.world.size // _parts(scenario)
 
 
 def _reload_splits(scenario: Scenario) -> bool:
-    """Whether the world after a reload can be cut into cells, experts' groups and copies."""
+    """Return True if the world after a reload divides into all groups and replicas."""
     if scenario.reload is None:
         return True
     reload, topology = scenario.reload, scenario.topology
@@ -79,12 +83,14 @@ def _reload_splits(scenario: Scenario) -> bool:
     redundancy = reload.redundancy or scenario.system.redundancy
     ranks, rest = divmod(size, _parts(scenario))
     cuts = (ep * redundancy, topology.cp)
+    # A cut below 1 is reported by the range check.
     return rest == 0 and all(cut < 1 or ranks % cut == 0 for cut in cuts)
 
 
-def _somebody_trains(scenario: Scenario) -> bool:
-    """Whether in every micro-batch of every step some rank has data."""
+def _some_rank_has_data(scenario: Scenario) -> bool:
+    """Return True if some rank has data in every micro-batch of every step."""
     run = scenario.run
+    # The counts repeat, so a full cycle of steps and of ranks covers all cases.
     steps = range(min(run.steps, len(run.own_micro_batches)))
     ranks = range(min(_dp_cp_size(scenario), len(run.own_micro_batches)))
     return all(
@@ -94,13 +100,14 @@ def _somebody_trains(scenario: Scenario) -> bool:
     )
 
 
-def _has_data_to_spoil(scenario: Scenario) -> bool:
-    """Whether the rank that is to see a NaN has the micro-batch that holds it."""
+def _nan_has_data(scenario: Scenario) -> bool:
+    """Return True if the rank of `data.nan` has the micro-batch that contains the NaN."""
     nan, topology = scenario.data.nan, scenario.topology
+    # Without the field, every rank has data.
     if nan is None or not scenario.run.own_micro_batches:
         return True
     size = world_size_at(scenario, step=nan.step)
-    # What is out of range by itself is another's problem.
+    # Indices out of range are reported by other rules.
     if not (0 <= nan.rank < size and _splits(topology, size)):
         return True
     place = place_in_group(nan.rank, topology=topology, world_size=size)
@@ -108,15 +115,17 @@ def _has_data_to_spoil(scenario: Scenario) -> bool:
 
 
 def _splits(topology: TopologySpec, world_size: int) -> bool:
-    """Whether a world of that size can be numbered along the axes."""
+    """Return True if a world of this size can be numbered along the axes."""
     sizes = (topology.tp, topology.cp, topology.pp)
     in_axes = sorted(topology.order.split("-")) == _AXES
     return in_axes and min(sizes) >= 1 and world_size % math.prod(sizes) == 0
 
 
 def _averages_once(scenario: Scenario) -> bool:
-    """Whether the sum over ranks with equal gradients is their mean."""
+    """Return True if the reduced gradient is the mean over ranks."""
     data, system = scenario.data, scenario.system
+    # A loss divided by the number of ranks makes their sum a mean, without any division of
+    # gradients.
     means = data.loss == "mean" and system.divide != "none" and system.divide_by == "ranks"
     return means or (data.loss == "mean-of-ranks" and system.divide == "none")
 
@@ -137,19 +146,19 @@ CONDITIONS = (
     Condition(
         reads=("expect.one_device", "data.loss", "system"),
         broken=lambda s: s.expect.one_device and not _averages_once(s),
-        message="ranks compute what one device does only if their gradients are averaged, got "
-        "{got}.",
+        message="expect.one_device needs gradients that are averaged over the ranks, got {got}.",
         suggestion='Try either divide_by = "ranks" or data.loss = "mean-of-ranks" with '
         'divide = "none".',
     ),
     Condition(
         reads=("model.name", "model.dtype", "world.size", "run.micro_batches"),
         broken=lambda s: (
+            # Gradients are whole numbers of units. Sums beyond the significand would be rounded.
             s.model.name == "bit-hash"
             and s.world.size * s.run.micro_batches > _UNITS.get(s.model.dtype, 2**24)
         ),
         message=f"expected at most {_UNITS['bf16']} ranks times micro-batches in bf16, "
-        f"{_UNITS['fp16']:,} in fp16, among which the units that they add exactly are shared, got "
+        f"{_UNITS['fp16']:,} in fp16, so that their sum is exact, got "
         "more with model {got}.",
         suggestion='Try dtype = "fp32".',
         holds_after=True,
@@ -163,8 +172,8 @@ CONDITIONS = (
     Condition(
         reads=("topology.order", "topology", "world.size", "reload"),
         broken=lambda s: s.topology.order != default_at("topology.order") and not orders_axes(s),
-        message="expected two of tp, cp, pp and dp to be more than 1, for axes to have an order, "
-        "got {got} with one axis.",
+        message="expected at least two of tp, cp, pp and dp to be more than 1, because one axis "
+        "has no order, got {got}.",
         suggestion="Leave it out.",
     ),
     Condition(
@@ -178,7 +187,7 @@ CONDITIONS = (
         broken=lambda s: (
             s.system.redundancy >= 1 and (s.world.size // _parts(s)) % s.system.redundancy != 0
         ),
-        message="expected a divisor of the ranks of a dp-cp group, got {got}.",
+        message="expected a divisor of the number of ranks in a dp-cp group, got {got}.",
         suggestion="Try 1.",
     ),
     Condition(
@@ -187,8 +196,8 @@ CONDITIONS = (
             min(s.topology.ep, s.system.redundancy) >= 1
             and _dp_cp_size(s) % (s.topology.ep * s.system.redundancy) != 0
         ),
-        message="expected a divisor of the ranks of a dp-cp group, so often that each experts' "
-        "group still holds system.redundancy copies, got {got}.",
+        message="expected topology.ep x system.redundancy to divide the number of ranks in a dp-cp "
+        "group, got {got}.",
         suggestion="Try 1, or a world.size that is a multiple of tp x pp x ep x redundancy.",
     ),
     Condition(
@@ -196,7 +205,7 @@ CONDITIONS = (
         broken=lambda s: (
             s.model.name == "moe" and s.topology.ep >= 1 and s.model.experts % s.topology.ep != 0
         ),
-        message="expected a multiple of topology.ep, so that ranks hold equally many, got {got}.",
+        message="expected a multiple of topology.ep, so that ranks have equally many, got {got}.",
         suggestion="Try topology.ep times 2.",
     ),
     Condition(
@@ -207,26 +216,28 @@ CONDITIONS = (
             and s.reload.ep >= 1
             and ((s.reload.ep > 1 and s.model.name != "moe") or s.model.experts % s.reload.ep != 0)
         ),
-        message="expected a divisor of model.experts of a model 'moe', got {got}.",
+        message="expected a divisor of model.experts, with model 'moe', got {got}.",
         suggestion="Try 1.",
     ),
     Condition(
         reads=("reload", "world", "topology", "system.redundancy"),
         broken=lambda s: not _reload_splits(s),
-        message="expected ranks after the checkpoint that tp x cp x pp and "
+        message="expected a number of ranks after the checkpoint that tp x cp x pp and "
         "tp x pp x ep x redundancy divide.",
         suggestion="Try another reload.world_size, or reload.redundancy = 1 and reload.ep = 1.",
     ),
     Condition(
         reads=("faults", "reload"),
+        # The same call index would mean two calls.
         broken=lambda s: bool(s.faults) and s.reload is not None,
-        message="calls are counted within one world, and a reload makes two.",
+        message="faults count the calls of one world, but a reload makes two worlds.",
         suggestion="Leave either out.",
     ),
     Condition(
         reads=("system.partition", "system.bucket_elems"),
+        # As FSDP2's sharding on dim 0: every param by itself.
         broken=lambda s: s.system.partition == "rows" and s.system.bucket_elems != 1,
-        message="expected every param to be a bucket of its own, to be cut between its rows, "
+        message="expected a bucket for each param, because partition 'rows' cuts between rows, "
         "got {got} with larger buckets.",
         suggestion="Write bucket_elems = 1.",
         holds_after=True,
@@ -238,13 +249,13 @@ CONDITIONS = (
             and s.system.divide in ("pre", "premul")
             and s.system.sync == "every"
         ),
-        message="the number of rows, or of micro-batches that had data, is known only after the "
+        message="the number of rows, or of micro-batches with data, is known only after the "
         "last micro-batch, got {got} with a division before every sum.",
         suggestion='Try divide = "post", or sync = "last".',
     ),
     Condition(
         reads=("run.own_micro_batches", "run.micro_batches", "run.steps", "world.size", "topology"),
-        broken=lambda s: not _somebody_trains(s),
+        broken=lambda s: not _some_rank_has_data(s),
         message="expected some rank of each dp-cp group to have data for all of run.micro_batches "
         "in every step, and none for more, got {got}.",
         suggestion="Try as many entries as there are ranks, run.micro_batches among them.",
@@ -252,9 +263,10 @@ CONDITIONS = (
     ),
     Condition(
         reads=("run.own_micro_batches", "system.stage"),
+        # A rank learns the order of gathers from its own forwards and backwards.
         broken=lambda s: s.system.stage == 3 and 0 in s.run.own_micro_batches,
-        message="at stage 3 a rank that joins gathers params in the order of its last micro-batch, "
-        "so that it must have one of its own before, got {got}.",
+        message="at stage 3 a joining rank gathers params in the order of its last micro-batch, "
+        "so it needs data for at least one, got {got}.",
         suggestion="Write at least 1 everywhere, or stage = 2.",
         holds_after=True,
     ),
@@ -263,38 +275,42 @@ CONDITIONS = (
         broken=lambda s: (
             s.model.recompute == "reentrant" and s.model.name == "gpt" and s.model.blocks < 2
         ),
-        message="expected model.blocks of at least 2, because the first block of 'gpt', which it "
-        "uses twice, has no reentrant checkpoint, got {got}.",
+        message="expected model.blocks of at least 2, because the first block of 'gpt' is used "
+        "twice and has no reentrant checkpoint, got {got}.",
         suggestion='Try blocks = 2, or "non-reentrant".',
     ),
     Condition(
         reads=("model.recompute", "run.own_micro_batches", "system.stage"),
         broken=lambda s: (
+            # Joining follows the gathers of a plain forward and backward; recomputed blocks gather
+            # once more.
             s.model.recompute != "none" and s.system.stage == 3 and bool(s.run.own_micro_batches)
         ),
-        message="at stage 3 a rank that joins gathers params in the order of a forward and its "
-        "backward, in which no block runs again, got {got}.",
+        message="at stage 3 a joining rank gathers params in the order of a forward and backward "
+        "without recomputed blocks, got {got}.",
         suggestion="Leave out run.own_micro_batches, or write stage = 2.",
         holds_after=True,
     ),
     Condition(
         reads=("run.own_micro_batches", "data.nan", "world.size", "topology", "reload"),
-        broken=lambda s: not _has_data_to_spoil(s),
-        message="the rank of data.nan has no data for its micro-batch of its step, got {got}.",
-        suggestion="Write more than data.nan.micro_batch everywhere.",
+        broken=lambda s: not _nan_has_data(s),
+        message="expected data for the rank, step and micro-batch of data.nan, got {got}.",
+        suggestion="Make every entry greater than data.nan.micro_batch.",
     ),
     Condition(
         reads=("reload.step", "run.steps"),
+        # A checkpoint before the first step has its own field, `reload.early_save`.
         broken=lambda s: s.reload is not None and not 1 <= s.reload.step < s.run.steps,
         message="expected at least one step before the checkpoint and one after it, got {got}.",
         suggestion="Try 1, and run.steps of at least 2.",
     ),
     Condition(
         reads=("reload.weights_only", "reload.lost_steps"),
+        # The reference starts with new optimizer state; the engine keeps that of the lost steps.
         broken=lambda s: s.reload is not None and s.reload.weights_only and s.reload.lost_steps > 0,
-        message="weights alone leave an engine the optimizer state that it has, and that of lost "
-        "steps is of no use, got {got} with reload.lost_steps.",
-        suggestion="Leave out either.",
+        message="loading weights only keeps the engine's optimizer state, which lost steps have "
+        "made useless, got {got} with reload.lost_steps.",
+        suggestion="Leave either out.",
     ),
     Condition(
         reads=("reload.lost_micro_batches", "run.micro_batches"),
@@ -311,8 +327,8 @@ CONDITIONS = (
             and s.reload is not None
             and s.reload.stage == 3
         ),
-        message="an arena holds whole gradients that come and go bucket by bucket, got {got} with "
-        "system.reduce_buffer_elems, which has buffers of its own.",
+        message="an arena is for whole gradients that come and go bucket by bucket, got {got} with "
+        "system.reduce_buffer_elems, which has other buffers.",
         suggestion="Leave either out.",
     ),
     Condition(
@@ -322,7 +338,7 @@ CONDITIONS = (
             and s.system.stage == 2
             and s.system.sync == "last"
         ),
-        message="at stage 2 gradients leave as backward goes, and none stays for the next "
+        message="at stage 2 gradients are reduced during backward, and none is kept for the next "
         'micro-batch, got {got} with system.sync = "last".',
         suggestion='Write sync = "every", or stage = 1.',
         holds_after=True,
@@ -336,48 +352,49 @@ CONDITIONS = (
     ),
     Condition(
         reads=("model.hidden", "model.name", "model.dtype", "data.rows", "data.uneven_rows"),
+        # See `terms_max` for the longest sums.
         broken=lambda s: is_tp_block(s) and s.model.hidden > 0 and not is_exact(s),
-        message="expected a width, and rows, at which no sum of a layer has more terms than the "
-        "dtype adds without rounding (3 x hidden, 4 x rows; 256 of bf16, 2,048 of fp16), so that "
-        "a split sum has the bits of the whole, got {got}.",
+        message="expected 3 x hidden and 4 x rows of at most 256 in bf16, 2,048 in fp16, so that "
+        "no sum of a layer is rounded and a split sum has the bits of the whole, got {got}.",
         suggestion='Try hidden = 8 and rows = 4, or dtype = "fp32".',
     ),
     Condition(
         reads=("topology.shared", "model.name", "topology.tp"),
         broken=lambda s: _is_split(s) and s.topology.shared != (SHARED,),
-        message=f"expected '{SHARED}', the one param that all tensor-parallel ranks hold whole, "
+        message=f"expected '{SHARED}', the only param that all tensor-parallel ranks have whole, "
         "got {got}.",
         suggestion=f'Write shared = ["{SHARED}"].',
     ),
     Condition(
         reads=("world.order", "model.name", "topology.tp"),
         broken=lambda s: _is_split(s) and s.world.order not in ("linear", "linear-fp32"),
-        message="expected an order that does not depend on where an element lies: one device knows "
-        "no places of what other ranks hold, got {got}.",
+        message="expected an order that does not depend on an element's position, because one "
+        "device does not know positions on other ranks, got {got}.",
         suggestion='Write order = "linear".',
     ),
     Condition(
         reads=("system.target", "model.name", "topology.tp"),
         broken=lambda s: _is_split(s) and s.system.target != "zero_sim",
-        message="expected 'zero_sim', which sums what split layers give over the ranks, got {got}.",
+        message="expected 'zero_sim', because it sums outputs of split layers over the ranks, got "
+        "{got}.",
         suggestion="Leave it out, or topology.tp.",
     ),
 )
 
 
 def why_order_matters(scenario: Scenario) -> str:
-    """What a case has that can be judged only where the order of addition is known; or empty."""
+    """Return the feature that can be judged only if the order of addition is known; else empty."""
     if scenario.reload is not None:
         return "a reload"
     if scenario.model.name in UNBOUNDED_MODELS:
         return "experts or fp8 params"
     if scenario.optimizer.name in WHOLE_PARAM_OPTIMIZERS:
-        return "an optimizer that looks at whole params, of which a rank shows its part"
+        return "an optimizer that needs whole params, while a rank reports its part"
     return "tensor- or pipeline-parallel ranks" if _parts(scenario) > 1 else ""
 
 
 def check_order_known(scenario: Scenario) -> Iterator[Problem]:
-    """Check that a case can be judged by bounds, where it is to be."""
+    """Check that a case with an unknown order can be judged by bounds."""
     why = why_order_matters(scenario)
     if why and not scenario.world.order_known:
         yield Problem(

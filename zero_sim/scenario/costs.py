@@ -1,7 +1,7 @@
-"""Estimates of a case's cost, which keep a slip from taking all memory, or hours.
+"""Estimates of a case's cost, so that a slip does not take all memory, or hours.
 
-They count what grows: elements on all ranks, and passes of a rank through its params. A case within
-them runs in minutes on a laptop; the next larger one is rather several cases.
+They count the growing quantities: elements on all ranks, and passes of a rank through its params. A
+case within the limits runs in minutes on a laptop. A larger one should be several cases.
 """
 
 from __future__ import annotations
@@ -13,36 +13,37 @@ from zero_sim.errors import Problem
 from zero_sim.scenario.spec import ModelSpec, Scenario
 
 WORLD_ELEMS_MAX = 2**30
-"""Elements on all ranks together, of params, padding and activations; at a dozen bytes each."""
+"""Elements of params, padding and activations on all ranks together, at about a dozen bytes
+each."""
 WORK_MAX = 10**11
-"""Elements that all ranks together go over in all steps; see `_work`."""
+"""Elements that all ranks process in all steps together; see `_work`."""
 
 _PARAM_WORK = 10**4
-"""What a param costs a rank in a step besides its elements, counted in elements."""
+"""Fixed cost of a param on a rank in a step, in elements."""
 _PASS_WORK = 10**5
-"""What a micro-batch costs a rank besides its params, counted in elements."""
+"""Fixed cost of a micro-batch on a rank, in elements."""
 _TABLES = 4
-"""Buffers that the params of a model may be spread over: two kinds, two dtypes."""
+"""Flat buffers of a model, at most: two kinds times two dtypes."""
 
 
 def check_costs(scenario: Scenario) -> Iterator[Problem]:
-    """Check what a case costs whose numbers are right one by one."""
+    """Check the total cost of a case whose fields are each in range."""
     elems = _world_elems(scenario)
     if elems > WORLD_ELEMS_MAX:
         yield Problem(
             path="world.size",
-            message="expected ranks that hold at most "
-            f"{WORLD_ELEMS_MAX:,} elements together, with padding and activations, got {elems:,}.",
-            suggestion="Try fewer ranks, smaller params, or less alignment: faults of a layout "
-            "show with a handful of elements.",
+            message=f"expected at most {WORLD_ELEMS_MAX:,} elements on all ranks together, with "
+            f"padding and activations, got {elems:,}.",
+            suggestion="Try fewer ranks, smaller params, or less alignment: a few elements are "
+            "enough to find faults of a layout.",
         )
     work = _work(scenario)
     if work > WORK_MAX:
         yield Problem(
             path="run.steps",
-            message=f"expected all ranks to go over at most {WORK_MAX:,} elements in all steps, "
-            f"about as many as {_PASS_WORK:,} for each micro-batch and {_PARAM_WORK:,} for each "
-            f"param besides its own, got {work:,}.",
+            message=f"expected all ranks to process at most {WORK_MAX:,} elements in all steps, "
+            f"counting {_PASS_WORK:,} more for each micro-batch and {_PARAM_WORK:,} more for each "
+            f"param, got {work:,}.",
             suggestion="Try fewer steps, micro-batches, ranks or params.",
         )
 
@@ -55,20 +56,26 @@ def _world_elems(scenario: Scenario) -> int:
 
 def _work(scenario: Scenario) -> int:
     elems, params = _model_size(scenario.model)
+    # The loss of bare params reads each element once; other models read weights once a row.
     rows = 1 if scenario.model.shapes is not None else 1 + _rows(scenario)
+    # Elements in all forwards: rank x step x micro-batch x (elements x rows + fixed costs).
     steps, after = scenario.run.steps, scenario.reload
     if after is not None:
+        # Steps during an asynchronous save and lost steps are trained in addition; 1 for an
+        # unfinished step.
         steps += after.async_steps + after.lost_steps + 1
     passes = _ranks(scenario) * steps * scenario.run.micro_batches
     return passes * (elems * rows + params * _PARAM_WORK + _PASS_WORK)
 
 
 def _ranks(scenario: Scenario) -> int:
+    # The largest of all worlds, because memory is needed for each in turn.
     others = (each.world_size or 0 for each in (scenario.reload, scenario.pair) if each is not None)
     return max((scenario.world.size, *others))
 
 
 def _rows(scenario: Scenario) -> int:
+    # Uneven ranks have up to 2 more rows.
     return scenario.data.rows + 2 * scenario.data.uneven_rows
 
 
@@ -80,11 +87,13 @@ def _bucket_sizes(scenario: Scenario) -> Iterator[int | None]:
 
 
 def _padding(scenario: Scenario, *, bucket_elems: int | None) -> int:
-    """What shards that start where they must add to the params of one rank, at most."""
+    """Return the most elements that the alignment of shards adds on one rank."""
     elems, params = _model_size(scenario.model)
+    # Both alignments hold at once; a byte counts as an element, to be on the safe side.
     multiple = math.lcm(scenario.system.align_elems, scenario.system.align_bytes)
     buckets = _TABLES
     if bucket_elems is not None:
+        # A bucket closes at a param's end, so there is at most one per param.
         buckets += min(params, elems // bucket_elems)
     return buckets * _ranks(scenario) * multiple
 
@@ -93,6 +102,7 @@ def _activation_elems(scenario: Scenario) -> int:
     if scenario.model.shapes is not None:
         return 0
     model = scenario.model
+    # Activations between layers as multiples of hidden, rounded up.
     layers = {
         "mlp": 6 * model.blocks,
         "fp8": 6 * model.blocks,
@@ -104,15 +114,17 @@ def _activation_elems(scenario: Scenario) -> int:
 
 
 def _model_size(model: ModelSpec) -> tuple[int, int]:
-    """Elements and number of params, rounded up."""
+    """Return the numbers of elements and of params, rounded up."""
     h = model.hidden
     match model.name:
         case "mlp" | "fp8":
+            # Weights of hidden x 4 hidden in both directions, and their biases.
             return model.blocks * (8 * h * h + 5 * h), 4 * model.blocks
         case "moe":
             layers = model.experts + 2
             return layers * (h * h + 2 * h), 2 * layers + 1
         case "digits":
+            # Two layers: 8 x 8 pixels to hidden, and hidden to 10 digits.
             return 80 * h, 4
         case "ternary":
             return 8 * h * h + 32 * h, 16
@@ -127,5 +139,6 @@ def _model_size(model: ModelSpec) -> tuple[int, int]:
         case "params" | "bit-hash":
             shapes = model.shapes or ()
             return sum(map(math.prod, shapes)), len(shapes)
+        # `transformer-260`, `unusual` and own models: an allowance.
         case _:
             return 1_000, 32

@@ -1,8 +1,7 @@
-"""A `Scenario` out of a parsed TOML table, with everything that is wrong with it at once.
+"""Decoding of a parsed TOML table into a `Scenario`, with all of its problems at once.
 
-The only module here with pydantic. It is asked which fields are wrong and why; what is then said
-about them is ours. Fields in error are replaced by stand-ins for a second try, so that the rules
-over the sound fields are still checked in the same pass.
+This is the only module here that imports pydantic. Pydantic finds the invalid fields; messages and
+suggestions are our own.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import Scenario
 
 HALVES = "halves"
-"""Our word for a string that no encoding can hold."""
+"""Our kind of problem for a string with a lone surrogate, which no encoding can contain."""
 UNKNOWN = "unexpected_keyword_argument"
-"""Pydantic's word for a field that a record does not have."""
+"""Pydantic's kind of problem for an unknown field."""
 
 PROBLEMS_MAX = 100
-"""Problems that are told of one by one; a file with more is something else."""
+"""Largest number of problems listed. A file with more is probably no scenario."""
 
 _REQUIRED: dict[str, object] = {
     "schema": 1,
@@ -47,25 +46,26 @@ _REQUIRED: dict[str, object] = {
     "data.nan.step": 0,
     "data.nan.rank": 0,
 }
-"""Stand-ins for fields without a default, used only to go on looking for problems."""
+"""Stand-ins for fields without a default, used only to look for further problems."""
 
 
 @functools.cache
 def adapter() -> TypeAdapter[Scenario]:
-    """The validator, built once: building it takes longer than a small case."""
+    """Return the validator, built once because building it takes longer than a small case."""
     return TypeAdapter(Scenario)
 
 
 def decode(raw: dict[str, object]) -> tuple[Scenario | None, list[Problem]]:
-    """Read one case from a parsed table.
+    """Decode one case from a parsed table.
 
     Args:
-        raw: What `tomllib` returned, without the matrix.
+        raw: Result of `tomllib`, without the matrix.
 
     Returns:
         The scenario and no problems, or None and at least one problem.
     """
     unfit = {**dict(_unfit_values(raw, ())), **dict(_halves(raw, ()))}
+    # First pass: every field with a wrong type, or unknown.
     scenario, faults = _validate(_repaired(raw, unfit))
     faults = {**unfit, **faults}
     listed = itertools.islice(faults.items(), PROBLEMS_MAX)
@@ -74,6 +74,8 @@ def decode(raw: dict[str, object]) -> tuple[Scenario | None, list[Problem]]:
         more = f"{len(faults) - PROBLEMS_MAX:,} more fields are unknown or of another type."
         return None, [*problems, Problem(path="", message=more, suggestion="Is it a scenario?")]
     if faults:
+        # Second pass: with invalid fields replaced, so that rules over the other fields are checked
+        # too.
         scenario, _ = _validate(_repaired(raw, faults))
     if scenario is not None:
         problems.extend(check_scenario(scenario, known_bad=_known_bad(faults, raw)))
@@ -88,14 +90,16 @@ def _validate(raw: dict[str, object]) -> tuple[Scenario | None, dict[Loc, str]]:
         faults: dict[Loc, str] = {}
         for detail in error.errors(include_url=False, include_context=False, include_input=False):
             loc, kind = detail["loc"], detail["type"]
+            # Pydantic reports the missing item of a short tuple; report the tuple.
             if kind == "missing" and isinstance(loc[-1], int):
                 loc, kind = loc[:-1], "too_short"
+            # Each member of a union reports an error at the same place; the first is enough.
             faults.setdefault(loc, kind)
         return None, faults
 
 
 def _unfit_values(value: object, loc: Loc) -> Iterator[tuple[Loc, str]]:
-    """Unknown fields, values that JSON cannot carry, and those that `1 == True` would let pass."""
+    """Yield places that pydantic would accept or misreport, with their kind of problem."""
     expected = type_at(loc)
     if isinstance(value, dict):
         if not is_table(expected):
@@ -113,9 +117,11 @@ def _unfit_values(value: object, loc: Loc) -> Iterator[tuple[Loc, str]]:
     elif isinstance(value, datetime.date | datetime.time) or (
         isinstance(value, int) and not -(2**63) <= value < 2**63
     ):
+        # JSON has no dates, and tomllib returns integers longer than TOML's 64 bits.
         yield loc, "wrong_type"
     else:
         choices = choices_of(expected)
+        # By type first: `True in (0, 1)` holds, and `True` is no stage.
         is_choice = type(value) in {type(choice) for choice in choices}
         if loc == ("model", "name"):
             is_choice = value in choices or is_own_model(value)
@@ -124,7 +130,7 @@ def _unfit_values(value: object, loc: Loc) -> Iterator[tuple[Loc, str]]:
 
 
 def _halves(value: object, loc: Loc) -> Iterator[tuple[Loc, str]]:
-    """Strings with halves of characters: JSON can write them, and no file can hold them."""
+    """Yield strings with lone surrogates: JSON can contain them, but no file can."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _halves(item, (*loc, key))
@@ -140,7 +146,7 @@ def _problem(loc: Loc, kind: str, raw: dict[str, object]) -> Problem:
     expected = type_at(loc)
     if kind == HALVES:
         message = f"expected whole characters, got {describe_value(_value_at(raw, loc))}."
-        return Problem(path=path, message=message, suggestion="Leave the halves out.")
+        return Problem(path=path, message=message, suggestion="Remove the lone surrogates.")
     if kind == UNKNOWN or expected is None:
         return Problem(path=path, message="unknown field.", suggestion=suggest.for_unknown(loc))
     if kind == "missing":
@@ -150,6 +156,7 @@ def _problem(loc: Loc, kind: str, raw: dict[str, object]) -> Problem:
             suggestion=suggest.for_missing(path),
         )
     value = _value_at(raw, loc)
+    # Another version is no typing mistake, so it has its own remedy.
     if path == "schema" and type(value) is int:
         return Problem(
             path=path,
@@ -162,6 +169,7 @@ def _problem(loc: Loc, kind: str, raw: dict[str, object]) -> Problem:
     else:
         wanted = describe_type(expected)
     if isinstance(value, int) and expected is int and not isinstance(value, bool):
+        # The right type, so only the size can be wrong.
         wanted = "an integer of at most 64 bits"
     return Problem(
         path=path,
@@ -185,7 +193,7 @@ def _is_given(raw: object, path: str) -> bool:
 
 
 def _field_loc(loc: Loc) -> tuple[str, ...]:
-    """The field that holds a place: an array in error is set aside whole."""
+    """Return the place of the field at `loc`, because an array is removed as a whole."""
     names: list[str] = []
     for part in loc:
         if isinstance(part, int):
@@ -205,6 +213,7 @@ def _repaired(raw: dict[str, object], faults: dict[Loc, str]) -> dict[str, objec
             table = table.get(name) if isinstance(table, dict) else None
         if not isinstance(table, dict):
             continue
+        # Without the field, its default is used.
         table.pop(names[-1], None)
         path = path_of(names)
         if path in _REQUIRED:
@@ -215,7 +224,7 @@ def _repaired(raw: dict[str, object], faults: dict[Loc, str]) -> dict[str, objec
 def _known_bad(faults: dict[Loc, str], raw: dict[str, object]) -> set[str]:
     bad = {path_of(_field_loc(loc)) for loc in faults}
     for loc, kind in faults.items():
-        # `shape = [...]` is one mistake, not two: the field it stands for is not also missing.
+        # `shape = [...]` is one mistake, not two: `shapes` is not reported as missing as well.
         meant = suggest.meant_path(loc) if kind == UNKNOWN else None
         if meant and not _is_given(raw, meant):
             bad.add(meant)

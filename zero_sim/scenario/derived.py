@@ -1,4 +1,4 @@
-"""Values that follow from the settings of a case: replicas, overlap, each rank's micro-batches."""
+"""Values derived from the settings of a case: overlap, micro-batches of a rank, group ranks."""
 
 from __future__ import annotations
 
@@ -10,62 +10,64 @@ from zero_sim.scenario.spec import OptionSpec, RunSpec, Scenario, SystemSpec, To
 
 
 def overlaps_grads(system: SystemSpec) -> bool:
-    """Whether gradients are reduced under backward; of its own accord wherever buckets are cut."""
+    """Return True if gradients are reduced during backward; by default if buckets are cut."""
     return _has_buckets(system) if system.overlap_grads is None else system.overlap_grads
 
 
 def overlaps_params(system: SystemSpec) -> bool:
-    """Whether params are gathered under forward; of its own accord with buckets.
-
-    Only where all params are gathered after a step, stages 1 and 2, and not in chunks.
-    """
+    """Return True if params are gathered during forward; by default if buckets are cut."""
     if system.overlap_params is None:
+        # At stage 3, params are gathered when they are used, and stage 0 gathers none. Chunks use
+        # the same memory in turn, so a forward cannot overlap them.
         in_chunks = system.gather_chunk_elems is not None
         return _has_buckets(system) and system.stage in (1, 2) and not in_chunks
     return system.overlap_params
 
 
 def _has_buckets(system: SystemSpec) -> bool:
-    # With one bucket a buffer there is next to nothing to overlap, and hooks only cost time.
+    # With one bucket per buffer there is almost nothing to overlap, and hooks only cost time.
     return system.bucket_elems is not None
 
 
 def own_micro_batches(run: RunSpec, *, step: int, rank: int) -> int:
-    """For how many micro-batches of a step, the first ones, a rank has data.
+    """Return the number of micro-batches that a rank has data for; it joins the later ones.
 
     Args:
-        run: Of the case.
-        step: Counted from 0.
+        run: The case's `run` table.
+        step: Optimizer step, counted from 0.
         rank: Rank in its dp-cp group.
     """
+    # The counts shift by one rank each step, so every rank joins at some time.
     counts = run.own_micro_batches
     return counts[(rank + step) % len(counts)] if counts else run.micro_batches
 
 
 def world_size_at(scenario: Scenario, *, step: int) -> int:
-    """Ranks of the world that takes a step, before the checkpoint or after it.
+    """Return the number of ranks in a step, before or after the checkpoint.
 
     Args:
-        scenario: A case with a checkpoint, or without one.
-        step: Counted from 0.
+        scenario: A case, with or without a checkpoint.
+        step: Optimizer step, counted from 0.
     """
     reload = scenario.reload
+    # The first step after the checkpoint is reload.step.
     if reload is None or reload.world_size is None or step < reload.step:
         return scenario.world.size
     return reload.world_size
 
 
 def place_in_group(rank: int, *, topology: TopologySpec, world_size: int) -> int:
-    """A rank's place in its dp-cp group: how many lower ranks train the same params.
+    """Return the group rank in a dp-cp group: the number of lower ranks that train the same params.
 
     Args:
-        rank: Rank in the world.
-        topology: Of the case.
-        world_size: Ranks of the world, a multiple of tp x cp x pp.
+        rank: World rank.
+        topology: The case's topology.
+        world_size: Number of ranks in the world, a multiple of tp x cp x pp.
     """
     sizes = {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp}
     sizes["dp"] = world_size // math.prod(sizes.values())
     place, stride = 0, 1
+    # Mixed-radix digits of the rank, fastest axis first; cp and dp make up the group rank.
     for axis in topology.order.split("-"):
         rank, index = divmod(rank, sizes[axis])
         if axis in ("cp", "dp"):
@@ -74,34 +76,41 @@ def place_in_group(rank: int, *, topology: TopologySpec, world_size: int) -> int
 
 
 def counts_over_ranks(scenario: Scenario) -> bool:
-    """Whether what gradients are divided by is known only once ranks told each other their part."""
+    """Return True if the divisor of gradients is known only after ranks have exchanged counts."""
     by = scenario.system.divide_by
+    # Rows may differ between ranks and steps; numbers of micro-batches only with the field.
     return by == "tokens" or (by == "micro-batches" and bool(scenario.run.own_micro_batches))
 
 
 def limits_of_joins(scenario: Scenario) -> tuple[int, int]:
-    """Most entries of `run.own_micro_batches`, and the least that one may be.
+    """Return the most entries of `run.own_micro_batches`, and the least value of an entry.
 
     Args:
-        scenario: A case that is valid otherwise; of one that reloads, both worlds count.
+        scenario: A case, valid except for this field. If it reloads, both worlds are considered.
     """
     reload, system = scenario.reload, scenario.system
     sizes, stages = [scenario.world.size], [system.stage]
     if reload is not None:
+        # Both worlds, because the field holds before and after the checkpoint.
         sizes += [reload.world_size or scenario.world.size]
         stages += [system.stage if reload.stage is None else reload.stage]
+    # With at most as many entries as ranks, some rank has each entry in every step.
     fewest = min(sizes) // (scenario.topology.tp * scenario.topology.pp)
     nan = scenario.data.nan
+    # At stage 3 a joining rank needs a micro-batch of its own first; the NaN's micro-batch needs
+    # data.
     return fewest, max(int(3 in stages), 0 if nan is None else nan.micro_batch + 1)
 
 
-def with_options(scenario: Scenario, said: Mapping[str, str]) -> Scenario:
-    """The case with some options in the place of what it says of them.
+def with_options(scenario: Scenario, option_values: Mapping[str, str]) -> Scenario:
+    """Return the case with some of the target's options replaced.
 
     Args:
         scenario: Any case.
-        said: Values as text, by name.
+        option_values: Values as text, by name.
     """
-    options = {option.name: option.value for option in scenario.system.options} | dict(said)
+    options = {option.name: option.value for option in scenario.system.options} | dict(
+        option_values
+    )
     specs = tuple(OptionSpec(name=name, value=value) for name, value in sorted(options.items()))
     return replace(scenario, system=replace(scenario.system, options=specs))

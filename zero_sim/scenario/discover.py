@@ -1,11 +1,11 @@
-"""Cases found by paths of the command line, and selected by the `-k` expression, as in pytest.
+"""Discovery of cases by paths from the command line, selected by a `-k` expression as in pytest.
 
     expression = conjunction ("or" conjunction)*
     conjunction = negation ("and" negation)*
     negation = "not" negation | "(" expression ")" | word
 
-A word matches every id that contains it, whatever the case of its letters; a word with blanks,
-brackets or the name of an operator is quoted.
+A word matches every id that contains it, ignoring case. Quote a word that contains blanks or
+brackets, or that is the name of an operator.
 """
 
 from __future__ import annotations
@@ -27,46 +27,47 @@ from zero_sim.untrusted import printable
 _NOT_SCENARIOS = frozenset({"pyproject.toml"})
 Matcher = Callable[[str], bool]
 
+# A quoted word, a bracket, or a word without quotes.
 _TOKEN = re.compile(r"""\s*("[^"]*"|'[^']*'|[()]|[^\s()"']+)""")
 _OPERATORS = ("and", "or", "not", "(", ")")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One case and the file that it comes from."""
+    """One case and its file."""
 
     id: str
-    """Unique among all cases found; the scenario's `name`."""
+    """Unique among all cases found; equals the scenario's `name`."""
     file_id: str
-    """The same as the file alone has it."""
+    """The case's id within its file alone."""
     scenario: Scenario
     source: Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Discovery:
-    """What a set of paths holds."""
+    """Cases found under a set of paths."""
 
     cases: tuple[Case, ...]
     passed_over_count: int
-    """Cases that the expression did not select."""
+    """Number of cases that the expression did not select."""
     errors: tuple[ScenarioError, ...]
-    """One for each file that is no scenario; the cases of the others are in `cases`."""
+    """One error for each invalid file. Cases of valid files are in `cases`."""
 
 
 def discover(paths: Iterable[str | Path], *, expression: str = "") -> Discovery:
     """Load every scenario under some paths.
 
     Args:
-        paths: Files, or folders that are searched to any depth for `*.toml`, sorted by path.
-            Hidden files and folders and `pyproject.toml` are passed over.
-        expression: A `-k` expression over case ids; blank for all.
+        paths: Files, or folders that are searched to any depth for `*.toml`, sorted by path. Hidden
+            files and folders and `pyproject.toml` are skipped.
+        expression: A `-k` expression over case ids; blank selects all.
 
     Returns:
-        The selected cases, in order, each file once; and an error for each file not readable.
+        The selected cases in order, each file once, and an error for each file that cannot be read.
 
     Raises:
-        UsageError: when the expression is malformed.
+        UsageError: The expression is malformed.
     """
     selected = compile_expression(expression)
     cases: list[Case] = []
@@ -75,6 +76,7 @@ def discover(paths: Iterable[str | Path], *, expression: str = "") -> Discovery:
         try:
             scenarios = load_cases(path)
         except ScenarioError as error:
+            # One invalid file must not hide the cases of the others.
             errors.append(error)
             continue
         cases.extend(
@@ -92,6 +94,7 @@ def _files(paths: Iterable[str | Path], errors: list[ScenarioError]) -> list[Pat
     found: dict[str, Path] = {}
     for given in paths:
         path = Path(given)
+        # A path that does not exist is kept, so that loading reports it.
         inside = _search(path, errors) if os.path.isdir(path) else [path]
         if not inside:
             problem = Problem(
@@ -101,7 +104,8 @@ def _files(paths: Iterable[str | Path], errors: list[ScenarioError]) -> list[Pat
             )
             errors.append(ScenarioError(str(path), [problem]))
         for file in inside:
-            # A link counts as itself, so that it is refused and the file that it leads to is not.
+            # Resolve the folder but not the file: a link to a scenario is refused, but must not
+            # hide the scenario itself, given by another path.
             found.setdefault(os.path.join(os.path.realpath(file.parent), file.name), file)
     return list(found.values())
 
@@ -117,17 +121,20 @@ def _search(folder: Path, errors: list[ScenarioError]) -> list[Path]:
 
     files: list[Path] = []
     for here, folders, names in os.walk(folder, onerror=unreadable):
+        # In place, so that os.walk does not enter hidden folders.
         folders[:] = [name for name in folders if not name.startswith(".")]
         files.extend(
             Path(here, name)
             for name in names
             if name.endswith(".toml") and not name.startswith(".") and name not in _NOT_SCENARIOS
         )
+    # os.walk has no fixed order, but ids and reports need one.
     return sorted(files)
 
 
 def _with_unique_ids(cases: Sequence[Case]) -> list[Case]:
-    """Put the folder's name before ids that two files share, the whole path if need be."""
+    """Prefix ids that files share with the folder's name, or with the whole path if needed."""
+    # The shortest prefix that makes ids unique; paths are unique by themselves.
     for prefix in (lambda source: source.resolve().parent.name, lambda source: source.as_posix()):
         times = Counter(case.id for case in cases)
         cases = [
@@ -138,7 +145,7 @@ def _with_unique_ids(cases: Sequence[Case]) -> list[Case]:
 
 
 def _renamed(case: Case, case_id: str) -> Case:
-    # A folder may be called anything, and lie as deep as it likes.
+    # Folders can have any name, and any depth.
     case_id = printable(case_id)[-NAME_CHARS_MAX:]
     scenario = dataclasses.replace(case.scenario, name=case_id)
     return dataclasses.replace(case, id=case_id, scenario=scenario)
@@ -148,13 +155,13 @@ def compile_expression(text: str) -> Matcher:
     """Compile a `-k` expression.
 
     Args:
-        text: The expression; blank for all ids.
+        text: The expression; blank selects all ids.
 
     Returns:
-        A function that says whether an id is selected.
+        A function that returns True for selected ids.
 
     Raises:
-        UsageError: with the place of the mistake.
+        UsageError: The expression is malformed; the message contains the column.
     """
     if not text.strip():
         return lambda case_id: True
@@ -201,6 +208,7 @@ class _Parser:
         if token is None:
             raise self._error("expected a word, `not` or `(`", None)
         self._depth += 1
+        # Limit the recursion before Python does.
         if self._depth > 100:
             raise self._error("expected at most 100 levels of `not` and `(`", token)
         try:
@@ -241,6 +249,7 @@ class _Parser:
                     f"-k {self._text!r}: expected a closing quote for the one at column {column}."
                 )
             word = match[1]
+            # A quoted `and` is a word.
             quoted = word[0] in "\"'"
             tokens.append(
                 _Token(

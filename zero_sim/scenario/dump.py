@@ -1,4 +1,4 @@
-"""A scenario as data and as TOML again: one case, complete, or only what was chosen in it."""
+"""Conversion of a scenario to plain data and to TOML, complete or with non-default fields only."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from zero_sim.scenario.spec import Scenario
 
 
 def to_data(scenario: Scenario) -> dict[str, object]:
-    """Every field that has a value, as tables, lists and plain values: what TOML and JSON hold."""
+    """Return all fields with a value, as tables, lists and plain values for TOML or JSON."""
     return {
         name: value
         for name, value in _plain(dataclasses.asdict(scenario)).items()
+        # Empty strings are the defaults of these two, and mean nothing in a file.
         if not (name in ("name", "description") and value == "")
     }
 
 
 def to_chosen_data(scenario: Scenario) -> dict[str, object]:
-    """The same without what is as by default, so that a field added later changes nothing."""
+    """Return the non-default fields, so that a field added later changes nothing."""
     return _chosen(scenario)
 
 
 def to_toml(scenario: Scenario) -> str:
-    """A scenario file of this one case, which loads as an equal scenario."""
+    """Return a scenario file with this case, which loads as an equal scenario."""
     return _document(to_data(scenario))
 
 
 def to_chosen_toml(scenario: Scenario) -> str:
-    """The same without what is as by default: short, for a person to read."""
+    """Return a scenario file with the non-default fields: short, for a person to read."""
     return _document(_plain(to_chosen_data(scenario)))
 
 
 def _document(data: Mapping[str, object]) -> str:
+    # TOML needs plain values before the first table: a later key would belong to that table.
     tables = {name: value for name, value in data.items() if isinstance(value, dict)}
     lines = [f"{name} = {_inline(value)}" for name, value in data.items() if name not in tables]
     for name, table in tables.items():
@@ -60,6 +62,7 @@ def _chosen_value(value: object) -> object:
 
 
 def _plain(table: Mapping[str, object]) -> dict[str, object]:
+    # TOML has no null, so a field without a value is omitted.
     return {name: _value(item) for name, item in table.items() if item is not None}
 
 
@@ -73,6 +76,7 @@ def _value(value: object) -> object:
 
 def _table(path: str, table: Mapping[str, object]) -> Iterator[str]:
     yield f"\n[{path}]"
+    # As in a document, plain values come before inner tables.
     inner = {name: value for name, value in table.items() if isinstance(value, dict)}
     for name, value in table.items():
         if name not in inner:
@@ -85,7 +89,7 @@ def _inline(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's; what it leaves as it is and nobody sees is escaped as well.
+        # JSON's escapes are valid in TOML. Also escape invisible characters, which JSON keeps.
         text = json.dumps(value, ensure_ascii=False)
         return text if text.isprintable() else "".join(map(_seen, text))
     if isinstance(value, list):
@@ -93,11 +97,13 @@ def _inline(value: object) -> str:
     if isinstance(value, dict):
         pairs = ", ".join(f"{name} = {_inline(item)}" for name, item in value.items())
         return f"{{ {pairs} }}"
+    # repr is the shortest form that reads back as the same float.
     return repr(value)
 
 
 def _seen(char: str) -> str:
-    # Halves of characters have no escape in TOML.
+    # Lone surrogates have no escape in TOML.
     if char.isprintable() or "\ud800" <= char <= "\udfff":
         return char
+    # TOML has two escapes, of 4 and of 8 digits.
     return f"\\u{ord(char):04x}" if ord(char) < 2**16 else f"\\U{ord(char):08x}"

@@ -1,7 +1,7 @@
-"""Fields of the records of `spec`: their paths, their types, and both in words.
+"""Fields of the records in `spec`: paths, types, values and their descriptions in messages.
 
-Everything that talks about a field (messages, matrix paths, the JSON Schema) asks here, so that a
-field added to `spec` needs no second mention anywhere.
+Messages, matrix paths and the JSON Schema are derived from here, so a field added to `spec` needs
+no other mention.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_sim.errors import Problem
 from zero_sim.scenario.spec import Scenario
 
 Loc = tuple[str | int, ...]
-"""Where a value sits in a parsed file: keys of tables and indices of arrays."""
+"""Location in a parsed file: keys of tables and indices of arrays."""
 
 _WORDS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 _PLURALS = {int: "integers", float: "numbers", str: "strings", bool: "booleans"}
@@ -27,21 +27,23 @@ _LONGEST_SHOWN = 60
 
 @functools.cache
 def fields_of(record: type) -> dict[str, object]:
-    """Types of a record's fields, `None` taken off optional ones, in the order of declaration."""
+    """Return the types of a record's fields in order; `None` is removed from optional ones."""
+    # Annotations are strings, because of `from __future__ import annotations`.
     hints = typing.get_type_hints(record)
     return {field.name: _strip_none(hints[field.name]) for field in dataclasses.fields(record)}
 
 
 def is_table(expected: object) -> bool:
-    """Whether a field of this type is written as a TOML table."""
+    """Return True if a field of this type is written as a TOML table."""
     return isinstance(expected, type) and dataclasses.is_dataclass(expected)
 
 
 def type_at(loc: Sequence[str | int]) -> object | None:
-    """Type that a scenario has at this place; None where it has no such field."""
+    """Return the type of the field at a location; None if there is no such field."""
     here: object = Scenario
     for part in loc:
         if isinstance(part, int):
+            # An index leads to an entry of a list.
             here = _element(here, part)
         elif isinstance(here, type) and dataclasses.is_dataclass(here):
             here = fields_of(here).get(part)
@@ -54,12 +56,12 @@ def type_at(loc: Sequence[str | int]) -> object | None:
 
 @functools.cache
 def field_paths() -> tuple[str, ...]:
-    """Dotted paths of all fields, tables before the fields within them."""
+    """Return the dotted paths of all fields, each table before its fields."""
     return tuple(_paths(Scenario, ""))
 
 
 def path_of(loc: Sequence[str | int]) -> str:
-    """A place as users read it: `model.shapes[0][1]`."""
+    """Return a location in the form of messages: `model.shapes[0][1]`."""
     text = ""
     for part in loc:
         if isinstance(part, int):
@@ -70,11 +72,11 @@ def path_of(loc: Sequence[str | int]) -> str:
 
 
 def values_at(record: object, path: str) -> Iterator[tuple[str, object]]:
-    """The values of a field, each with its place; of a list, those of its entries.
+    """Yield the values of a field with their paths; for a list, those of its entries.
 
     Args:
         record: A scenario, or a part of one.
-        path: Dotted path of the field in it; within a list, of a field of each entry.
+        path: Dotted path of the field in the record. After a list, a field of each entry.
     """
     name, _, rest = path.partition(".")
     value = getattr(record, name)
@@ -82,18 +84,20 @@ def values_at(record: object, path: str) -> Iterator[tuple[str, object]]:
         for index, item in enumerate(value):
             at = f"{name}[{index}]"
             if not rest:
+                # An entry itself, for a field that is a list of plain values.
                 yield at, item
             else:
                 yield from ((f"{at}.{inner}", found) for inner, found in values_at(item, rest))
     elif not rest:
         yield name, value
+    # A field of an omitted optional table has no value.
     elif value is not None:
         yield from ((f"{name}.{inner}", found) for inner, found in values_at(value, rest))
 
 
 @functools.cache
 def default_at(path: str) -> object | None:
-    """Default of a field that is not a table; None where it has none."""
+    """Return the default of a field that is not a table; None if there is none."""
     names = path.split(".")
     record = type_at(names[:-1])
     if not isinstance(record, type) or not dataclasses.is_dataclass(record):
@@ -105,12 +109,12 @@ def default_at(path: str) -> object | None:
 
 
 def choices_of(expected: object) -> tuple[object, ...]:
-    """The values that a `Literal` field takes; empty for other fields."""
+    """Return the values of a `Literal` type; empty for other types."""
     return typing.get_args(expected) if typing.get_origin(expected) is Literal else ()
 
 
 def describe_type(expected: object) -> str:
-    """What a field takes, in words: `an integer`, `an array of 2 numbers`, `a table`."""
+    """Return a field's type in words: `an integer`, `an array of 2 numbers`, `a table`."""
     if isinstance(expected, type) and expected in _WORDS:
         return _WORDS[expected]
     choices = choices_of(expected)
@@ -123,29 +127,33 @@ def describe_type(expected: object) -> str:
 
 
 def describe_value(value: object) -> str:
-    """What came, as it stands in the file and with its TOML type: `'three' (string)`."""
+    """Return a value as written in the file, with its TOML type: `'three' (string)`."""
     return f"{show(value)} ({toml_type(value)})"
 
 
 def show(value: object) -> str:
-    """A value as a reader of the file knows it, cut short where it is long."""
+    """Return a value as written in the file, shortened if long."""
+    # Before the test for int, because bool is a subclass of int.
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):
         text = "{" + ", ".join(f"{key} = {show(item)}" for key, item in value.items()) + "}"
     elif isinstance(value, list | tuple):
         text = "[" + ", ".join(show(item) for item in value) + "]"
+    # Python refuses to convert very long integers to decimal digits; hexadecimal has no limit.
     elif isinstance(value, int) and value.bit_length() > 256:
         text = f"{'-' if value < 0 else ''}{hex(abs(value))}"
     elif isinstance(value, datetime.date | datetime.time):
         text = value.isoformat()
     else:
         text = repr(value)
+    # Values come from files of strangers, so their length in messages is limited.
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
 
 
 def toml_type(value: object) -> str:
-    """TOML's name for the type of a parsed value."""
+    """Return TOML's name for the type of a parsed value."""
+    # Before "integer", because bool is a subclass of int.
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, dict):
@@ -158,16 +166,16 @@ def toml_type(value: object) -> str:
 
 
 def check_index(path: str, value: int, *, stop: int, of: str, counted: str) -> Iterator[Problem]:
-    """Check a number that counts from 0.
+    """Check an index that counts from 0.
 
     Args:
-        path: Where the value is.
-        value: The number.
-        stop: One past the last possible one.
-        of: `stop`, as the message calls it.
-        counted: Plural of the things that it counts.
+        path: Path of the field.
+        value: The index.
+        stop: Number of things counted.
+        of: Words for `stop` in the message.
+        counted: Plural of the things counted.
     """
-    # A count below 1 is reported as such; every index would be wrong with it.
+    # A count below 1 is reported by itself; no index would be valid then.
     if stop >= 1 and not 0 <= value < stop:
         yield Problem(
             path=path,
@@ -178,7 +186,8 @@ def check_index(path: str, value: int, *, stop: int, of: str, counted: str) -> I
 
 
 def _strip_none(hint: object) -> object:
-    # `Literal[...] | None` is of the older kind of union. Names of models are choices, or own ones.
+    # `Literal[...] | None` is a typing.Union, `int | None` a UnionType. For `AnyModelName`, which
+    # is choices or an own name, return the choices.
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (inner, *_) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
         return inner
@@ -189,6 +198,7 @@ def _element(expected: object, index: int) -> object | None:
     if typing.get_origin(expected) is not tuple:
         return None
     args = typing.get_args(expected)
+    # `tuple[X, ...]` is a list of any length, `tuple[X, Y]` one of two entries.
     if len(args) == 2 and args[1] is Ellipsis:
         return args[0]
     return args[index] if index < len(args) else None

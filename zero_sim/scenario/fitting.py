@@ -1,4 +1,4 @@
-"""Cases fitted to what they use: after a checkpoint, and without settings that change nothing."""
+"""Cases fitted to their features: after a checkpoint, and without settings that change nothing."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ RELOADED = {
         )
     },
 }
-"""Fields of `reload` that replace others, and the paths of these."""
+"""Fields of `reload` and the paths that they replace."""
 
 
 def after_reload(scenario: Scenario) -> Scenario:
-    """The case as it goes on after its checkpoint; as it is where it has none.
+    """Return the case after its checkpoint; unchanged if it has none.
 
     Args:
-        scenario: The case, before the checkpoint.
+        scenario: The case before the checkpoint.
     """
     after = with_reloaded(scenario)
+    # Settings depend on the stage and on other fields of `system`, so only changes there matter.
     return after if after.system is scenario.system else fitted_to_stage(after)
 
 
 def with_reloaded(scenario: Scenario) -> Scenario:
-    """Return the case with the fields that its reload replaces, and all others as they are.
+    """Return the case with the fields that its reload replaces, and no other changes.
 
     Args:
-        scenario: The case, before the checkpoint.
+        scenario: The case before the checkpoint.
     """
     changed: dict[str, dict[str, object]] = {}
     for name, path in reloaded(scenario.reload).items():
@@ -56,16 +57,17 @@ def with_reloaded(scenario: Scenario) -> Scenario:
 
 
 def reloaded(reload: ReloadSpec | None) -> dict[str, str]:
-    """Fields of a reload that are set, and the paths of those that they replace."""
+    """Return the set fields of a reload, with the paths that they replace."""
     return {n: path for n, path in RELOADED.items() if getattr(reload, n, None) is not None}
 
 
 def fitted_to_stage(scenario: Scenario) -> Scenario:
-    """The case with those settings of its system at their defaults that its stage has no use for.
+    """Return the case with settings that have no effect at its stage reset to their defaults.
 
-    A reload has to change the others itself.
+    Settings that are checked after a checkpoint stay: the reload must change these itself.
     """
     for row in APPLIES:
+        # Callers changed fields of `system`, so only rows within this table can break.
         is_within = all(path.startswith("system.") for path in (row.path, *row.needs))
         if is_within and not row.holds_after and row.broken(scenario):
             scenario = _without(row.path, scenario)
@@ -73,32 +75,36 @@ def fitted_to_stage(scenario: Scenario) -> Scenario:
 
 
 def has_no_use(row: Applies, scenario: Scenario) -> bool:
-    """True if a setting is set and has no meaning, nor one after the checkpoint if that is enough.
+    """Return True if a setting has no effect, before the checkpoint or, if enough, after it.
 
     Args:
         row: The setting.
-        scenario: A case, whatever else is wrong in it.
+        scenario: A case, possibly invalid.
     """
     if not row.broken(scenario):
         return False
+    # After the checkpoint, the setting may have a use even if it has none before.
     return row.after != "unused" or bool(row.unmet(after_reload(scenario)))
 
 
 def without_unused(scenario: Scenario) -> Scenario:
-    """The case without settings that change nothing in it.
+    """Return the case without settings that change nothing.
 
     Args:
-        scenario: A case, whatever else is wrong in it.
+        scenario: A case, possibly invalid.
     """
     for row in APPLIES:
         if row.after == "unused" and has_no_use(row, scenario):
             scenario = _without(row.path, scenario)
+    # No rows of `APPLIES`, because they depend on numbers of ranks or steps.
     if not orders_axes(scenario):
         scenario = _without("topology.order", scenario)
     if scenario.model.one_rank:
+        # An entry that covers every loss is the same as no entry.
         scenario = with_others(scenario)
     for name in ("freeze", "skip"):
         spans = getattr(scenario.model, name)
+        # A span that starts after the last step has no effect.
         kept = tuple(each for each in spans if each.start < scenario.run.steps)
         if kept != spans:
             changed: dict[str, Any] = {name: kept}
@@ -113,7 +119,7 @@ def _without(path: str, scenario: Scenario) -> Scenario:
 
 
 def orders_axes(scenario: Scenario) -> bool:
-    """True if ranks differ in two axes, before the checkpoint or after it."""
+    """Return True if ranks differ in two axes, before or after the checkpoint."""
 
     def axes(case: Scenario) -> int:
         sizes = (case.topology.tp, case.topology.cp, case.topology.pp)

@@ -1,4 +1,4 @@
-"""Scenarios of a TOML file: read, expanded, validated; every problem of the file at once."""
+"""Scenarios in TOML files: read, expanded, validated, with all problems of a file at once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from zero_sim.scenario.texts import check_case_id
 from zero_sim.untrusted import NESTING_MAX, Unreadable, nests_too_deep, read_regular
 
 FILE_BYTES_MAX = 2**20
-"""A scenario is written by hand; what is larger was given by mistake."""
+"""Scenarios are written by hand. A larger file was given by mistake."""
 
+# tomllib puts the position at the end of its message.
 _TOML_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 _IDS_SHOWN = 3
 
 
 def load_cases(path: str | Path) -> tuple[Scenario, ...]:
-    """All cases of a scenario file, in the order of its matrix.
+    """Load all cases of a scenario file, in the order of its matrix.
 
     Args:
         path: A TOML file.
@@ -33,39 +34,39 @@ def load_cases(path: str | Path) -> tuple[Scenario, ...]:
         At least one scenario, each with its case id as `name`.
 
     Raises:
-        ScenarioError: with every problem of the file.
+        ScenarioError: The file is invalid; the error lists all of its problems.
     """
     path = Path(path)
     return parse_cases(_read(path), source=str(path), stem=path.stem)
 
 
 def read_toml(path: str | Path, *, instead: str) -> dict[str, object]:
-    """What stands in a TOML file of another kind.
+    """Read a TOML file of another kind.
 
     Args:
         path: The file.
-        instead: What to try where it cannot be read.
+        instead: Suggestion if the file cannot be read.
 
     Raises:
-        ScenarioError: It is no file that can be read, or no TOML.
+        ScenarioError: The file cannot be read, or is not TOML.
     """
     path = Path(path)
     return _parse(_read(path, instead=instead), str(path))
 
 
 def load_scenario(path: str | Path, *, case: str | None = None) -> Scenario:
-    """One case of a scenario file.
+    """Load one case of a scenario file.
 
     Args:
         path: A TOML file.
-        case: Id of the case, needed where the file's matrix makes several.
+        case: Case id; required if the file's matrix makes several cases.
 
     Returns:
         The scenario, with its case id as `name`.
 
     Raises:
-        ScenarioError: with every problem of the file.
-        UsageError: when the file has no such case, or several and `case` was left out.
+        ScenarioError: The file is invalid; the error lists all of its problems.
+        UsageError: The file has no such case, or has several and `case` is None.
     """
     scenarios = load_cases(path)
     if case is None and len(scenarios) == 1:
@@ -83,39 +84,44 @@ def load_scenario(path: str | Path, *, case: str | None = None) -> Scenario:
 
 
 def parse_cases(text: str, *, source: str, stem: str) -> tuple[Scenario, ...]:
-    """All cases of a scenario given as TOML text.
+    """Parse all cases of a scenario given as TOML text.
 
     Args:
-        text: The file's content.
-        source: What messages call it.
-        stem: Name of the cases where the text itself gives none.
+        text: Content of the file.
+        source: Name of the file in messages.
+        stem: Name of the cases if the text has no `name`.
 
     Returns:
         At least one scenario, each with its case id as `name`.
 
     Raises:
-        ScenarioError: with every problem of the text.
+        ScenarioError: The text is invalid; the error lists all of its problems.
     """
     raw = _parse(text, source)
     variants, problems = expand(raw)
     name = raw.get("name")
+    # A name of the wrong type is reported by `decode`; go on with the stem.
     base = name if isinstance(name, str) and name else stem
     scenarios: list[Scenario] = []
+    # Most problems occur in all cases of a matrix, so each is reported once.
     found: dict[Problem, list[str]] = {}
     for variant in variants:
         case_id = _case_id(base, variant)
         scenario, wrong = decode(variant.raw)
         if scenario is not None:
             scenarios.append(dataclasses.replace(scenario, name=case_id))
+            # Only of valid cases, because an invalid value would be in the id.
             wrong = list(check_case_id(case_id, named=base == name))
         for problem in wrong:
             found.setdefault(problem, []).append(case_id)
     problems.extend(
+        # A problem in all cases belongs to the file.
         problem if len(ids) == len(variants) else _in_cases(problem, ids)
         for problem, ids in found.items()
     )
     if len(problems) > PROBLEMS_MAX + 1:
         more = f"{len(problems) - PROBLEMS_MAX:,} more problems."
+        # `decode` limits the problems of one case; this limits those of a file with many cases.
         problems[PROBLEMS_MAX:] = [Problem(path="", message=more)]
     if problems:
         raise ScenarioError(source, problems)
@@ -127,7 +133,7 @@ def _case_id(base: str, variant: Variant) -> str:
 
 
 def _in_cases(problem: Problem, ids: Sequence[str]) -> Problem:
-    """A problem that only some cases of a file have, saying which."""
+    """Return the problem with the ids of the cases that have it."""
     word = "case" if len(ids) == 1 else "cases"
     message = f"{problem.message.removesuffix('.')} (in {word} {_some(ids)})."
     return dataclasses.replace(problem, message=message)
@@ -147,7 +153,8 @@ def _read(path: Path, *, instead: str = "Name a scenario, or a folder with some.
     if not os.path.lexists(path):
         raise refuse("expected a TOML file, got nothing at this path.", "Check the path.")
     try:
-        # A stranger's link could lead to any file, a line of which an error would show.
+        # Do not follow links: in a stranger's folder they could lead to any file, and an error
+        # would print a line of it.
         data = read_regular(path, bytes_max=FILE_BYTES_MAX, follow=False)
     except Unreadable as reason:
         if path.is_symlink():
@@ -167,8 +174,9 @@ def _read(path: Path, *, instead: str = "Name a scenario, or a folder with some.
 
 def _parse(text: str, source: str) -> dict[str, object]:
     try:
-        # TOML wants \n or \r\n; a byte order mark, as some editors write one, is no content.
+        # Some editors write a byte order mark, which tomllib refuses.
         raw = tomllib.loads(text.removeprefix("\ufeff"))
+        # Deep values would exceed Python's recursion limit when they are copied or printed.
         if not nests_too_deep(raw):
             return raw
         reason, place = f"more than {NESTING_MAX} tables or arrays within each other", None
@@ -177,6 +185,7 @@ def _parse(text: str, source: str) -> dict[str, object]:
     except ValueError as error:
         place = _TOML_PLACE.search(str(error))
         reason = _TOML_PLACE.sub("", str(error))
+    # Users need the line itself: most errors are a missing quote or bracket.
     line = int(place[1]) if place and place[1] else None
     lines = text.splitlines()
     if line is None:

@@ -1,13 +1,13 @@
-"""The `[matrix]` table: one file, many cases, each with an id that does not change between runs.
+"""The `[matrix]` table: one file, many cases, with the same case ids in every run.
 
-A key is a field path, its value the list of values that the field takes:
+A key is a field path. Its value lists the values of the field:
 
     [matrix]
     "world.size" = [1, 2, 3]
     optimizer = [{ name = "adamw" }, { name = "sgd", momentum = 0.9 }]
 
-The cases are the product in the order of the file, the last key varying fastest. A table as a value
-is laid over the table that the file already has. Nothing is drawn and nothing is skipped.
+The cases are the product in the order of the file; the last key varies fastest. A table in a list
+is merged into the file's own table. No case is drawn or skipped.
 """
 
 from __future__ import annotations
@@ -24,35 +24,37 @@ from zero_sim.scenario import suggest
 from zero_sim.scenario.fields import describe_value, field_paths, show
 
 CASES_MAX = 10_000
-"""Cases of one file; a matrix beyond this is a slip, and a campaign's job if it is not."""
+"""Most cases of one file. A larger matrix is a slip, or a job for a fuzzing campaign."""
 
 VALUES_MAX = 500_000
-"""Values in all cases of one file together: what is read of them, and kept."""
+"""Most values in all cases of one file together, because all are parsed and kept."""
 
 _FIXED = ("schema", "name")
-"""Fields that belong to the file and so cannot vary within it."""
+"""Fields that belong to the file, so they cannot vary."""
 _ID_VALUE_MAX = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """One case of a file before it is validated."""
+    """One case of a file before validation."""
 
     label: str
-    """What the matrix adds to the file's name, `size=3,dtype=bf16`; empty without a matrix."""
+    """Values of the matrix, such as `size=3,dtype=bf16`, appended to the file's name; empty without
+    a matrix."""
     raw: dict[str, object]
 
 
 def expand(raw: Mapping[str, object]) -> tuple[list[Variant], list[Problem]]:
-    """All cases of a parsed file.
+    """Expand all cases of a parsed file.
 
     Args:
-        raw: What `tomllib` returned, with or without a `matrix`.
+        raw: Result of `tomllib`, with or without a `matrix`.
 
     Returns:
-        The variants in order, and what is wrong with the matrix. An axis in error is left out of
-        the product, so that the rest of the file is still checked.
+        The variants in order, and the problems of the matrix. An invalid axis is left out of the
+        product, so that the rest of the file is still checked.
     """
+    # The file's own fields; the matrix is no field of a case.
     base = {key: value for key, value in raw.items() if key != "matrix"}
     if "matrix" not in raw:
         return [Variant(label="", raw=base)], []
@@ -65,12 +67,14 @@ def expand(raw: Mapping[str, object]) -> tuple[list[Variant], list[Problem]]:
         )
         return [Variant(label="", raw=base)], [problem]
     axes = dict(_axes(matrix, ""))
+    # Before any check that compares all keys with each other, which takes time for very many.
     if len(axes) > len(field_paths()):
-        message = f"expected at most {len(field_paths())} keys, one a field, got {len(axes):,}."
-        problem = Problem(path="matrix", message=message, suggestion="Remove those of no field.")
+        message = f"expected at most {len(field_paths())} keys, one per field, got {len(axes):,}."
+        problem = Problem(path="matrix", message=message, suggestion="Remove unknown fields.")
         return [Variant(label="", raw=base)], [problem]
     problems = [problem for path, values in axes.items() for problem in _check(path, values)]
     problems.extend(_overlaps(tuple(axes)))
+    # Go on with the sound axes, so that problems of the cases are found in the same run.
     bad = {problem.path.removeprefix("matrix.") for problem in problems}
     sound = {
         path: values
@@ -83,6 +87,7 @@ def expand(raw: Mapping[str, object]) -> tuple[list[Variant], list[Problem]]:
         problems.append(
             Problem(path="matrix", message=message, suggestion="Split the file or drop values.")
         )
+        # One value per axis keeps the fields checked, without the product.
         sound = {path: values[:1] for path, values in sound.items()}
     elif count * _size(base) > VALUES_MAX:
         message = f"expected at most {VALUES_MAX:,} values in all cases, got {count:,} cases of "
@@ -95,16 +100,17 @@ def expand(raw: Mapping[str, object]) -> tuple[list[Variant], list[Problem]]:
 
 
 def _size(value: object) -> int:
-    """Number of values in a parsed table."""
+    """Return the number of values in a parsed table."""
     if isinstance(value, dict):
         return 1 + sum(map(_size, value.values()))
     return 1 + sum(map(_size, value)) if isinstance(value, list) else 1
 
 
 def _axes(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-    # An unquoted key `world.size = [...]` arrives as nested tables; both spellings mean the same.
+    # An unquoted key `world.size = [...]` is parsed as nested tables. Both spellings are equal.
     for key, value in table.items():
         if isinstance(value, dict) and value:
+            # An empty table is a value, a table with keys is part of a path.
             yield from _axes(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -115,7 +121,7 @@ def _check(path: str, values: object) -> Iterator[Problem]:
     if path in _FIXED:
         yield Problem(
             path=where,
-            message=f"`{path}` is the same for all cases of a file.",
+            message=f"`{path}` must be the same for all cases of a file.",
             suggestion="Remove it from the matrix.",
         )
     elif path not in field_paths():
@@ -133,12 +139,13 @@ def _check(path: str, values: object) -> Iterator[Problem]:
             suggestion="Remove the line, or list the values to try.",
         )
     else:
+        # Values with one label would give two cases the same id.
         labels = Counter(_in_id(value, index) for index, value in enumerate(values))
         yield from (
             Problem(
                 path=where,
                 message=f"expected different values, got {label} {times} times.",
-                suggestion="Remove the repetition; case ids must differ.",
+                suggestion="Remove the repetition, because case ids must differ.",
             )
             for label, times in labels.items()
             if times > 1
@@ -158,6 +165,7 @@ def _overlaps(paths: Sequence[str]) -> Iterator[Problem]:
 def _product(base: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -> list[Variant]:
     names = _short_names(tuple(axes))
     variants: list[Variant] = []
+    # With the index of each value, for values that are too long for an id.
     for picks in itertools.product(*(enumerate(values) for values in axes.values())):
         raw = copy.deepcopy(dict(base))
         parts: list[str] = []
@@ -170,6 +178,7 @@ def _product(base: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -
 
 def _short_names(paths: Sequence[str]) -> dict[str, str]:
     lasts = Counter(path.rpartition(".")[2] for path in paths)
+    # The last part of a path suffices in an id, unless two axes share it.
     return {path: last if lasts[last := path.rpartition(".")[2]] == 1 else path for path in paths}
 
 
@@ -179,17 +188,19 @@ def _assign(raw: dict[str, object], path: str, value: object) -> None:
     for name in parents:
         inner = table.setdefault(name, {})
         if not isinstance(inner, dict):
-            return  # Not a table at all, which validation reports.
+            return  # Not a table; validation reports it.
         table = inner
     before = table.get(last)
+    # Variants must not share tables: the next assignment would change the others.
     value = copy.deepcopy(value)
     table[last] = (
+        # Tables are merged: `optimizer = [{ name = "sgd" }]` keeps the file's learning rate.
         {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
     )
 
 
 def _in_id(value: object, index: int) -> str:
-    """A value as an id shows it; one too long for an id is called by its place, `#0`."""
+    """Return a value as written in a case id, or its index (`#0`) if it is too long."""
     text = _compact(value)
     return text if len(text) <= _ID_VALUE_MAX else f"#{index}"
 
@@ -200,6 +211,7 @@ def _compact(value: object) -> str:
     if isinstance(value, list):
         if not value:
             return "none"
+        # Shapes: `[[3], [2, 4]]` becomes `3+2x4`.
         if any(isinstance(item, list) for item in value):
             return "+".join(_compact(item) if item else "scalar" for item in value)
         return "x".join(_compact(item) for item in value)

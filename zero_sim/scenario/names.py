@@ -1,4 +1,4 @@
-"""Params that a scenario names: spans in which they are frozen, groups, and names that exist."""
+"""Names of params in a scenario: spans of frozen steps, param groups, and checks of names."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _NAMES_SHOWN = 12
 
 
 def frozen_at(model: ModelSpec, *, step: int) -> frozenset[str]:
-    """The params that a step does not train.
+    """Return the names of the params that are frozen in a step.
 
     Args:
-        model: What says for how long each is frozen.
-        step: Optimizer step, from 0.
+        model: The case's model.
+        step: Optimizer step, counted from 0.
     """
     return frozenset(each.param for each in model.freeze if each.start <= step < each.stop)
 
 
 def _spans(model: ModelSpec) -> Iterator[tuple[str, FreezeSpec | SkipSpec]]:
-    """Path and record of each span of steps in which a param is frozen or not read."""
+    """Yield path and record of each span in which a param is frozen or not read."""
     for name in ("freeze", "skip"):
         for index, span in enumerate(getattr(model, name)):
             yield f"model.{name}[{index}]", span
 
 
 def check_spans(scenario: Scenario) -> Iterator[Problem]:
-    """Check the spans of steps in which params are frozen, or not read."""
+    """Check that each span of steps has a start before its stop."""
     for path, span in _spans(scenario.model):
         if not 0 <= span.start < span.stop:
             yield Problem(
@@ -42,21 +42,22 @@ def check_spans(scenario: Scenario) -> Iterator[Problem]:
 
 
 def check_spans_begin(scenario: Scenario) -> Iterator[Problem]:
-    """Check that such a span begins in a step that there is."""
+    """Check that each span starts before the last step ends."""
     steps = scenario.run.steps
     for path, span in _spans(scenario.model):
         if steps >= 1 and span.start >= steps:
             yield Problem(
                 path=f"{path}.start",
-                message=f"expected a step less than run.steps = {steps}, after which nothing is "
-                f"trained, got {describe_value(span.start)}.",
+                message=f"expected a step less than run.steps = {steps}, got "
+                f"{describe_value(span.start)}.",
                 suggestion=f"Try {steps - 1}, or leave it out.",
             )
 
 
 def check_groups(scenario: Scenario) -> Iterator[Problem]:
-    """Check that the optimizer has what its param groups set."""
+    """Check that the optimizer has the settings of its param groups."""
     for index, group in enumerate(scenario.optimizer.groups):
+        # torch.optim.Rprop has no `weight_decay`; a learning rate every optimizer has.
         if group.weight_decay and scenario.optimizer.name == "rprop":
             yield Problem(
                 path=f"optimizer.groups[{index}].weight_decay",
@@ -67,12 +68,13 @@ def check_groups(scenario: Scenario) -> Iterator[Problem]:
 
 
 def check_names(scenario: Scenario, names: Collection[str]) -> Iterator[Problem]:
-    """Check that all that a case says of params by their names is said of some.
+    """Check that every param name, or name ending, in a case matches a param.
 
     Args:
         scenario: A valid case.
-        names: Of all params that its model trains, on any rank.
+        names: Names of all params that its model trains, on any rank.
     """
+    # At most a dozen names: a large model has thousands.
     known = _some(names)
     for index, freeze in enumerate(scenario.model.freeze):
         if freeze.param not in names:
@@ -86,12 +88,12 @@ def check_names(scenario: Scenario, names: Collection[str]) -> Iterator[Problem]
     for index, group in enumerate(scenario.optimizer.groups):
         matched = {name for name in names if name.endswith(group.match)}
         if matched.isdisjoint(left):
-            taken = "groups before it have all that do" if matched else "no name does"
+            taken = "earlier groups have all matches" if matched else "no name matches"
             yield Problem(
                 path=f"optimizer.groups[{index}].match",
-                message="expected the end of the name of a param that the model trains and that no "
-                f"group before it has, got {describe_value(group.match)}; {taken}.",
-                suggestion=f"Leave the group out, or try the end of one of {_some(left)}."
+                message="expected the name ending of a trained param that no earlier group has, "
+                f"got {describe_value(group.match)}; {taken}.",
+                suggestion=f"Leave the group out, or try an ending of one of {_some(left)}."
                 if left
                 else "Leave the group out.",
             )
@@ -101,18 +103,18 @@ def check_names(scenario: Scenario, names: Collection[str]) -> Iterator[Problem]
             if not any(name.endswith(ending) for name in names):
                 yield Problem(
                     path=f"topology.{field}[{index}]",
-                    message="expected the end of the name of a param that the model trains, got "
+                    message="expected the name ending of a param that the model trains, got "
                     f"{describe_value(ending)}.",
-                    suggestion=f"Leave it out, or try the end of one of {known}.",
+                    suggestion=f"Leave it out, or try an ending of one of {known}.",
                 )
 
 
 def with_known_names(scenario: Scenario, names: Collection[str]) -> Scenario:
-    """The case without what it says of params that its model does not train.
+    """Return the case without names that match no param.
 
     Args:
         scenario: A case.
-        names: Of all params that its model trains, on any rank.
+        names: Names of all params that its model trains, on any rank.
     """
     topology = replace(
         scenario.topology,
@@ -132,11 +134,11 @@ def with_known_names(scenario: Scenario, names: Collection[str]) -> Scenario:
 def matching_groups(
     groups: Sequence[ParamGroupSpec], names: Collection[str]
 ) -> tuple[ParamGroupSpec, ...]:
-    """The param groups that have a param, each param being in the first one that matches.
+    """Return the param groups with at least one param. The first group that matches gets a param.
 
     Args:
-        groups: In order.
-        names: Of the params.
+        groups: Param groups in order.
+        names: Names of the params.
     """
     kept, left = [], set(names)
     for group in groups:

@@ -1,9 +1,9 @@
 """Pairs of layouts: the second layout of a case, and rules about both.
 
 [Note: why bits are equal]
-The sums of an exact model depend on no order of addition. Ranks with the same data have the mean of
-one rank, and dividing by a power of two rounds nothing. So nothing that an optimizer is given
-depends on the layout.
+Sums of an exact model depend on no order of addition. Ranks with the same data have the mean of one
+rank, and dividing by a power of two does not round. So all inputs of the optimizer are independent
+of the layout.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ def paired(scenario: Scenario) -> dict[str, str]:
 
 
 def other_layout(scenario: Scenario) -> Scenario:
-    """Return the case in its second layout, whose pair is the first layout.
+    """Return the case in its second layout, with the first layout as its `pair`.
 
     Args:
         scenario: A case with a pair.
     """
+    # Only the set fields, so that the second layout's own pair names the same fields.
     chosen: dict[str, Any] = {n: getattr(scenario.pair, n) for n in paired(scenario)}
     first: dict[str, Any] = {n: attrgetter(path)(scenario) for n, path in PAIRED.items()}
     size = chosen.pop("world_size", scenario.world.size)
@@ -57,11 +58,12 @@ def other_layout(scenario: Scenario) -> Scenario:
         world=replace(scenario.world, size=size),
         system=replace(scenario.system, **chosen),
     )
+    # Without other changes than the world's size, all settings keep their use.
     return fitted_to_stage(other) if chosen else other
 
 
 def layouts_in_words(scenario: Scenario) -> str:
-    """Return how the two layouts differ, in words.
+    """Return the differences of the two layouts in words.
 
     Args:
         scenario: A case with a pair.
@@ -76,12 +78,13 @@ def layouts_in_words(scenario: Scenario) -> str:
 
 
 def placed_in_pair(problem: Problem, scenario: Scenario) -> Problem:
-    """Return a problem in the second layout, at its field in `pair`.
+    """Return a problem of the second layout with the path of its field in `pair`.
 
     Args:
-        problem: With the path that it has in a case without a pair.
+        problem: A problem with the path that it has in a case without a pair.
         scenario: The case in its first layout.
     """
+    # A problem of a field outside `pair` is reported at the table.
     names = {path: f"pair.{name}" for name, path in paired(scenario).items()}
     return replace(problem, path=names.get(problem.path, "pair"))
 
@@ -96,41 +99,44 @@ def check_pair(scenario: Scenario) -> Iterator[Problem]:
     if replace(scenario, pair=None) == replace(other, pair=None):
         yield Problem(
             path="pair",
-            message="expected a second layout, got one that is as the case.",
+            message="expected a second layout, got the case's own.",
             suggestion="Try stage, world_size or bucket_elems.",
         )
-    for path, is_in_the_way, why in _in_the_way(scenario, other):
+    for path, is_in_the_way, why in _differences(scenario, other):
         if is_in_the_way:
             yield Problem(
                 path=path,
                 message=f"{why}, so two layouts may differ.",
-                suggestion="Leave this or `pair` out.",
+                suggestion="Leave out this field or `pair`.",
             )
     for rule in (*APPLIES, *CONDITIONS):
         if not rule.broken(scenario):
-            # What is wrong in both layouts is reported once.
+            # Problems of both layouts are reported once, at the case's own field.
             yield from (placed_in_pair(problem, scenario) for problem in rule.check(other))
 
 
-def _in_the_way(scenario: Scenario, other: Scenario) -> Iterator[tuple[str, bool, str]]:
-    """Yield a path, True if it keeps the layouts from being equal, and why."""
+def _differences(scenario: Scenario, other: Scenario) -> Iterator[tuple[str, bool, str]]:
+    """Yield a path, True if it may make the layouts differ, and the reason."""
     model, data, run, optimizer = scenario.model, scenario.data, scenario.run, scenario.optimizer
+    # Each row: where to report, if the layouts may differ, and why.
     is_exact = model.name in PAIRED_MODELS
     yield "model.name", not is_exact, f"sums of model {model.name!r} depend on the order"
     for name in ("freeze", "skip", "one_rank", "unused"):
         yield f"model.{name}", bool(getattr(model, name)), "not every param is stepped each time"
-    yield "topology", scenario.topology != TopologySpec(), "ranks hold different params"
+    yield "topology", scenario.topology != TopologySpec(), "ranks have different params"
     yield "reload", scenario.reload is not None, "a reload has layouts of its own"
     yield "faults", bool(scenario.faults), "a fault belongs to calls of one layout"
-    yield "data.nan", data.nan is not None, "a step may be left out"
-    yield "optimizer.loss_scale", optimizer.loss_scale is not None, "a step may be left out"
-    yield "world.order_known", not scenario.world.order_known, "sums are not known"
+    yield "data.nan", data.nan is not None, "a step may be skipped"
+    yield "optimizer.loss_scale", optimizer.loss_scale is not None, "a step may be skipped"
+    yield "world.order_known", not scenario.world.order_known, "sums are known only within bounds"
+    # With as many ranks, both layouts have the same data and divisor.
     if scenario.world.size == other.world.size:
         return
-    yield "data.ranks", data.ranks != "same", "another number of ranks has other data"
+    yield "data.ranks", data.ranks != "same", "the data depends on the number of ranks"
     sizes = (scenario.world.size, other.world.size)
+    # A power of two has one bit; see [Note: why bits are equal].
     has_others = any(size < 1 or size & (size - 1) for size in sizes)
-    yield "pair.world_size", has_others, "a number of ranks that is no power of two rounds"
+    yield "pair.world_size", has_others, "dividing by a number that is no power of two rounds"
     yield "data.loss", data.loss == "mean-of-ranks", "the loss depends on the number of ranks"
     yield "data.uneven_rows", data.uneven_rows, "ranks differ in rows"
     yield "system.divide", scenario.system.divide == "none", "the sum depends on their number"

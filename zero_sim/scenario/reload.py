@@ -14,11 +14,11 @@ from zero_sim.scenario.spec import ReloadSpec, Scenario
 
 
 def placed_in_reload(problem: Problem, reload: ReloadSpec) -> Problem:
-    """A problem of the case after its checkpoint, at the field of `reload` that brings it.
+    """Return a problem of the case after its checkpoint with the path of its field in `reload`.
 
     Args:
-        problem: With the path that it has in a case without a checkpoint.
-        reload: What the case changes there.
+        problem: A problem with the path that it has in a case without a checkpoint.
+        reload: The case's `reload` table.
     """
     for name, path in reloaded(reload).items():
         if path == problem.path:
@@ -27,50 +27,52 @@ def placed_in_reload(problem: Problem, reload: ReloadSpec) -> Problem:
 
 
 def check_async_steps(scenario: Scenario) -> Iterator[Problem]:
-    """Check that a checkpoint written while training goes on is complete when the run ends.
+    """Check that an asynchronous save is complete when the run ends.
 
     Args:
-        scenario: The case, before the checkpoint.
+        scenario: The case before the checkpoint.
     """
     after, steps = scenario.reload, scenario.run.steps
-    # A checkpoint behind the run is reported as such.
+    # A checkpoint after the end of the run is reported by itself.
     if after is None or not 1 <= after.step < steps:
         return
     left = steps - after.step
     if after.async_steps > left:
         yield Problem(
             path="reload.async_steps",
-            message=f"expected at most the {left} of run.steps = {steps} that follow "
+            message=f"expected at most {left}, because run.steps = {steps} and "
             f"reload.step = {after.step}, got {describe_value(after.async_steps)}.",
             suggestion=f"Try {left}, or more run.steps.",
         )
 
 
 def check_after_reload(scenario: Scenario) -> Iterator[Problem]:
-    """Check that what goes together before a checkpoint does so after it, too.
+    """Check the rules over several fields for the system after the checkpoint.
 
     Args:
-        scenario: The case, before the checkpoint.
+        scenario: The case before the checkpoint.
     """
     if scenario.reload is None:
         return
     after = after_reload(scenario)
     for rule in (*APPLIES, *CONDITIONS):
+        # A rule that is broken before the checkpoint has been reported.
         if rule.holds_after and not rule.broken(scenario):
             for problem in rule.check(after):
                 placed = placed_in_reload(problem, scenario.reload)
                 if placed.path == problem.path:
-                    placed = _left_as_it_was(problem, rule, scenario.reload)
+                    placed = _at_reload_field(problem, rule, scenario.reload)
                 yield _with_own_names(placed, scenario.reload)
-    yield from _without_meaning(scenario, scenario.reload)
+    yield from _set_without_use(scenario, scenario.reload)
 
 
-def _without_meaning(scenario: Scenario, reload: ReloadSpec) -> Iterator[Problem]:
-    """Check the fields that the reload itself sets, even those that end with an earlier system.
+def _set_without_use(scenario: Scenario, reload: ReloadSpec) -> Iterator[Problem]:
+    """Check the fields that the reload sets, including those that otherwise go back to defaults.
 
-    A setting of the earlier system goes back to its default where it has no meaning. A setting
-    written for the later system would be ignored there.
+    A setting of the earlier system goes back to its default if it has no effect after the
+    checkpoint. A setting that the reload itself sets would be ignored.
     """
+    # Without resets: the fields exactly as the reload sets them.
     as_written = with_reloaded(scenario)
     set_here = set(reloaded(reload).values())
     for row in APPLIES:
@@ -79,27 +81,30 @@ def _without_meaning(scenario: Scenario, reload: ReloadSpec) -> Iterator[Problem
                 yield _with_own_names(placed_in_reload(problem, reload), reload)
 
 
-def _left_as_it_was(problem: Problem, rule: Applies | Condition, reload: ReloadSpec) -> Problem:
-    """A problem with a setting that a reload does not name, at the one that it does."""
+def _at_reload_field(problem: Problem, rule: Applies | Condition, reload: ReloadSpec) -> Problem:
+    """Return a problem of a kept setting with the path of a field that the reload sets."""
+    # The rule holds before the checkpoint, so one of the replaced fields breaks it.
     made_by = next(
         name
         for name, path in reloaded(reload).items()
         if any(f"{path}.".startswith(f"{read}.") for read in rule.reads)
     )
     own = next((name for name, path in RELOADED.items() if path == problem.path), None)
+    # The reload has no field for the kept setting, so the remedy of the rule stays.
     if own is None:
         return dataclasses.replace(problem, path=f"reload.{made_by}")
     return Problem(
         path=f"reload.{made_by}",
-        message=f"{problem.message.removesuffix('.')}, as {problem.path} is before.",
-        suggestion=f"Write {own} = {show(default_at(problem.path))} beside it, or leave it out.",
+        message=f"{problem.message.removesuffix('.')}, kept from {problem.path}.",
+        suggestion=f"Also write {own} = {show(default_at(problem.path))}, or leave it out.",
     )
 
 
 def _with_own_names(problem: Problem, reload: ReloadSpec) -> Problem:
-    """The problem with the fields of the reload named in place of those that they replace."""
+    """Return the problem with paths replaced by those of the reload's fields."""
     message, suggestion = problem.message, problem.suggestion
     for name, path in reloaded(reload).items():
+        # Users wrote `reload.stage`, so `system.stage` would be the wrong place.
         message = message.replace(f"{path} =", f"reload.{name} =")
         suggestion = suggestion.replace(f"{path} =", f"reload.{name} =")
     return dataclasses.replace(problem, message=message, suggestion=suggestion)

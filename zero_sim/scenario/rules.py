@@ -1,8 +1,8 @@
-"""Rules that a scenario must keep beyond the types of its fields.
+"""Rules for a scenario whose fields have the right types.
 
-Two kinds of rule, all pure and all asked: the range of one number (`BOUNDS`, which the JSON Schema
-shows too) and conditions over several fields (`RULES`). Each names the fields that it reads, so
-that one whose fields are already known to be wrong stays silent.
+All rules are pure and all are checked. `BOUNDS` has ranges of single numbers, which the JSON Schema
+also contains. `RULES` has conditions over several fields. Each rule names the fields that it reads,
+and is skipped if one of them is known to be invalid.
 """
 
 from __future__ import annotations
@@ -29,44 +29,47 @@ from zero_sim.scenario.suggest import closest
 from zero_sim.scenario.texts import check_texts
 
 WORLD_SIZE_MAX = 4096
-"""More rank threads than this is a slip of the finger, not a test."""
+"""Most ranks of a world. More rank threads are a slip, not a test."""
 _BARE_MODELS = ("params", "bit-hash")
 PARAM_ELEMS_MAX = 2**30
-"""Elements of one `params` model; its fp32 master and reference alone then take 8 GiB."""
+"""Most elements of a `params` model. Its fp32 master and reference alone then take 8 GiB."""
 SHAPES_MAX = 10_000
-"""Params of one `params` model."""
+"""Most params of a `params` model."""
 DIMS_MAX = 16
-"""Dimensions of one param."""
+"""Most dimensions of one param."""
 ENTRIES_MAX = 1_000
-"""Entries of every other list."""
+"""Most entries of every other list."""
+# (2 - 2^-23) x 2^127: a full 24-bit significand at the largest exponent.
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
-"""Largest fp32 number: every setting of an optimizer meets fp32 numbers, and must be one."""
+"""Largest fp32 number. Optimizer settings are combined with fp32 numbers, so they must be finite in
+fp32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """The range that one number keeps; a field left out has nothing to keep."""
+    """Range of one number. An omitted field is in range."""
 
     path: str
     least: int | float
     most: int | float
     open_least: bool = False
-    """`least` itself is excluded."""
+    """True if `least` is excluded."""
     open_most: bool = False
-    """`most` itself is excluded."""
+    """True if `most` is excluded."""
 
     def holds(self, value: float) -> bool:
-        """Whether a finite value lies within."""
+        """Return True if a finite value is in range."""
         above = value > self.least if self.open_least else value >= self.least
         return above and (value < self.most if self.open_most else value <= self.most)
 
     def in_words(self) -> str:
-        """The range as a message says it."""
+        """Return the range in words, for a message."""
         low = f"more than {self.least}" if self.open_least else f"at least {self.least}"
         return f"{low} and {'less than' if self.open_most else 'at most'} {self.most}"
 
 
 BOUNDS = (
+    # Sizes. Upper ends catch slips; `check_costs` limits their product.
     Bound(path="model.hidden", least=1, most=8_192),
     Bound(path="model.blocks", least=1, most=10_000),
     Bound(path="model.experts", least=1, most=10_000),
@@ -101,6 +104,7 @@ BOUNDS = (
     Bound(path="pair.world_size", least=1, most=WORLD_SIZE_MAX),
     Bound(path="pair.redundancy", least=1, most=WORLD_SIZE_MAX),
     Bound(path="pair.bucket_elems", least=1, most=PARAM_ELEMS_MAX),
+    # With a learning rate of 0, no param would change.
     Bound(path="optimizer.lr", least=0, most=FP32_MAX, open_least=True),
     Bound(path="optimizer.betas", least=0, most=1, open_most=True),
     Bound(path="optimizer.eps", least=0, most=FP32_MAX),
@@ -109,21 +113,25 @@ BOUNDS = (
     Bound(path="run.steps", least=1, most=10**6),
     Bound(path="run.micro_batches", least=1, most=10**5),
     Bound(path="run.own_micro_batches", least=0, most=10**5),
+    # Seeds and indices: TOML integers have 64 bits.
     Bound(path="run.seed", least=0, most=2**63 - 1),
     Bound(path="run.stall_seconds", least=0.001, most=10**6),
     Bound(path="expect.accuracy_min", least=0, most=1),
     Bound(path="expect.nonzero_min", least=0, most=1),
 )
 ITEM_BOUNDS = (
+    # A group may have a learning rate of 0, because other groups still train.
     Bound(path="optimizer.groups.lr", least=0, most=FP32_MAX),
     Bound(path="optimizer.groups.weight_decay", least=0, most=FP32_MAX),
     Bound(path="faults.call", least=0, most=10**9),
     Bound(path="faults.call_stop", least=1, most=10**9),
     Bound(path="faults.element", least=0, most=PARAM_ELEMS_MAX - 1),
+    # The widest dtype has 64 bits.
     Bound(path="faults.bit", least=0, most=63),
 )
-"""The same of the fields of a list's entries."""
+"""Ranges of fields in the entries of a list."""
 LISTS = {
+    # Files of strangers must not make messages or checks arbitrarily long.
     "model.shapes": SHAPES_MAX,
     "model.tied": ENTRIES_MAX,
     "model.unused": ENTRIES_MAX,
@@ -145,32 +153,35 @@ class Rule:
     """A condition over several fields."""
 
     reads: tuple[str, ...]
+    """Paths of the fields that the rule depends on."""
     check: Callable[[Scenario], Iterator[Problem]]
 
 
 def check_scenario(scenario: Scenario, *, known_bad: Collection[str] = ()) -> list[Problem]:
-    """All that is wrong with a scenario whose types are right.
+    """Check a scenario whose types are right.
 
     Args:
-        scenario: The case that is checked.
-        known_bad: Paths already reported; no rule that reads one of them is asked.
+        scenario: The case to check.
+        known_bad: Paths already reported. Rules that read one of them are skipped.
 
     Returns:
         Problems in the order of the fields; empty for a valid scenario.
     """
     problems: list[Problem] = []
+    # Ranges first, because conditions expect numbers in range.
     for bound in (*BOUNDS, *ITEM_BOUNDS):
         if not _touches((bound.path,), known_bad):
             problems.extend(_check_bound(bound, scenario))
     for rule in RULES:
         if not _touches(rule.reads, known_bad):
             problems.extend(rule.check(scenario))
-    # Of numbers that are wrong one by one, nothing can be estimated.
+    # Costs can be estimated only from numbers that are in range.
     return problems or ([] if known_bad else list(check_costs(scenario)))
 
 
 def _touches(reads: Iterable[str], known_bad: Collection[str]) -> bool:
     return any(
+        # A rule on a table reads its fields, and a rule on a field reads its table.
         path == bad or path.startswith(f"{bad}.") or bad.startswith(f"{path}.")
         for path in reads
         for bad in known_bad
@@ -179,6 +190,7 @@ def _touches(reads: Iterable[str], known_bad: Collection[str]) -> bool:
 
 def _check_bound(bound: Bound, scenario: Scenario) -> Iterator[Problem]:
     for path, number in values_at(scenario, bound.path):
+        # An optional field that is omitted is None.
         if not isinstance(number, int | float):
             continue
         if not (math.isfinite(number) and bound.holds(number)):
@@ -193,11 +205,14 @@ def _check_bound(bound: Bound, scenario: Scenario) -> Iterator[Problem]:
 def _kind(number: float) -> str:
     if not isinstance(number, float):
         return "an integer"
+    # TOML has inf and nan, for which a range alone would be a confusing answer.
     return "a number" if math.isfinite(number) else "a finite number"
 
 
 def _for_bound(bound: Bound, number: float) -> str:
+    # The end of an optimizer's range is seldom meant, so suggest a usual value.
     if bound.path.startswith("optimizer."):
+        # torch's defaults, where it has some.
         usual = {
             "optimizer.lr": "0.001",
             "optimizer.betas": "0.9",
@@ -216,6 +231,7 @@ def _for_bound(bound: Bound, number: float) -> str:
 
 def _lists(scenario: Scenario) -> Iterator[Problem]:
     for path, most in LISTS.items():
+        # An omitted list has one value, None.
         count = sum(1 for _, entry in values_at(scenario, path) if entry is not None)
         if count > most:
             yield Problem(
@@ -230,7 +246,7 @@ def _shapes(scenario: Scenario) -> Iterator[Problem]:
     if model.name in _BARE_MODELS and model.shapes is None:
         yield Problem(
             path="model.shapes",
-            message=f"missing; model '{model.name}' expects an array of arrays of integers, one a "
+            message=f"missing; model '{model.name}' needs an array of arrays of integers, one per "
             "param.",
             suggestion="Try shapes = [[3], [2, 4]].",
         )
@@ -255,11 +271,12 @@ def _dims(scenario: Scenario) -> Iterator[Problem]:
                     suggestion="Try 0 for an empty param.",
                 )
         elems += math.prod(shape)
+    # Negative dimensions are reported above; their product has no meaning.
     if not negative and elems > PARAM_ELEMS_MAX:
         yield Problem(
             path="model.shapes",
             message=f"expected at most {PARAM_ELEMS_MAX:,} elements in all, got {elems:,}.",
-            suggestion="Try smaller shapes; faults of a layout show with a handful of elements.",
+            suggestion="Try smaller shapes: a few elements are enough to find faults of a layout.",
         )
 
 
@@ -273,6 +290,7 @@ def _nan_step(scenario: Scenario) -> Iterator[Problem]:
 def _nan_rank(scenario: Scenario) -> Iterator[Problem]:
     nan = scenario.data.nan
     if nan is not None:
+        # A reload may change the number of ranks before the NaN's step.
         size = world_size_at(scenario, step=nan.step)
         source = "world.size" if size == scenario.world.size else "reload.world_size"
         of = f"{source} = {size}"
@@ -287,7 +305,7 @@ def _nan_micro_batch(scenario: Scenario) -> Iterator[Problem]:
 
 
 def _faults(scenario: Scenario) -> Iterator[Problem]:
-    """Check the faults of a plan one by one."""
+    """Check each planned fault."""
     for index, fault in enumerate(scenario.faults):
         path = f"faults[{index}]"
         size = scenario.world.size
@@ -298,6 +316,7 @@ def _faults(scenario: Scenario) -> Iterator[Problem]:
 
 
 def _fault_call(path: str, fault: FaultSpec) -> Iterator[Problem]:
+    # A slow rank has no call: it is slow during the whole run.
     if fault.kind == "slow":
         said = (("call", fault.call != 0), ("at", fault.at != "call"))
         given = [*said, ("call_stop", fault.call_stop), ("collective", fault.collective)]
@@ -305,7 +324,7 @@ def _fault_call(path: str, fault: FaultSpec) -> Iterator[Problem]:
             if is_given:
                 yield Problem(
                     path=f"{path}.{name}",
-                    message="a slow rank is slow in the whole run, got "
+                    message="a slow rank is slow during the whole run, so it has no call, got "
                     f"{describe_value(getattr(fault, name))}.",
                     suggestion="Leave it out.",
                 )
@@ -313,15 +332,14 @@ def _fault_call(path: str, fault: FaultSpec) -> Iterator[Problem]:
     if fault.at == "call" and fault.call_stop is not None:
         yield Problem(
             path=f"{path}.call_stop",
-            message="only a call that is drawn has a range, got "
-            f"{describe_value(fault.call_stop)}.",
+            message=f"only a drawn call has a range, got {describe_value(fault.call_stop)}.",
             suggestion='Leave it out, or write at = "random".',
         )
     elif fault.at == "random" and (fault.call_stop is None or fault.call_stop <= fault.call):
         got = "nothing" if fault.call_stop is None else describe_value(fault.call_stop)
         yield Problem(
             path=f"{path}.call_stop",
-            message=f"expected an integer more than call = {fault.call} to draw below, got {got}.",
+            message=f"expected an integer more than call = {fault.call}, got {got}.",
             suggestion=f"Try {max(fault.call, 0) + 10}.",
         )
 
@@ -333,17 +351,18 @@ def _fault_place(path: str, fault: FaultSpec) -> Iterator[Problem]:
             if value != default:
                 yield Problem(
                     path=f"{path}.{name}",
-                    message=f"only 'corrupt' has one, got {describe_value(value)} "
+                    message=f"only kind 'corrupt' has this field, got {describe_value(value)} "
                     f"with kind '{fault.kind}'.",
                     suggestion='Leave it out, or write kind = "corrupt".',
                 )
 
 
 def _finding(scenario: Scenario) -> Iterator[Problem]:
-    """Check that what is to be found is a check that there is, or an area of them."""
+    """Check that the expected finding is an existing check or area."""
     wanted = scenario.expect.finding
     known = (*Check, *dict.fromkeys(check.area for check in Check))
     if wanted is not None and wanted not in known:
+        # An area, such as `equality`, is a valid value too.
         near = closest(wanted, known)
         yield Problem(
             path="expect.finding",
@@ -358,14 +377,17 @@ def _pair(scenario: Scenario) -> Iterator[Problem]:
 
 
 def _applies(row: Applies, scenario: Scenario) -> Iterator[Problem]:
+    # A setting of the system after the checkpoint counts as used.
     return row.check(scenario) if has_no_use(row, scenario) else iter(())
 
 
+# Fields of all rules that are checked again after the checkpoint.
 _BEFORE_AND_AFTER = (
     "reload",
     *(read for each in (*APPLIES, *CONDITIONS) if each.holds_after for read in each.reads),
 )
 RULES = (
+    # Strings are checked in any case, because messages print them.
     Rule(reads=(), check=check_texts),
     Rule(reads=tuple(LISTS), check=_lists),
     Rule(reads=("model.name", "model.shapes"), check=_shapes),

@@ -1,4 +1,4 @@
-"""The JSON Schema of a scenario file, for editors and for other tools."""
+"""The JSON Schema of a scenario file, for editors and other tools."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ Node = dict[str, object]
 
 
 def scenario_schema() -> Node:
-    """What a scenario file may hold, with the fields' own descriptions, ranges and the matrix.
+    """Return the JSON Schema of scenario files, with descriptions, ranges and the matrix.
 
     Returns:
-        A JSON Schema object. Conditions over several fields are not in it: loading checks them.
+        A JSON Schema object. It does not contain conditions over several fields; loading checks
+        them.
     """
     schema: Node = copy.deepcopy(adapter().json_schema())
     _drop_null(schema)
@@ -39,8 +40,8 @@ def scenario_schema() -> Node:
     _add_own_model(_field(schema, "model.name"))
     properties = _table(schema["properties"])
     properties["matrix"] = {
-        "description": "Field paths and the values that each takes; the cases are the product, "
-        f"at most {CASES_MAX:,}.",
+        "description": "Lists of values by field path. The cases are their product, at most "
+        f"{CASES_MAX:,}.",
         "type": "object",
         "properties": _axes(schema),
         "additionalProperties": False,
@@ -66,14 +67,17 @@ def _resolve(schema: Node, node: Node) -> Node:
 def _field(schema: Node, path: str) -> Node:
     node = schema
     for name in path.split("."):
+        # A list: continue in its entries.
         if "properties" not in node:
             node = _resolve(schema, _table(node["items"]))
+        # Tables are references into `$defs`.
         node = _resolve(schema, _table(_table(node["properties"])[name]))
     return node
 
 
 def _add_lengths(node: object) -> None:
-    """Bound every string that is no choice."""
+    """Bound the length of every string without choices."""
+    # The same limit as in `texts`.
     if isinstance(node, dict) and node.get("type") == "string" and "enum" not in node:
         node["maxLength"] = NAME_CHARS_MAX
     for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
@@ -87,7 +91,7 @@ def _add_own_model(node: Node) -> None:
 
 
 def _drop_null(node: object) -> None:
-    """TOML cannot write null: an optional field is simply left out."""
+    """Remove null from optional fields, because TOML has none: such a field is omitted."""
     if isinstance(node, list):
         for item in node:
             _drop_null(item)
@@ -96,9 +100,11 @@ def _drop_null(node: object) -> None:
     options = node.get("anyOf")
     if isinstance(options, list):
         kept = [option for option in options if option != {"type": "null"}]
+        # `anyOf` remains only for real unions, such as names of models.
         if len(kept) == 1:
             del node["anyOf"]
             node.update(kept[0])
+    # A default of null cannot be written either.
     if node.get("default", ...) is None:
         del node["default"]
     for item in node.values():
@@ -106,6 +112,7 @@ def _drop_null(node: object) -> None:
 
 
 def _add_bound(node: Node, bound: Bound) -> None:
+    # A tuple such as `optimizer.betas` has the range in each of its items.
     items = node.get("prefixItems")
     targets = [_table(item) for item in items] if isinstance(items, list) else [node]
     for target in targets:
@@ -114,18 +121,22 @@ def _add_bound(node: Node, bound: Bound) -> None:
 
 
 def _axes(schema: Node) -> Node:
-    """One list-valued property per field path, quoted as the matrix's keys are."""
+    """Return one list-valued property per field path, quoted like the keys of the matrix."""
     axes: Node = {}
 
     def visit(record: Node, prefix: str) -> None:
         for name, raw in _table(record["properties"]).items():
             path, node = f"{prefix}{name}", _table(raw)
+            # The same for all cases of a file; see `matrix`.
             if path in ("schema", "name"):
                 continue
             inner = _resolve(schema, node)
+            # A matrix may vary a table as a whole, or any of its fields.
             is_record = "properties" in inner
             item: Node = {"type": "object"} if is_record else dict(node)
+            # An entry of the matrix has no default.
             item.pop("default", None)
+            # A path such as `world.size` is one quoted key.
             axes[path] = {
                 "description": node.get("description", ""),
                 "type": "array",

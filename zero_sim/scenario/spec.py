@@ -1,7 +1,7 @@
-"""Records of one case: frozen, no behaviour, no third-party import.
+"""Records of one case: frozen, without behaviour, importing no third-party package.
 
-The string under each field is its one description: the JSON Schema and the command line read it.
-Checks that need more than one field live in `zero_sim.scenario.rules`.
+The string under each field is its only description. The JSON Schema, the reference page and the
+command line read it. `zero_sim.scenario.rules` checks ranges and conditions over several fields.
 """
 
 from __future__ import annotations
@@ -10,44 +10,22 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NewType
 
 ModelName = Literal[
-    "mlp",
-    "params",
-    "transformer-260",
-    "digits",
-    "unusual",
-    "moe",
-    "fp8",
-    "bit-hash",
-    "ternary",
-    "tp-block",
-    "positional",
-    "gpt",
-    "multi-token",
-]
+    "mlp", "params", "transformer-260", "digits", "unusual", "moe", "fp8", "bit-hash", "ternary",
+    "tp-block", "positional", "gpt", "multi-token",
+]  # fmt: skip
 OwnModelName = NewType("OwnModelName", str)
-"""`own:NAME`, for the model that a target has under NAME in its `models`."""
+"""Name `own:NAME`, for an entry NAME of a target's `models`."""
 AnyModelName = ModelName | OwnModelName
 DtypeName = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "reentrant", "non-reentrant"]
 OptimizerName = Literal[
-    "adamw",
-    "adam",
-    "sgd",
-    "rmsprop",
-    "adagrad",
-    "nadam",
-    "radam",
-    "adamax",
-    "adadelta",
-    "asgd",
-    "rprop",
-    "muon",
-    "lamb",
-    "own",
-]
+    "adamw", "adam", "sgd", "rmsprop", "adagrad", "nadam", "radam", "adamax", "adadelta", "asgd",
+    "rprop", "muon", "lamb", "own",
+]  # fmt: skip
 PartitionName = Literal["padded", "uneven", "rows", "one-owner"]
 CheckpointForm = Literal["sharded", "consolidated"]
 FaultName = Literal["crash", "stall", "corrupt", "drop", "duplicate", "slow"]
+# Collectives that a planned fault can count. Those with `_list` take a tensor per rank.
 CollectiveName = Literal[
     "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list", "all_gather",
     "all_gather_list", "broadcast", "scatter", "gather", "all_to_all", "all_to_all_list", "barrier",
@@ -56,49 +34,51 @@ OrderName = Literal[
     "linear", "linear-fp32", "tree", "ring", "gloo", "nccl-ring", "nccl-sym", "random-tree"
 ]
 
+# For pydantic: refuse unknown fields, and take descriptions from the strings under fields.
 _FORBID: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreezeSpec:
-    """Freeze one param for a span of steps; frozen, neither it nor its state may change."""
+    """Freeze one param for a span of steps. Neither the frozen param nor its state may change."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     param: str
     """Name of the param."""
     start: int
-    """First step, counted from 0, in which it is frozen."""
+    """First step in which the param is frozen, counted from 0."""
     stop: int
-    """First step after that in which it is trained again."""
+    """First later step in which the param is trained again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipSpec:
-    """Let no loss read a bare param for a span of steps."""
+    """Leave a bare param out of every loss for a span of steps."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     param: str
     """Name of the param."""
     start: int
-    """First step, counted from 0, in which no loss reads it."""
+    """First step in which no loss reads the param, counted from 0."""
     stop: int
-    """First step after that in which all losses read it again."""
+    """First later step in which all losses read the param again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OneRankSpec:
-    """Let the loss of one rank alone read a bare param."""
+    """Let the loss of a single rank read a bare param."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     param: str
     """Name of the param."""
     rank: int
-    """The rank, counted in its dp-cp group."""
+    """Rank in its dp-cp group."""
     micro_batch: int | None = None
-    """Which of the rank's micro-batches alone, counted from 0; absent for each of them."""
+    """The only micro-batch of the rank that reads the param, counted from 0. If omitted, all of its
+    micro-batches read the param."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,110 +88,110 @@ class ModelSpec:
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     name: AnyModelName
-    """`mlp`: residual MLP blocks; `params`: bare params of the given shapes; `transformer-260`: the
-    260-parameter walkthrough; `digits`: a small network for the handwritten digits; `unusual`: one
-    of each awkward kind of param: frozen, tied, used twice, unused, on one rank or in one
-    micro-batch only, empty, strided, of a second dtype; `moe`: a mixture of experts with an fp32
-    router, of which each rank holds its share; `fp8`: `mlp` with weight matrices in fp8 and a scale
-    each. Two have a reduced gradient that no order of addition changes: `bit-hash`: bare params
-    whose gradients depend on every bit of every param; `ternary`: a network of the usual layers
-    that computes with small whole numbers. `tp-block`: blocks of attention and two layers, cut over
-    tensor-parallel ranks, which compute with small whole numbers, too. `positional`:
-    `weight * x + position`, whose terms share one gradient tensor; `gpt`: a small language model of
-    torch's layers, with a tied head and a block used twice; `multi-token`: a language model with
-    a second loss, which a system may scale by itself. `own:NAME`: a model that the target
-    brings."""
+    """`mlp`: residual MLP blocks; `params`: bare params with the given shapes; `transformer-260`:
+    the walkthrough's transformer with 260 elements; `digits`: a small network for handwritten
+    digits; `unusual`: frozen, tied, unused, empty, strided and mixed-dtype params, a param used
+    twice, and params used on one rank or in one micro-batch only; `moe`: a mixture of experts with
+    an fp32 router, with the experts shared out to ranks; `fp8`: `mlp` with weight matrices in fp8
+    and a scale for each. `bit-hash` (bare params whose gradients depend on every bit of every
+    param) and `ternary` (usual layers on small whole numbers) have reduced gradients that no order
+    of addition changes. `tp-block`: attention and two layers, split over tensor-parallel ranks, on
+    small whole numbers; `positional`: `weight * x + position`, whose terms share one gradient
+    tensor; `gpt`: a small language model of torch's layers, with a tied head and a block used
+    twice; `multi-token`: a language model with a second loss, which a system may scale by itself;
+    `own:NAME`: a model that the target brings."""
     dtype: DtypeName = "fp32"
-    """Dtype of the working params, and of the gradients of those in fp8; the optimizer always keeps
-    fp32 masters."""
+    """Dtype of the working params. For fp8 params, the dtype of their gradients. Masters in the
+    optimizer are always fp32."""
     hidden: int = 8
-    """`mlp`, `fp8`, `digits`, `moe`, `ternary`, `tp-block`, `positional`, `gpt`, `multi-token`:
-    width of a block; the inner layer of an `mlp` block is four times as wide, that of `ternary` and
-    `tp-block` twice."""
+    """Width of a block in features, for models `mlp`, `fp8`, `digits`, `moe`, `ternary`,
+    `tp-block`, `positional`, `gpt` and `multi-token`. The inner layer is four times as wide in
+    `mlp`, twice as wide in `ternary` and `tp-block`."""
     blocks: int = 2
-    """`mlp`, `fp8`, `tp-block` and `gpt`: number of residual blocks."""
+    """Number of residual blocks, for models `mlp`, `fp8`, `tp-block` and `gpt`."""
     experts: int = 4
-    """`moe`: number of experts on all ranks together; `topology.ep` divides it."""
+    """Number of experts on all ranks together, for model `moe`; a multiple of `topology.ep`."""
     fp8_format: Literal["e4m3", "e5m2", "mixed"] = "mixed"
-    """`fp8`: format of the weight matrices; `mixed`: e4m3 into the inner layer of each block, e5m2
-    out of it."""
+    """Format of the weight matrices, for model `fp8`. `mixed`: e4m3 for the first matrix of a
+    block, e5m2 for the second."""
     shapes: tuple[tuple[int, ...], ...] | None = None
-    """`params`, `bit-hash`: one shape per param, in registration order; a zero makes an
-    empty param. Other models leave it out."""
+    """Shapes of the params in registration order, for models `params` and `bit-hash`, which need
+    it; a zero makes an empty param. Example: `[[3], [2, 4]]`."""
     nested: bool = False
-    """`params`: whether each param is in a child module of its own, `p0` as `m0.p0`. Other fields
-    that list bare params call it `p0` all the same; `freeze` has its whole name."""
+    """True if each bare param is in a child module of its own (`m0.p0`), for model `params`.
+    `freeze` uses the full name; the other fields that list bare params use `p0`."""
     tied: tuple[str, ...] = ()
-    """`params`: names of params that are tied: another module of the model, `again`, has each of
-    them, too, under a second name such as `again.p0`, and the loss reads it at both places."""
+    """Names of tied params, for model `params`. Module `again` has each under a second name such as
+    `again.p0`, and the loss reads both."""
     tied_first: bool = False
-    """With `tied`: whether the loss reads the second names before all others."""
+    """True if the loss reads the second names before all others, for params in `tied`."""
     unused: tuple[str, ...] = ()
-    """`params`: names of params that no loss reads, so that backward gives them no gradient."""
+    """Names of params that no loss reads, for model `params`. Backward gives these params no
+    gradient."""
     skip: tuple[SkipSpec, ...] = ()
-    """`params`: params that no loss reads for some steps, so that backward gives them no gradient
-    in these; nested, their modules are not called."""
+    """Params that no loss reads for some steps, for model `params`. Backward gives them no gradient
+    then; if `nested`, their modules are not called."""
     one_rank: tuple[OneRankSpec, ...] = ()
-    """`params`: params that the loss of one rank alone reads, or that of one micro-batch of it, so
-    that backward of all others gives them no gradient."""
+    """Params that only the loss of one rank reads, or of one of its micro-batches, for model
+    `params`. Backward of all other losses gives them no gradient."""
     freeze: tuple[FreezeSpec, ...] = ()
-    """Params that are frozen for some steps and not for others."""
+    """Params that are frozen for some steps."""
     buffer: Literal["none", "saved", "rebuilt"] = "none"
-    """Whether the module has a buffer `gain`, drawn from the seed, by which forwards multiply their
-    outputs. `saved`: a persistent one; the module that is built for a load begins with another
-    value of it, so that a checkpoint must carry it. `rebuilt`: one that is not persistent, which no
-    checkpoint has and each process builds. Not for models of experts, of split layers, in fp8, with
-    gradients that no order changes, or of a target's own."""
+    """Buffer `gain` of the module, drawn from the seed, by which forward multiplies its outputs.
+    `saved`: persistent; the module built for a load starts with another value, so a checkpoint must
+    contain the buffer. `rebuilt`: not persistent, so no checkpoint contains it and each process
+    builds it. Not for `moe`, `tp-block`, `fp8`, `bit-hash`, `ternary`, `multi-token` and own
+    models."""
     recompute: Recompute = "none"
-    """`mlp`, `gpt`, `moe`, `transformer-260`: kind of checkpoint, of `torch.utils.checkpoint`, that
-    runs each block or expert again in backward; none to keep activations. Reentrant checkpoints
-    leave out the block that `gpt` uses twice. The reference keeps activations."""
+    """Kind of activation checkpoint from `torch.utils.checkpoint` that runs each block or expert
+    again in backward, for models `mlp`, `gpt`, `moe` and `transformer-260`. `none` keeps
+    activations. The block that `gpt` uses twice has no reentrant checkpoint. The reference always
+    keeps activations."""
     distinct_start: bool = False
-    """Whether every rank but the first that holds it begins with other values of each param and
-    each buffer of the module: the system has to spread the first rank's."""
+    """True if params and buffers start with different values on every rank but the first that has
+    them, so the system must broadcast the first rank's values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NanSpec:
-    """Plant a NaN or an infinity in what one rank is fed at one step."""
+    """Plant a NaN or an infinity in the inputs of one rank in one step."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     step: int
     """Step, counted from 0."""
     rank: int
-    """Rank of which a micro-batch of that step holds it."""
+    """World rank whose micro-batch contains the value."""
     value: Literal["nan", "inf"] = "nan"
-    """What to plant."""
+    """Planted value."""
     micro_batch: int = 0
-    """Which of the rank's micro-batches of that step, counted from 0."""
+    """Micro-batch of the rank in this step, counted from 0."""
     element: int = 0
-    """Which element of that micro-batch's inputs, counted from 0 and, past the last one, from the
-    first again. Inputs of bare params are factors of their elements: what is not finite stays in
-    the gradient of one param."""
+    """Element of the micro-batch's inputs, counted from 0, modulo their number. Inputs of bare
+    params are factors of their elements, so the value stays in the gradient of one param."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSpec:
-    """What the ranks are fed."""
+    """Training data of the ranks."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     ranks: Literal["distinct", "same"] = "distinct"
-    """`distinct`: each rank has its own data; `same`: all ranks see rank 0's, on purpose."""
+    """`distinct`: each rank has its own data; `same`: every rank has rank 0's data."""
     rows: int = 4
-    """Rows (samples) of one micro-batch on one rank."""
+    """Rows (samples) in one micro-batch on one rank."""
     uneven_rows: bool = False
-    """Rank r gets r % 3 rows more, so that ranks contribute unequal numbers of rows."""
+    """True if rank r has r % 3 additional rows in each micro-batch, so that ranks differ in
+    rows."""
     epoch_steps: int | None = None
-    """Steps of an epoch, whose last step has short micro-batches on every rank, as where a loader
-    does not drop the last batch: with half of `rows`, rounded down. Absent where each step has as
-    many rows."""
+    """Steps in an epoch. Micro-batches of its last step have half of `rows`, rounded down, on every
+    rank, like a loader without `drop_last`. If omitted, every step has as many rows."""
     loss: Literal["mean", "sum", "mean-of-ranks"] = "mean"
-    """Whether a micro-batch's loss is a mean or a sum over its rows, or a mean that is divided by
-    the number of ranks as well, before backward; but for `mean`, `mlp`, `fp8` and `params` only."""
+    """Loss of a micro-batch before backward: mean over its rows, sum over its rows, or mean divided
+    by the number of ranks. `sum` and `mean-of-ranks` need model `mlp`, `fp8` or `params`."""
     nan: NanSpec | None = None
-    """Where to plant a NaN; absent for none."""
+    """Planted NaN or infinity. If omitted, none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,152 +203,156 @@ class WorldSpec:
     size: int = 2
     """Number of ranks."""
     order: OrderName = "linear"
-    """In which order, and how precisely, a reduction adds the ranks' contributions: by rank; by
-    rank, 16-bit data in fp32; neighbours first; round a ring; as gloo, NCCL's ring or NCCL's
-    symmetric-memory kernels do; or in binary trees drawn from the seed."""
+    """Order and precision in which a reduction adds the values of its ranks. `linear`: by rank;
+    `linear-fp32`: by rank, 16-bit data in fp32; `tree`: neighbours first; `ring`: round a ring;
+    `gloo`, `nccl-ring`, `nccl-sym`: as gloo, NCCL's ring or NCCL's symmetric-memory kernels;
+    `random-tree`: binary trees drawn from the seed."""
     order_known: bool = True
-    """Whether the judge is told that order. Where not, a sum has to lie within the bound that is
-    proven from the ranks' gradients, and all that follows from it is owed bit for bit."""
+    """True if the judge knows `order`. If false, a sum must lie within the bound proven from the
+    ranks' gradients, and everything computed from the sum must match bit for bit."""
     schedule: Literal["round-robin", "random", "pct"] = "round-robin"
-    """Which runnable rank gets the baton next."""
+    """Choice of the next rank to run: in turn, at random, or by PCT priorities; drawn from the
+    seed."""
     timing: Literal["eager", "lazy", "hostile"] = "eager"
-    """When a collective reads and writes: as soon as all ranks came; as late as their waits allow;
-    or anywhere between, drawn from the seed."""
+    """Time at which a collective reads inputs and writes outputs. `eager`: once all ranks have
+    called it; `lazy`: as late as their waits allow; `hostile`: any time between, drawn from the
+    seed."""
     races: bool = False
-    """Whether every tensor operation is checked against the memory in flight."""
+    """True if every tensor operation is checked against memory in flight."""
     strict: bool = True
-    """Whether what gloo accepts and NCCL does not is an error, too: tensors not contiguous,
-    overlapping or of another shape than another rank's, buffers that two ranks exchanged, calls
-    never waited for, groups used in different order."""
+    """True if calls that gloo accepts but NCCL does not are errors: tensors that are not
+    contiguous, overlap or differ in shape between ranks, buffers exchanged between two ranks, calls
+    that no rank waits for, groups used in different order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopologySpec:
-    """How the ranks are arranged; data-parallel ranks are what is left of `world.size`.
+    """Arrangement of the ranks; the data-parallel size is `world.size` divided by tp x cp x pp.
 
-    Ranks that differ in `tp` or `pp` train different params, each set in a dp-cp group of its own.
+    Ranks that differ in `tp` or `pp` train different params. Each set of params has a dp-cp group.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     tp: int = 1
-    """Tensor-parallel ranks."""
+    """Tensor-parallel size."""
     cp: int = 1
-    """Context-parallel ranks; they hold the same params as data-parallel ones."""
+    """Context-parallel size. Context-parallel ranks train the same params, like data-parallel
+    ranks."""
     pp: int = 1
-    """Pipeline-parallel ranks."""
+    """Pipeline-parallel size."""
     ep: int = 1
-    """Expert-parallel ways: the rank at place i of a dp-cp group holds the share i % ep of the
-    experts, and sums their gradients with the ranks of the same share alone."""
+    """Expert-parallel size, for model `moe`. Group rank i in a dp-cp group has share i % ep of the
+    experts, and sums their gradients with the ranks that have the same share."""
     shared: tuple[str, ...] = ()
-    """Params whose name ends with one of these are held whole by every tensor-parallel rank; the
-    norm counts them on the first one alone."""
+    """Name endings of params that every tensor-parallel rank has whole; needs `tp` > 1. The norm
+    counts them on the first of these ranks."""
     tied: tuple[str, ...] = ()
-    """Params whose name ends with one of these are tied over pipeline-parallel ranks; the norm
-    counts them on the first one alone."""
+    """Name endings of params tied between pipeline-parallel ranks; needs `pp` > 1. The norm counts
+    them on the first of these ranks."""
     order: str = "tp-cp-dp-pp"
-    """Axes from the one in which neighbouring ranks differ to the slowest."""
+    """Axes from fastest to slowest, joined by hyphens. Neighbouring ranks differ in the first
+    axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptionSpec:
-    """An option of the target's own, which no other field speaks of."""
+    """A setting of the target's own, which no other field covers."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     name: str
-    """Name of the option, as the target declares it."""
+    """Name of the option, as declared by the target."""
     value: str
-    """Its value as text: `true`, `2.5`, `sum`."""
+    """Value as text: `true`, `2.5`, `sum`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SystemSpec:
-    """The system under test and how it is configured."""
+    """The system under test and its settings."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     target: str = "zero_sim"
     """Name of a registered target."""
     options: tuple[OptionSpec, ...] = ()
-    """Options of the target's own that are not as by default."""
+    """Non-default options of the target's own."""
     stage: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage: 0 is plain data parallelism, 1 shards the optimizer state, 2 the gradients too, 3
-    the params too."""
+    """ZeRO stage. 0: plain data parallelism; 1: optimizer state is sharded; 2: gradients too; 3:
+    params too."""
     divide: Literal["none", "pre", "post", "premul"] = "post"
-    """How the sum becomes a mean: not at all; each rank divides its gradient before the sum, in the
-    gradient's dtype; the sum is divided in fp32 after it; or each rank multiplies its gradient by
-    the reciprocal, rounded to the gradient's dtype, before the sum."""
+    """Averaging of gradients. `none`: keep the sum; `pre`: each rank divides its gradient before
+    the sum, in the gradient's dtype; `post`: divide the sum in fp32; `premul`: each rank multiplies
+    its gradient before the sum by the reciprocal, rounded to the gradient's dtype."""
     divide_by: Literal["ranks", "micro-batches", "tokens"] = "ranks"
-    """What it is divided by: the number of ranks; of micro-batches that all ranks had data for in
-    the step; or of rows that they saw in it."""
+    """Divisor, unless `divide` is `none`: number of ranks, of micro-batches with data in the step
+    over all ranks, or of their rows (`tokens`)."""
     sync: Literal["last", "every"] = "last"
-    """When ranks are summed: after the last micro-batch, on what each accumulated; or after every
-    one, accumulating the sums."""
+    """Time at which ranks are summed: after the `last` micro-batch, over the gradients that each
+    accumulated; or after `every` micro-batch, with the sums accumulated."""
     redundancy: int = 1
-    """Copies of what is sharded: the ranks are cut into so many blocks of consecutive ones, each of
-    which holds all of it."""
+    """Number of replicas of the sharded state. Consecutive ranks form this many shard groups, each
+    with all of the state."""
     partition: PartitionName = "padded"
-    """How a bucket becomes shards: even ones after padding; `uneven`, without padding, the first
-    ones one element longer where it does not divide; `rows`, each param padded to whole rows of
-    dim 0; `one-owner`, each bucket on one rank, dealt out in turn."""
+    """Rule that cuts a bucket into shards, at stages 1 to 3. `padded`: equal shards after padding;
+    `uneven`: no padding, the first shards one element longer if needed; `rows`: each param padded
+    to whole rows of dim 0; `one-owner`: each bucket on one rank, dealt out in turn."""
     param_order: Literal["registration", "reverse"] = "registration"
-    """In which order params lie in their buffer."""
+    """Order of params in their flat buffer."""
     overlap_grads: bool | None = None
-    """Whether gradients are reduced bucket by bucket while backward still runs; absent for where
-    `bucket_elems` cuts buckets."""
+    """True if gradients are reduced bucket by bucket during backward. If omitted, true if
+    `bucket_elems` is set."""
     overlap_params: bool | None = None
-    """Whether params are gathered bucket by bucket while the next forward already runs; absent for
-    where `bucket_elems` cuts buckets and the stage is 1 or 2."""
+    """True if params are gathered bucket by bucket during the next forward, at stages 1 and 2. If
+    omitted, true if `bucket_elems` is set and `gather_chunk_elems` is not."""
     sum_by: Literal["reduce-scatter", "all-reduce", "first-rank"] = "reduce-scatter"
-    """How gradients of a sharded bucket are summed: to each rank its shard; all of them to all
-    ranks, of which each keeps its shard; or on the first rank, to which all send theirs and which
-    sends the sum to all, the naive way, at stage 0 too."""
+    """Collective that sums gradients of a sharded bucket. `reduce-scatter`: each rank gets its
+    shard; `all-reduce`: each rank gets all and keeps its shard; `first-rank`: the first rank
+    receives all gradients and broadcasts the sum, the naive way (also at stage 0)."""
     gather_after_step: bool = False
-    """With stage 3: whether params are gathered once more after the step, and freed."""
+    """True if params are gathered and resharded once more after the step, at stage 3."""
     reduce_buffer_elems: int | None = None
-    """With stages 1 and 2: elements of the buffers into which gradients are copied as backward
-    gives them, each owner's part of which is then reduced to it; one, or two in turn where
-    `overlap_grads` is true. Longer gradients go by themselves. Absent for gradients that are
-    reduced bucket by bucket."""
+    """Elements of a reduce buffer, at stages 1 and 2. Backward copies gradients into it, and each
+    owner's part is reduced to the owner. With `overlap_grads`, two buffers take turns. A longer
+    gradient is reduced by itself. If omitted, gradients are reduced bucket by bucket."""
     contiguous_grads: bool = True
-    """With `reduce_buffer_elems`: whether a gradient is copied when it comes; else those that go
-    together are when the last of them is there, into new memory."""
+    """True if a gradient is copied into the reduce buffer at once. If false, gradients that are
+    reduced together are copied into new memory once the last is computed. Needs
+    `reduce_buffer_elems`."""
     gather_chunk_elems: int | None = None
-    """With stages 1 and 2: most elements, over all ranks, that one call gathers of a bucket; absent
-    for all of it."""
+    """Most elements of a bucket, over all ranks, that one call gathers, at stages 1 and 2. If
+    omitted, one call gathers the bucket."""
     arena: bool = False
-    """With stages 2 and 3: whether whole gradients, which come and go within a step, lie in memory
-    that is taken once, so that none of them leaves a hole."""
+    """True if whole gradients, which come and go within a step, use memory allocated once, to avoid
+    fragmentation. For stages 2 and 3."""
     buffers_by: Literal["dtype", "param-group"] = "dtype"
-    """What params of one flat buffer have in common: kind and dtype, or their group in
-    `optimizer.groups` as well."""
+    """Rule by which params share a flat buffer: kind and dtype, or param group as well."""
     offload_state: bool = False
-    """Whether fp32 masters and optimizer state are on the CPU, which takes the step, wherever the
-    model is."""
+    """True if fp32 masters and optimizer state are on the CPU, which computes the step, on any
+    device."""
     checkpoints: Literal["none", "whole", "split"] = "none"
-    """With model `tp-block`, what is kept of a block between its forward and its backward: all that
-    autograd wants; what it began with, so that backward runs it again; or this tensor-parallel
-    rank's part of that, all-gathered first."""
+    """Activations kept for each block of model `tp-block`. `none`: everything that autograd saves;
+    `whole`: the block's input, so that backward runs the block again; `split`: this tensor-parallel
+    rank's part of the input, all-gathered first."""
     offload_checkpoints: bool = False
-    """With `checkpoints`: whether they are kept on the CPU."""
+    """True if activation checkpoints are kept on the CPU; needs `checkpoints`."""
     step_buffer_elems: int | None = None
-    """Elements of the buffer through which gradients go as fp32, to be unscaled, measured, clipped
-    and stepped, as many at a time as fit; a longer part of a param goes by itself. Absent for all
-    that a rank owns at once."""
+    """Elements of the step buffer: gradients pass through it as fp32, to be unscaled, measured,
+    clipped and stepped. A longer part of a param is handled by itself. If omitted, all elements
+    that a rank owns are handled at once."""
     prefetch: int | None = None
-    """With stage 3: how many further buckets are gathered ahead of their use, forward and backward;
-    absent for 1."""
+    """Buckets gathered ahead of use, in forward and backward, at stage 3. If omitted, 1."""
     reshard_after_forward: bool = True
-    """With stage 3: whether params are freed between a forward and its backward."""
+    """True if params are resharded between a forward and its backward, at stage 3."""
     grad_dtype: Literal["param", "fp32"] = "param"
     """Dtype of the gradient buffer, in which micro-batches are accumulated and ranks are summed."""
     bucket_elems: int | None = None
-    """Least number of elements after which a bucket is closed; absent for one bucket a buffer."""
+    """Elements at which a bucket is closed; its last param may exceed them. If omitted, each flat
+    buffer is one bucket."""
     align_elems: int = 1
-    """Every shard starts at a multiple of this many elements."""
+    """Alignment of every shard's start, in elements."""
     align_bytes: int = 1
-    """Every shard starts at a multiple of this many bytes, too."""
+    """Alignment of every shard's start, in bytes, in addition to `align_elems`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -378,191 +362,190 @@ class ParamGroupSpec:
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     match: str
-    """Params whose name ends with this; the first group that matches wins."""
+    """Name ending of the group's params. The first group that matches gets the param."""
     lr: float | None = None
-    """Learning rate; absent for the optimizer's."""
+    """Learning rate. If omitted, the optimizer's."""
     weight_decay: float | None = None
-    """Weight decay; absent for the optimizer's."""
+    """Weight decay. If omitted, the optimizer's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScaleSpec:
-    """Dynamic loss scaling: the scale grows after finite steps and shrinks after others."""
+    """Dynamic loss scaling: the scale doubles after finite steps and halves after others."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     initial: float = 1024.0
-    """Scale of the first step; a power of two."""
+    """Scale of the first step, a power of two up to 2^64."""
     growth_interval: int = 2
-    """Finite steps in a row after which the scale doubles."""
+    """Number of consecutive finite steps after which the scale doubles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSpec:
-    """The optimizer, with torch's own names and defaults."""
+    """The optimizer, with torch's names and defaults."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     name: OptimizerName = "adamw"
-    """Class of `torch.optim`; or `muon`, which makes matrices orthogonal, or `lamb`, which steps as
-    far as a param is long: their step of an element depends on its whole param. `own` is the update
-    rule that the target brings along; it may read any of the settings below."""
+    """Class in `torch.optim`; or `muon` (orthogonal updates of matrices) or `lamb` (steps in
+    proportion to a param's norm), whose steps depend on whole params; or `own`, the target's update
+    rule, which may read any setting below."""
     lr: float = 1e-3
     """Learning rate."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly to `lr`; 0 for a constant one."""
+    """Steps over which the learning rate rises linearly to `lr`; 0 for a constant rate."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """`adam`, `adamw`, `nadam`, `radam`, `adamax`, `lamb`: decay rates of the moments."""
+    """Decay rates of the moments, for `adam`, `adamw`, `nadam`, `radam`, `adamax`, `lamb`."""
     eps: float = 1e-8
-    """Term added to the denominator, where the optimizer has one."""
+    """Term added to the denominator, for optimizers with one."""
     weight_decay: float = 0.0
     """Weight decay; not for `rprop`."""
     momentum: float = 0.0
-    """`sgd`, `rmsprop`, `muon`: momentum."""
+    """Momentum, for `sgd`, `rmsprop` and `muon`."""
     nesterov: bool = False
-    """`sgd`, `muon`: Nesterov momentum."""
+    """True for Nesterov momentum, for `sgd` and `muon`."""
     amsgrad: bool = False
-    """`adam`, `adamw`: keep the largest second moment."""
+    """True to keep the largest second moment, for `adam` and `adamw`."""
     foreach: bool = False
-    """Whether the system under test steps with torch's foreach kernels; the reference does so on
-    other devices than the CPU alone, where they round otherwise than the loop."""
+    """True if the system under test steps with torch's foreach kernels. The reference uses them off
+    the CPU only, because there they round differently from the loop."""
     groups: tuple[ParamGroupSpec, ...] = ()
-    """Param groups with settings of their own; params that no group names keep those above."""
+    """Param groups with their own settings. Params without a group use the settings above."""
     clip_norm: float | None = None
-    """Scale gradients down so that their norm over all params is at most this."""
+    """Largest norm over all params; gradients with a larger norm are scaled down. If omitted, no
+    clipping."""
     clip_value: float | None = None
-    """Clamp every gradient element to this magnitude."""
+    """Largest magnitude of a gradient element; larger ones are clamped. If omitted, no clamping."""
     loss_scale: LossScaleSpec | None = None
-    """Dynamic loss scaling; absent for none."""
+    """Dynamic loss scaling. If omitted, none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpec:
-    """How long to train, and from which seed."""
+    """Length of the training, and its seed."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     steps: int = 3
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     micro_batches: int = 1
-    """Micro-batches accumulated on each rank before a step."""
+    """Micro-batches that each rank accumulates in a step."""
     own_micro_batches: tuple[int, ...] = ()
-    """For how many of these a rank has data: rank r in step s for the first so many as entry r + s
-    says, round and round; it joins the others with gradients of zero. Empty where each rank has
-    data for all."""
+    """Number of micro-batches that a rank has data for, as a cycle: entry (r + s) modulo the
+    length, for rank r in step s. The rank joins its other micro-batches with zero gradients. If
+    empty, every rank has data for all."""
     evaluate: Literal["never", "between-steps", "within-step"] = "never"
-    """When each rank runs a forward under `no_grad`, on its first micro-batch of the step:
-    `between-steps`, before `zero_grad`; or `within-step`, after the last backward and before the
-    optimizer steps. Its loss must be that of the forward that is trained on."""
+    """Time of a forward under `no_grad` on the first micro-batch of each step. `between-steps`:
+    before `zero_grad`; `within-step`: after the last backward, before the optimizer step. Its loss
+    must equal that of the training forward."""
     seed: int = 0
     """Seed of weights, data, schedule, faults and every rank's random numbers."""
     stall_seconds: float = 60.0
-    """How long the system may compute on one rank without calling torch.distributed while others
-    wait; the judge's own time does not count."""
+    """Seconds that the system may compute on one rank without a call to torch.distributed while
+    other ranks wait. The judge's own time does not count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectSpec:
-    """What must hold besides equality with the reference."""
+    """Conditions besides equality with the reference."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     accuracy_min: float | None = None
-    """Held-out accuracy to reach after the last step, 0 to 1; only for models with held-out
-    data."""
+    """Least accuracy on held-out data after the last step, 0 to 1; for model `digits`."""
     nonzero_min: float = 0.25
-    """Least fraction of gradient elements that must be nonzero in some step, so that a pass means
-    something."""
+    """Least fraction of gradient elements that must be nonzero in some step, 0 to 1, so that a pass
+    is meaningful."""
     one_device: bool = False
-    """Whether the reduced gradient must be, bit for bit, that of one device which saw the data of
-    all ranks once: what is often said of ranks that all see the same data, and true only of some
-    numbers of ranks."""
+    """True if the reduced gradient must equal, bit for bit, that of one device which trains rank
+    0's data once. Needs ranks with the same data; true only for some numbers of ranks."""
     finding: str | None = None
-    """The check that must find something, such as `equality.grad`, or the area of checks, such as
-    `equality`: the case passes if it is among the findings of the first bad step, and fails
-    otherwise. Absent where nothing is to be found."""
+    """Check, such as `equality.grad`, or area of checks, such as `equality`, that must have a
+    finding in the first bad step; the case fails otherwise. If omitted, no finding is expected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultSpec:
-    """Something that goes wrong on one rank by plan, to see that it is noticed."""
+    """A fault planned on one rank, to test that it is noticed."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     kind: FaultName
-    """`crash`: the rank raises at a call; `stall`: it never comes to it; `corrupt`: one bit of one
-    element that it sends or receives is flipped; `drop`: what it sends is lost; `duplicate`: what
-    it sends counts twice in a reduction, and arrives in the next rank's place too in a gather;
-    `slow`: in the whole run it gets the baton only where no other rank can run."""
+    """`crash`: the rank raises at a call; `stall`: it never reaches the call; `corrupt`: one bit of
+    an element that it sends or receives is flipped; `drop`: its data is lost; `duplicate`: its data
+    counts twice in a reduction, and also replaces the next rank's in a gather; `slow`: during the
+    whole run it gets the baton only if no other rank can run."""
     rank: int
-    """Rank in the world."""
+    """World rank."""
     call: int = 0
-    """Which of the rank's own collectives, counted from 0; with `at = "random"`, the first that may
-    be drawn. Not for `slow`."""
+    """Index of the call among the rank's own collectives, counted from 0. With `at = "random"`, the
+    start of the range to draw from. Not for `slow`."""
     at: Literal["call", "random"] = "call"
-    """Whether the call is the stated one or drawn from the seed."""
+    """`call`: the fault is at `call`; `random`: at a call drawn from the seed."""
     call_stop: int | None = None
-    """With `at = "random"`: one past the last call that may be drawn."""
+    """End of the range to draw from (exclusive); needs `at = "random"`."""
     collective: CollectiveName | None = None
-    """Count only the rank's calls of this kind; absent for all."""
+    """Collective that `call` counts. If omitted, all are counted."""
     side: Literal["send", "receive"] = "send"
-    """`corrupt`: whether what the rank contributes is changed, or what it receives."""
+    """Corrupted data: the rank's contribution, or its received data. For `corrupt`."""
     element: int | None = None
-    """`corrupt`: which element of what it sends or receives, from 0; absent to draw one."""
+    """Element of the corrupted data, counted from 0. If omitted, drawn. For `corrupt`."""
     bit: int | None = None
-    """`corrupt`: which bit, from 0, the least significant one; absent to draw one."""
+    """Flipped bit, counted from the least significant. If omitted, drawn. For `corrupt`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReloadSpec:
-    """Save a checkpoint, and go on from it in another world with another layout.
+    """Save a checkpoint, and continue from it in another world with another layout.
 
-    What is left out stays as it was.
+    An omitted layout field keeps its value from before.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     step: int
-    """Steps done before the checkpoint is saved."""
+    """Steps before the checkpoint is saved; at least 1 and less than `run.steps`."""
     async_steps: int = 0
-    """Steps trained while it is written, none of which it has: they are trained again after it; 0
-    where training waits for it."""
+    """Steps trained during an asynchronous save. The checkpoint contains none of them, so they are
+    trained again after it. 0: training waits for the save."""
     form: CheckpointForm = "sharded"
-    """One file a rank, or one file with whole params."""
+    """`sharded`: one file per rank; `consolidated`: one file with unsharded params."""
     lost_steps: int = 0
-    """Steps that the engine which loads it has trained before the load, whose gradients it still
-    has; nothing of them may be left. 0 where no engine was there before."""
+    """Steps that the loading engine has trained before the load, and whose gradients it still has.
+    The load must discard them all. 0: the engine is new."""
     lost_micro_batches: int = 0
-    """Micro-batches that this engine has trained besides, of a step that it does not end."""
+    """Micro-batches of one more, unfinished step that the loading engine has trained; at most
+    `run.micro_batches`."""
     early_save: bool = False
-    """Whether the engine saves a checkpoint before its first step, too, which is never loaded."""
+    """True if the engine also saves a checkpoint before its first step, which is never loaded."""
     weights_only: bool = False
-    """Whether only the masters, working params and persistent buffers are taken from it: optimizer
-    state and loss scale begin anew."""
+    """True if only masters, working params and persistent buffers are loaded. Optimizer state and
+    loss scale start anew."""
     world_size: int | None = None
-    """Number of ranks after it."""
+    """Number of ranks after the load."""
     stage: Literal[0, 1, 2, 3] | None = None
-    """ZeRO stage after it."""
+    """ZeRO stage after the load."""
     ep: int | None = None
-    """Expert-parallel ways after it."""
+    """Expert-parallel size after the load."""
     redundancy: int | None = None
-    """Copies of the sharded state after it."""
+    """Number of replicas of the sharded state after the load."""
     bucket_elems: int | None = None
-    """Bucket size after it."""
+    """Bucket size after the load, in elements."""
     partition: PartitionName | None = None
-    """Partition after it."""
+    """Partition after the load."""
     param_order: Literal["registration", "reverse"] | None = None
-    """Order of params after it."""
+    """Order of params after the load."""
     reduce_buffer_elems: int | None = None
-    """Elements of the reduce buffers after it."""
+    """Elements of a reduce buffer after the load."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairSpec:
-    """Compare with a second layout, which the target declares to give the same state.
+    """Compare with a second layout, which must give the same state.
 
-    The second layout runs first. After every step, the case's params and optimizer state must have
-    its bits. What is left out is as in the case.
+    The second layout runs first. After every step, the case's params and optimizer state must equal
+    its state bit for bit. An omitted field has the case's value.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
@@ -572,46 +555,46 @@ class PairSpec:
     stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage in the second layout."""
     redundancy: int | None = None
-    """Copies of what is sharded, in the second layout."""
+    """Number of replicas of the sharded state in the second layout."""
     bucket_elems: int | None = None
-    """Bucket size in the second layout."""
+    """Bucket size in the second layout, in elements."""
     partition: PartitionName | None = None
     """Partition in the second layout."""
     param_order: Literal["registration", "reverse"] | None = None
-    """Param order in the second layout."""
+    """Order of params in the second layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """One case, complete: enough to build it, run it and judge it."""
+    """One complete case: everything needed to build, run and judge it."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     schema: Literal[1]
     """Version of this format."""
     name: str = ""
-    """Case id; the file's stem, with the matrix's values behind it, where left out."""
+    """Case id. If omitted, the file's stem. The matrix's values are appended."""
     description: str = ""
-    """What the case shows, in a sentence."""
+    """Purpose of the case, in a sentence."""
     model: ModelSpec
     """The model that every rank trains."""
     data: DataSpec = field(default_factory=DataSpec)
-    """What the ranks are fed."""
+    """Training data of the ranks."""
     world: WorldSpec = field(default_factory=WorldSpec)
     """The simulated cluster."""
     topology: TopologySpec = field(default_factory=TopologySpec)
-    """How the ranks are arranged."""
+    """Arrangement of the ranks along parallel axes."""
     system: SystemSpec = field(default_factory=SystemSpec)
     """The system under test."""
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     """The optimizer."""
     run: RunSpec = field(default_factory=RunSpec)
-    """How long to train, and from which seed."""
+    """Length of the training, and its seed."""
     reload: ReloadSpec | None = None
-    """Save and reload in the middle; absent for none."""
+    """Save and reload between two steps. If omitted, none."""
     pair: PairSpec | None = None
-    """A second layout to compare with; absent for none."""
+    """A second layout to compare with. If omitted, none."""
     faults: tuple[FaultSpec, ...] = ()
-    """What goes wrong by plan."""
+    """Planned faults."""
     expect: ExpectSpec = field(default_factory=ExpectSpec)
-    """What must hold besides equality with the reference."""
+    """Conditions besides equality with the reference."""

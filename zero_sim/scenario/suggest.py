@@ -1,4 +1,4 @@
-"""Suggestions: the nearest name, the nearest choice, the value as it should have been written."""
+"""Suggestions: the nearest name, the nearest choice, the value in its right form."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from zero_sim.scenario.fields import (
 )
 from zero_sim.scenario.spec import Scenario
 
+# Similarity of difflib, 0 to 1; its own default.
 _CUTOFF = 0.6
 
 _EXAMPLES = {
@@ -27,18 +28,19 @@ _EXAMPLES = {
     "data.nan.step": "Try step = 0.",
     "data.nan.rank": "Try rank = 0.",
 }
-"""What to write for the fields that have no default."""
+"""Suggestions for fields that have no default."""
 
 
 def closest(word: str, names: Iterable[str]) -> str | None:
-    """The name most like `word` in either case, None if none is near."""
+    """Return the name most similar to `word`, ignoring case; None if none is near."""
+    # difflib compares case, but `AdamW` is meant as `adamw`.
     by_lower = {name.lower(): name for name in names}
     found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=_CUTOFF)
     return by_lower[found[0]] if found else None
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """End of a message about a name that is not there: ` Did you mean 'x'?`, or nothing."""
+    """Return ` Did you mean 'x'?`, as the end of a message about an unknown name, or nothing."""
     near = closest(word, names)
     return "" if near is None else f" Did you mean {str(near)!r}?"
 
@@ -47,48 +49,51 @@ NAMES_SHOWN_MAX = 5
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """List the names most like `word`, the nearest first: at most five, and how many more.
+    """List the names most similar to `word`, nearest first: at most five, and the number of others.
 
     Args:
         word: An unknown name.
-        names: The known ones. Names that are equally far keep their order.
+        names: The known names. Equally similar names keep their order.
     """
     known = list(names)
 
     def likeness(name: str) -> float:
         return difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio()
 
+    # A stable sort, so that equally similar names keep their order.
     known.sort(key=likeness, reverse=True)
     shown, more = known[:NAMES_SHOWN_MAX], len(known) - NAMES_SHOWN_MAX
     return ", ".join(shown) + (f" or {more} more" if more > 0 else "")
 
 
 _INSTEAD = {"faults.step": "call"}
-"""What a table says otherwise: fields that somebody looks for in it, and those that are there."""
+"""Fields that users look for in a table, with the right fields, if the names are not similar."""
 
 
 def meant_path(loc: Sequence[str | int]) -> str | None:
-    """The field that an unknown one most likely stands for, as a full path.
+    """Return the full path of the field that an unknown field probably stands for.
 
-    A neighbour in the same table first, then a field of that very name in another table.
+    Fields in the same table come first, then a field with the same name in another table.
     """
     *parents, last = loc
     word = str(last)
     record = type_at(parents) if parents else Scenario
     if isinstance(record, type) and is_table(record):
+        # `matrix` is no field of a scenario, but a table of the file.
         names = [*fields_of(record), *(() if parents else ("matrix",))]
         table = ".".join(str(part) for part in parents if isinstance(part, str))
+        # A typing mistake is likelier than a field in a wrong table.
         near = _INSTEAD.get(f"{table}.{word}") or closest(word, names)
         if near:
             return path_of((*parents, near))
     if any(isinstance(part, int) for part in parents):
-        return None  # One item of several is no place to move a field from.
+        return None  # A field of one of several entries cannot move to another table.
     elsewhere = [path for path in field_paths() if path.rpartition(".")[2] == word]
     return elsewhere[0] if elsewhere else None
 
 
 def for_unknown(loc: Sequence[str | int]) -> str:
-    """Suggestion for a field that does not exist."""
+    """Return the suggestion for an unknown field."""
     *parents, last = loc
     meant = meant_path(loc)
     here = path_of(parents)
@@ -96,6 +101,7 @@ def for_unknown(loc: Sequence[str | int]) -> str:
         record = type_at(parents) if parents else Scenario
         known = fields_of(record) if isinstance(record, type) and is_table(record) else {}
         names = ", ".join(f"`{name}`" for name in known)
+        # Nothing is similar, so list all fields of the table.
         return f"{f'[{here}]' if here else 'A scenario'} takes {names}."
     table, _, name = meant.rpartition(".")
     if table == here:
@@ -105,27 +111,29 @@ def for_unknown(loc: Sequence[str | int]) -> str:
 
 
 def for_path(path: str) -> str:
-    """Suggestion for a dotted path that names no field."""
+    """Return the suggestion for a dotted path of no field."""
     near = closest(path, field_paths())
     if near is None:
         word = path.rpartition(".")[2]
+        # The right name in a wrong table.
         near = next((known for known in field_paths() if known.rpartition(".")[2] == word), None)
-    return f"Did you mean `{near}`?" if near else "Paths look like `world.size` or `model.dtype`."
+    return f"Did you mean `{near}`?" if near else "Try a path such as `world.size`."
 
 
 def for_type(expected: object, value: object, *, path: str) -> str:
-    """Suggestion for a value of the wrong type or outside a field's choices."""
+    """Return the suggestion for a value of the wrong type or outside a field's choices."""
     return _rewrite(expected, value, path=path) or _fallback(path)
 
 
 def for_missing(path: str) -> str:
-    """Suggestion for a field that has no default and was left out."""
+    """Return the suggestion for an omitted field without a default."""
     return _EXAMPLES.get(path, "")
 
 
 def _fallback(path: str) -> str:
     if path.startswith("model.shapes"):
-        return "Shapes look like [[3], [2, 4]]."
+        return "Try shapes such as [[3], [2, 4]]."
+    # Omitting the field is always valid if it has a default.
     default = default_at(path)
     if default is None:
         return for_missing(path) or "Leave it out for none."
@@ -133,12 +141,14 @@ def _fallback(path: str) -> str:
 
 
 def _rewrite(expected: object, value: object, *, path: str) -> str:
-    """The value as it was probably meant."""
+    """Return the value as it was probably meant."""
     choices = choices_of(expected)
+    # A choice comes first: `stage = "1"` is a choice in quotes.
     if choices:
         return _for_choice(choices, value)
     if is_table(expected):
         return f"Write its fields under [{path}]."
+    # bool is a subclass of int, so it is excluded by name.
     if expected is str and isinstance(value, int | float) and not isinstance(value, bool):
         return f'Write "{value}", in quotes.'
     if expected is bool and str(value).lower() in {"true", "false"}:
@@ -151,7 +161,7 @@ def _rewrite(expected: object, value: object, *, path: str) -> str:
 
 
 def ordered_choices(expected: object, value: object) -> tuple[object, ...]:
-    """The choices of a `Literal` field, the nearest to `value` first."""
+    """Return the choices of a `Literal` field, the most similar to `value` first."""
     choices = choices_of(expected)
     near = closest(value, [str(choice) for choice in choices]) if isinstance(value, str) else None
     return tuple(sorted(choices, key=lambda choice: str(choice) != near)) if near else choices
@@ -174,10 +184,13 @@ def _for_number(expected: object, value: object) -> str:
             number = float(value)
         except ValueError:
             return ""
+    # An integer in quotes has become a float above; a bool is no number here.
     if isinstance(number, bool) or not isinstance(number, float):
         return ""
+    # Beyond 2^53, floats are not exact, so the meant integer is unknown.
     whole = number.is_integer() and abs(number) < 2**53
     if expected is int and not whole:
         return ""
+    # `2.0` is meant as 2.
     written = str(int(number)) if whole else str(value)
     return f"Write {written}, without quotes." if isinstance(value, str) else f"Write {written}."

@@ -1,6 +1,6 @@
-"""Rules about the strings of a scenario: how long they may be, and what may not be in them.
+"""Rules for the strings of a scenario: their length, and characters that they may not contain.
 
-They end up in reports, on terminals and in the names of files.
+Strings are printed in reports and on terminals, and are used in names of files.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.untrusted import printable
 
 NAME_CHARS_MAX = 1_000
-"""Characters of a name, of a case's id, and of all strings but descriptions."""
+"""Most characters of a name, a case id, and every string but descriptions."""
 DESCRIPTION_CHARS_MAX = 10_000
+"""Most characters of a description."""
 
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Unicode's categories of control and format characters, halves of characters, line ends."""
+"""Unicode categories of control and format characters, lone surrogates and line separators."""
 
 
 def check_texts(scenario: Scenario) -> Iterator[Problem]:
@@ -33,24 +34,26 @@ def check_texts(scenario: Scenario) -> Iterator[Problem]:
 
 
 def check_case_id(case_id: str, *, named: bool) -> Iterator[Problem]:
-    """Check what a file makes of its own name, or of `name` and the values of its matrix.
+    """Check a case id, made from the file's `name` or stem and the values of its matrix.
 
     Args:
         case_id: The id of a case.
-        named: Whether the file says its `name`.
+        named: True if the file contains `name`.
     """
     if named:
         yield from _check("name", case_id, what="case id")
         return
+    # The id comes from the file's name, so the remedy is to rename the file.
     for problem in _check("", case_id, what="file name without name = ..."):
         yield dataclasses.replace(problem, suggestion="Rename the file, or write name = ... in it.")
 
 
 @functools.cache
 def _paths(record: type, prefix: str = "") -> tuple[str, ...]:
-    """Paths of all fields that take any string, within lists too."""
+    """Return the paths of all string fields without choices, also within lists."""
     found: list[str] = []
     for name, expected in fields_of(record).items():
+        # The entry's type of a list. A `Literal` gives a choice, which is no type.
         inner = (typing.get_args(expected) or (expected,))[0]
         if is_table(inner):
             assert isinstance(inner, type)
@@ -61,6 +64,7 @@ def _paths(record: type, prefix: str = "") -> tuple[str, ...]:
 
 
 def _check(path: str, text: str, *, what: str = "string") -> Iterator[Problem]:
+    # The usual case, which is much faster than looking up each character's category.
     if len(text) <= NAME_CHARS_MAX and text.isprintable():
         return
     is_description = path == "description"
@@ -71,7 +75,7 @@ def _check(path: str, text: str, *, what: str = "string") -> Iterator[Problem]:
             message=f"expected a {what} of at most {most:,} characters, got {len(text):,}.",
             suggestion="Shorten it.",
         )
-    # A description may have several lines; it is never printed but as TOML writes it.
+    # A description may have several lines, because it is only printed in TOML's escaped form.
     allowed = "\n\t" if is_description else ""
     for place, char in enumerate(text):
         if char not in allowed and unicodedata.category(char) in _UNSEEN:

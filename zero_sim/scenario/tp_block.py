@@ -1,4 +1,4 @@
-"""Sizes of the model `tp-block`, and what splitting it over ranks asks of a case."""
+"""Sizes of model `tp-block`, and conditions for splitting it over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -7,41 +7,44 @@ from typing import Final
 from zero_sim.scenario.spec import Scenario
 
 POSITIONS: Final = 4
-"""Of a row."""
+"""Positions in a row."""
+# A rank needs whole heads, because attention is computed within a head.
 HEAD_ELEMS: Final = 2
-"""Features of a head."""
+"""Features of an attention head."""
 INNER: Final = 2
-"""How much wider the inner layer is."""
+"""Width of the inner layer, as a multiple of `model.hidden`."""
 SHARED: Final = "positions.weight"
-"""The one param that every tensor-parallel rank holds whole."""
+"""The only param that every tensor-parallel rank has whole."""
+# Bits including the implicit one: whole numbers up to 2^bits are exact.
 _SIGNIFICAND_BITS = {"fp32": 24, "bf16": 8, "fp16": 11}
 
 
 def is_tp_block(scenario: Scenario) -> bool:
-    """Whether a case trains it."""
+    """Return True if a case trains `tp-block`."""
     return scenario.model.name == "tp-block"
 
 
 def part_ending(index: int) -> str:
-    """How the names of the params end that only the tensor-parallel ranks of an index hold."""
+    """Return the name ending of params that only tensor-parallel ranks of an index have."""
     return f".part{index}"
 
 
 def rows_of(scenario: Scenario, *, rank: int) -> int:
-    """Rows of a micro-batch of a rank of a dp-cp group, as its workload draws them."""
+    """Return the rows in a micro-batch of a group rank, as its workload draws them."""
     data = scenario.data
+    # With the same data on all ranks, all have rank 0's rows.
     return data.rows + (rank % 3 if data.uneven_rows and data.ranks == "distinct" else 0)
 
 
 def activation_elems(scenario: Scenario, *, rows: int) -> int:
-    """Elements between two blocks, of a micro-batch."""
+    """Return the elements between two blocks, in a micro-batch: rows x positions x hidden."""
     return rows * POSITIONS * scenario.model.hidden
 
 
 def terms_max(scenario: Scenario) -> int:
-    """The most terms of -1, 0 or 1 that a layer adds, forward or backward.
+    """Return the most terms of -1, 0 or 1 that a layer adds, forward or backward.
 
-    A sum of as many stays exact in the working dtype if that holds all whole numbers up to it.
+    The sum is exact in the working dtype if the dtype has all whole numbers up to this.
     """
     rows = scenario.data.rows + (2 if scenario.data.uneven_rows else 0)
     width = scenario.model.hidden
@@ -51,10 +54,10 @@ def terms_max(scenario: Scenario) -> int:
 
 
 def is_exact(scenario: Scenario) -> bool:
-    """Whether no sum of a layer can round, so that a split one has the bits of the whole."""
+    """Return True if no sum of a layer is rounded, so that a split changes no bit."""
     return terms_max(scenario) <= 2 ** _SIGNIFICAND_BITS[scenario.model.dtype]
 
 
 def splits_heads(scenario: Scenario) -> bool:
-    """Whether each tensor-parallel rank gets whole heads."""
+    """Return True if each tensor-parallel rank has whole heads."""
     return scenario.model.hidden % (HEAD_ELEMS * max(1, scenario.topology.tp)) == 0
