@@ -86,7 +86,7 @@ class TestCommandsThatRepeatIt:
         invoke(self.TARGET)
         (bundle,) = Path(".zero-sim/bundles").iterdir()
         done = CliRunner().invoke(main, ["replay", bundle.name])
-        assert_ended(done, 2, f"Try `zero-sim replay {bundle.name} --target {self.TARGET}`")
+        assert_ended(done, 2, f"run `zero-sim replay {bundle.name} --target {self.TARGET}`")
 
 
 def test_a_case_outside_the_capabilities_is_refused(invoke):
