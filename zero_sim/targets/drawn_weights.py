@@ -34,7 +34,7 @@ def draws_weights(target: Target) -> bool:
 
 def drawn_problems(scenario: Scenario) -> Iterator[Problem]:
     """Yield the fields of a case that need its own start values."""
-    # The exact models, for example, have exact sums only with the values that they begin with.
+    # Exact models budget their sums, and fp8 params their scales, from the case's own start values.
     needs = (
         ("model.name", scenario.model.name in (*EXACT_MODELS, "fp8"), "a model"),
         ("model.distinct_start", scenario.model.distinct_start, "ranks that begin apart"),
