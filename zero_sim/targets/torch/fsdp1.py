@@ -204,8 +204,8 @@ def _sharding(system: SystemSpec, *, group: ProcessGroup, device: torch.device) 
 
 def predivide_factor(ranks: int) -> float:
     """Return the power of two by which FSDP1 divides before the sum."""
-    # As torch/distributed/fsdp computes it: near the root of the ranks, so that neither the
-    # gradient before the sum underflows nor the sum overflows.
+    # As torch/distributed/algorithms/_comm_hooks/default_hooks.py: near the root of the ranks, so
+    # that neither the gradient before the sum underflows nor the sum overflows.
     factor = 1
     while ranks % factor == 0 and ranks / factor > factor:
         factor *= 2
