@@ -96,6 +96,7 @@ class CompletedEngine:
     def __init__(
         self, engine: Engine, *, model: Model | None = None, asking: Asking = nullcontext
     ) -> None:
+        # Any, because optional methods are looked up by name.
         self._engine: Any = engine
         self._check = Answers(engine, model=model)
         self._asking = asking
@@ -241,12 +242,14 @@ class CompletedEngine:
     def _params(self) -> dict[str, Tensor]:
         model = self._check.model
         told: object = self._engine.params()
+        # Another type is refused by `params` of the checks below.
         if isinstance(told, Mapping):
             told = self._told_once(told)
         reported = self._check.params(told)
         # Later a wrong size is a finding about the system, not a mistake in the protocol.
         if not self._has_stepped:
             self._check.sizes(reported)
+        # The checks drop untrained params, so keep them here for `untrained`.
         if model is not None and model.untrained and isinstance(told, Mapping):
             untrained = {name: told.get(name) for name in model.untrained}
             self._told = reported | {
@@ -260,6 +263,7 @@ class CompletedEngine:
         self._repeated = []
         for own, value in told.items():
             name = self._first_name(self._names.get(own, own))
+            # The first report counts, and the judge compares the others with it.
             if name in once:
                 checked = self._check.params({name: value})
                 self._repeated += [(name, own, again) for again in checked.values()]
@@ -290,6 +294,7 @@ class CompletedEngine:
         if model is None or not model.untrained:
             return
         self._params()
+        # The module's own params, because many engines do not report untrained ones.
         with self._asking():
             held = {
                 self._names.get(name, name): param
@@ -342,6 +347,7 @@ class CompletedEngine:
             return part
         own = self._names.get(part.place.param, part.place.param)
         name = self._first_name(own)
+        # Noted for the judge: two owners of a tied param are a finding under its first name.
         if name != own:
             self.tied_parts[own] = name
         if name == part.place.param:
@@ -351,6 +357,7 @@ class CompletedEngine:
     @_query
     def settings(self) -> Settings | None:
         """Return the settings of the optimizer; None if the engine reports none."""
+        # An attribute may be None, too, in place of a missing method.
         if getattr(self._engine, "settings", None) is None:
             return None
         checked = self._check.settings(self._engine.settings())

@@ -98,6 +98,7 @@ class Costs:
         """
         for name, words in _WORDS.items():
             value = getattr(self, name)
+            # `calls` has words only: a function would have to predict kind and group of each call.
             if value is None or value in words or (name != "calls" and callable(value)):
                 continue
             kinds = [*map(repr, words), *(["a function of a CostCase"] * (name != "calls")), "None"]
@@ -160,6 +161,7 @@ def costs_of(target: Target, scenario: Scenario, *, engine: object = None) -> Co
                 f"expected `costs` of target {target.name!r} to give the costs of a case, got "
                 f"{type(error).__name__}: {error}."
             ) from error
+    # `held_bytes` declares the textbook, so that engines like ours need one method for all checks.
     if declared is None:
         declared = TEXTBOOK if isinstance(engine, CostedEngine) else Costs()
     if not isinstance(declared, Costs):
@@ -167,6 +169,7 @@ def costs_of(target: Target, scenario: Scenario, *, engine: object = None) -> Co
             f"expected `costs` of target {target.name!r} to be zero_sim.targets.Costs or None, got "
             f"{shown(declared)}."
         )
+    # Only the engine can count resident bytes; the log of the simulated world has calls alone.
     if declared.held is not None and engine is not None and not isinstance(engine, CostedEngine):
         raise ProtocolError(
             f"expected held_bytes() of {type(engine).__name__}, whose target declares Costs.held, "

@@ -115,9 +115,12 @@ class Capabilities:
     `world.order_known = false` and is judged by bounds."""
     world_size_max: int | None = None
     """Most data-parallel ranks. None for any number."""
+    # Without `settle`, params may be in flight, so they are compared after the next forward.
     unsettled: bool = False
     """True if a step may begin without `settle` after the step before. `settle` is then called
     after every second step, and after the last one."""
+    # A list of what is supported and not of what is refused, so that a new field of a scenario is
+    # refused by targets that were written before it.
     follows: tuple[str, ...] = ()
     """Paths of fields that the target obeys: any field of `system`, `optimizer` and `topology`;
     `run.micro_batches`, `run.own_micro_batches`; `model.tied`, `model.unused`, `model.skip`,
@@ -141,6 +144,7 @@ class Capabilities:
             UsageError: A field has a value that no scenario has.
         """
         for name, choices in _CAPABLE.items():
+            # Own models are valid, too, once they are registered in this process.
             own = known_models() if name == "models" else ()
             check_words(f"Capabilities.{name}", getattr(self, name), (*choices, *own))
         check_words("Capabilities.follows", self.follows, followed())
@@ -170,6 +174,7 @@ class Capabilities:
         """Yield each field of a case that is not supported."""
         topology = scenario.topology
         parts = max(1, topology.tp * topology.pp)
+        # Models, dtypes, stages and optimizers.
         if is_own_model(scenario.model.name) and scenario.model.name not in self.models:
             yield unknown_own_model(scenario.model.name, self.models)
         else:
@@ -191,6 +196,7 @@ class Capabilities:
                 suggestion="Try false, or --order unknown.",
             )
         order = scenario.world.order
+        # None marks orders of NCCL whose AVG is not modelled.
         if numerics.divide == "avg" and AVERAGES.get(order, "post") is None:
             yield Problem(
                 path="world.order",
@@ -198,6 +204,7 @@ class Capabilities:
                 "NCCL multiplies by the reciprocal after the sum.",
                 suggestion="Try nccl-ring.",
             )
+        # `world.size` counts all ranks, of which each tp and pp index has its own group.
         if self.world_size_max is not None and scenario.world.size // parts > self.world_size_max:
             yield Problem(
                 path="world.size",
@@ -214,6 +221,7 @@ class Capabilities:
                     f"got {show(shape)}.",
                 )
         for path, values in self.only:
+            # A path may have several values, such as one for each param group.
             for at, value in values_at(scenario, path):
                 if value not in values:
                     yield from _one_of(at, value, values)
@@ -266,6 +274,7 @@ def numerics_of(target: Target, scenario: Scenario) -> Numerics:
     """
     declared: object = getattr(target, "numerics", None)
     what = "numerics"
+    # A class in place of an instance is a mistake, and must not be called with the case.
     if callable(declared) and not isinstance(declared, type):
         what = "numerics(scenario)"
         declared = _answered(
@@ -289,6 +298,7 @@ def capabilities_of(target: Target) -> Capabilities:
         ProtocolError: `capabilities` is something else, or has optimizer `own` without a rule.
     """
     has_rule = has_own_rule(target)
+    # `_PLAIN` if the attribute is missing; None is a declaration.
     declared: object = getattr(target, "capabilities", _PLAIN)
     own = own_models_of(target)
     if declared is None:
@@ -424,6 +434,7 @@ def _refusals_of_one(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     )
     drawn = drawn_problems(scenario) if draws_weights(target) else ()
     is_known = scenario.optimizer.name != "own" or has_own_rule(target)
+    # A pair needs no rule, because its other layout provides the expected state.
     if scenario.pair is None and not is_known and not declared:
         declared = (_NO_RULE,)
     return (*declared, *drawn, *_own_refusals(target, scenario))
@@ -469,6 +480,7 @@ def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
         for field in dataclasses.fields(record):
             path = f"{table}.{field.name}"
             yield path, getattr(record, field.name), getattr(default, field.name)
+    # Fields of other tables that need support by the engine.
     yield "run.micro_batches", scenario.run.micro_batches, 1
     yield "run.own_micro_batches", scenario.run.own_micro_batches, ()
     for name in ("tied", "unused", "skip", "one_rank", "freeze"):

@@ -96,6 +96,7 @@ def attribute_of(module: ModuleType, name: str, *, said: str) -> Any:
     found = getattr(module, name, _ABSENT)
     if found is not _ABSENT:
         return found
+    # Public names only, because private ones are hardly targets.
     near = did_you_mean(name, (each for each in vars(module) if not each.startswith("_")))
     where = getattr(module, "__file__", None) or "no file"
     raise _Said(
@@ -114,6 +115,7 @@ def check_target(target: Any, *, of: str) -> Target:
     Raises:
         UsageError: `name` or `build` is missing, or `build` takes other arguments.
     """
+    # Properties of the target are its own code, too.
     with theirs(f"the attributes of {of} to be read"):
         build, has_name = getattr(target, "build", None), hasattr(target, "name")
     if build is None or not has_name:
@@ -127,6 +129,7 @@ def check_target(target: Any, *, of: str) -> Target:
         signature = inspect.signature(build)
     except (TypeError, ValueError):
         return target  # Not written in Python, so a call will show if it fits.
+    # Bind here, so that a wrong signature is reported before any rank starts.
     try:
         signature.bind(object(), scenario=object(), group=object())
     except TypeError as error:

@@ -42,6 +42,7 @@ GradsTold = Literal["before-division", "after-division", "after-clip", "after-un
 ToldDtype = Literal["sum", "param", "fp32"]
 """Dtype of reported gradients: that of the sum, of the params, or fp32."""
 
+# The reference replays a case with this word, and the exact rule beside it: see `replayed`.
 _SAID: dict[str, Literal["none", "pre", "post", "premul"]] = {
     "premul-fp32": "premul",
     "post-rounded": "post",
@@ -94,6 +95,7 @@ class Numerics:
     `premul-fp32`. FSDP2: `avg`. DeepSpeed's stage 0: `postmul-rounded`."""
     divide_by: Literal["ranks", "micro-batches", "tokens"] | float | None = None
     """Divisor: a count, or a number such as 7.0, as in FSDP2's set_gradient_divide_factor."""
+    # Two divisions: in 16 bits, one before the sum could underflow and one after it overflow.
     predivide_by: float | None = None
     """Divisor before the sum, above 0. The rest of the division comes after the sum. Both follow
     `divide`, which must be a rule for after the sum. FSDP1, FSDP2 in fp16, DeepSpeed's
@@ -101,6 +103,7 @@ class Numerics:
     divide_each: DivideEach = "step"
     """Object of the division if ranks are summed at every micro-batch: the sum over all of them
     (`step`), or each sum (`round`)."""
+    # The order of additions differs: over micro-batches and then ranks, or the other way round.
     sync: Sync | None = None
     """Accumulation rule: ranks are summed after the `last` micro-batch or after `every` one.
     `every-in-block`: after every one within each shard group (`system.redundancy`), and once over
@@ -116,6 +119,8 @@ class Numerics:
     copies_dtype: GradDtype | None = None
     """Dtype in which sums of shard groups are summed over the replicas (`system.redundancy`), if
     it differs."""
+    # The two differ for optimizers with momentum or weight decay, which move a param whose gradient
+    # is zero.
     unused: Unused = "zeros"
     """Treatment of a param that no rank used in a step: stepped with a gradient of zeros, or
     `left-alone`, as torch's optimizers do if `.grad` is None."""
@@ -124,6 +129,7 @@ class Numerics:
     default, no case has one. `skipped`: nothing is updated. `raises`: nothing is updated, and
     `step` raises an ArithmeticError, RuntimeError or ValueError on every rank, as after
     `clip_grad_norm_(error_if_nonfinite=True)`. Training goes on with the next step."""
+    # The reference has the gradient at every point, so any of them can be compared.
     grads_told: GradsTold | None = None
     """Point of the step at which gradients are reported, in `parts` or `.grad`.
 
@@ -137,6 +143,7 @@ class Numerics:
     An engine that reports masters and state without gradients returns `OwnedPart(grad=None)`."""
     told_dtype: ToldDtype = "sum"
     """Dtype of reported gradients: that of the sum, of the params, or fp32."""
+    # A norm of rounded norms has other bits than the root of one fp64 sum.
     norm: Norm = "of-elements"
     """Computation of the gradient norm. A target with another one than `of-elements` cannot clip
     with tp or pp, or in an unknown order.
@@ -193,6 +200,7 @@ class Numerics:
         """
         for name, choices in _WORDS.items():
             value = getattr(self, name)
+            # Functions and numbers are checked when they are used, and below.
             if name in ("clip", "scale_loss", "scale_second") and callable(value):
                 continue
             if name == "divide_by" and _is_number(value):
@@ -247,6 +255,7 @@ class Numerics:
             added_in: Order in which the backend adds. None for the case's own.
         """
         system = scenario.system
+        # Scenarios have no word for blocks; `rules` adds that part.
         sync = "every" if self.sync == "every-in-block" else self.sync
         declared = replace(
             system,
@@ -281,6 +290,7 @@ class Numerics:
         """Yield each field of a case that these rules cannot judge."""
         if scenario.optimizer.clip_norm is not None:
             yield from self._not_clipped(scenario)
+        # These norms add squares over the ranks in a call whose offsets no part reports.
         of_parts = self.norm in ("of-rows", "of-own-params", "of-shards")
         # If the order is unknown, such a norm is not compared.
         known = scenario.world.order_known
@@ -292,6 +302,7 @@ class Numerics:
                 suggestion="Try linear, which is the same at all offsets.",
             )
         is_clipped = scenario.optimizer.clip_norm is not None
+        # The runs of a pair must have equal bits, and so must their norms.
         if scenario.pair is not None and is_clipped and self.norm != "of-elements":
             yield Problem(
                 path="optimizer.clip_norm",
@@ -321,6 +332,7 @@ class Numerics:
                 message="this target has no masters, and params in fp8 cannot be stepped without "
                 "them, got 'fp8'.",
             )
+        # Bounds are proven for the words of a scenario only.
         beyond = [name for name in _EXACT_ONLY if getattr(self, name) != _DEFAULTS[name]]
         if self.is_told_wide:
             beyond.append("grads_told")
@@ -344,6 +356,7 @@ class Numerics:
         """Yield reasons why a case cannot clip by this norm."""
         by_norms = self.norm != "of-elements"
         by_root = not callable(self.clip) and takes_root(self.clip)
+        # With tp or pp a rank has some of the params, whose norm is not that of the model.
         if by_norms and scenario.topology.tp * scenario.topology.pp > 1:
             yield Problem(
                 path="optimizer.clip_norm",
@@ -365,6 +378,7 @@ class Numerics:
             )
 
     def _divide(self, scenario: Scenario, added_in: str | None) -> DivideRule | None:
+        # AVG divides after the sum, but NCCL's rings multiply before it.
         if self.divide == "avg":
             return AVERAGES.get(added_in or scenario.world.order, "post-rounded")
         return self.divide

@@ -76,6 +76,7 @@ def chosen_options(target: Target, scenario: Scenario) -> dict[str, OptionValue]
         scenario: A case that the target does not refuse.
     """
     said = {option.name: option.value for option in scenario.system.options}
+    # Every option, so that targets need no defaults of their own.
     return {
         name: parse(said[name], like=option.default) if name in said else option.default
         for name, option in options_of(target).items()
@@ -102,6 +103,7 @@ def option_problems(target: Target, scenario: Scenario) -> Iterator[Problem]:
                 suggestion=f"Try {near[0]!r}." if near else "Leave it out.",
             )
             continue
+        # A case is a list, in which a name may occur twice; the last value would win silently.
         if said.name in seen:
             message = f"expected each option once, got {said.name!r} again."
             yield Problem(path=f"{path}.name", message=message, suggestion="Leave one out.")
@@ -111,6 +113,7 @@ def option_problems(target: Target, scenario: Scenario) -> Iterator[Problem]:
         except UsageError as error:
             yield Problem(path=f"{path}.value", message=str(error), suggestion="")
             continue
+        # The default always fits, because it changes nothing.
         why = "" if option.fits is None or value == option.default else option.fits(scenario)
         if why:
             yield Problem(
@@ -153,6 +156,7 @@ def parse(text: str, *, like: OptionValue) -> OptionValue:
     Raises:
         UsageError: The text is no value of this type.
     """
+    # By exact type: bool is a subclass of int, and has a parser of its own.
     try:
         return _PARSE[type(like)](text)
     except ValueError:

@@ -41,7 +41,8 @@ class Place:
     start: int
     stop: int
     """Half-open range in the flattened param, in elements."""
-    # All offsets and lengths below are elements, too, because a buffer has one dtype.
+    # All offsets and lengths below are elements, too, because a buffer has one dtype. First the
+    # position in buffer, bucket and shard: findings print it.
     flat_start: int | None = None
     """Offset of `start` in the flat buffer. None, here and below, if not reported: then the order
     of addition must not depend on positions."""
@@ -52,6 +53,8 @@ class Place:
     shard_start: int | None = None
     shard_stop: int | None = None
     """Half-open range of the shard in the flat buffer."""
+    # The reduction of the gradient: kind, length and offset decide in which order its ranks are
+    # added, for example round a ring, which cuts a tensor into chunks.
     reduced_by: Literal["reduce_scatter", "reduce_scatter_list", "reduce", "all_reduce"] | None = (
         None
     )
@@ -61,6 +64,7 @@ class Place:
     parts with one `bucket` share a call; with `reduce`, those with one `bucket` and `shard`."""
     call_offset: int | None = None
     """Offset of `start` in that tensor."""
+    # A coalesced call is one call of the backend, so its ring covers all of its tensors.
     joined_elems: int | None = None
     """Elements of all tensors of a coalesced call; None for a call of one tensor."""
     joined_offset: int | None = None
@@ -70,6 +74,7 @@ class Place:
     copies_at: tuple[int, int] | None = None
     """`(elements, offset)`: length of the tensor that is summed over replicas of the shard, and
     offset of `start` in it. None if that tensor is the whole shard."""
+    # For `Costs(calls="told-buckets")`, which counts calls by bucket.
     buffer: int = 0
     """Index of the flat buffer."""
     bucket_start: int | None = None
@@ -103,6 +108,7 @@ class OwnedPart:
         torch.Size([6])
     """
 
+    # Live memory and no copies, because a large model has no room for a second state.
     place: Place
     """The elements that the part covers. All tensors below have `stop - start` elements."""
     grad: Tensor | None  # 1D, gradient dtype
@@ -237,6 +243,8 @@ class FullEngine(Engine, Protocol):
     then.
     """
 
+    # Training.
+
     def step(self, *, lr_factor: float) -> StepResult:
         """Update as in `Engine.step`, and return a record of the step."""
         ...
@@ -293,6 +301,8 @@ class FullEngine(Engine, Protocol):
         """
         ...
 
+    # State to compare.
+
     def parts(self) -> Iterable[OwnedPart]:
         """Return the parts of the optimizer that this rank owns, the same places in every call.
 
@@ -324,6 +334,8 @@ class FullEngine(Engine, Protocol):
     def notes(self) -> Iterable[str]:
         """Return notes on the whole run for the report, such as a version or a setting."""
         ...
+
+    # The end of a run, and checkpoints.
 
     def unwrap(self) -> nn.Module:
         """Return the module as it was before `build`, with the trained values.

@@ -50,6 +50,7 @@ class RankLocal:
     def __post_init__(self) -> None:
         for field in ("names", "packages"):
             values: object = getattr(self, field)
+            # A bare string is iterable, and would be read letter by letter.
             if not isinstance(values, tuple):
                 raise UsageError(
                     f"expected RankLocal.{field} to be a tuple, got {values!r}. Try ({values!r},)."
@@ -126,6 +127,7 @@ def prepare(target: Target) -> None:
         raise EnvironmentProblem(f"expected an installed package, got none: {why}")
     library: object = getattr(target, "library", None)
     if isinstance(library, Library):
+        # The user's own values have precedence.
         for name, value in library.environment:
             os.environ.setdefault(name, value)
 
@@ -150,6 +152,7 @@ def why_not_judged(target: Target) -> str:
 
 
 def _is_installed(package: str) -> bool:
+    # Without importing the package, which may take seconds and needs its environment first.
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:

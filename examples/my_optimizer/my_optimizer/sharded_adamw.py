@@ -54,7 +54,7 @@ class ShardedAdamW:
 
 
 def slices(elems: int, ranks: int) -> list[tuple[int, int]]:
-    """Return start and stop of each rank's slice; the first ranks take one more if some are left."""
+    """Return start and stop of each rank's slice; the first ranks take one more each, if needed."""
     least, longer = divmod(elems, ranks)
     starts = [rank * least + min(rank, longer) for rank in range(ranks + 1)]
     return list(pairwise(starts))

@@ -1,20 +1,10 @@
 """DeepSpeed's engine under an optimizer of torch: ZeRO 0, 1, 2 and 3.
 
-[Note: DeepSpeed's arithmetic]
-With `prescale_gradients` off, stage 1 accumulates micro-batches on each rank and sums once. Stages
-2 and 3 sum after every micro-batch and accumulate the sums. Gradients are divided by the number of
-ranks before the sum. Losses are not divided by the number of micro-batches, because the engine
-calls `backward(scale_wrt_gas=False)`. The config always sets `gradient_clipping`, whose default is
-1.0.
-
 [Note: DeepSpeed's dtypes]
 Micro-batches are accumulated in `grad_accum_dtype` and ranks are summed in
 `communication_data_type`. Both default to the dtype of the params. Most paths cast a gradient to
 the dtype of the sum and then divide it. Two paths divide first: the reduce-scatter of stages 1 and
 2, and the all-reduce of stage 1 if it accumulated in another dtype.
-
-`prescale_gradients` divides before the sum. `gradient_predivide_factor` multiplies by its
-reciprocal before the sum and by the rest after it. Only sums by all-reduce use either.
 """
 
 from __future__ import annotations
@@ -58,10 +48,14 @@ def options_for(stage: int) -> Mapping[str, Option]:
     def scaled(scenario: Scenario) -> str:
         return "" if is_all_reduced(scenario, stage=stage) else "a sum that ignores it"
 
+    # `communication_data_type`, in which ranks are summed.
     found = {"communication": Option(default="param", values=DTYPES)}
     if stage > 0:
+        # `grad_accum_dtype`, in which micro-batches accumulate.
         found["accumulation"] = Option(default="param", values=("fp32",))
         found["universal"] = Option(default=False, values=(True,))
+    # `gradient_predivide_factor` multiplies by its reciprocal before the sum and by the rest after
+    # it; `prescale_gradients` divides before it. Only sums by all-reduce use either.
     if stage < 3:
         found["predivide"] = Option(default=1.0, values=(2.0, 3.0), fits=scaled)
         found["prescale"] = Option(default=False, values=(True,), fits=scaled)
@@ -99,6 +93,7 @@ def numerics_for(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) 
     own = scenario.model.dtype
     wire, wide = own_or(options["communication"], own), own_or(options.get("accumulation"), own)
     is_mixed = {wire, wide} != {own}
+    # Stages 1 to 3 divide by the ranks before the sum.
     divide, first, told = "pre", None, "sum"
     if is_mixed or stage == 3:
         # Stage 3 returns parts of gradients in fp32, whatever their dtype.
@@ -112,6 +107,8 @@ def numerics_for(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) 
         divide=divide,
         divide_by="ranks",
         predivide_by=first,
+        # Stages 0 and 1 accumulate micro-batches on each rank and sum once. Stages 2 and 3 sum each
+        # micro-batch and accumulate the sums.
         divide_each="step" if stage < 2 else "round",
         sync="last" if stage < 2 else "every",
         grad_dtype="param",
@@ -120,6 +117,7 @@ def numerics_for(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) 
         nonfinite="stepped" if stage == 0 else "skipped",
         grads_told="after-division",
         told_dtype=told,
+        # Below stage 3 the norm is taken as reported; stage 3 computes it in fp64.
         norm="told" if stage < 3 else "of-elements",
         clip="fp32-inverse" if stage < 3 else "fp64-root-inverse",
     )

@@ -60,6 +60,7 @@ def config_of(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> 
         "prescale_gradients": options.get("prescale", False),
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": scenario.run.micro_batches,
+        # Always set, because the default is 1.0.
         "gradient_clipping": scenario.optimizer.clip_norm or 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -127,6 +128,7 @@ class DeepSpeedEngine:
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
         """Run backward for one micro-batch."""
+        # Scenarios do not divide losses by the number of micro-batches.
         self._engine.backward(loss, scale_wrt_gas=False)
         # DeepSpeed counts micro-batches by calls of its `step`, which updates at the last one.
         if not last_micro:

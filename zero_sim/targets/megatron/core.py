@@ -1,10 +1,7 @@
 """Megatron-Core's DistributedDataParallel with its plain and its distributed optimizer.
 
-[Note: Megatron-Core's arithmetic]
 Gradients accumulate in flat buffers, in backward order. If the optimizer is distributed, each param
-is padded to 64 elements. The accumulated gradient is multiplied by 1 / ranks and summed by an
-all-reduce, or by a reduce-scatter of each bucket, whose shards the ranks step. Megatron-Core calls
-`torch.cuda` on every machine.
+is padded to 64 elements.
 """
 
 from __future__ import annotations
@@ -145,7 +142,8 @@ class MegatronCore:
 
     name = "megatron-core"
     library = Library(package="megatron.core", extra="megatron", judged="megatron-core==0.16.1")
-    # All globals of the module: 35 differ by rank, which `zero-sim doctor --target` lists.
+    # All globals of the module: 35 differ by rank, which `zero-sim doctor --target` lists. The
+    # library calls `torch.cuda` on every machine.
     rank_local = RankLocal(names=("megatron.core.parallel_state:*",), cuda_is_cpu=True)
     capabilities = Capabilities(
         stages=(0, 1),
@@ -162,6 +160,8 @@ class MegatronCore:
         ),
     )
     numerics = Numerics(
+        # The accumulated gradient is multiplied by 1 / ranks and summed: by an all-reduce, or at
+        # stage 1 by a reduce-scatter of each bucket, whose shards the ranks step.
         divide="premul-fp32",
         divide_by="ranks",
         sync="last",

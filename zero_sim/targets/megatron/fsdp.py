@@ -1,23 +1,13 @@
 """Megatron-FSDP (the package megatron-fsdp) under a plain optimizer of torch.
 
-[Note: settings of a scenario in Megatron-FSDP]
 `system.stage` is `zero_dp_strategy`, from `no_shard` to `optim_grads_params`. `system.redundancy`
-is HSDP, whose outer dimension replicates. Units are the classes of the model's children with
-params, or the model's class if it has the params itself.
-
-Gradients accumulate as the library documents it: `set_model_auto_sync` at the last micro-batch, or,
-with option `synced_by_hand`, `is_last_microbatch` and `finish_grad_sync`. The engine steps the
-optimizer and calls `install_optimized_model_weights`; with option `shard_optimizer`,
-`fully_shard_optimizer` does so. Megatron-FSDP calls `torch.cuda` on every machine.
+is HSDP, whose outer dimension replicates.
 
 [Note: Megatron-FSDP's dtypes]
-Gradients are multiplied by the fp32 reciprocal of the number of ranks in `grad_comm_dtype` and
-summed in it. With `average_in_collective` they are summed by AVG. They accumulate in
-`main_grads_dtype`: before the sum if gradients are not sharded or a shard group has one rank, else
-after the sum of each micro-batch. Both dtypes default to the params'. A wider gradient is not
-rounded before it is added to a narrower one. With HSDP, the sums of shard groups are summed over
-the replicas at the end. Masters are fp32 copies of the params, and the optimizer gets fp32
-gradients.
+Gradients are summed in `grad_comm_dtype` and accumulate in `main_grads_dtype`: before the sum if
+gradients are not sharded or a shard group has one rank, else after the sum of each micro-batch.
+Both dtypes default to the params'. A wider gradient is not rounded before it is added to a narrower
+one.
 """
 
 from __future__ import annotations
@@ -51,14 +41,19 @@ def numerics_for(scenario: Scenario, chosen: Any) -> Numerics:
     accumulated, summed = _dtypes(scenario, chosen)
     is_scattered, in_blocks = scenario.system.stage > 1, scenario.system.redundancy > 1
     return Numerics(
+        # Each gradient times the fp32 reciprocal of the ranks, then the sum; or, with
+        # `average_in_collective`, AVG.
         divide="avg" if chosen["average"] else "premul-fp32",
         divide_by="ranks",
         divide_each="round" if chosen["average"] and is_scattered else "step",
+        # Stages 2 and 3 sum every micro-batch. With HSDP these are sums of shard groups, which are
+        # summed over the replicas at the end.
         sync=("every-in-block" if in_blocks else "every") if is_scattered else "last",
         grad_dtype="param",
         accumulate_dtype=_of_params(accumulated, scenario),
         reduce_dtype=_of_params(summed, scenario),
         grads_told="after-division",
+        # Masters are fp32 copies of the params, and the optimizer gets fp32 gradients.
         told_dtype="fp32",
     )
 
@@ -186,7 +181,7 @@ class MegatronFSDP:
     """
 
     library = Library(package="megatron_fsdp", extra="megatron-fsdp", judged="megatron-fsdp==0.6.1")
-    # No names: its modules keep no state of a rank.
+    # No names: its modules keep no state of a rank. It calls `torch.cuda` on every machine.
     rank_local = RankLocal(cuda_is_cpu=True)
     options = {  # noqa: RUF012
         "main_params": Option(default="fp32", values=("param",)),

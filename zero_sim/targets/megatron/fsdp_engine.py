@@ -88,6 +88,7 @@ class MegatronFSDPEngine:
         self._reduced = grads_to_tell(self._spec, present)
         self._rates.scale(lr_factor)
         self._optimizer.step()
+        # `fully_shard_optimizer` does this in the optimizer's `step`.
         if not self._options["shard_optimizer"]:
             self._fsdp.install_optimized_model_weights()
         if self._gathers_by_hand:
@@ -155,6 +156,7 @@ def wrapped(
     """
     library = import_megatron_fsdp()
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
+    # The model's own class if it has the params itself.
     units = {type(child) for _, child in called_children(module)} or {type(module)}
     mesh = _mesh(system.redundancy, device.type)
     if options["average"] and not as_is:

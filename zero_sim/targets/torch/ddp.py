@@ -1,13 +1,4 @@
-"""torch's DistributedDataParallel under a plain optimizer or torch's ZeroRedundancyOptimizer.
-
-[Note: DDP's arithmetic]
-Each rank multiplies its accumulated gradient by 1 / ranks while it copies it into a bucket, and the
-buckets are summed: `premul` of the reference. Within `no_sync`, gradients accumulate locally.
-
-[Note: arithmetic of comm hooks]
-A comm hook divides the gradient itself. torch's `allreduce_hook` divides before the sum. So does
-`bf16_compress_hook`, in the dtype of the communication; the result is cast back.
-"""
+"""torch's DistributedDataParallel under a plain optimizer or torch's ZeroRedundancyOptimizer."""
 
 from __future__ import annotations
 
@@ -40,6 +31,8 @@ _FOLLOWS = (
     "model.recompute",
     *_TOPOLOGY,
 )  # fmt: skip
+# DDP multiplies the accumulated gradient by 1 / ranks while it copies it into a bucket, and the
+# buckets are summed. Within `no_sync`, gradients accumulate locally.
 NUMERICS = Numerics(
     divide="premul", divide_by="ranks", sync="last", grad_dtype="param",
     grads_told="before-division", norm="of-params", clip="fp32-reciprocal",
@@ -94,6 +87,7 @@ class DDPEngine(WholeParamEngine):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._spec = scenario.optimizer
+        # Named before the wrapper adds its prefix.
         params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         self._ddp = _wrapped(module, group=group, options=options)
         super().__init__(module, self._build_optimizer(params, group), group=group)
@@ -219,6 +213,8 @@ class TorchDDP:
         if hook == "none":
             return NUMERICS
         wire: Any = _WIRE[str(hook)]
+        # With a comm hook, DDP leaves the division to it. Both hooks divide before the sum, in the
+        # dtype of the communication, and cast the result back to the gradient's.
         return replace(NUMERICS, divide="pre", reduce_dtype=wire, told_dtype="param")
 
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> DDPEngine:

@@ -1,23 +1,7 @@
 """torch's FullyShardedDataParallel (FSDP1) under a plain optimizer of torch.
 
-[Note: FSDP1's arithmetic]
 All params of a module lie in one flat param, each padded to 16 bytes, which is cut evenly over the
-ranks. Each rank divides its gradient by a power of two near the root of the number of ranks. A
-reduce-scatter sums, and the sum is divided by the rest.
-
-With `NO_SHARD`, which a single rank always uses, gradients are all-reduced, and clipping is
-`torch.nn.utils.clip_grad_norm_`. FSDP1 makes no gradients for params without elements, so the norm
-is taken over fewer params.
-
-[Note: FSDP1's dtypes]
-Micro-batches accumulate under `no_sync` in the dtype of forward's params. The result is cast to
-`reduce_dtype`, divided, summed and divided again in it, and cast to fp32. If every micro-batch is
-reduced, the sums are added in fp32. With HSDP both divisors come from all ranks: one division
-precedes the first sum, the other follows the last one.
-
-[Note: settings of a scenario in FSDP1]
-`system.stage` is the sharding strategy. `system.redundancy` is `HYBRID_SHARD`, at stage 2
-`_HYBRID_SHARD_ZERO2`. `system.sync = "last"` uses `no_sync`. `model.dtype` is `param_dtype`.
+ranks.
 """
 
 from __future__ import annotations
@@ -50,8 +34,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# By stage. FSDP1 has no stage 1, which would keep whole gradients.
+# By `system.stage`. FSDP1 has no stage 1, which would keep whole gradients.
 _STRATEGIES = {0: "NO_SHARD", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
+# By stage, for `system.redundancy` above 1.
 _HYBRID = {2: "_HYBRID_SHARD_ZERO2", 3: "HYBRID_SHARD"}
 _PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST"}
 
@@ -249,21 +234,28 @@ class TorchFSDP1:
     def numerics(self, scenario: Scenario) -> Numerics:
         """Return the arithmetic of a case."""
         ranks = scenario.world.size
-        # See [Note: FSDP1's arithmetic] on params without elements.
+        # FSDP1 makes no gradients for params without elements, so torch takes the norm over fewer
+        # params, which has other bits.
         has_empty = any(0 in shape for shape in scenario.model.shapes or ())
         whole = "told" if has_empty else "of-params"
         reduce: Any = chosen_options(self, scenario)["reduce_dtype"]
         every = scenario.system.sync == "every"
         return Numerics(
+            # Each rank divides by a power of two, a reduce-scatter sums, and the sum is divided by
+            # the rest, all in `reduce_dtype`. With HSDP both divisors come from all ranks: one
+            # division precedes the first sum, the other follows the last one.
             divide="post-rounded",
             divide_by="ranks",
             predivide_by=predivide_factor(ranks),
             divide_each="round" if every else "step",
             grad_dtype="param",
+            # Under `no_sync` micro-batches accumulate in the dtype of forward's params. Sums are
+            # cast to fp32 before they are added.
             accumulate_dtype="fp32" if every else "param",
             reduce_dtype=reduce,
             grads_told="after-division",
             told_dtype="fp32",
+            # Without sharding FSDP1 calls `torch.nn.utils.clip_grad_norm_`.
             norm=whole if _is_whole(scenario) else "of-own-params",
             clip="fp32-reciprocal",
         )
@@ -300,11 +292,13 @@ _READS_ROOT = ("gpt", "transformer-260")
 
 def _is_whole(scenario: Scenario) -> bool:
     """Return True if nothing is sharded."""
+    # FSDP1 switches to NO_SHARD on a single rank.
     return scenario.system.stage == 0 or scenario.world.size == 1
 
 
 def _known_to_go_wrong(scenario: Scenario) -> Iterator[Problem]:
     """Yield fields of a case that go wrong in torch 2.13."""
+    # Each of these cases is in scenarios/upstream, or raises.
     narrow, accumulates = scenario.model.dtype != "fp32", scenario.run.micro_batches > 1
     tied = ("head.weight",) if scenario.model.name == "gpt" else scenario.model.tied
     if _is_whole(scenario) and narrow and tied and accumulates:

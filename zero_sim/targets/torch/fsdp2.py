@@ -1,27 +1,7 @@
 """torch's `fully_shard` (FSDP2) under a plain optimizer of torch, on a mesh of the params' device.
 
-[Note: FSDP2's arithmetic]
-Each sharded module reduces the gradients of all its params in one fp32 reduce-scatter with AVG: a
-sum, then a division (`post` of the reference). On NCCL it is a product with the reciprocal, then a
-sum (`premul`). `.grad` of sharded params contains means. A param is cut along its first dimension
-into chunks of equally many rows; the last ones are shorter or empty. Between micro-batches,
-unsharded gradients accumulate locally.
-
-[Note: FSDP2's settings]
-Gradients accumulate and are reduced in `reduce_dtype`. The result is cast to fp32, the dtype of the
-sharded params. Division depends on the settings:
-
-- By default: AVG.
-- `set_force_sum_reduction_for_comms`: a sum, then a division.
-- `set_gradient_divide_factor` alone: PREMUL_SUM, which multiplies before the sum; AVG if the factor
-  is the number of ranks in the shard group.
-- In fp16: a division by a power of two before the sum, and by the rest after it.
-- HSDP: the means of shard groups are all-reduced with AVG. Their bits are those of one mean if the
-  size of a shard group is a power of two.
-
-[Note: clipping by norm]
-torch takes the norm of each rank's rows of sharded gradients. One all-reduce adds the squares of
-these norms over the ranks: `of-rows` of the reference.
+A param is cut along its first dimension into chunks of equally many rows; the last ones are shorter
+or empty.
 
 [Note: params that some rank does not use]
 Each rank omits params that its own losses do not reach from the reduce-scatter. If ranks differ in
@@ -60,11 +40,16 @@ from zero_sim.targets.torch.wrapping import stale_after_evaluation
 _ROWS_ALONE = "its step needs whole params, and fully_shard passes it the rows of one rank"
 _DTYPES = ("fp32", "bf16", "fp16")
 NUMERICS = Numerics(
+    # Each module reduces the gradients of all its params in one fp32 reduce-scatter with AVG. On
+    # NCCL, AVG multiplies by the reciprocal and then sums; elsewhere it sums and then divides.
     divide="avg",
     divide_by="ranks",
+    # Between micro-batches, unsharded gradients accumulate locally.
     sync="last",
     grad_dtype="param",
+    # `.grad` of sharded params contains means.
     grads_told="after-division",
+    # torch takes the norm of each rank's rows. One all-reduce adds the squares of these norms.
     norm="of-rows",
     clip="fp32-reciprocal",
 )
@@ -84,6 +69,8 @@ def numerics_with(scenario: Scenario, chosen: Any) -> Numerics:
     # replicas. Otherwise each sum is cast to fp32, and these are added.
     in_rounds = scenario.system.sync == "every" and not in_block
     division = _division(scenario, chosen)
+    # Gradients accumulate and are reduced in `reduce_dtype`. The result is cast to fp32, the dtype
+    # of sharded params.
     return replace(
         NUMERICS,
         **division,
@@ -103,18 +90,23 @@ def reduced_in(scenario: Scenario, chosen: Any) -> str:
 
 def _division(scenario: Scenario, chosen: Any) -> dict[str, Any]:
     """Return the rules of division, which follow FSDP2's choice of reduce operations."""
-    # See [Note: FSDP2's settings]; a factor of 0 stands for none.
+    # A factor of 0 stands for none. The conditions are in FSDP2's order.
     factor, ranks = chosen["divide_factor"], scenario.world.size
     together = ranks // scenario.system.redundancy
     by = {"divide_by": factor or "ranks"}
+    # A power of two before the sum, the rest after it, so that fp16 does not overflow.
     if reduced_in(scenario, chosen) == "fp16":
         first = predivide_factor(factor or ranks)
         return {"divide": "post-rounded", "predivide_by": first, **by}
+    # `set_force_sum_reduction_for_comms`: a sum, then a division.
     if chosen["force_sum"]:
         return {"divide": "post-rounded", **by}
+    # AVG, also if the factor is the size of the shard group. With HSDP the means of shard groups
+    # are all-reduced with AVG.
     if factor in (0.0, together):
         return {"divide": "avg", **by}
-    # A single rank has no collective, so it divides in place of PREMUL_SUM.
+    # `set_gradient_divide_factor` alone: PREMUL_SUM, which multiplies before the sum. A single rank
+    # has no collective, so it divides.
     return {"divide": "pre" if together == 1 else "premul", **by}
 
 
@@ -124,7 +116,7 @@ def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
     together = ranks // blocks
     reduce, factor = chosen["reduce_dtype"], chosen["divide_factor"]
     divides_in_block = not sums_plainly(scenario, chosen) and factor in (0.0, together)
-    # Division by a power of two is exact, so only other sizes round.
+    # Division by a power of two is exact, so the bits are those of one mean over all ranks.
     if blocks > 1 and divides_in_block and together & (together - 1):
         yield Problem(
             path="system.redundancy",
@@ -144,6 +136,7 @@ def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
 
 def divides_twice(scenario: Scenario, chosen: Any) -> bool:
     """Return True if torch 2.13 divides by the factor twice; arguments as for `numerics_with`."""
+    # Shard groups of one rank, which skip the reduce-scatter.
     has_all = scenario.world.size == scenario.system.redundancy
     return bool(chosen["divide_factor"]) and has_all and sums_plainly(scenario, chosen)
 
@@ -174,6 +167,7 @@ def _why_not_kept_by_few(scenario: Scenario) -> str:
 
 def _ill_saved(reload: ReloadSpec) -> Iterator[Problem]:
     """Yield settings with which torch's state-dict functions change or lose optimizer state."""
+    # A save before the first step, when the optimizer has no state.
     if reload.early_save:
         yield Problem(
             path="reload.early_save",
@@ -282,6 +276,7 @@ class TorchFSDP2:
 
         if scenario.reload is not None and not self._as_is:
             yield from _ill_saved(scenario.reload)
+        # Params that stay unsharded after a forward.
         keeps = scenario.system.stage == 1 or not scenario.system.reshard_after_forward
         if keeps and not self._as_is:
             yield from stale_after_evaluation(scenario)
