@@ -54,6 +54,7 @@ def check_calls(engine: object) -> None:
     Raises:
         ProtocolError: A member is no method, or takes other arguments; or `module` is no module.
     """
+    # Checked once after `build`, so that a wrong signature is no finding in the first step.
     module = getattr(engine, "module", None)
     if not isinstance(module, nn.Module):
         raise ProtocolError(
@@ -178,6 +179,7 @@ class Answers:
         if not isinstance(part.state, Mapping):
             wanted = f"a mapping of torch's keys to tensors as the state {of}"
             raise self._wrong("parts", wanted, part.state)
+        # By their names in messages.
         tensors: dict[str, object] = {"master": part.master}
         tensors |= {f"state {key!r}": value for key, value in part.state.items()}
         if part.grad is not None:
@@ -257,6 +259,7 @@ class Answers:
 
     def notes(self, answer: object) -> list[str]:
         """Return the engine's notes."""
+        # A string is iterable, too, but as one note per letter.
         notes = list(answer) if isinstance(answer, Iterable) else None
         if isinstance(answer, str) or notes is None or not all(isinstance(n, str) for n in notes):
             got = answer if isinstance(answer, str) or notes is None else notes
@@ -336,6 +339,7 @@ def shown(value: object) -> str:
     if isinstance(value, Tensor):
         kind = type(value).__name__
         return f"{kind} of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
+    # A long value, or the repr of an object with an address, does not help in a message.
     text = repr(value)
     is_plain = isinstance(value, str | int | float | bool | tuple | list)
     return f"{text} ({_type(value)})" if is_plain and len(text) <= 60 else f"a {_type(value)}"

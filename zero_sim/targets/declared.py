@@ -444,7 +444,8 @@ def _own_refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     own = getattr(target, "refuses", None)
     if own is None:
         return ()
-    asked = "say what keeps a case from being run"
+    # A generator runs within `_answered`, where its errors are explained.
+    asked = "return reasons why a case cannot run"
     reported = _answered(
         target, "refuses", lambda case: _as_problems(own(case)), scenario, wanted=asked
     )

@@ -99,6 +99,7 @@ def topology_of(scenario: Scenario) -> Topology:
     Args:
         scenario: The case of one dp-cp group, whose `world.size` is the size of the group.
     """
+    # A dp-cp group has dp * cp ranks.
     spec = scenario.topology
     return Topology(
         tp=spec.tp,
@@ -234,6 +235,7 @@ def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Se
     """Return the variants of the project's own system for a scenario."""
     system, joins = scenario.system, bool(scenario.run.own_micro_batches)
     has_fp8 = any(param.dtype in FP8_DTYPES for param in module.parameters())
+    # Sums on the first rank need two calls, so their schedule under backward differs.
     grads = partial(
         schedule_grads,
         under_backward=UnderBackwardAtFirst if system.sum_by == "first-rank" else UnderBackward,
@@ -249,6 +251,7 @@ def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Se
         )
         grads = partial(BufferedGrads, settings=settings)
     chunk_elems = system.gather_chunk_elems
+    # Each seam has one variant, which the layers of `zero` call without knowing the scenario.
     return Seams(
         cast=Fp8Cast if has_fp8 else PlainCast,
         unit=unit
@@ -332,6 +335,7 @@ class ZeroSimEngine:
         if last_micro or self._system.sync == "every":
             self._ddp.begin_last_micro_batch()
         scaler = self._optimizer.loss_scaler
+        # Before backward, so that small gradients do not underflow in fp16.
         loss = loss if scaler is None else scaler.scale_loss(loss)
         # False if all params that this rank's forward reads are frozen.
         if loss.requires_grad:
@@ -344,6 +348,7 @@ class ZeroSimEngine:
 
     def step(self, *, lr_factor: float) -> StepResult:
         """Update the params on every rank."""
+        # Reductions have finished in `end_micro_batch`, also those that overlapped backward.
         self._optimizer.set_lr_factor(lr_factor)
         result = self._optimizer.step()
         return StepResult(
@@ -433,6 +438,8 @@ class ZeroSimEngine:
         # A rank owns one fragment of a param, in the same place for the whole run.
         place = self._places.get(owned.param)
         if place is None:
+            # The fragment's offsets in param and buffer come from the layout, the reduction's from
+            # the unit that carries the gradient.
             buffer = self._ddp.buffers[owned.buffer]
             bucket = buffer.plan.buckets[owned.bucket]
             param = self._ddp.params[owned.param]
@@ -484,6 +491,7 @@ class ZeroSimEngine:
                 stray = _stray_in_params(unit, index=index)
                 if stray:
                     return stray
+        # Masters are padded like the shards that they belong to.
         for (index, number), master in self._optimizer.master_shards.items():
             buffer = self._ddp.buffers[index]
             where = f"the masters of buffer {index}, in bucket {number}"
@@ -542,6 +550,7 @@ class ZeroSimTarget:
     """The project's own system, stages 0 to 3."""
 
     name = "zero_sim"
+    # None: everything that a scenario can contain.
     capabilities = None
     numerics = Numerics(grads_told="before-division")
     costs = TEXTBOOK

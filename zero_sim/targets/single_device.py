@@ -61,6 +61,7 @@ class SingleDeviceEngine:
             # gradient as backward left it.
             master.grad = None if grad is None else grad.to(torch.float32, copy=True)
         norm = None
+        # By value before by norm, as the reference does.
         if self._spec.clip_value is not None:
             nn.utils.clip_grad_value_(self._masters.values(), self._spec.clip_value)
         if self._spec.clip_norm is not None:
@@ -136,6 +137,7 @@ class SingleDevice:
         ),
     )
     numerics: ClassVar = Numerics(
+        # One rank: nothing is divided.
         divide="none",
         divide_by="ranks",
         sync="last",

@@ -179,7 +179,7 @@ class DeepSpeedZero:
         self.name = f"deepspeed-zero-{stage}{'-as-is' if as_is else ''}"
         self._stage, self._as_is = stage, as_is
         self.options = options_for(stage)
-        # Known to go wrong: see scenarios/upstream.
+        # scenarios/upstream/deepspeed-adagrad.
         left_out = () if as_is else ("adagrad",)
         self.capabilities = Capabilities(
             dtypes=("fp32", "bf16", "fp16"),
@@ -192,6 +192,7 @@ class DeepSpeedZero:
                 ("system.sum_by", ("reduce-scatter", "all-reduce")),
                 ("reload.form", ("sharded",)),
             ),
+            # scenarios/upstream/deepspeed-empty-group and deepspeed-scalar.
             empty_params=as_is,
             scalar_params=as_is,
             follows=(

@@ -34,6 +34,7 @@ def never(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Proble
             suggestion="Try 2 rows, or 2 ranks.",
         )
     skips = scenario.data.nan is not None or scale is not None
+    # Below stage 3 the norm is taken as reported.
     if stage == 3 and skips and scenario.optimizer.clip_norm is not None:
         yield Problem(
             path="optimizer.clip_norm",
@@ -41,6 +42,7 @@ def never(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Proble
             "norms are compared.",
             suggestion="Remove it, or the overflow.",
         )
+    # The rest concerns loss scales.
     if scale is None:
         return
     if scenario.model.dtype != "fp16":
@@ -81,6 +83,7 @@ def _reloaded(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Pr
             "optimizers.",
             suggestion="Leave it out" + (", or try option universal." if stage else "."),
         )
+    # The reference keeps the fp32 masters of the checkpoint.
     if reload.weights_only and scenario.model.dtype != "fp32":
         yield Problem(
             path="reload.weights_only",
@@ -99,7 +102,8 @@ def _reloaded(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Pr
 
 def known_to_go_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
     """Yield fields of a case that are known to go wrong at a stage."""
-    # These two return predictions; the forward of the others returns the loss itself.
+    # scenarios/upstream/deepspeed-loss-scaled. These two models return predictions; the forward of
+    # the others returns the loss itself.
     is_loss = scenario.model.name not in ("mlp", "transformer-260")
     if stage == 0 and is_loss and scenario.run.micro_batches > 1:
         yield Problem(
@@ -108,6 +112,7 @@ def known_to_go_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
             f"output is the loss, whatever scale_wrt_gas is. {UPSTREAM}",
             suggestion="Try the model mlp.",
         )
+    # scenarios/upstream/deepspeed-scale-growth.
     scale, steps = scenario.optimizer.loss_scale, scenario.run.steps
     if scale is not None and scale.growth_interval <= steps:
         yield Problem(
@@ -123,6 +128,7 @@ def known_to_go_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
 
 def _whole_halves(scenario: Scenario) -> Iterator[Problem]:
     """Yield problems of stage 0 in bf16 and fp16."""
+    # scenarios/upstream/deepspeed-loss-not-scaled and deepspeed-initial-step.
     spec = scenario.optimizer
     if spec.loss_scale is not None:
         yield Problem(
@@ -173,6 +179,7 @@ def universal_goes_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]
     spec, reload = scenario.optimizer, scenario.reload
     if reload is None:
         return
+    # scenarios/upstream/deepspeed-universal-amsgrad, -steps, -no-step and -no-part, in this order.
     if spec.amsgrad:
         yield Problem(
             path="optimizer.amsgrad",
@@ -196,6 +203,7 @@ def universal_goes_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]
             f"{UPSTREAM}",
             suggestion="Try more steps before it, or bf16.",
         )
+    # The smallest group is the first to leave a rank without a part.
     few = min(elems.values())
     if stage < 3 and _has_none(few, ranks=ranks):
         yield Problem(
@@ -225,5 +233,6 @@ def _elems_of_groups(scenario: Scenario) -> dict[int, int]:
 
 def _has_none(elems: int, *, ranks: int) -> bool:
     """Return True if the last rank's part of a group of `elems` elements is only padding."""
+    # Elements of each rank's part, rounded up.
     part = -(-elems // (_ALIGNED * ranks)) * _ALIGNED
     return (ranks - 1) * part >= elems

@@ -112,6 +112,7 @@ def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
 def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
     """Yield fields of a case that are known to go wrong; arguments as for `numerics_for`."""
     system, spec = scenario.system, scenario.optimizer
+    # scenarios/upstream/megatron-fsdp-reduced-twice.
     if system.stage < 2 and not chosen["overlap_grads"]:
         yield Problem(
             path="system.options",
@@ -119,7 +120,8 @@ def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
             f"overlap_grad_reduce is off. {UPSTREAM}",
             suggestion="Remove option overlap_grads.",
         )
-    # A step with gradients of zero changes nothing in plain SGD.
+    # scenarios/upstream/megatron-fsdp-initial-step. In plain SGD, a step with gradients of zero
+    # changes nothing.
     if chosen["shard_optimizer"] and (spec.name != "sgd" or decays_weights(spec)):
         yield Problem(
             path="system.options",
@@ -128,7 +130,8 @@ def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
             f"without weight decay, got {spec.name}. {UPSTREAM}",
             suggestion="Remove option shard_optimizer.",
         )
-    # Elements in a row of each param. Rows of one element fit beside any others.
+    # scenarios/upstream/megatron-fsdp-rows: elements in a row of each param. Rows of one element
+    # fit beside any others.
     rows = {prod(shape[1:]) for shape in scenario.model.shapes or ()} - {1}
     if system.stage and len(rows) > 1:
         yield Problem(
@@ -150,6 +153,7 @@ def _is_scattered(scenario: Scenario) -> bool:
 
 def _in_one_shard(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
     """Yield problems of stages 2 and 3 if a shard group has one rank."""
+    # scenarios/upstream/megatron-fsdp-doubled and megatron-fsdp-scaled-again.
     accumulated, summed = _dtypes(scenario, chosen)
     if accumulated != summed:
         yield Problem(

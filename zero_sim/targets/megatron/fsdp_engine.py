@@ -53,7 +53,8 @@ class MegatronFSDPEngine:
         self._optimizer = plain_optimizer(
             scenario.optimizer, {name: self._params[name] for name in self._names}
         )
-        # Without overlap, 0.6.1 gathers no updated params below stage 3: see scenarios/upstream.
+        # Without overlap, 0.6.1 gathers no updated params below stage 3: see
+        # scenarios/upstream/megatron-fsdp-stale-params.
         overlaps = options["overlap_gathers"] or self._stage == 3
         self._gathers_by_hand = not (overlaps or as_is)
         if options["shard_optimizer"]:
@@ -160,7 +161,8 @@ def wrapped(
     units = {type(child) for _, child in called_children(module)} or {type(module)}
     mesh = _mesh(system.redundancy, device.type)
     if options["average"] and not as_is:
-        # Without this mesh 0.6.1 fails, even without experts: see scenarios/upstream.
+        # Without this mesh 0.6.1 fails, even without experts: see
+        # scenarios/upstream/megatron-fsdp-average.
         mesh["expt_device_mesh"] = mesh["device_mesh"]
     sharded = library.fully_shard_model(
         module,

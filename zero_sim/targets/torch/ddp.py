@@ -46,6 +46,7 @@ _WIRE = {"none": None, "allreduce": None, "bf16-compress": "bf16"}
 
 def why_not_static(scenario: Scenario) -> str:
     """Return the reason why a case cannot have a static graph; "" if it can."""
+    # scenarios/upstream/torch-ddp-static-graph.
     if scenario.run.micro_batches == 1:
         return ""
     return "torch 2.13 fails where the first micro-batch is under no_sync: see scenarios/upstream"

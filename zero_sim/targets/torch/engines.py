@@ -90,6 +90,7 @@ class WholeParamEngine(_WholeWorkingParams):
         owner_of: Callable[[str], int | None] | None = None,
     ) -> None:
         super().__init__(module, group=group)
+        # Attributes without underscores, because hooks of subclasses use them.
         self.optimizer = optimizer
         self.owner_of = owner_of
         self.rates = LearningRates(optimizer)
@@ -122,6 +123,7 @@ class WholeParamEngine(_WholeWorkingParams):
         if self.owner_of is not None:
             for name, param in self.named.items():
                 owner = self.owner_of(name)
+                # None: every rank has stepped the param.
                 if owner is not None:
                     dist.broadcast(param.detach(), group_src=owner, group=self.group)
 
@@ -254,6 +256,7 @@ class FlatShardEngine(_WholeWorkingParams):
         Args:
             lr_factor: Factor of every learning rate in this step.
         """
+        # All buffers are reduced before the update, so that `update` can clip by a norm of all.
         for each in self.buffers.values():
             each.shard.grad = self.reduce(each, _flat_grads(each))
             each.grad = each.shard.grad.clone()

@@ -298,7 +298,7 @@ def _is_whole(scenario: Scenario) -> bool:
 
 def _known_to_go_wrong(scenario: Scenario) -> Iterator[Problem]:
     """Yield fields of a case that go wrong in torch 2.13."""
-    # Each of these cases is in scenarios/upstream, or raises.
+    # scenarios/upstream/torch-fsdp1-tied-accumulated.
     narrow, accumulates = scenario.model.dtype != "fp32", scenario.run.micro_batches > 1
     tied = ("head.weight",) if scenario.model.name == "gpt" else scenario.model.tied
     if _is_whole(scenario) and narrow and tied and accumulates:
@@ -319,6 +319,7 @@ def _known_to_go_wrong(scenario: Scenario) -> Iterator[Problem]:
         )
     if not _is_whole(scenario):
         yield from stale_after_evaluation(scenario)
+    # scenarios/upstream/torch-fsdp1-hybrid-alone.
     copies = scenario.system.redundancy
     if 1 < copies == scenario.world.size:
         yield Problem(

@@ -136,7 +136,8 @@ def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
 
 def divides_twice(scenario: Scenario, chosen: Any) -> bool:
     """Return True if torch 2.13 divides by the factor twice; arguments as for `numerics_with`."""
-    # Shard groups of one rank, which skip the reduce-scatter.
+    # scenarios/upstream/torch-fsdp2-divides-twice: shard groups of one rank, without a
+    # reduce-scatter.
     has_all = scenario.world.size == scenario.system.redundancy
     return bool(chosen["divide_factor"]) and has_all and sums_plainly(scenario, chosen)
 
@@ -167,7 +168,7 @@ def _why_not_kept_by_few(scenario: Scenario) -> str:
 
 def _ill_saved(reload: ReloadSpec) -> Iterator[Problem]:
     """Yield settings with which torch's state-dict functions change or lose optimizer state."""
-    # A save before the first step, when the optimizer has no state.
+    # scenarios/upstream/torch-save-steps: a save before the first step, when there is no state.
     if reload.early_save:
         yield Problem(
             path="reload.early_save",
@@ -175,6 +176,7 @@ def _ill_saved(reload: ReloadSpec) -> Iterator[Problem]:
             + UPSTREAM,
             suggestion="Remove it.",
         )
+    # scenarios/upstream/torch-load-drops-state.
     if reload.lost_micro_batches and not reload.lost_steps:
         yield Problem(
             path="reload.lost_micro_batches",

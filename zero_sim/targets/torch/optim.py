@@ -15,6 +15,7 @@ from zero_sim.errors import ProtocolError
 from zero_sim.scenario.spec import OptimizerName, OptimizerSpec, ParamGroupSpec
 from zero_sim.zero.variants.whole_params import Lamb, Muon
 
+# torch has no LAMB, and its Muon steps whole matrices only.
 _CLASSES: dict[OptimizerName, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
@@ -70,6 +71,7 @@ def settings_of(spec: OptimizerSpec) -> dict[str, Any]:
     _check_spec(spec, of="settings_of")
     _check_named(spec)
     known = _settings_known(spec.name)
+    # All settings of a scenario, of which each class takes some: SGD, for example, has no betas.
     said = {
         "lr": spec.lr,
         "betas": spec.betas,
@@ -166,6 +168,7 @@ def param_groups(spec: OptimizerSpec, params: Mapping[str, Tensor]) -> list[dict
         ProtocolError: `spec` is something else, such as the scenario.
     """
     _check_spec(spec, of="param_groups")
+    # By index, in the scenario's order; params keep the order of the model within a group.
     dealt: dict[int, list[Tensor]] = {}
     for name, param in params.items():
         dealt.setdefault(group_index(spec, name), []).append(param)
@@ -195,6 +198,7 @@ class LearningRates:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        # By attribute and not by type, because wrappers of optimizers are no subclasses.
         if not hasattr(optimizer, "param_groups"):
             raise ProtocolError(
                 f"expected an optimizer with param_groups for LearningRates, got a "

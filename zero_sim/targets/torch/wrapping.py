@@ -57,6 +57,7 @@ def stale_after_evaluation(scenario: Scenario) -> Iterator[Problem]:
     Args:
         scenario: A case in which params stay whole after a forward.
     """
+    # scenarios/upstream/torch-fsdp2-evaluation.
     if scenario.run.evaluate == "within-step":
         yield Problem(
             path="run.evaluate",
