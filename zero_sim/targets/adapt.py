@@ -354,6 +354,7 @@ class CompletedEngine:
             return part
         return replace(part, place=replace(part.place, param=name))
 
+    # Queries may run collectives: see `asked_once`.
     @_query
     def settings(self) -> Settings | None:
         """Return the settings of the optimizer; None if the engine reports none."""
@@ -416,6 +417,7 @@ def complete(
         ProtocolError: Required members are missing, all of which the message names, or a method
             takes other arguments.
     """
+    # So that callers need not know if an engine is wrapped already.
     if isinstance(engine, CompletedEngine):
         return engine
     missing = [name for name in _REQUIRED if not hasattr(engine, name)]

@@ -65,6 +65,7 @@ class Numerics:
         'before-division'
     """
 
+    # Functions of the case alone would not do: rows differ by rank and micro-batch.
     scale_loss: ScaleLoss | ScaleLossFunction | None = None
     """Factor of each micro-batch's loss before its backward. The reference multiplies the same loss
     by the same number. `divide` and `divide_by` still apply to the sum over ranks.
@@ -185,9 +186,11 @@ class Numerics:
     """True if tensors from `params` have the reduced gradient in `.grad` after a step, at the point
     that `grads_told` declares."""
 
+    # Without masters, updates smaller than half an ulp of the param's dtype are lost.
     masters: Masters = "fp32"
     """Tensors that the optimizer steps: an `fp32` master of each param, or (`param`) the working
     params themselves. Gradients are then rounded to the param's dtype after clipping."""
+    # Bounds hold for each element on its own.
     elementwise: bool = False
     """True if, in an update rule of the target's own, the step of an element depends only on its
     own value, gradient and state. Cases of unknown order need such a rule."""
@@ -206,6 +209,7 @@ class Numerics:
             if name == "divide_by" and _is_number(value):
                 continue
             check_word(f"Numerics.{name}", value, choices)
+        # Words of `divide_by` have been checked above.
         for name in ("divide_by", "predivide_by"):
             value = getattr(self, name)
             if not isinstance(value, str) and value is not None and not _is_factor(value):
@@ -309,6 +313,7 @@ class Numerics:
                 message=f"a norm {self.norm!r} is rounded differently in another layout.",
                 suggestion="Remove this or `pair`.",
             )
+        # One device takes the mean over all rows at once, without a factor.
         scales = self.scale_loss is not None or self.scale_second is not None
         if scales and scenario.expect.one_device:
             yield Problem(

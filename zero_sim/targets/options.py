@@ -15,6 +15,7 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.answers import shown
 from zero_sim.targets.protocol import Target
 
+# Types that a case can store as text.
 OptionValue = bool | int | float | str
 
 
@@ -133,6 +134,7 @@ def check_said(target: Target, said: Mapping[str, str]) -> None:
     Raises:
         UsageError: An option is unknown, or its value is.
     """
+    # Before any case is drawn, so a wrong --option is one error and not one for each case.
     known = options_of(target)
     for name, text in said.items():
         if name not in known:

@@ -64,6 +64,7 @@ def own_rule_of(target: Target, scenario: Scenario, *, elementwise: bool = False
         raise ProtocolError(
             f"expected {' or '.join(OWN_RULES)} of target {target.name!r}, got both. Remove one."
         )
+    # Reports name the rule, because it is trusted.
     name, of = found[0], f"{found[0]} of target {target.name!r}"
     rule = _callable(target, name)
     read = getattr(target, "reference_state", None)
@@ -98,6 +99,7 @@ def _callable(target: Target, name: str) -> Callable[..., Any]:
         raise ProtocolError(
             f"expected {name!r} of target {target.name!r} to be {words}, got {shown(rule)}."
         )
+    # Positional arguments, so that users may name theirs as they like.
     try:
         inspect.signature(rule).bind(*arguments)
     except TypeError as error:

@@ -133,6 +133,7 @@ class StepResult:
         tensor(0.5000)
     """
 
+    # A tensor and no float, because its dtype decides how it is compared.
     norm: Tensor | None = None  # 0-D, fp32 or fp64
     """Norm of the whole gradient before clipping, without the loss scale. An fp64 norm is compared
     in fp64; with `Numerics(norm="told")` the reference clips by it in fp64."""
@@ -151,6 +152,7 @@ class StepResult:
 class Settings:
     """Optimizer settings of a rank and its loss scale, compared after a load."""
 
+    # By param, because groups of a system need not be those of the scenario.
     params: Mapping[str, Mapping[str, object]]
     """For each param that this rank owns any part of, the settings of its group under torch's
     names, such as `betas`; `lr` without `lr_factor`. Omitted settings are not compared."""
@@ -243,7 +245,7 @@ class FullEngine(Engine, Protocol):
     then.
     """
 
-    # Training.
+    # Training, in the order of calls.
 
     def step(self, *, lr_factor: float) -> StepResult:
         """Update as in `Engine.step`, and return a record of the step."""
@@ -491,6 +493,7 @@ class Target(Protocol):
                     return MyEngine(module, scenario, group)
     """
 
+    # Optional attributes are not listed here, because a Protocol would require them.
     name: str
     """Name in reports, such as `mine`."""
 

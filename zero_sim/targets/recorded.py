@@ -160,6 +160,7 @@ class _Wrapped:
         self.capabilities = capabilities_of(target)
 
     def __getattr__(self, name: str) -> Any:
+        # Optional declarations, such as `numerics`, are the target's own.
         return getattr(self._target, name)
 
     def build(self, module: Any, **named: Any) -> Any:

@@ -104,6 +104,7 @@ class FSDP2Engine:
 
     def _set(self, unit: FSDPModule) -> None:
         options = self._options
+        # These setters change one module each, without its children.
         if options["divide_factor"]:
             unit.set_gradient_divide_factor(options["divide_factor"])
         unit.set_force_sum_reduction_for_comms(options["force_sum"])
@@ -218,6 +219,7 @@ def _reshard_after_forward(system: SystemSpec, *, few: int) -> bool | int | None
         system: Settings of the case.
         few: Number of neighbouring ranks that keep params until backward; 0 for none.
     """
+    # torch keeps the root's params unsharded, and reshards all others.
     if system.stage != 3:
         return None
     return few or system.reshard_after_forward

@@ -15,7 +15,7 @@ from zero_sim.errors import ProtocolError
 from zero_sim.scenario.spec import OptimizerName, OptimizerSpec, ParamGroupSpec
 from zero_sim.zero.variants.whole_params import Lamb, Muon
 
-# torch has no LAMB, and its Muon steps whole matrices only.
+# Muon and LAMB read whole params, so they come from our variant, which gathers them from shards.
 _CLASSES: dict[OptimizerName, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
