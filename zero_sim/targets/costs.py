@@ -31,6 +31,7 @@ class CostCase:
     """
 
     scenario: Scenario
+    """The case."""
     rank: int
     """Group rank in the data-parallel group."""
     elems: Mapping[str, int]

@@ -39,8 +39,9 @@ class Place:
     param: str
     """Name of the param in the bare model, as in `named_parameters()`."""
     start: int
+    """First element of the part in the flattened param."""
     stop: int
-    """Half-open range in the flattened param, in elements."""
+    """End of the half-open range `[start, stop)` in the flattened param."""
     # All offsets and lengths below are elements, too, because a buffer has one dtype. First the
     # position in buffer, bucket and shard: findings print it.
     flat_start: int | None = None
@@ -51,8 +52,9 @@ class Place:
     shard: int | None = None
     """Index of the shard that contains the part; 0 if nothing is sharded."""
     shard_start: int | None = None
+    """First element of the shard in the flat buffer."""
     shard_stop: int | None = None
-    """Half-open range of the shard in the flat buffer."""
+    """End of the shard's half-open range."""
     # The reduction of the gradient: kind, length and offset decide in which order its ranks are
     # added, for example round a ring, which cuts a tensor into chunks.
     reduced_by: Literal["reduce_scatter", "reduce_scatter_list", "reduce", "all_reduce"] | None = (
@@ -78,8 +80,9 @@ class Place:
     buffer: int = 0
     """Index of the flat buffer."""
     bucket_start: int | None = None
+    """First element of the bucket in the flat buffer."""
     bucket_stop: int | None = None
-    """Half-open range of the bucket in the flat buffer, padding included."""
+    """End of the bucket's half-open range, padding included."""
     padding_start: int | None = None
     """Start of the padding at the end of the bucket, in the flat buffer."""
     replicas: int = 1
@@ -485,6 +488,8 @@ class Target(Protocol):
     layout after the checkpoint.
 
     Example:
+        A target for the engine of ten lines:
+
             class MyTarget:
                 name = "mine"
                 capabilities = Capabilities(stages=(0,), follows=ADAMW_SETTINGS)
