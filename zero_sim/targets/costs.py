@@ -170,7 +170,7 @@ def costs_of(target: Target, scenario: Scenario, *, engine: object = None) -> Co
             f"expected `costs` of target {target.name!r} to be zero_sim.targets.Costs or None, got "
             f"{shown(declared)}."
         )
-    # Only the engine can count resident bytes; the log of the simulated world has calls alone.
+    # Only the engine can count resident bytes, because the simulated world logs calls.
     if declared.held is not None and engine is not None and not isinstance(engine, CostedEngine):
         raise ProtocolError(
             f"expected held_bytes() of {type(engine).__name__}, whose target declares Costs.held, "

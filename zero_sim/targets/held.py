@@ -35,7 +35,7 @@ def held_bytes(
     # without a change here.
     named: dict[int, str] = {}
     for name, memory in memory_of(ddp, optimizer, arena=arena):
-        # A param that lies in the module's own memory, as at stage 0, is the module's.
+        # At stage 0 a param is in the module's own memory, which does not count.
         if name not in _WITHIN_STEP and not isinstance(memory, nn.Parameter):
             named.setdefault(_address(memory), name if name in _LASTING else "state")
     own = {_address(tensor) for tensor in ddp.module.buffers()}

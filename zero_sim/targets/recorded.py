@@ -132,7 +132,7 @@ class _RecordedOptimizer:
 
     def __init__(self, record: Record, named: Mapping[str, Tensor]) -> None:
         self._record, self._named = record, dict(named)
-        # In the group, because the reference copies state and groups alone.
+        # In the group, because the reference copies only state and groups.
         self.param_groups: list[dict[str, Any]] = [
             {"params": list(named.values()), "lr": 0.0, "step": 0}
         ]

@@ -49,7 +49,7 @@ def why_not_static(scenario: Scenario) -> str:
     # scenarios/upstream/torch-ddp-static-graph.
     if scenario.run.micro_batches == 1:
         return ""
-    return "torch 2.13 fails where the first micro-batch is under no_sync: see scenarios/upstream"
+    return "torch 2.13 fails if the first micro-batch is under no_sync: see scenarios/upstream"
 
 
 def why_not_unused(scenario: Scenario) -> str:

@@ -66,7 +66,7 @@ class _WholeWorkingParams:
 
 
 class WholeParamEngine(_WholeWorkingParams):
-    """One rank with whole params: DDP and the like, and ZeRO-1 where each param has one owner.
+    """One rank with whole params: for systems such as DDP, and ZeRO-1 with an owner per param.
 
     A step calls `reduce`, `update` and `share`. Gradients are reported as `reduce` leaves them, by
     default as means: the target declares `Numerics(grads_told="after-division")`.
@@ -192,7 +192,7 @@ class FlatShardEngine(_WholeWorkingParams):
 
     Args:
         module: The bare model; its params become views of the buffers.
-        make_optimizer: From the shards, by the name of their buffer, to your optimizer over them.
+        make_optimizer: Function from the shards, by name of their buffer, to your optimizer.
         group: The data-parallel group.
     """
 
@@ -351,7 +351,7 @@ def flat_parts(
                     stop=high - start,
                     flat_start=low,
                     buffer=buffer,
-                    # With its padding: a norm of the shard rounds by where its elements lie.
+                    # With its padding, because the rounding of a shard's norm depends on offsets.
                     shard_start=first,
                     shard_stop=first + len(master),
                 ),
