@@ -105,7 +105,7 @@ class CompletedEngine:
         """Answers within a block of `asked_once`, by method and arguments."""
         # From the engine's own names of params to those of the bare model.
         self._names = self._check.names(getattr(engine, "names", None))
-        self._told: dict[str, Tensor] = {}
+        self._reported: dict[str, Tensor] = {}
         """Params as last reported, untrained ones included, if the model has any."""
         self._repeated: list[tuple[str, str, Tensor]] = []
         """Second reports of a param: its name, its other name, and values there."""
@@ -244,7 +244,7 @@ class CompletedEngine:
         told: object = self._engine.params()
         # Another type is refused by `params` of the checks below.
         if isinstance(told, Mapping):
-            told = self._told_once(told)
+            told = self._without_repeats(told)
         reported = self._check.params(told)
         # Later a wrong size is a finding about the system, not a mistake in the protocol.
         if not self._has_stepped:
@@ -252,12 +252,12 @@ class CompletedEngine:
         # The checks drop untrained params, so keep them here for `untrained`.
         if model is not None and model.untrained and isinstance(told, Mapping):
             untrained = {name: told.get(name) for name in model.untrained}
-            self._told = reported | {
+            self._reported = reported | {
                 name: value for name, value in untrained.items() if isinstance(value, Tensor)
             }
         return reported
 
-    def _told_once(self, told: Mapping[Any, Any]) -> dict[Any, Any]:
+    def _without_repeats(self, told: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return params by their names in the bare model; repeated ones go to `_repeated`."""
         once: dict[Any, Any] = {}
         self._repeated = []
@@ -300,7 +300,7 @@ class CompletedEngine:
                 self._names.get(name, name): param
                 for name, param in self._engine.module.named_parameters()
             }
-        yield from look_at(model.untrained, told=self._told, held=held)
+        yield from look_at(model.untrained, told=self._reported, held=held)
 
     def module_tensors(self) -> dict[str, Tensor]:
         """Return params and buffers of the module as it is now, without DTensors."""

@@ -70,7 +70,7 @@ def import_module(name: str, *, said: str, form: str) -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise  # Another module is missing, which this one imports.
-            raise _Said(
+            raise _WithoutFrames(
                 f"expected an importable module before the colon, got {said}. Run in its folder, "
                 "or install it."
             ) from None
@@ -78,7 +78,7 @@ def import_module(name: str, *, said: str, form: str) -> ModuleType:
             # importlib raises it for an empty name; any other comes from the module's code.
             if module_name:
                 raise
-            raise _Said(f"expected {form}, got {name!r}.") from None
+            raise _WithoutFrames(f"expected {form}, got {name!r}.") from None
     return module
 
 
@@ -99,7 +99,7 @@ def attribute_of(module: ModuleType, name: str, *, said: str) -> Any:
     # Public names only, because private ones are hardly targets.
     near = did_you_mean(name, (each for each in vars(module) if not each.startswith("_")))
     where = getattr(module, "__file__", None) or "no file"
-    raise _Said(
+    raise _WithoutFrames(
         f"expected module {module.__name__!r} to have the name {name!r} of {said}, got none such "
         f"in {where}.{near}"
     )
@@ -140,7 +140,7 @@ def check_target(target: Any, *, of: str) -> Target:
     return target
 
 
-class _Said(UsageError):
+class _WithoutFrames(UsageError):
     """An error without frames, because no code of the user's raised it."""
 
 
@@ -161,7 +161,7 @@ def theirs(expected: str) -> Iterator[None]:
     try:
         with listening(interrupt):
             yield
-    except _Said:
+    except _WithoutFrames:
         raise
     except BaseException as error:  # noqa: BLE001  Also SystemExit, which would end this process.
         if heard_count() != before:

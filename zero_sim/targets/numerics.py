@@ -43,7 +43,7 @@ ToldDtype = Literal["sum", "param", "fp32"]
 """Dtype of reported gradients: that of the sum, of the params, or fp32."""
 
 # The reference replays a case with this word, and the exact rule beside it: see `replayed`.
-_SAID: dict[str, Literal["none", "pre", "post", "premul"]] = {
+_NEAREST_WORDS: dict[str, Literal["none", "pre", "post", "premul"]] = {
     "premul-fp32": "premul",
     "post-rounded": "post",
     "postmul": "post",
@@ -263,7 +263,7 @@ class Numerics:
         sync = "every" if self.sync == "every-in-block" else self.sync
         declared = replace(
             system,
-            divide=_said(self._divide(scenario, added_in)) or system.divide,
+            divide=_nearest_word(self._divide(scenario, added_in)) or system.divide,
             divide_by=self.divide_by if isinstance(self.divide_by, str) else system.divide_by,
             sync=sync or system.sync,
             grad_dtype=self.grad_dtype or system.grad_dtype,
@@ -345,7 +345,10 @@ class Numerics:
             beyond.append("nonfinite")
         if self.sync == "every-in-block":
             beyond.append("sync")
-        if _said(self.divide) not in (self.divide, None) and self.divide not in ("avg", None):
+        if _nearest_word(self.divide) not in (self.divide, None) and self.divide not in (
+            "avg",
+            None,
+        ):
             beyond.append("divide")
         if isinstance(self.divide_by, float | int):
             beyond.append("divide_by")
@@ -397,12 +400,12 @@ def value_of(numerics: Numerics, name: str) -> object:
         name: Name of the field.
     """
     value = getattr(numerics, name, None)
-    return _said(value) if name == "divide" else value
+    return _nearest_word(value) if name == "divide" else value
 
 
-def _said(divide: Any) -> Literal["none", "pre", "post", "premul"] | None:
+def _nearest_word(divide: Any) -> Literal["none", "pre", "post", "premul"] | None:
     """Return the nearest word of a scenario for a rule of division."""
-    return _SAID.get(divide, divide)
+    return _NEAREST_WORDS.get(divide, divide)
 
 
 def _is_number(value: object) -> bool:
