@@ -17,6 +17,7 @@ APIS = {
                  "zero_sim.scenario.load.load_scenario"),
     "zero_sim.targets": (
         "zero_sim.targets.protocol", "zero_sim.targets.declared", "zero_sim.targets.numerics",
+        "zero_sim.targets.costs", "zero_sim.targets.torch.engines",
     ),
     "zero_sim.testing": ("zero_sim.testing.conformance", "zero_sim.testing.explore"),
 }  # fmt: skip

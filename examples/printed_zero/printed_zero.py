@@ -1,7 +1,7 @@
-"""Per-param ZeRO as articles print it, with the mistakes that it mostly has, and mended.
+"""Per-param ZeRO as articles print it, with typical mistakes, and corrected.
 
-Both are short, and right wherever they are usually tried: with sizes that the ranks divide, and
-with modules in the middle of a model. Run them in this folder:
+Both stages are short, and correct in the usual tries: with sizes that the ranks divide, and with
+modules in the middle of a model. Run them in this folder:
 
     zero-sim run stage-1-fails.toml --target printed_zero:STAGE_1
     zero-sim run stage-1-mended.toml --target printed_zero:STAGE_1_MENDED
@@ -9,17 +9,17 @@ with modules in the middle of a model. Run them in this folder:
     zero-sim run stage-3-mended.toml --target printed_zero:STAGE_3_MENDED
 
 [Note: a slice for a padded shard]
-Stage 1 cuts each param, padded to a multiple of the ranks, into even shards, and gives the shard of
-a rank the same slice of the gradient, which has no padding: on the last ranks the slice is shorter
-than the shard, and torch refuses it. So it fails for any param that the ranks do not divide. What
-helps is to pad the gradient as well.
+Stage 1 pads each param to a multiple of the ranks, cuts it into even shards, and takes the same
+slice of the gradient for the shard of a rank. The gradient has no padding, so on the last ranks the
+slice is shorter than the shard, and torch refuses it. It fails for each param that the ranks do not
+divide. To correct it, pad the gradient as well.
 
 [Note: freed before backward needs it]
 Stage 3 gathers a module's params in hooks before its forward and its backward, and frees them
-behind each. But a full backward hook comes once the gradients of a module's *inputs* are there; if
-none of them needs one, as in the first module of a model, it comes before the module's own
-backward, which then finds its params freed. What helps is to wait for the gradients of the params
-themselves, in hooks on these, and to gather in a hook on the module's output.
+after each. But a full backward hook runs once the gradients of a module's *inputs* exist. If no
+input needs a gradient, as in the first module of a model, it runs before the module's own backward,
+which then finds its params freed. To correct it, wait for the gradients of the params themselves,
+in hooks on these, and gather in a hook on the module's output.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Sharded:
         return nn.functional.pad(flat, (0, -flat.numel() % self.group.size()))
 
     def own(self, flat: Tensor) -> Tensor:
-        """This rank's slice of a flat tensor, in shards as long as those of the padded param."""
+        """Return this rank's slice of a flat tensor, in shards of the padded param's length."""
         length = -(-self.numel // self.group.size())
         return flat[self.group.rank() * length : (self.group.rank() + 1) * length]
 
@@ -73,13 +73,13 @@ class _Sharded:
 
 
 class PrintedStage1:
-    """Gradients are summed to all ranks; each steps its shards; the params are gathered.
+    """Stage 1: gradients are summed on all ranks, each steps its shards, and params are gathered.
 
     Args:
         module: The model.
-        scenario: The case; `optimizer` is read.
-        group: The ranks.
-        mended: Whether gradients are padded as params are.
+        scenario: The case, of which `optimizer` is read.
+        group: The data-parallel group.
+        mended: True to pad gradients like params.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class PrintedStage1:
             grad = sharded.param.grad
             assert grad is not None
             dist.all_reduce(grad, group=self._group)
-            grad /= grad.new_full((), self._group.size())  # a tensor: a number CUDA inverts
+            grad /= grad.new_full((), self._group.size())  # A tensor: CUDA inverts a number.
             # See [Note: a slice for a padded shard].
             flat = sharded.padded(grad) if self._mended else grad.reshape(-1)
             sharded.shard.grad = sharded.own(flat)
@@ -116,18 +116,18 @@ class PrintedStage1:
             sharded.param.copy_(sharded.gathered())
 
     def params(self) -> Mapping[str, Tensor]:
-        """All params, which are whole on every rank."""
+        """Return all params, which are whole on every rank."""
         return {name: sharded.param.detach() for name, sharded in self._sharded.items()}
 
 
 class PrintedStage3:
-    """Params are whole only around the forward and the backward of their module.
+    """Stage 3: params are whole only around the forward and the backward of their module.
 
     Args:
         module: The model.
-        scenario: The case; `optimizer` is read.
-        group: The ranks.
-        mended: Whether a module's params wait for their own gradients before they are freed.
+        scenario: The case, of which `optimizer` is read.
+        group: The data-parallel group.
+        mended: True to free a module's params only after their own gradients exist.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class PrintedStage3:
         self._optimizer.step()
 
     def params(self) -> Mapping[str, Tensor]:
-        """All params, gathered for whoever asks."""
+        """Return all params, gathered."""
         return {name: sharded.gathered() for name, sharded in self._sharded.items()}
 
     def _shard(self, name: str, param: nn.Parameter) -> _Sharded:
@@ -207,7 +207,7 @@ class PrintedStage3:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Printed:
-    """One of the two, as it is printed or mended."""
+    """One of the two stages, as printed or corrected."""
 
     name: str
     stage: Literal[1, 3]
@@ -222,7 +222,7 @@ class Printed:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can be asked for: fp32, AdamW, one micro-batch, params of modules."""
+        """Return the supported settings: fp32, AdamW, one micro-batch, params of modules."""
         return Capabilities(
             models=("mlp", "params"),
             scalar_params=self.stage == 1,

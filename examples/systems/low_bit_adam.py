@@ -7,7 +7,7 @@ BLOCK = 64
 
 
 def quantize(values, levels):
-    """Codes of values by blocks of 64, and scales with which the largest code is `levels`."""
+    """Return codes of values by blocks of 64, and scales that make the largest code `levels`."""
     blocks = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
     scale = blocks.abs().amax(dim=1).div(levels)
     codes = (blocks / scale.clamp_min(1e-38)[:, None]).round()
@@ -64,7 +64,7 @@ class LowBitAdam(torch.optim.Optimizer):
 
 
 class OwnerSharded:
-    """ZeRO-1 around an optimizer: params are dealt out by turns, gradients averaged as they are."""
+    """ZeRO-1 around an optimizer: owners by turns, gradients averaged in their own dtype."""
 
     def __init__(self, params, optimizer_class, **settings):
         self.params = list(params)

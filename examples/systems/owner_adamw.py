@@ -33,7 +33,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 class DataParallel(torch.nn.Module):
-    """Averages each gradient over all ranks as soon as backward has it, in the background.
+    """A wrapper that averages each gradient over all ranks in the background, as backward makes it.
 
     Set `sync` to False during all but the last backward of a step.
     """
@@ -65,7 +65,7 @@ class DataParallel(torch.nn.Module):
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Steps the params that this rank owns by `optimizer_class`; owners broadcast them."""
+    """An optimizer that steps the params of this rank by `optimizer_class`, and broadcasts them."""
 
     def __init__(self, params, optimizer_class, **settings):
         self.optimizer_class = optimizer_class

@@ -19,7 +19,7 @@ def orthogonalize(grad, steps=5):
 
 
 def muon_update(grad, state, group):
-    """Update of a matrix: Nesterov momentum, made orthogonal. `state` is empty at first."""
+    """Return the update of a matrix: Nesterov momentum, made orthogonal. `state` starts empty."""
     if not state:
         state["momentum_buffer"] = torch.zeros_like(grad)
     state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
@@ -28,7 +28,7 @@ def muon_update(grad, state, group):
 
 
 def adam_update(grad, state, group):
-    """Update of any other param."""
+    """Return the update of any other param."""
     if not state:
         state.update(step=0, exp_avg=torch.zeros_like(grad), exp_avg_sq=torch.zeros_like(grad))
     beta1, beta2 = group["betas"]
@@ -41,7 +41,7 @@ def adam_update(grad, state, group):
 
 
 class MuonAndAdam(torch.optim.Optimizer):
-    """Matrices of one size are dealt out and padded to whole turns; all ranks step vectors.
+    """Muon for matrices, assigned in padded turns; Adam on all ranks for vectors.
 
     Gradients must be averaged already: call `average_gradients` before `step`.
     """

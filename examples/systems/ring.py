@@ -45,7 +45,7 @@ class Ring:
 
 
 class RingDataParallel:
-    """Averages the gradients of params over a ring.
+    """Data parallelism that averages the gradients of params over a ring.
 
     Args:
         params: The same on every rank, fp32. Their gradients become views of one buffer.

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 
 class Shampoo(torch.optim.Optimizer):
-    """Steps a matrix by L^(-1/4) G R^(-1/4), and vectors as Adagrad does.
+    """Shampoo: matrices are stepped by L^(-1/4) G R^(-1/4), vectors as in Adagrad.
 
     Args:
         params: Whole on every rank. Those of more than two dimensions are flattened to matrices.

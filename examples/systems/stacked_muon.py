@@ -7,7 +7,7 @@ COEFFICIENTS = [(4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -
 
 
 def polar(x):
-    """Nearest semi-orthogonal matrices of a stack [n, rows, cols], by three steps of order five."""
+    """Return the nearest semi-orthogonal matrices of a stack [n, rows, cols], by three steps."""
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
@@ -35,7 +35,7 @@ def step_stack(stack, grads, state, group):
 
 
 def step_vector(p, grad, state, group):
-    """Step anything else by Adam."""
+    """Step any other param by Adam."""
     if not state:
         state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
     beta1, beta2 = group["betas"]
@@ -47,7 +47,7 @@ def step_vector(p, grad, state, group):
 
 
 class StackedMuon(torch.optim.Optimizer):
-    """Reduces gradients itself. A stack has its state under its first matrix."""
+    """Muon that reduces gradients itself. A stack's state is stored for its first matrix."""
 
     def __init__(
         self, params, *, lr=0.02, momentum=0.95, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0
@@ -61,12 +61,12 @@ class StackedMuon(torch.optim.Optimizer):
         self.grads = {}  # This rank's slice of each stack of averaged gradients.
 
     def slice_of(self, group):
-        """First matrix and number of a rank's slice, which may reach beyond the last matrix."""
+        """Return first matrix and length of a rank's slice, which may end after the last matrix."""
         count = -(-len(group["params"]) // dist.get_world_size())
         return dist.get_rank() * count, count
 
     def averaged(self, param):
-        """State and averaged gradient of a param where this rank keeps them, else None twice."""
+        """Return state and averaged gradient of a param if this rank has them, else None twice."""
         group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
         if not group["stacked"]:
             here = dist.get_rank() == 0  # All ranks have the same.

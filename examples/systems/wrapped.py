@@ -1,4 +1,4 @@
-"""A wrapper around each module that has params: they are sharded, and whole only while it is used.
+"""A wrapper around each module with params: they are sharded, and whole only while it runs.
 
 Sharding is a node of the autograd graph: forward gathers a module's flat buffer, and backward
 reduce-scatters its gradient, so `shard.grad` is the mean over the ranks. Any optimizer may step
@@ -34,12 +34,12 @@ class Gather(torch.autograd.Function):
 
 
 class Sharded(nn.Module):
-    """Shards the params that a module has itself, without those of its children.
+    """A wrapper that shards the params of a module itself, without those of its children.
 
     Args:
-        module: Loses its params; while it runs, views of the gathered buffer stand in their place.
-        group: Every rank of it keeps an equal shard. The last ones are padded with zeros.
-        prefix: Of the names of these params in the whole model, such as "layers.0.".
+        module: The module, which loses its params. While it runs, it has views of the whole buffer.
+        group: The data-parallel group. Ranks keep equal shards; the last are padded with zeros.
+        prefix: Prefix of these params' names in the whole model, such as "layers.0.".
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup, *, prefix: str) -> None:
@@ -68,7 +68,7 @@ class Sharded(nn.Module):
         return {self.prefix + name: view for name, view in views.items()}
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Params of the module by name, as views of its whole buffer."""
+        """Return the module's params by name, as views of its whole buffer."""
         bounds = pairwise(accumulate(map(prod, self.shapes.values()), initial=0))
         return {
             name: flat[start:stop].view(shape)
@@ -77,7 +77,7 @@ class Sharded(nn.Module):
 
 
 def wrap(module: nn.Module, group: ProcessGroup, *, prefix: str = "") -> nn.Module:
-    """Wrap a module and all inside it, where they have params. Returns the wrapper to call."""
+    """Wrap a module and its children if they have params; return the wrapper to call."""
     for name, child in list(module.named_children()):
         setattr(module, name, wrap(child, group, prefix=f"{prefix}{name}."))
     if any(True for _ in module.parameters(recurse=False)):

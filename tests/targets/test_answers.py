@@ -203,7 +203,7 @@ WRONG = {
     "notes as text": ({"notes": always("well")}, "`notes`", "got 'well'"),
     "notes of numbers": ({"notes": always([1])}, "`notes`", "got [1]"),
     "no module": ({"module": property(lambda self: 5, lambda self, to: None)}, "`module`", "got 5"),
-    "a module with a tuple": ({"__init__": wrapped}, "`module`", "the tensor that the bare model"),
+    "a module with a tuple": ({"__init__": wrapped}, "`module`", "the bare model's output"),
     "step without its argument": ({"step": lambda self: None}, "step(*, lr_factor)", "got step()"),
     "backward of a loss": ({"backward": lambda self, loss: None}, "backward(loss, *,", "got back"),
     "params that want more": ({"params": lambda self, rank: {}}, "to have params()", "(rank)"),

@@ -94,12 +94,12 @@ CLIPS = {"optimizer": OptimizerSpec(clip_norm=0.1)}
 FP16 = {"said": {"communication": "fp16"}}
 NAN = DataSpec(nan=NanSpec(step=0, rank=0))
 REFUSED = [
-    # A reduce-scatter looks at neither.
-    (2, "fp32", {"said": {"predivide": "2.0"}}, "a sum that does not look at it"),
-    (2, "fp32", {"said": {"prescale": "true"}}, "a sum that does not look at it"),
+    # A reduce-scatter uses neither.
+    (2, "fp32", {"said": {"predivide": "2.0"}}, "a sum that ignores it"),
+    (2, "fp32", {"said": {"prescale": "true"}}, "a sum that ignores it"),
     (
         1, "fp32", {"said": {"prescale": "true", "predivide": "2.0"}, "system": ALL_REDUCE},
-        "does not look at the factor",
+        "ignores the factor",
     ),
     (
         2, "bf16", {"said": {"communication": "fp32"}},
@@ -109,12 +109,12 @@ REFUSED = [
     (1, "bf16", {"said": {"accumulation": "fp32"}}, "BF16_Optimizer"),
     (
         0, "fp32", {**FP16, "model": ModelSpec(name="bit-hash", shapes=((1,),))},
-        "more than fp16 holds",
+        "exceed the range of fp16",
     ),
     (1, "fp16", scaled(initial=2.0), "raises at an overflow at a scale of 1"),
     (1, "fp16", scaled(growth_interval=2), "scale of the next step"),
     # A norm is compared at stage 3.
-    (3, "fp32", {**CLIPS, "data": NAN}, "says inf of the norm of a step that it skips"),
+    (3, "fp32", {**CLIPS, "data": NAN}, "reports inf as the norm of each step that it skips"),
 ]  # fmt: skip
 
 

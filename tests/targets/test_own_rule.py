@@ -77,5 +77,5 @@ class TestRules:
 
 
 def test_torch_has_no_class_for_it():
-    with pytest.raises(ProtocolError, match="which the target brings along"):
+    with pytest.raises(ProtocolError, match="which is the target's own"):
         class_of(CASE.optimizer)

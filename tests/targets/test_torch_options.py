@@ -126,17 +126,17 @@ def test_params_gathered_as_fp32_show(monkeypatch):
 
 
 WRONG = {
-    "sums again over the ranks": fsdp1(stage=0, sync="every"),
+    "over the ranks again": fsdp1(stage=0, sync="every"),
     "reduces nothing with HYBRID_SHARD": fsdp1(redundancy=3),
-    "is by no rule that can be declared, got blocks of 3 ranks": fsdp2(ranks=6, redundancy=2),
+    "no rule can be declared, got shard groups of 3 ranks": fsdp2(ranks=6, redundancy=2),
     "adds fp32 gradients, not rounded to bf16": fsdp2({"reduce_dtype": "bf16"}),
 }
 REFUSED = WRONG | {
     "divides twice": fsdp2({"force_sum": "true", "divide_factor": "2.0"}, ranks=1),
     "which backward needs": fsdp2({"unshard_in_backward": "false"}),
-    "no copies": fsdp2({"all_reduce_last": "true"}),
+    "no replicas": fsdp2({"all_reduce_last": "true"}),
     "expected one of bf16, fp16, fp32, param, got 'half'": fsdp2({"reduce_dtype": "half"}),
-    "larger than what fp16 can be": replace(
+    "exceed the range of fp16": replace(
         SET["reduced in fp16"], model=ModelSpec(name="bit-hash", shapes=((3,),))
     ),
 }

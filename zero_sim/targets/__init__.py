@@ -1,4 +1,4 @@
-"""Systems under test behind one small protocol."""
+"""Systems under test: the protocol, its adapter, declarations, and targets of libraries."""
 
 from zero_sim.reference import LossRows
 from zero_sim.scenario.derived import with_options

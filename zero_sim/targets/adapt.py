@@ -1,7 +1,7 @@
-"""The adapter around an engine, which the training loop drives and the judge queries.
+"""Adapter around an engine, between the training loop and the judge.
 
-Optional methods that the engine lacks do nothing, and `unreported` lists what is not observed
-then. Every return value is validated. Time spent in the engine is charged to the engine.
+Optional methods that the engine lacks become no-ops, listed in `unreported`. Every return value is
+validated. Time spent in the engine is charged to the engine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OBSERVED = {
     "stray_gradients": STRAY_GRADIENTS,
     "stray_padding": STRAY_PADDING,
 }
-"""Methods that show something of the engine's state, and what."""
+"""State that a method reports, in the words of the notes."""
 
 _DEFAULTS: dict[str, object] = {
     "start_micro_batch": None,
@@ -56,7 +56,7 @@ _DEFAULTS: dict[str, object] = {
     "notes": (),
     "held_bytes": {},
 }
-"""Returned by optional methods that an engine lacks."""
+"""Return values of optional methods that an engine lacks."""
 
 
 Asking = Callable[[], AbstractContextManager[object]]
@@ -68,6 +68,7 @@ def _query(method: _Query) -> _Query:
 
     @wraps(method)
     def ask(self: CompletedEngine, **options: object) -> object:
+        # None outside of such a block: there the engine may have trained since the last answer.
         known = self._answers
         question = (method.__name__, *options.items())
         if known is not None and question in known:
@@ -84,37 +85,39 @@ def _query(method: _Query) -> _Query:
 class CompletedEngine:
     """An engine with all methods; those that it lacks do nothing.
 
-    Methods raise ProtocolError if the engine returns something else than the protocol has.
+    Methods raise ProtocolError if the engine returns something that the protocol does not allow.
 
     Args:
-        engine: What a target built.
-        model: The bare model; None to check types alone.
-        asking: Makes the block in which the engine is asked something.
+        engine: The engine that a target built.
+        model: The bare model; None to check types only.
+        asking: Makes the context manager around each query, which charges it to the engine.
     """
 
     def __init__(
         self, engine: Engine, *, model: Model | None = None, asking: Asking = nullcontext
     ) -> None:
+        # Any, because optional methods are looked up by name.
         self._engine: Any = engine
         self._check = Answers(engine, model=model)
         self._asking = asking
         self._has_stepped = False
         self._answers: dict[object, Any] | None = None
-        """Answers within a block of `asked_once`, by question."""
+        """Answers within a block of `asked_once`, by method and arguments."""
+        # From the engine's own names of params to those of the bare model.
         self._names = self._check.names(getattr(engine, "names", None))
-        self._told: dict[str, Tensor] = {}
+        self._reported: dict[str, Tensor] = {}
         """Params as last reported, untrained ones included, if the model has any."""
         self._repeated: list[tuple[str, str, Tensor]] = []
-        """Params that were reported a second time: name, other name, and values there."""
+        """Second reports of a param: its name, its other name, and values there."""
         self.tied_parts: dict[str, str] = {}
-        """First name of each tied param, by the other name under which its parts were reported."""
+        """First name of each tied param, by the other name in its parts."""
         self.module = engine.module
         self.unreported = frozenset(
             what for name, what in _OBSERVED.items() if not hasattr(engine, name)
         )
-        """State that is not observed, in words for the notes."""
+        """State that is not observed, in the words of the notes."""
         self.costed = engine if isinstance(engine, CostedEngine) else None
-        """The engine itself, if it declares that the closed forms of its stage hold."""
+        """The engine itself if it has `held_bytes`, else None."""
 
     @property
     def has_start_step(self) -> bool:
@@ -133,10 +136,9 @@ class CompletedEngine:
 
     @contextmanager
     def asked_once(self) -> Iterator[None]:
-        """Open a block in which the engine does nothing, so each query is answered once.
-
-        An answer may take collectives, which all ranks have to call equally often.
-        """
+        """Open a block in which the engine does not train, so each query is answered once."""
+        # A query may run collectives, which all ranks must call equally often, so the number of
+        # queries must not depend on the findings of a rank.
         self._answers = {}
         try:
             yield
@@ -149,34 +151,34 @@ class CompletedEngine:
         return _DEFAULTS[method] if found is None else found(**options)
 
     def _followed(self, method: str, *, path: str) -> Callable[..., Any]:
-        """Return a method that the engine has to have, because its target follows a field."""
+        """Return a method that the engine must have, because its target follows a field."""
         found = getattr(self._engine, method, None)
         if found is None:
             raise ProtocolError(
                 f"expected {CALLS[method][0]} of {type(self._engine).__name__}, whose target "
-                f"follows {path}, got none. Try adding it, or leaving that path out of what its "
-                "capabilities follow."
+                f"follows {path}, got none. Add it, or remove the path from `follows` of the "
+                "capabilities."
             )
         return found
 
     def _checkpointing(self, method: str) -> Any:
         if not self.can_reload:
             raise UsageError(
-                f"expected an engine with save and load for a scenario with `reload`, got "
-                f"{type(self._engine).__name__} asked to {method}. Try a scenario without it."
+                f"expected an engine with save() and load() because the scenario has `reload`, got "
+                f"{type(self._engine).__name__} at {method}(). Remove `reload`, or add them."
             )
         return self._engine
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Reset the gradients."""
         self._engine.zero_grad()
 
     def start_step(self, *, rows: Sequence[int]) -> None:
-        """Get ready for the micro-batches of a step, if `has_start_step`."""
+        """Prepare for the micro-batches of a step, if `has_start_step`."""
         self._engine.start_step(rows=rows)
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Get ready for a forward and its backward."""
+        """Prepare for a forward and its backward."""
         self._optional("start_micro_batch", last=last)
 
     def join_micro_batch(self, *, last: bool) -> None:
@@ -193,8 +195,9 @@ class CompletedEngine:
         Args:
             terms: The loss, or main loss and second loss.
             last_micro: True if the step has no micro-batch after this one.
-            rows: Rows that the loss was taken over.
+            rows: Number of rows that the loss covers.
         """
+        # Only models with a second loss have two terms; the sum is the reference's, too.
         split = getattr(self._engine, "backward_terms", None) if len(terms) > 1 else None
         if split is not None:
             split(*terms, last_micro=last_micro, rows=rows)
@@ -208,13 +211,11 @@ class CompletedEngine:
         return self._check.step(answer)
 
     def try_step(self, *, lr_factor: float) -> StepResult:
-        """Update the params, if the engine may raise because a gradient is not finite.
-
-        Errors of zero_sim's own, such as a deadlock, are no such refusal.
-        """
+        """Update the params, if the engine may raise because a gradient is not finite."""
         try:
             result = self.step(lr_factor=lr_factor)
         except ZeroSimError:
+            # Not a refusal of the step, but zero_sim's own error, such as a deadlock.
             raise
         except (ArithmeticError, RuntimeError, ValueError) as error:
             raised = f"{type(error).__name__}: {error}"
@@ -222,15 +223,15 @@ class CompletedEngine:
         return replace(result, skipped=False, raised="")
 
     def settle(self) -> None:
-        """Wait for whatever the last step left in flight."""
+        """Wait for communication that the last step left in flight."""
         self._optional("settle")
 
     def params(self) -> dict[str, Tensor]:
-        """Full working params on this rank; before the first step, of the model's sizes."""
+        """Return whole trainable params on this rank."""
         return {name: param.detach() for name, param in self._params().items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients that the full working params have in `.grad`."""
+        """Return the gradients that whole params have in `.grad`."""
         return {
             name: param.grad.detach()
             for name, param in self._params().items()
@@ -241,24 +242,28 @@ class CompletedEngine:
     def _params(self) -> dict[str, Tensor]:
         model = self._check.model
         told: object = self._engine.params()
+        # Another type is refused by `params` of the checks below.
         if isinstance(told, Mapping):
-            told = self._told_once(told)
+            told = self._without_repeats(told)
         reported = self._check.params(told)
+        # Later a wrong size is a finding about the system, not a mistake in the protocol.
         if not self._has_stepped:
             self._check.sizes(reported)
+        # The checks drop untrained params, so keep them here for `untrained`.
         if model is not None and model.untrained and isinstance(told, Mapping):
             untrained = {name: told.get(name) for name in model.untrained}
-            self._told = reported | {
+            self._reported = reported | {
                 name: value for name, value in untrained.items() if isinstance(value, Tensor)
             }
         return reported
 
-    def _told_once(self, told: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Params by their names in the bare model; repeated ones go to `_repeated`."""
+    def _without_repeats(self, told: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return params by their names in the bare model; repeated ones go to `_repeated`."""
         once: dict[Any, Any] = {}
         self._repeated = []
         for own, value in told.items():
             name = self._first_name(self._names.get(own, own))
+            # The first report counts, and the judge compares the others with it.
             if name in once:
                 checked = self._check.params({name: value})
                 self._repeated += [(name, own, again) for again in checked.values()]
@@ -267,34 +272,39 @@ class CompletedEngine:
         return once
 
     def _first_name(self, name: Any) -> Any:
-        """The first name of a tied param; of any other its own."""
+        """Return the first name of a tied param, and any other name unchanged."""
         model = self._check.model
         return name if model is None else model.tied.get(name, name)
 
     def repeated(self) -> Iterable[tuple[str, str, Tensor]]:
-        """Params that `params` returned twice, such as tied ones: name, other name, values."""
+        """Return params that `params` reported twice, for example tied ones.
+
+        Returns:
+            Name, other name, and values there.
+        """
         self._params()
         return [(name, own, value.detach()) for name, own, value in self._repeated]
 
     def untrained(self) -> Iterator[Seen]:
-        """Params that are never trained, as they are now; calls `params` if there are any."""
+        """Yield the present values of params that are never trained.
+
+        Calls `params` if the model has any.
+        """
         model = self._check.model
         if model is None or not model.untrained:
             return
         self._params()
+        # The module's own params, because many engines do not report untrained ones.
         with self._asking():
             held = {
                 self._names.get(name, name): param
                 for name, param in self._engine.module.named_parameters()
             }
-        yield from look_at(model.untrained, told=self._told, held=held)
+        yield from look_at(model.untrained, told=self._reported, held=held)
 
     def module_tensors(self) -> dict[str, Tensor]:
-        """Params and buffers of the module as it is now.
-
-        Sharded ones (DTensors) are omitted: each rank rightly has another shard, and `params`
-        returns them whole.
-        """
+        """Return params and buffers of the module as it is now, without DTensors."""
+        # Each rank has another shard of a DTensor, and `params` returns it whole.
         with self._asking():
             params = dict(self._engine.module.named_parameters())
             return {
@@ -304,7 +314,7 @@ class CompletedEngine:
             }
 
     def scales(self, names: Collection[str]) -> dict[str, Tensor | None]:
-        """Scales of params in fp8, which are buffers of the module; None for none."""
+        """Return the scales of params in fp8, from buffers of the module; None for each missing."""
         if not names:
             return {}
         with self._asking():
@@ -313,18 +323,19 @@ class CompletedEngine:
 
     @_query
     def parts(self) -> Sequence[OwnedPart]:
-        """Parts of the optimizer that this rank owns; empty if the engine reports none."""
+        """Return the parts of the optimizer that this rank owns; empty if none are reported."""
         try:
             reported = self._optional("parts")
+            # Run a generator here, where its errors can be explained.
             reported = list(reported) if isinstance(reported, Iterable) else reported
         except (AttributeError, TypeError) as error:
+            # Before the first step, `.grad.reshape(-1)` of None is the likely cause.
             if self._has_stepped:
                 raise
             raise ProtocolError(
-                f"expected `parts` of {type(self._engine).__name__} to tell what this rank "
-                "owns before the first step too, when no param has a gradient, got "
-                f"{type(error).__name__}: {error}. Try OwnedPart(grad=None) as long as .grad "
-                "is None."
+                f"expected `parts` of {type(self._engine).__name__} to work before the first "
+                "step too, when no param has a gradient, got "
+                f"{type(error).__name__}: {error}. Return OwnedPart(grad=None) while .grad is None."
             ) from error
         if isinstance(reported, list):
             reported = [self._renamed(part) for part in reported]
@@ -336,15 +347,18 @@ class CompletedEngine:
             return part
         own = self._names.get(part.place.param, part.place.param)
         name = self._first_name(own)
+        # Noted for the judge: two owners of a tied param are a finding under its first name.
         if name != own:
             self.tied_parts[own] = name
         if name == part.place.param:
             return part
         return replace(part, place=replace(part.place, param=name))
 
+    # Queries may run collectives: see `asked_once`.
     @_query
     def settings(self) -> Settings | None:
-        """Settings of the optimizer; None if the engine reports none."""
+        """Return the settings of the optimizer; None if the engine reports none."""
+        # An attribute may be None, too, in place of a missing method.
         if getattr(self._engine, "settings", None) is None:
             return None
         checked = self._check.settings(self._engine.settings())
@@ -353,26 +367,26 @@ class CompletedEngine:
 
     @_query
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """Name a nonzero gradient where all must be zero; '' if there is none, or not reported."""
+        """Describe a nonzero gradient where all must be zero; "" if none or not reported."""
         stray = self._optional("stray_gradients", padding_only=padding_only)
         return self._check.text("stray_gradients", stray)
 
     @_query
     def stray_padding(self) -> str:
-        """Name nonzero padding of params or masters; '' if there is none, or not reported."""
+        """Describe nonzero padding of params or masters; "" if none or not reported."""
         return self._check.text("stray_padding", self._optional("stray_padding"))
 
     @_query
     def held_bytes(self) -> Mapping[str, int]:
-        """Bytes between two steps, by name; empty if the engine reports none."""
+        """Return resident bytes by name; empty if the engine reports none."""
         return self._check.bytes_by_name(self._optional("held_bytes"))
 
     def notes(self) -> Iterable[str]:
-        """Notes on the whole run."""
+        """Return notes on the whole run."""
         return self._check.notes(self._optional("notes"))
 
     def unwrap(self) -> nn.Module:
-        """The module as the engine gives it back, if `can_unwrap`."""
+        """Return the unwrapped module, if `can_unwrap`."""
         return self._check.module(self._engine.unwrap())
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
@@ -380,36 +394,37 @@ class CompletedEngine:
         self._checkpointing("save").save(path, form=form)
 
     def save_async(self, path: Path, *, form: CheckpointForm) -> Saving:
-        """Begin a checkpoint that is written while training goes on."""
+        """Start to write a checkpoint while training goes on."""
         save = self._followed("save_async", path="reload.async_steps")
         return self._check.saving(save(path, form=form))
 
     def load(self, path: Path, *, weights_only: bool = False) -> None:
-        """Go on from a checkpoint, if `can_reload`."""
+        """Load a checkpoint, if `can_reload`."""
         self._checkpointing("load").load(path, weights_only=weights_only)
 
 
 def complete(
     engine: Engine, *, model: Model | None = None, asking: Asking = nullcontext
 ) -> CompletedEngine:
-    """Wrap an engine with the required methods into one with all that the harness calls.
+    """Wrap an engine with the required members into one with all methods that the harness calls.
 
     Args:
         engine: Engine from a target's `build`; a complete one is returned unchanged.
-        model: The bare model, against which answers are checked.
+        model: The bare model, against which return values are checked.
         asking: As for `CompletedEngine`.
 
     Raises:
-        ProtocolError: It lacks something required; names all of that. Or it has another form.
+        ProtocolError: Required members are missing, all of which the message names, or a method
+            takes other arguments.
     """
+    # So that callers need not know if an engine is wrapped already.
     if isinstance(engine, CompletedEngine):
         return engine
     missing = [name for name in _REQUIRED if not hasattr(engine, name)]
     if missing:
         raise ProtocolError(
             f"expected an engine with {', '.join(_REQUIRED)}, got {type(engine).__name__} "
-            f"without {', '.join(missing)}. Try adding it; zero_sim.targets.Engine says what each "
-            "is for."
+            f"without {', '.join(missing)}. Add them; zero_sim.targets.Engine documents each."
         )
     check_calls(engine)
     return CompletedEngine(engine, model=model, asking=asking)

@@ -1,7 +1,7 @@
-"""Checks of what an engine returns: a mistake in the protocol is reported where it is made.
+"""Validation of an engine's return values, so that a mistake in an adapter names its method.
 
-A wrapper around a system has mistakes of its own: a number in place of a record, a name with the
-wrapper's prefix. They are not findings about the system, nor failures of the judge.
+Typical mistakes are a number in place of a record, or a name with a wrapper's prefix. They are
+neither findings about the system nor failures of the judge.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from zero_sim.targets.protocol import (
 
 
 def _call_of(name: str, method: Callable[..., object]) -> tuple[str, list[None], dict[str, None]]:
-    """Return how a method of the protocol is called: in words, and by which arguments."""
+    """Return the call of a protocol method as text, with its positional and named arguments."""
     _, *params = inspect.signature(method).parameters.values()
     bare = [each.replace(annotation=each.empty, default=each.empty) for each in params]
     named = {each.name: None for each in bare if each.kind is each.KEYWORD_ONLY}
     return f"{name}{inspect.Signature(bare)}", [None] * (len(bare) - len(named)), named
 
 
+# From the protocols themselves, so a method added there is checked here, too.
 _METHODS = {**vars(Engine), **vars(FullEngine), "held_bytes": CostedEngine.held_bytes}
 CALLS = {
     name: _call_of(name, method)
@@ -48,16 +49,17 @@ CALLS = {
 
 
 def check_calls(engine: object) -> None:
-    """Check that an engine's methods can be called as the harness does.
+    """Check that an engine's methods take the arguments that the harness passes.
 
     Raises:
-        ProtocolError: One is no method, or takes other arguments; or `module` is no module.
+        ProtocolError: A member is no method, or takes other arguments; or `module` is no module.
     """
+    # Checked once after `build`, so that a wrong signature is no finding in the first step.
     module = getattr(engine, "module", None)
     if not isinstance(module, nn.Module):
         raise ProtocolError(
             f"expected `module` of {_type(engine)} to be a torch.nn.Module, got {shown(module)}. "
-            "Try the module that was wrapped, or what is wrapped around it."
+            "Assign the module that `build` got, or the wrapper around it."
         )
     for name, (words, args, named) in CALLS.items():
         method = getattr(engine, name, None)
@@ -68,13 +70,13 @@ def check_calls(engine: object) -> None:
                 f"expected `{name}` of {_type(engine)} to be a method, {words}, got "
                 f"{shown(method)}."
             )
-        # Each engine of a class has the same functions, and a signature takes 20 us to read.
+        # Cached by function, because reading a signature takes 20 us and a case has many engines.
         if inspect.ismethod(method) and _takes(method.__func__, name):
             continue
         try:
             signature = inspect.signature(method)
         except (TypeError, ValueError):
-            continue  # Not written in Python: what it takes shows when it is called.
+            continue  # Not written in Python, so a call will show if it fits.
         try:
             signature.bind(*args, **named)
         except TypeError as error:
@@ -85,9 +87,10 @@ def check_calls(engine: object) -> None:
 
 @lru_cache(maxsize=512)
 def _takes(function: Callable[..., object], name: str) -> bool:
-    """Return True if a function can be called like the method of an engine with that name."""
+    """Return True if a function can be called like the engine's method of that name."""
     _, args, named = CALLS[name]
     try:
+        # The first None stands for `self`.
         inspect.signature(function).bind(None, *args, **named)
     except (TypeError, ValueError):
         return False
@@ -95,11 +98,11 @@ def _takes(function: Callable[..., object], name: str) -> bool:
 
 
 class Answers:
-    """Checks of what an engine returns; a mistake is a ProtocolError that names the method.
+    """Checks of an engine's return values; a mistake is a ProtocolError that names the method.
 
     Args:
-        engine: The engine, which messages name by its type.
-        model: The bare model; None to check types alone, not names, sizes and devices.
+        engine: The engine, whose type appears in messages.
+        model: The bare model; None to check types only, without names, sizes and devices.
     """
 
     def __init__(self, engine: object, *, model: Model | None = None) -> None:
@@ -120,7 +123,7 @@ class Answers:
         self._check_numbers("step", answer, ("zeros", "skipped", "loss_scale"))
         if norm is None:
             return answer
-        # One that is made of a number is on the CPU, whatever the model's device.
+        # torch.tensor(number) is on the CPU, and the reference's norm on the model's device.
         device = norm.device if self.model is None else self.model.device
         return replace(answer, norm=norm.reshape(()).to(device))
 
@@ -140,16 +143,18 @@ class Answers:
             if model is not None:
                 self._check_name("params", name, model=model)
                 shape = model.shapes.get(name)
+                # Params that are never trained are optional; `look_at` compares them.
                 if shape is not None and name not in model.trained:
-                    continue  # It need not be reported; `look_at` compares it if it is.
+                    continue
             what = f"param {name!r}"
             _check_plain(value, engine=self._engine, method="params", what=what, model=model)
+            # A flat tensor of the right length will do; another length becomes a finding.
             fits = shape is not None and value.numel() == math.prod(shape)
             checked[name] = _reshaped(value, shape) if fits and value.shape != shape else value
         return checked
 
     def sizes(self, params: Mapping[str, Tensor]) -> None:
-        """Check that params are as large as the model's, before anything is trained."""
+        """Check before the first step that params have as many elements as the model's."""
         shapes = {} if self.model is None else self.model.shapes
         for name, value in params.items():
             elems = math.prod(shapes.get(name, value.shape))
@@ -157,7 +162,7 @@ class Answers:
                 raise ProtocolError(
                     f"expected `params` of {_type(self._engine)} to give whole params, got param "
                     f"{name!r} with {value.numel()} elements in place of {elems} before the first "
-                    "step. Try gathering what is sharded."
+                    "step. Gather sharded params."
                 )
 
     def parts(self, answer: object) -> list[OwnedPart]:
@@ -174,6 +179,7 @@ class Answers:
         if not isinstance(part.state, Mapping):
             wanted = f"a mapping of torch's keys to tensors as the state {of}"
             raise self._wrong("parts", wanted, part.state)
+        # By their names in messages.
         tensors: dict[str, object] = {"master": part.master}
         tensors |= {f"state {key!r}": value for key, value in part.state.items()}
         if part.grad is not None:
@@ -181,7 +187,7 @@ class Answers:
         for what, value in tensors.items():
             if not isinstance(value, Tensor):
                 raise self._wrong("parts", f"a tensor as the {what} {of}", value)
-            # Step counts and the like are where torch, or a system, puts them, mostly on the CPU.
+            # torch keeps 0-D counters such as `step` on the CPU, whatever the param's device.
             is_counter = what.startswith("state ") and not value.dim()
             _check_plain(
                 value,
@@ -190,6 +196,7 @@ class Answers:
                 what=f"the {what} {of}",
                 model=None if is_counter else self.model,
             )
+        # The common case; a new record for each part of each step would cost time.
         if all(value.dim() < 2 for value in tensors.values() if isinstance(value, Tensor)):
             return part
         return OwnedPart(
@@ -207,6 +214,7 @@ class Answers:
         if self.model is not None:
             self._check_name("parts", place.param, model=self.model)
         ends = (place.start, place.stop)
+        # `type` and not isinstance, because True is an int to Python.
         if any(type(end) is not int for end in ends) or not 0 <= place.start <= place.stop:
             wanted = "a half-open range of elements, start and stop, of the part of param "
             raise self._wrong("parts", f"{wanted}{place.param!r}", ends)
@@ -243,7 +251,7 @@ class Answers:
         """Check fields of a record that are numbers, or None."""
         for name in names:
             value, (types, words) = getattr(record, name), _NUMBERS[name]
-            # True is an int to Python.
+            # True is an int to Python, so a bool field takes bools only, and others none.
             is_bool = isinstance(value, bool)
             if value is None or (isinstance(value, types) and is_bool == (types is bool)):
                 continue
@@ -251,6 +259,7 @@ class Answers:
 
     def notes(self, answer: object) -> list[str]:
         """Return the engine's notes."""
+        # A string is iterable, too, but as one note per letter.
         notes = list(answer) if isinstance(answer, Iterable) else None
         if isinstance(answer, str) or notes is None or not all(isinstance(n, str) for n in notes):
             got = answer if isinstance(answer, str) or notes is None else notes
@@ -258,7 +267,7 @@ class Answers:
         return notes
 
     def bytes_by_name(self, answer: object) -> Mapping[str, Any]:
-        """Return the bytes that the engine holds."""
+        """Return the resident bytes of the engine."""
         if not isinstance(answer, Mapping):
             raise self._wrong("held_bytes", "a mapping of names to numbers", answer)
         for name, value in answer.items():
@@ -269,36 +278,37 @@ class Answers:
         return answer
 
     def text(self, method: str, answer: object) -> str:
-        """Return the place of something stray, '' for none."""
+        """Return the description of a stray element, "" for none."""
         if not isinstance(answer, str):
             raise self._wrong(method, "text that says where, '' for nowhere", answer)
         return answer
 
     def saving(self, answer: object) -> Saving:
-        """Return a save under way."""
+        """Return an asynchronous save."""
         if not callable(getattr(answer, "wait", None)):
-            hint = "Try an object of your own around what is under way, such as a future."
+            hint = "Wrap the save, for example a future, in an object of your own."
             raise self._wrong("save_async", "an object with wait()", answer, hint=hint)
         return answer  # pyrefly: ignore
 
     def module(self, answer: object) -> nn.Module:
-        """Return the module that the engine gives back."""
+        """Return the unwrapped module."""
         if not isinstance(answer, nn.Module):
             raise self._wrong("unwrap", "the torch.nn.Module that was wrapped", answer)
         return answer
 
     def output(self, output: object) -> Tensor:
-        """Return the output of a forward, which every model of a scenario has as one tensor."""
+        """Return the output of a forward, which is one tensor for every model of a scenario."""
         if not isinstance(output, Tensor):
             raise ProtocolError(
-                f"expected `module` of {_type(self._engine)} to give in forward the tensor that "
-                f"the bare model gives, got {shown(output)}. Try a wrapper that hands it on."
+                f"expected `module` of {_type(self._engine)} to return the bare model's output, a "
+                f"tensor, got {shown(output)}. Return it unchanged from the wrapper."
             )
         return output
 
     def _check_name(self, method: str, name: str, *, model: Model) -> None:
         if name in model.known:
             return
+        # The longest known name at the end of this one is the likely param behind a prefix.
         own = [each for each in sorted(model.known) if name.endswith(f".{each}")]
         hint = f"Try {max(own, key=len)!r}, without the wrapper's prefix." if own else ""
         names = ", ".join(repr(each) for each in sorted(model.known)[:6])
@@ -319,16 +329,17 @@ _NUMBERS: dict[str, tuple[Any, str]] = {
     "loss_scale": ((int, float), "a number"),
     "good_steps": ((int, float), "a number"),
 }
-"""Types of the fields of `StepResult` and `Settings`, and their names in messages."""
+"""Types of fields of `StepResult` and `Settings`, and their names in messages."""
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: its type, and itself where that is short."""
+    """Return a value for a message: its type, and the value itself if it is short."""
     if value is None:
         return "None"
     if isinstance(value, Tensor):
         kind = type(value).__name__
         return f"{kind} of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
+    # A long value, or the repr of an object with an address, does not help in a message.
     text = repr(value)
     is_plain = isinstance(value, str | int | float | bool | tuple | list)
     return f"{text} ({_type(value)})" if is_plain and len(text) <= 60 else f"a {_type(value)}"
@@ -350,6 +361,7 @@ def _check_plain(
 ) -> None:
     """Check that a tensor's elements can be compared on the reference's device."""
     hint = ""
+    # A DTensor; by its method, so that the class need not be imported.
     if hasattr(value, "full_tensor"):
         wanted = f"a plain tensor for {what}"
         hint = "Try full_tensor() for all of it, or to_local() for what this rank has."
@@ -364,6 +376,8 @@ def _check_plain(
 
 
 def _reshaped(value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    # `detach` drops the gradient, which is compared with `grads_in_params`. torch warns if `.grad`
+    # of a tensor that is no leaf is read.
     grad = value.grad if value.is_leaf else None
     shaped = value.detach().reshape(shape)
     if grad is not None:

@@ -1,14 +1,14 @@
-"""The bare model of a rank, before its engine had it: names and shapes, and untrained params.
+"""The bare model of a rank, recorded before `build`: names, shapes and untrained params.
 
 [Note: params behind a wrapper]
-A wrapper adds parts to the names of params at the front or within: `module.up.weight` and
+A wrapper adds parts to the names of params, at the front or within: `module.up.weight` and
 `up._fsdp_wrapped_module.weight` are both `up.weight` of the bare model.
 
 [Note: params that are never trained]
-Nobody may change one. But a system may put other memory in its place, and what is there between
-two steps is its own affair: a part, or what a gather left behind. So one is looked at only where
-the engine tells it, where its memory is the one that it always had, or where the params that the
-engine tells are its module's as they lie there, so that none of them is somewhere else for a while.
+Their values must not change. But a system may replace their memory, and between two steps it may
+leave anything there: a shard, or the rest of a gather. So such a param is compared in three cases:
+`params` returns it; it still has its first memory; or the trained params that `params` returns are
+the module's own tensors, so no param is stored elsewhere for a while.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import params_of
 
 _WIDE = (torch.float32, torch.float64)
-"""Dtypes to which every dtype of a model is cast without rounding."""
+"""Dtypes that represent every value of a model's dtypes."""
 
 
 def shapes_of(scenario: Scenario) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of all params of a case by name, in the order of the module.
 
-    For a target's `refuses`, which knows a case before any module is built, for example to refuse
-    a param whose rows cannot be divided by `scenario.world.size`. A pure function of the case.
+    Use it in a target's `refuses`, because no module is built yet, for example to refuse a param
+    whose rows `scenario.world.size` does not divide. A pure function of the case.
 
     Args:
-        scenario: The case. With `topology.tp`, `pp` or `ep` its ranks have parts of these params.
+        scenario: The case. With `topology.tp`, `pp` or `ep`, ranks have parts of these params.
     """
     return dict(params_of(scenario.model))
 
@@ -44,25 +44,26 @@ class Untrained:
     """A param that is never trained, as it was before the engine was built."""
 
     values: Tensor
-    """A copy, of the param's shape."""
+    """Copy of the values, in the param's shape."""
+    # Keeping a reference prevents the allocator from reusing the address for another tensor.
     place: Tensor
-    """The param's own memory; held, so that no other can come to lie where it did."""
+    """The param's own memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """The bare model of a rank, as it was before its engine had it."""
+    """The bare model of a rank, as it was before the engine was built."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Of its params, also those that are never trained."""
+    """Shapes of all params, also of those that are never trained."""
     trained: frozenset[str]
-    """Names of those that are."""
+    """Names of the params that are trained."""
     known: frozenset[str]
-    """Names of the params of all ranks, some of which may not hold all."""
+    """Names of params of all ranks; with tp, pp or ep a rank has some of them."""
     device: str
-    """Type of the device that they are on."""
+    """Type of the params' device, such as `cpu`."""
     untrained: Mapping[str, Untrained] = field(default_factory=dict)
-    """Params that are never trained, as they were."""
+    """Params that are never trained, by name."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """First name of each tied param, by its other names."""
 
@@ -105,18 +106,20 @@ def names_like(held: Collection[str], name: str) -> list[str]:
     """
     if name in held:
         return [name]
+    # See [Note: params behind a wrapper].
     wanted = name.split(".")
     return [each for each in held if _contains(each.split("."), wanted)]
 
 
 def _contains(parts: Sequence[str], wanted: Sequence[str]) -> bool:
     """Return True if a name has the parts of another in order, the last one last."""
+    # One iterator for all parts: `in` consumes it, which keeps their order.
     rest = iter(parts)
     return parts[-1] == wanted[-1] and all(part in rest for part in wanted)
 
 
 class Seen(NamedTuple):
-    """A param that is never trained, beside what is there now."""
+    """A param that is never trained, with its values before and now."""
 
     name: str
     values: Tensor
@@ -135,6 +138,7 @@ def look_at(
         told: Params that the engine returned, by their names in the bare model.
         held: Params of its module, by their names there.
     """
+    # See [Note: params that are never trained].
     trained = {name: param for name, param in told.items() if name not in known}
     in_place = bool(trained) and all(
         _lies_at(_named(held, name), param) for name, param in trained.items()
@@ -153,6 +157,7 @@ def look_at(
 
 def _named(held: Mapping[str, Tensor], name: str) -> Tensor | None:
     alike = names_like(held, name)
+    # An ambiguous name belongs to no param.
     return held[alike[0]] if len(alike) == 1 else None
 
 
@@ -161,20 +166,23 @@ def _lies_at(tensor: Tensor | None, place: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return True if a tensor's memory has all its elements: no DTensor, nothing freed."""
+    """Return True if a tensor's memory has all its elements: no DTensor, no freed storage."""
+    # `detach` turns a Parameter into a Tensor; subclasses such as DTensor stay.
     if type(tensor.detach()) is not Tensor or tensor.layout != torch.strided:
         return False
     if tensor.device.type == "meta":
         return False
     if not tensor.numel():
         return True
+    # A system may resize the storage of a param to 0 bytes, so compare its size with the last
+    # element's offset.
     reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     last = tensor.storage_offset() + reach + 1
     return last * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def _is_whole(now: Tensor, values: Tensor) -> bool:
-    """Return True if a tensor can be compared: all elements, where they were, none rounded."""
+    """Return True if a tensor has all elements, on the same device and without rounding."""
     return (
         is_plain(now)
         and now.numel() == values.numel()

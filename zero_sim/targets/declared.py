@@ -1,8 +1,6 @@
-"""Declarations of a target: what it may be asked for, and by which rules it computes.
+"""Capabilities of a target: the settings that it supports.
 
-Declared facts, never tolerances. A case outside the capabilities is refused before it runs; the
-numerics turn the case that a target is given into the case that the reference replays, so that the
-reference knows nothing of targets.
+Declarations are facts, never tolerances. A case outside the capabilities is refused before it runs.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ PLAIN_MODELS: tuple[ModelName, ...] = (
     "gpt",
     "multi-token",
 )
-"""Models of which every rank has all params and every micro-batch uses each of them."""
+"""Models whose params are all on every rank, and all used by every micro-batch."""
 
 ADAMW_SETTINGS = ("optimizer.betas", "optimizer.eps", "optimizer.weight_decay")
 OPTIMIZER_SETTINGS = (
@@ -63,71 +61,90 @@ OPTIMIZER_SETTINGS = (
     "optimizer.groups",
     "optimizer.warmup_steps",
 )
-"""What an engine follows that steps with a class of torch and the settings of the scenario."""
+"""Fields that an engine follows if it uses a class of torch with the scenario's settings."""
 
 OWN_RULES = ("reference_step", "reference_optimizer")
 """Attributes of a target that give the reference an update rule of the target's own."""
 
 UNKNOWN: Literal["unknown"] = "unknown"
-"""Among the orders of a target: an order that the judge is not told."""
+"""Entry of `Capabilities.orders` for an order that the judge does not know."""
 
 UPSTREAM = "scenarios/upstream has this case."
-"""How a refusal of what is known to go wrong in a library ends."""
+"""End of a message that refuses a case because of a known divergence of a library."""
 
 _FREE = ("optimizer.name", "optimizer.lr", "system.target", "system.stage", "system.options")
-"""Fields that are no option, or that a field of their own speaks of."""
+"""Fields that need not be followed, or that another capability covers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What a target may be asked for; the defaults are what ten lines around AdamW can do."""
+    """Settings that a target supports. The defaults are those of ten lines around AdamW.
+
+    Example:
+        A ZeRO-1 system in fp32 or bf16, which clips and accumulates micro-batches:
+
+        >>> can = Capabilities(
+        ...     stages=(1,),
+        ...     dtypes=("fp32", "bf16"),
+        ...     follows=(*ADAMW_SETTINGS, "optimizer.clip_norm", "run.micro_batches"),
+        ... )
+        >>> can.optimizers
+        ('adamw',)
+    """
 
     models: tuple[AnyModelName, ...] = PLAIN_MODELS
-    """Those of the target's own `models` are added to them."""
+    """Shipped models that the target can train. Those in its own `models` are added."""
     empty_params: bool = True
-    """Whether a param may have no elements."""
+    """True if a param may have no elements."""
     scalar_params: bool = True
-    """Whether a param may have no dimensions."""
+    """True if a param may have no dimensions."""
     dtypes: tuple[DtypeName, ...] = ("fp32",)
-    """Of the working params."""
+    """Dtypes of the working params."""
+    # Sharded systems leave out 0, because there every rank must own all state.
     stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1)
-    """ZeRO stages: 0 where every rank holds all optimizer state, 1 where it is sharded; 2 where
-    gradients are, too, and 3 where params are."""
+    """ZeRO stages: nothing is sharded (0), optimizer state (1), gradients too (2), params too (3).
+    A sharded system declares `(1,)`."""
     optimizers: tuple[OptimizerName, ...] = ("adamw",)
+    """Optimizers of `torch.optim`, or `own` for an update rule of the target's own."""
     why_no_optimizer: tuple[tuple[OptimizerName, str], ...] = ()
-    """Of some that are not among them the reason, as a refusal gives it behind a colon."""
+    """Pairs of an unsupported optimizer and the reason, which the refusal shows after a colon."""
+    # Positions matter only to orders such as a ring's, for which `parts` must report places.
     orders: tuple[OrderName | Literal["unknown"], ...] = POSITION_FREE
-    """Orders of addition; those that depend on positions only where parts tell their places.
-    `("unknown",)` if the target adds in an order of its own, for example with send and recv: each
-    of its cases has `world.order_known = false` and is judged by bounds."""
+    """Orders of addition. Those that depend on positions need places in `parts`. `("unknown",)` if
+    the target adds in its own order, for example with send and recv: each of its cases has
+    `world.order_known = false` and is judged by bounds."""
     world_size_max: int | None = None
-    """Most ranks; None for any number."""
+    """Most data-parallel ranks. None for any number."""
+    # Without `settle`, params may be in flight, so they are compared after the next forward.
     unsettled: bool = False
-    """Whether a step may begin without `settle` after the step before: then it is called after
-    every second step, and after the last one."""
+    """True if a step may begin without `settle` after the step before. `settle` is then called
+    after every second step, and after the last one."""
+    # A list of what is supported and not of what is refused, so that a new field of a scenario is
+    # refused by targets that were written before it.
     follows: tuple[str, ...] = ()
-    """Paths of options that it follows where a scenario sets them: of `system`, `optimizer` and
-    `topology`; and `run.micro_batches`, `model.tied`, `model.unused`, `model.skip`,
-    `model.one_rank`, `model.freeze`, `model.distinct_start`, `reload`: in any form, and on in a
-    world and a layout that these capabilities allow, too; and `reload.async_steps`. All others must
-    be as by default, or as the numerics say."""
+    """Paths of fields that the target obeys: any field of `system`, `optimizer` and `topology`;
+    `run.micro_batches`, `run.own_micro_batches`; `model.tied`, `model.unused`, `model.skip`,
+    `model.one_rank`, `model.freeze`, `model.recompute`, `model.distinct_start`; `reload`, in any
+    form and into any layout that these capabilities allow; `reload.async_steps`. All other fields
+    must have their default, or the value in the numerics."""
     independent_of: tuple[str, ...] = ()
     """Layout fields that change no bit in params and state, if they change no reduced gradient:
     `world.size`, `system.stage`, `system.redundancy`, `system.bucket_elems`,
-    `system.partition`, `system.param_order`. Such targets can be judged in pairs of layouts, and
-    need no update rule for the reference: then a drawn case has a second layout (`pair`)."""
+    `system.partition`, `system.param_order`. Such a target can be judged in pairs of layouts. If
+    it also has no update rule for the reference, each drawn case has a second layout (`pair`)."""
     only: tuple[tuple[str, tuple[object, ...]], ...] = ()
-    """By path of a field the values that it can have, where not all: `("reload.form",
-    ("sharded",))`, `("reload.weights_only", (False,))`, `("system.redundancy", (1, 2))`; and, if
-    checkpoints have no buffers of the module, `("model.buffer", ("none", "rebuilt"))`."""
+    """Pairs of a path and the supported values of that field, if not all are: `("reload.form",
+    ("sharded",))`, `("reload.weights_only", (False,))`, `("system.redundancy", (1, 2))`. If
+    checkpoints have no buffers of the module: `("model.buffer", ("none", "rebuilt"))`."""
 
     def __post_init__(self) -> None:
-        """Refuse what no scenario has.
+        """Check each word, path and type.
 
         Raises:
-            UsageError: A word, a path or a type that is none.
+            UsageError: A field has a value that no scenario has.
         """
         for name, choices in _CAPABLE.items():
+            # Own models are valid, too, once they are registered in this process.
             own = known_models() if name == "models" else ()
             check_words(f"Capabilities.{name}", getattr(self, name), (*choices, *own))
         check_words("Capabilities.follows", self.follows, followed())
@@ -150,13 +167,14 @@ class Capabilities:
 
     @property
     def known_orders(self) -> tuple[OrderName, ...]:
-        """The orders that the judge is told; empty if there is none, or only an unknown one."""
+        """Orders that the judge knows; empty if there is only the unknown one."""
         return tuple(order for order in self.orders if order != UNKNOWN)
 
     def problems(self, scenario: Scenario, *, numerics: Numerics) -> Iterator[Problem]:
-        """What of a case is not supported, each with the path to it."""
+        """Yield each field of a case that is not supported."""
         topology = scenario.topology
         parts = max(1, topology.tp * topology.pp)
+        # Models, dtypes, stages and optimizers.
         if is_own_model(scenario.model.name) and scenario.model.name not in self.models:
             yield unknown_own_model(scenario.model.name, self.models)
         else:
@@ -168,23 +186,25 @@ class Capabilities:
         if name == "own":
             why = why or f"it has no update rule of its own, {' or '.join(OWN_RULES)}"
         yield from _one_of("optimizer.name", name, self.optimizers, why=why)
-        # An order that the judge is not told needs no places to model it.
+        # An order that the judge does not know needs no places.
         if scenario.world.order_known and self.known_orders:
             yield from _one_of("world.order", scenario.world.order, self.known_orders)
         elif scenario.world.order_known:
             yield Problem(
                 path="world.order_known",
-                message="this target adds in an order of its own, got an order that is known.",
+                message="this target adds in an order of its own, got a known order.",
                 suggestion="Try false, or --order unknown.",
             )
         order = scenario.world.order
+        # None marks orders of NCCL whose AVG is not modelled.
         if numerics.divide == "avg" and AVERAGES.get(order, "post") is None:
             yield Problem(
                 path="world.order",
                 message=f"expected an order whose AVG the reference knows, got {order!r}, in which "
-                "NCCL multiplies with the reciprocal after the sum.",
+                "NCCL multiplies by the reciprocal after the sum.",
                 suggestion="Try nccl-ring.",
             )
+        # `world.size` counts all ranks, of which each tp and pp index has its own group.
         if self.world_size_max is not None and scenario.world.size // parts > self.world_size_max:
             yield Problem(
                 path="world.size",
@@ -201,6 +221,7 @@ class Capabilities:
                     f"got {show(shape)}.",
                 )
         for path, values in self.only:
+            # A path may have several values, such as one for each param group.
             for at, value in values_at(scenario, path):
                 if value not in values:
                     yield from _one_of(at, value, values)
@@ -209,7 +230,7 @@ class Capabilities:
                 yield Problem(
                     path=f"pair.{name}",
                     message=f"expected a target whose state is independent of {path}.",
-                    suggestion="Leave it out; or, if it is, let its capabilities declare "
+                    suggestion="Remove it; or, if the state is, let the capabilities declare "
                     f"independent_of=({path!r},).",
                 )
         yield from self._unfollowed(scenario, numerics)
@@ -219,7 +240,7 @@ class Capabilities:
         for path, value, default in _options(scenario):
             if value == default or path in self.follows or path in _FREE:
                 continue
-            # What the target does anyway, a scenario may say.
+            # A scenario may name the rule that the target implements anyway.
             table, _, name = path.partition(".")
             if table == "system" and value == value_of(numerics, name):
                 continue
@@ -238,21 +259,22 @@ _CAPABLE: dict[str, tuple[object, ...]] = {
     "optimizers": get_args(OptimizerName),
     "orders": (*get_args(OrderName), UNKNOWN),
 }
-"""What each of the capabilities can name."""
+"""Words of each capability."""
 
 
 def numerics_of(target: Target, scenario: Scenario) -> Numerics:
-    """By which rules a target computes a case; as the scenario says, where it declares nothing.
+    """Return the arithmetic that a target declares for a case; the scenario's if it declares none.
 
     Args:
-        target: Whose `numerics` are one record, or a function of the case that gives one.
-        scenario: The case, as the target is given it.
+        target: A target whose `numerics` are a `Numerics`, or a function from the case to one.
+        scenario: The case, as the target gets it.
 
     Raises:
-        ProtocolError: It declares something else.
+        ProtocolError: `numerics` is something else, or the function raises.
     """
     declared: object = getattr(target, "numerics", None)
     what = "numerics"
+    # A class in place of an instance is a mistake, and must not be called with the case.
     if callable(declared) and not isinstance(declared, type):
         what = "numerics(scenario)"
         declared = _answered(
@@ -266,16 +288,17 @@ def numerics_of(target: Target, scenario: Scenario) -> Numerics:
 
 
 def capabilities_of(target: Target) -> Capabilities:
-    """What a target can be asked for: what it declares, or what ten lines around AdamW can do.
+    """Return the capabilities that a target declares; if none, those of ten lines around AdamW.
 
-    None, and not just left out, stands for all that a scenario can say. A target with an update
-    rule of its own steps with that, if its capabilities name no other optimizers. Models of the
-    target's own become known to this process, so that their names can be built.
+    `capabilities = None` stands for everything that a scenario can contain. A target with its own
+    update rule uses optimizer `own`, unless its capabilities name others. The target's own models
+    are registered in this process, so that they can be built by name.
 
     Raises:
-        ProtocolError: It declares something else.
+        ProtocolError: `capabilities` is something else, or has optimizer `own` without a rule.
     """
     has_rule = has_own_rule(target)
+    # `_PLAIN` if the attribute is missing; None is a declaration.
     declared: object = getattr(target, "capabilities", _PLAIN)
     own = own_models_of(target)
     if declared is None:
@@ -285,8 +308,10 @@ def capabilities_of(target: Target) -> Capabilities:
         raise _misdeclared(
             target, "capabilities", "zero_sim.targets.Capabilities or None", declared
         )
+    # The default optimizers: nothing was declared, so the own rule is the only one.
     if has_rule and declared.optimizers == _PLAIN.optimizers:
         declared = replace(declared, optimizers=("own",))
+    # Without a rule, `own` can only be judged in pairs of layouts.
     if not has_rule and "own" in declared.optimizers and not declared.independent_of:
         raise ProtocolError(
             f"expected {' or '.join(OWN_RULES)} of target {target.name!r}, whose capabilities "
@@ -302,14 +327,14 @@ def has_own_rule(target: Target) -> bool:
 
 
 def reduce_ops_of(target: Target, scenario: Scenario) -> tuple[str, ...]:
-    """Names of reduce operations besides SUM that a target hands to collectives in a case.
+    """Return the names of reduce operations besides SUM that a target uses in a case.
 
     Args:
-        target: Whose `reduce_ops`, if it has any, are a function of the case.
-        scenario: The case, as the target is given it.
+        target: A target, whose `reduce_ops`, if any, is a function of the case.
+        scenario: The case, as the target gets it.
 
     Raises:
-        ProtocolError: It gives something else.
+        ProtocolError: The function raises, or returns something else.
     """
     own = getattr(target, "reduce_ops", None)
     if own is None:
@@ -331,10 +356,10 @@ def _answered(
     *,
     wanted: str,
 ) -> object:
-    """What a function of a target's own says of a case."""
+    """Return the result of a target's own function of a case."""
     try:
         return own(scenario)
-    # It may raise anything.
+    # Code of the target may raise anything.
     except Exception as error:
         raise ProtocolError(
             f"expected `{name}` of target {target.name!r} to {wanted}, got "
@@ -343,7 +368,7 @@ def _answered(
 
 
 def _as_problems(reported: object) -> object:
-    """The problems of a target's own, where a string is one, too; anything else unchanged."""
+    """Return a target's refusals as problems, also those that are strings; others unchanged."""
     if isinstance(reported, str):
         reported = (reported,)
     if not isinstance(reported, Iterable):
@@ -355,7 +380,7 @@ def _as_problems(reported: object) -> object:
 
 
 def followed() -> tuple[str, ...]:
-    """All paths that a target can declare to follow."""
+    """Return all paths that a target can declare to follow."""
     case = Scenario(schema=1, model=ModelSpec(name="mlp"))
     return tuple(path for path, _, _ in _options(case) if path != "system.options")
 
@@ -368,18 +393,19 @@ def _misdeclared(target: Target, name: str, wanted: str, got: object) -> Protoco
 
 
 def refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
-    """All that keeps a case from being run on a target; empty where nothing does.
+    """Return all reasons why a case cannot run on a target; empty if it can.
 
-    A case that goes on after a checkpoint is asked about twice: as it begins, and as the case by
-    itself that it then is.
+    A case with a reload is checked twice: as it begins, and as it goes on after the checkpoint.
     """
     found = _refusals_of_one(target, scenario)
+    # The other layout of a pair runs first, so it has to be supported as well.
     if scenario.pair is not None:
         other = _refusals_of_one(target, other_layout(scenario))
         placed = (placed_in_pair(problem, scenario) for problem in other)
         return (*found, *(each for each in placed if not found))
     if scenario.reload is None:
         return found
+    # World and layout after the checkpoint may differ, and are checked as a case of their own.
     after = replace(after_reload(scenario), reload=None)
     later = (
         placed_in_reload(problem, scenario.reload) for problem in _refusals_of_one(target, after)
@@ -388,10 +414,10 @@ def refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
 
 
 def check_asked(target: Target, scenario: Scenario) -> None:
-    """Check that a case can be run on a target.
+    """Check that a case can run on a target.
 
     Raises:
-        ScenarioError: It cannot; names all that keeps it from that.
+        ScenarioError: It cannot; the error lists all reasons.
     """
     problems = refusals(target, scenario)
     if problems:
@@ -401,13 +427,14 @@ def check_asked(target: Target, scenario: Scenario) -> None:
 def _refusals_of_one(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     options = tuple(option_problems(target, scenario))
     if options:
-        # Rules, and what a target refuses by itself, may be functions of them.
+        # Return early, because `numerics` and `refuses` may read the options.
         return options
     declared = tuple(
         capabilities_of(target).problems(scenario, numerics=numerics_of(target, scenario))
     )
     drawn = drawn_problems(scenario) if draws_weights(target) else ()
     is_known = scenario.optimizer.name != "own" or has_own_rule(target)
+    # A pair needs no rule, because its other layout provides the expected state.
     if scenario.pair is None and not is_known and not declared:
         declared = (_NO_RULE,)
     return (*declared, *drawn, *_own_refusals(target, scenario))
@@ -417,7 +444,8 @@ def _own_refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     own = getattr(target, "refuses", None)
     if own is None:
         return ()
-    asked = "say what keeps a case from being run"
+    # A generator runs within `_answered`, where its errors are explained.
+    asked = "return reasons why a case cannot run"
     reported = _answered(
         target, "refuses", lambda case: _as_problems(own(case)), scenario, wanted=asked
     )
@@ -443,7 +471,7 @@ def _one_of(
 
 
 def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
-    """Path, value and default of every option that a target has to follow."""
+    """Yield path, value and default of every field that a target must follow."""
     tables = (
         ("system", scenario.system, SystemSpec()),
         ("optimizer", scenario.optimizer, OptimizerSpec()),
@@ -453,6 +481,7 @@ def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
         for field in dataclasses.fields(record):
             path = f"{table}.{field.name}"
             yield path, getattr(record, field.name), getattr(default, field.name)
+    # Fields of other tables that need support by the engine.
     yield "run.micro_batches", scenario.run.micro_batches, 1
     yield "run.own_micro_batches", scenario.run.own_micro_batches, ()
     for name in ("tied", "unused", "skip", "one_rank", "freeze"):
@@ -465,8 +494,8 @@ def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
 
 _NO_RULE = Problem(
     path="pair",
-    message=f"the reference has no update rule of this target, {' or '.join(OWN_RULES)}, so that "
-    "only two layouts can be compared, got one.",
+    message=f"the reference has no update rule of this target, {' or '.join(OWN_RULES)}, so it can "
+    "only compare two layouts, got one.",
     suggestion="Try [pair] with stage or world_size.",
 )
 _PLAIN = Capabilities()
@@ -479,5 +508,5 @@ EVERYTHING = Capabilities(
     follows=followed(),
     independent_of=tuple(PAIRED.values()),
 )
-"""All that a scenario can say of a target without an update rule of its own."""
+"""Everything that a scenario can contain, for a target without its own update rule."""
 _EVERYTHING_AND_OWN = replace(EVERYTHING, optimizers=get_args(OptimizerName))

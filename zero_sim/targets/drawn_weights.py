@@ -1,4 +1,4 @@
-"""Targets that draw their own start values, as after init on the meta device.
+"""Targets that draw their own start values, for example by an init after `to("meta")`.
 
 A target with `draws_weights = True` overwrites the trained params of the module in `build`. Buffers
 and params that are never trained stay as they are. The reference begins with the values that
@@ -33,7 +33,8 @@ def draws_weights(target: Target) -> bool:
 
 
 def drawn_problems(scenario: Scenario) -> Iterator[Problem]:
-    """Yield what of a case needs the start values that the case itself has."""
+    """Yield the fields of a case that need its own start values."""
+    # Exact models budget their sums, and fp8 params their scales, from the case's own start values.
     needs = (
         ("model.name", scenario.model.name in (*EXACT_MODELS, "fp8"), "a model"),
         ("model.distinct_start", scenario.model.distinct_start, "ranks that begin apart"),
@@ -45,5 +46,5 @@ def drawn_problems(scenario: Scenario) -> Iterator[Problem]:
                 path=path,
                 message=f"this target draws its own start values, got {what} with values of its "
                 "own.",
-                suggestion="Leave it out.",
+                suggestion="Remove it.",
             )

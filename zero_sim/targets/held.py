@@ -1,4 +1,4 @@
-"""Memory that the project's own system holds, found by following its references."""
+"""Resident memory of the project's own system, found by following its references."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ _WITHIN_STEP = ("whole_gradients", "gathered")
 def held_bytes(
     ddp: DistributedDataParallel, optimizer: DistributedOptimizer, *, arena: Arena | None = None
 ) -> Mapping[str, int]:
-    """Return the bytes of all memory that an engine reaches, each once, by what it is for.
+    """Return the bytes of all memory that an engine reaches, each storage once, by purpose.
 
-    What nobody named is `other`: whatever a later change keeps alive is found without a word here.
     The module's own tensors and scalars do not count.
 
     Args:
         ddp: The module and its buffers.
         optimizer: Their masters and state.
-        arena: Memory of whole gradients, if they lie in one.
+        arena: Memory of whole gradients, if the system has an arena.
     """
+    # Memory without a name counts as `other`, so memory that a later change keeps alive is found
+    # without a change here.
     named: dict[int, str] = {}
     for name, memory in memory_of(ddp, optimizer, arena=arena):
-        # A param that lies in the module's own memory, as at stage 0, is the module's.
+        # At stage 0 a param is in the module's own memory, which does not count.
         if name not in _WITHIN_STEP and not isinstance(memory, nn.Parameter):
             named.setdefault(_address(memory), name if name in _LASTING else "state")
     own = {_address(tensor) for tensor in ddp.module.buffers()}
-    # Between two uses nothing but a placeholder of one element stands for a sharded param.
+    # Between two uses, a sharded param is a placeholder of one element. A larger one counts, since
+    # it was not resharded.
     freed = {param for each in ddp.buffers if each.sharding.params for param in each.memory}
     own |= {
         _address(param)
@@ -46,6 +48,7 @@ def held_bytes(
         if param not in freed or param.untyped_storage().nbytes() <= param.element_size()
     }
     held = dict.fromkeys((*_LASTING, "state", "other"), 0)
+    # Addresses of storages: views of one storage count once.
     seen: set[int] = set()
     for tensor, storage in _tensors([ddp, optimizer]):
         address = storage.data_ptr()
@@ -65,7 +68,7 @@ def held_bytes(
 def memory_of(
     ddp: DistributedDataParallel, optimizer: DistributedOptimizer, *, arena: Arena | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all memory that has a name, with it; one that comes and goes only while it is there.
+    """Yield all memory that has a name and exists now.
 
     Args:
         ddp: The module and its buffers.
@@ -73,9 +76,9 @@ def memory_of(
         arena: As in `held_bytes`.
 
     Returns:
-        `gradients`, `sums` of them, `params`, `masters`, states under torch's names, the `arena` of
-        what comes and goes; and what
-        stages 2 and 3 have for a while, `whole_gradients` and `gathered` params.
+        Lasting memory: `gradients`, `sums` of them, `params`, `masters`, states under torch's
+        names, and the `arena`. Temporary memory of stages 2 and 3: `whole_gradients` and `gathered`
+        params.
     """
     for buffer in ddp.buffers:
         lasting = (
@@ -89,6 +92,7 @@ def memory_of(
             whole = unit.grad_storage.whole if unit.frees_grads else None
             if whole is not None:
                 yield "whole_gradients", whole
+            # Without a storage of its own, a unit's params lie in the module's memory.
             if unit.param_storage is None:
                 yield from (("params", member.param) for member in unit.members)
             elif unit.frees_params and unit.params is not None:
@@ -98,6 +102,7 @@ def memory_of(
     for grad_unit in units:
         if grad_unit.storage.whole is not None:
             yield "whole_gradients", grad_unit.storage.whole
+        # Gradients that do not stay are in `.grad` until they are copied into a reduce buffer.
         for param in () if grad_unit.grads_stay else grad_unit.params:
             if param.grad is not None:
                 yield "whole_gradients", param.grad
@@ -113,17 +118,17 @@ def memory_of(
 def whole_bytes(
     ddp: DistributedDataParallel, *, arena: Arena | None = None
 ) -> Iterator[tuple[str, str, int]]:
-    """Tell what is whole now of the units whose whole memory is to come and go.
-
-    By the memory that storages, params and gradients have, not by what a unit says it is.
+    """Return the unsharded memory of units that the stage shards.
 
     Args:
         ddp: The module and its buffers.
         arena: As in `held_bytes`.
 
     Returns:
-        As `PeakEngine.whole_bytes`.
+        Tuples as of `PeakEngine.whole_bytes`.
     """
+    # Measure the memory of storages, params and gradients: the state that a unit records may be
+    # wrong.
     units, shared = _reduce_buffers(ddp)
     for grad_unit in units:
         held: list[object] = list(vars(grad_unit.storage).values())
@@ -145,13 +150,14 @@ def whole_bytes(
                 if arena is None:
                     yield "gradients", name, _bytes_of(grads)
                 else:
+                    # All gradients in the arena share its storage, so measure their ranges.
                     inside = _within(arena, grads)
                     outside = _bytes_of(g for g in grads if not _is_in(arena, g))
                     yield "gradients", name, inside + outside
                     yield "gradients outside the arena", name, outside
             if unit.frees_params:
                 assert unit.param_storage is not None
-                # What stands for a param that is not there holds one element.
+                # A placeholder of one element stands for a sharded param.
                 there = [param for param in params if not _is_placeholder(param)]
                 yield "params", name, _bytes_of([*there, *vars(unit.param_storage).values()])
 
@@ -159,7 +165,7 @@ def whole_bytes(
 def _reduce_buffers(
     ddp: DistributedDataParallel,
 ) -> tuple[Sequence[GradUnit], Sequence[Tensor]]:
-    """The grad units of an engine and the memory that they share, as far as it is there."""
+    """Return the grad units of an engine and the memory that they share; empty if it has none."""
     schedule = ddp.grad_schedule
     if not isinstance(schedule, BufferedGrads):
         return (), ()
@@ -171,7 +177,8 @@ def _is_in(arena: Arena, item: object) -> bool:
 
 
 def _within(arena: Arena, items: Iterable[object]) -> int:
-    """Bytes of an arena that tensors in it cover, each once."""
+    """Return the bytes of an arena that tensors in it cover, each once."""
+    # Sorted by start, so one pass merges ranges that overlap.
     ends = sorted(
         (item.data_ptr(), item.data_ptr() + item.nbytes)
         for item in items
@@ -189,10 +196,10 @@ def _is_placeholder(param: Tensor) -> bool:
 
 
 def _bytes_of(items: Iterable[object]) -> int:
-    """Bytes of the memory of those that are tensors, each once."""
+    """Return the bytes of all storages of the items that are tensors, each once."""
     found: dict[int, int] = {}
     for item in items:
-        # Most are not there; to ask what they are takes longer.
+        # Most items are None, and `isinstance` with Tensor is slow.
         if item is not None and isinstance(item, Tensor):
             storage = item.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
@@ -204,7 +211,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _tensors(roots: list[object]) -> Iterator[tuple[Tensor, UntypedStorage]]:
-    """Every tensor that can be reached without going through the module or torch itself."""
+    """Yield every tensor that can be reached without going through the module or torch itself."""
+    # A stack in place of recursion, because references can be deep. `seen` also ends cycles.
     pending, seen = list(roots), set[int]()
     while pending:
         item = pending.pop()
@@ -214,6 +222,7 @@ def _tensors(roots: list[object]) -> Iterator[tuple[Tensor, UntypedStorage]]:
         seen.add(id(item))
         if isinstance(item, Tensor):
             storage = item.untyped_storage()
+            # Freed storages have no bytes.
             if storage.nbytes():
                 yield item, storage
         pending.extend(members(item))
@@ -221,10 +230,8 @@ def _tensors(roots: list[object]) -> Iterator[tuple[Tensor, UntypedStorage]]:
 
 @cache
 def _members_of(cls: type) -> Callable[[Any], Iterable[object]] | None:
-    """What an object of a class refers to; None where nothing of it is followed.
-
-    Found once for each class: most of what is met are numbers and names, many thousand times.
-    """
+    """Return a function from an object of a class to its references; None if none is followed."""
+    # Cached by class: most objects are numbers and names, many thousands of them.
     members: Callable[[Any], Iterable[object]] | None = None
     if issubclass(cls, nn.Module):
         return None
@@ -238,7 +245,7 @@ def _members_of(cls: type) -> Callable[[Any], Iterable[object]] | None:
         members = _of_optimizer
     elif issubclass(cls, partial):
         members = _arguments
-    # Also a class that joins some of our own, whichever module it is in.
+    # Also a class elsewhere that derives from ours, such as a combined unit in `targets.own`.
     elif any(base.__module__.startswith(_OWN_MODULES) for base in cls.__mro__):
         slots = tuple(slot for base in cls.__mro__ for slot in getattr(base, "__slots__", ()))
         members = partial(_attributes, slots)

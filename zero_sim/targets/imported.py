@@ -1,7 +1,7 @@
-"""A target of somebody else: imported, made, and held to what a target has to be.
+"""Import of a user's target, with checks of its form.
 
-Whatever its code does on that way is a mistake in it, told with its own frames; nothing has been
-judged yet.
+Anything that its code raises here is a mistake in it, and is reported with the frames of that code.
+Nothing has been judged yet.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _ABSENT = object()
 
 
 def load_target(name: str) -> Target:
-    """Import a target; runs its code.
+    """Import a target, which runs its module's code.
 
     Args:
-        name: `module:name`: a module, found in the current folder too, and what in it is the
-            target: an object, or a class made without arguments.
+        name: `module:name`: a module, also in the current folder, and the name of a target in it:
+            an object, or a class that takes no arguments.
 
     Raises:
-        UsageError: There is no such module or name in it, its code does not come through, or what
-            it names is no target.
+        UsageError: The module or the name does not exist, its code raises, or the object is no
+            target.
     """
     said = f"--target {name}"
     module = import_module(name, said=said, form="--target module:name")
@@ -47,35 +47,38 @@ def load_target(name: str) -> Target:
 
 
 def import_module(name: str, *, said: str, form: str) -> ModuleType:
-    """Import the module of a `module:name`; runs its code.
+    """Import the module of a `module:name`, which runs its code.
 
     Args:
-        name: It, found in the current folder too.
-        said: How the user said it, such as `--target module:name`.
-        form: How it should be said.
+        name: The `module:name`; the module may be in the current folder.
+        said: The user's option, such as `--target module:name`.
+        form: The expected form of the option.
 
     Raises:
-        UsageError: There is no such module, or its code does not come through.
+        UsageError: The module does not exist, or its code raises.
     """
     module_name = name.partition(":")[0]
+    # A console script has its own folder in the path, not the current one.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
+    # If the import ends the process, the supervisor names it.
     supervisor.note(f"the import of {name}")
     with theirs(f"the module of {said} to be imported"):
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # Of what the module itself imports.
-            raise _Said(
-                f"expected an importable module before the colon, got {said}. Try "
-                "running in its folder, or installing it."
+                raise  # Another module is missing, which this one imports.
+            raise _WithoutFrames(
+                f"expected an importable module before the colon, got {said}. Run in its folder, "
+                "or install it."
             ) from None
         except ValueError:
+            # importlib raises it for an empty name; any other comes from the module's code.
             if module_name:
                 raise
-            raise _Said(f"expected {form}, got {name!r}.") from None
+            raise _WithoutFrames(f"expected {form}, got {name!r}.") from None
     return module
 
 
@@ -88,42 +91,45 @@ def attribute_of(module: ModuleType, name: str, *, said: str) -> Any:
         said: As for `import_module`.
 
     Raises:
-        UsageError: The module lacks the name; the message has the nearest one.
+        UsageError: The module lacks the name. The message has the nearest one.
     """
     found = getattr(module, name, _ABSENT)
     if found is not _ABSENT:
         return found
+    # Public names only, because private ones are hardly targets.
     near = did_you_mean(name, (each for each in vars(module) if not each.startswith("_")))
     where = getattr(module, "__file__", None) or "no file"
-    raise _Said(
+    raise _WithoutFrames(
         f"expected module {module.__name__!r} to have the name {name!r} of {said}, got none such "
         f"in {where}.{near}"
     )
 
 
 def check_target(target: Any, *, of: str) -> Target:
-    """What somebody gave for a target, if it is one.
+    """Return an object if it has the form of a target.
 
     Args:
-        target: Anything.
-        of: Where it comes from, for the error.
+        target: Any object.
+        of: Its origin, for the error, such as `--target module:name`.
 
     Raises:
-        UsageError: It lacks something, or its `build` cannot be called as it will be.
+        UsageError: `name` or `build` is missing, or `build` takes other arguments.
     """
+    # Properties of the target are its own code, too.
     with theirs(f"the attributes of {of} to be read"):
         build, has_name = getattr(target, "build", None), hasattr(target, "name")
     if build is None or not has_name:
         raise UsageError(
             f"expected a target, with `name` and `build`, got {target!r} from {of}. "
-            "zero_sim.targets.Target says what it needs."
+            "See zero_sim.targets.Target."
         )
     if not callable(build):
         raise UsageError(f"expected `build` of {of} to be a method, got {build!r}.")
     try:
         signature = inspect.signature(build)
     except (TypeError, ValueError):
-        return target  # Written in C: nothing is known of it.
+        return target  # Not written in Python, so a call will show if it fits.
+    # Bind here, so that a wrong signature is reported before any rank starts.
     try:
         signature.bind(object(), scenario=object(), group=object())
     except TypeError as error:
@@ -134,25 +140,30 @@ def check_target(target: Any, *, of: str) -> Target:
     return target
 
 
-class _Said(UsageError):
-    """An error that needs none of the user's frames."""
+class _WithoutFrames(UsageError):
+    """An error without frames, because no code of the user's raised it."""
 
 
 @contextlib.contextmanager
 def theirs(expected: str) -> Iterator[None]:
-    """Whatever code of somebody else raises becomes an error about it.
+    """Turn anything that the user's code raises into an error about it.
+
+    Args:
+        expected: The purpose of running the code, for the message.
 
     Raises:
-        UsageError: It raised something, `SystemExit` and what Ctrl-C raises among that.
-        KeyboardInterrupt: There was a Ctrl-C.
+        UsageError: The code raised anything, including SystemExit and a KeyboardInterrupt of its
+            own.
+        KeyboardInterrupt: A signal such as Ctrl-C arrived.
     """
+    # The count of signals distinguishes Ctrl-C from a KeyboardInterrupt that the code raised.
     before = heard_count()
     try:
         with listening(interrupt):
             yield
-    except _Said:
+    except _WithoutFrames:
         raise
-    except BaseException as error:  # noqa: BLE001  It must not end this process in its own way.
+    except BaseException as error:  # noqa: BLE001  Also SystemExit, which would end this process.
         if heard_count() != before:
             raise KeyboardInterrupt from None
         if isinstance(error, SystemExit):

@@ -1,4 +1,4 @@
-"""Models that a target brings: `Target.models`, named `own:NAME` in scenarios."""
+"""Models of a target's own: `Target.models`, named `own:NAME` in scenarios."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from zero_sim.workloads import OwnModel, make_known
 
 
 def own_models_of(target: Target) -> tuple[OwnModelName, ...]:
-    """Names of the models that a target brings, which become known to this process.
+    """Register a target's own models in this process, and return their names.
 
     Raises:
-        ProtocolError: Its `models` are no mapping of names to `OwnModel`.
+        ProtocolError: Its `models` are no mapping from names to `OwnModel`.
     """
     declared: object = getattr(target, "models", None)
     if declared is None:
@@ -26,6 +26,7 @@ def own_models_of(target: Target) -> tuple[OwnModelName, ...]:
     models: dict[OwnModelName, OwnModel] = {}
     for key, model in declared.items():
         name = f"own:{key}"
+        # The name goes into TOML, file names and commands, so its letters are limited.
         if not isinstance(model, OwnModel) or not is_own_model(name):
             raise _misdeclared(target, f"{key!r}: {shown(model)}")
         models[name] = model
@@ -41,11 +42,10 @@ def _misdeclared(target: Target, got: str) -> ProtocolError:
 
 
 def unknown_own_model(name: OwnModelName, models: Sequence[str]) -> Problem:
-    """The problem of a case whose model is the own one of another target."""
+    """Return the problem of a case whose model is another target's own."""
     own = ", ".join(filter(is_own_model, models)) or "none"
     return Problem(
         path="model.name",
-        message=f"expected a model that this target has in its `models`, got {name!r}; it has "
-        f"{own}.",
-        suggestion="Try --target module:name with the target that has it.",
+        message=f"expected a model in the `models` of this target, got {name!r}; it has {own}.",
+        suggestion="Name the target that has it: --target module:name.",
     )

@@ -1,7 +1,7 @@
-"""Options of a target's own: what its library can be set to, which no scenario has a field for.
+"""Options of a target's own: settings of its library that have no field in a scenario.
 
-A case has them as text, by name, so that it needs no library to be read, compared and made smaller;
-a target says what each can be.
+A case stores them as text, by name, so it can be read, compared and shrunk without the library. The
+target declares the values of each.
 """
 
 from __future__ import annotations
@@ -15,27 +15,33 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.answers import shown
 from zero_sim.targets.protocol import Target
 
+# Types that a case can store as text.
 OptionValue = bool | int | float | str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One option: its default, and what is drawn besides.
+    """One option: its default, and the values of drawn cases.
+
+    Example:
+        >>> Option(default=25.0, values=(0.001, 1e-5)).default
+        25.0
 
     Raises:
-        UsageError: The default is of no type that an option can have.
+        UsageError: The default is no bool, int, float or str.
     """
 
     default: OptionValue
-    """What a case has that says nothing; its type is that of all values."""
+    """Value of a case that does not set the option. All values have its type."""
     values: object = ()
-    """What cases draw: a tuple of values, or a Hypothesis strategy that gives them. Text can be no
-    other than what a tuple has, or the default."""
+    """Values of drawn cases: a tuple, or a Hypothesis strategy. A text option accepts only the
+    default and the values of a tuple."""
     fits: Callable[[Scenario], str] | None = None
-    """Says of a case why it cannot have the option at all; '' where it can."""
+    """Function that returns the reason why a case cannot have the option, "" if it can."""
 
     def __post_init__(self) -> None:
-        """Refuse a default of another type."""
+        """Check the type of the default."""
+        # Not isinstance: a subclass such as numpy's float64 has no parser.
         if type(self.default) not in _PARSE:
             raise UsageError(
                 "expected the default of an option to be true or false, a number or text, got "
@@ -44,10 +50,10 @@ class Option:
 
 
 def options_of(target: Target) -> Mapping[str, Option]:
-    """The options that a target declares, by name; none where it declares nothing.
+    """Return the options that a target declares, by name; empty if it declares none.
 
     Raises:
-        ProtocolError: It declares something else.
+        ProtocolError: `options` is something else.
     """
     declared: object = getattr(target, "options", None)
     if declared is None:
@@ -64,13 +70,14 @@ def options_of(target: Target) -> Mapping[str, Option]:
 
 
 def chosen_options(target: Target, scenario: Scenario) -> dict[str, OptionValue]:
-    """The value of every option of a target in a case: what the case says, or the default.
+    """Return the value of every option of a target in a case: the case's own, or the default.
 
     Args:
-        target: Whose options they are.
-        scenario: A case that the target is not refused.
+        target: The target that declares the options.
+        scenario: A case that the target does not refuse.
     """
     said = {option.name: option.value for option in scenario.system.options}
+    # Every option, so that targets need no defaults of their own.
     return {
         name: parse(said[name], like=option.default) if name in said else option.default
         for name, option in options_of(target).items()
@@ -78,11 +85,11 @@ def chosen_options(target: Target, scenario: Scenario) -> dict[str, OptionValue]
 
 
 def option_problems(target: Target, scenario: Scenario) -> Iterator[Problem]:
-    """What of a case's options a target does not have, each with the path to it.
+    """Yield a problem for each option of a case that a target lacks or cannot set.
 
     Args:
-        target: Whose options they are.
-        scenario: The case that is asked for.
+        target: The target that declares the options.
+        scenario: The case.
     """
     known, seen = options_of(target), set[str]()
     for index, said in enumerate(scenario.system.options):
@@ -97,6 +104,7 @@ def option_problems(target: Target, scenario: Scenario) -> Iterator[Problem]:
                 suggestion=f"Try {near[0]!r}." if near else "Leave it out.",
             )
             continue
+        # A case is a list, in which a name may occur twice; the last value would win silently.
         if said.name in seen:
             message = f"expected each option once, got {said.name!r} again."
             yield Problem(path=f"{path}.name", message=message, suggestion="Leave one out.")
@@ -106,6 +114,7 @@ def option_problems(target: Target, scenario: Scenario) -> Iterator[Problem]:
         except UsageError as error:
             yield Problem(path=f"{path}.value", message=str(error), suggestion="")
             continue
+        # The default always fits, because it changes nothing.
         why = "" if option.fits is None or value == option.default else option.fits(scenario)
         if why:
             yield Problem(
@@ -116,15 +125,16 @@ def option_problems(target: Target, scenario: Scenario) -> Iterator[Problem]:
 
 
 def check_said(target: Target, said: Mapping[str, str]) -> None:
-    """Check that a target has some options, and can have these values of them.
+    """Check that a target has options of these names and accepts their values.
 
     Args:
-        target: Whose options they are.
+        target: The target that declares the options.
         said: Values as text, by name.
 
     Raises:
-        UsageError: It has not.
+        UsageError: An option is unknown, or its value is.
     """
+    # Before any case is drawn, so a wrong --option is one error and not one for each case.
     known = options_of(target)
     for name, text in said.items():
         if name not in known:
@@ -139,15 +149,16 @@ def check_said(target: Target, said: Mapping[str, str]) -> None:
 
 
 def parse(text: str, *, like: OptionValue) -> OptionValue:
-    """The value that a text stands for.
+    """Parse a value.
 
     Args:
-        text: As a case has it.
-        like: A value of the type.
+        text: Text of the value in a case, such as `true`.
+        like: A value of the wanted type.
 
     Raises:
-        UsageError: It stands for none.
+        UsageError: The text is no value of this type.
     """
+    # By exact type: bool is a subclass of int, and has a parser of its own.
     try:
         return _PARSE[type(like)](text)
     except ValueError:
@@ -155,17 +166,18 @@ def parse(text: str, *, like: OptionValue) -> OptionValue:
 
 
 def value_for(option: Option, text: str) -> OptionValue:
-    """The value of an option that a text stands for.
+    """Parse a value of an option.
 
     Args:
-        option: What can be words has no others than those that cases draw, where these are listed.
-        text: As a case has it.
+        option: The option. If its values are a tuple of text, no other text is accepted.
+        text: Text of the value in a case.
 
     Raises:
-        UsageError: It stands for none.
+        UsageError: The text is no value of the option.
     """
     value = parse(text, like=option.default)
     listed = option.values
+    # A strategy cannot be listed, so any text passes it. Numbers are free: tuples are examples.
     words = {option.default, *listed} if isinstance(listed, tuple) else set[OptionValue]()
     if isinstance(value, str) and len(words) > 1 and value not in words:
         names = ", ".join(sorted(map(str, words)))
@@ -174,10 +186,11 @@ def value_for(option: Option, text: str) -> OptionValue:
 
 
 def written(value: OptionValue) -> str:
-    """A value as a case has it."""
+    """Return the text of a value in a case."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+# As in TOML; bool(text) would be True for "false".
 def _truth(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError(text)

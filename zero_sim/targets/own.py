@@ -1,4 +1,4 @@
-"""The project's own system, the three layers of `zero_sim.zero`, as a target."""
+"""The project's own system (`zero_sim.zero`) as a target: settings of a case become its config."""
 
 from __future__ import annotations
 
@@ -74,15 +74,17 @@ from zero_sim.zero.variants.uneven_micro_batches import (
 
 
 def build_optim_factory(spec: OptimizerSpec) -> OptimFactory:
-    """What makes the scenario's optimizer from the masters that a rank owns, group by group."""
+    """Return a factory of the scenario's optimizer, from the masters of a rank in param groups."""
     cls, settings = class_of(spec), settings_of(spec)
 
     def factory(groups: ParamsT) -> Optimizer:
+        # Without own settings, torch's one default group is enough.
         if not spec.groups:
             return cls(groups, **settings)
         own: list[dict[str, Any]] = []
         for group in groups:
             assert isinstance(group, dict)
+            # The last index is for params that no group names: the optimizer's own settings.
             index = group["group_index"]
             said = {} if index == len(spec.groups) else own_settings(spec.groups[index])
             own.append({"params": group["params"], **said})
@@ -92,7 +94,12 @@ def build_optim_factory(spec: OptimizerSpec) -> OptimFactory:
 
 
 def topology_of(scenario: Scenario) -> Topology:
-    """The arrangement of all ranks, from a case that knows the size of its own dp-cp group."""
+    """Return the topology of all ranks.
+
+    Args:
+        scenario: The case of one dp-cp group, whose `world.size` is the size of the group.
+    """
+    # A dp-cp group has dp * cp ranks.
     spec = scenario.topology
     return Topology(
         tp=spec.tp,
@@ -105,13 +112,20 @@ def topology_of(scenario: Scenario) -> Topology:
 
 
 def is_counted(spec: TopologySpec, name: str, *, place: Mapping[str, int]) -> bool:
-    """Whether the norm counts a param on the ranks of a part: of its copies the first alone."""
+    """Return True if the norm counts a param on ranks of one tp and pp index.
+
+    Args:
+        spec: The topology, with name endings of params that several tp or pp ranks have.
+        name: The param's name.
+        place: Indices of the rank by dimension, such as `{"tp": 0, "pp": 1}`.
+    """
+    # Copies have equal gradients, so only the first one counts.
     is_copy = place["tp"] > 0 and name.endswith(spec.shared)
     return not is_copy and not (place["pp"] > 0 and name.endswith(spec.tied))
 
 
 def kind_of(name: str, tensor: Tensor) -> str:
-    """The kind of a param: what lies below a module named `experts` is one of its experts."""
+    """Return the kind of a param: `expert` below a module named `experts`, else `dense`."""
     return "expert" if is_expert(name) else "dense"
 
 
@@ -121,16 +135,19 @@ class _Reduction:
 
     kind: Literal["reduce_scatter", "reduce_scatter_list", "reduce", "all_reduce"]
     elems: int
+    """Elements of its tensor."""
     offset: int
-    """Of the fragment among them."""
+    """Offset of the fragment in this tensor."""
 
 
 def _reduction_of(
     owned: OwnedFragment, *, bucket: BucketPlan, system: SystemSpec, alone: GradUnit | None
 ) -> _Reduction:
-    """How a fragment is summed: with its bucket, or where its gradient goes alone, with those."""
+    """Return the call that sums a fragment: its bucket's, or its grad unit's if it has one."""
+    # Stage 0 keeps whole gradients on every rank.
     to_all = not system.stage or system.sum_by != "reduce-scatter"
     if alone is not None:
+        # Gradients in a reduce buffer are summed in runs of one owner, not by bucket.
         own = next(each.own for each in alone.slices if each.memory.name == owned.param)
         if to_all:
             return _Reduction("all_reduce", alone.plan.numel, own.start)
@@ -148,7 +165,7 @@ def _reduction_of(
 def _parallelize(
     module: nn.Module, *, system: SystemSpec, group: ProcessGroup | None
 ) -> TensorParallel | None:
-    """Make a module whose layers are split run on this rank, if it is one."""
+    """Make a module with split layers run on this rank; None for any other module."""
     if not isinstance(module, Blocks):
         return None
     parallel = TensorParallel(
@@ -159,7 +176,7 @@ def _parallelize(
 
 
 def config_of(scenario: Scenario) -> ZeroConfig:
-    """The configuration of our own system that a scenario asks for."""
+    """Return the config of the project's own system for a scenario."""
     system = scenario.system
     return ZeroConfig(
         stage=system.stage,
@@ -184,26 +201,26 @@ def config_of(scenario: Scenario) -> ZeroConfig:
 
 
 class _RepeatableAndGatheredAfterStep(GatheredAfterStep, RepeatableOnUse):
-    """Both variants at once."""
+    """Both variants."""
 
 
+# Gathers on use, by (ranks join micro-batches, params are also gathered after the step).
 _ON_USE = {
     (False, False): OnUse,
     (False, True): GatheredAfterStep,
     (True, False): RepeatableOnUse,
     (True, True): _RepeatableAndGatheredAfterStep,
 }
-"""By whether ranks join micro-batches, and whether params are gathered after the step, too."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _AllReducedChunkedUnit(AllReducedUnit, ChunkedUnit):
-    """Both variants at once."""
+    """Both variants."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _SummedAtFirstChunkedUnit(SummedAtFirstUnit, ChunkedUnit):
-    """Both variants at once."""
+    """Both variants."""
 
 
 _UNITS: dict[str, tuple[type[Unit], type[ChunkedUnit]]] = {
@@ -211,19 +228,21 @@ _UNITS: dict[str, tuple[type[Unit], type[ChunkedUnit]]] = {
     "all-reduce": (AllReducedUnit, _AllReducedChunkedUnit),
     "first-rank": (SummedAtFirstUnit, _SummedAtFirstChunkedUnit),
 }
-"""By the way of summing: units gathered at once, and in chunks."""
+"""By `system.sum_by`: the unit that gathers in one call, and the one that gathers in chunks."""
 
 
 def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Seams:
-    """The variants that a scenario asks for."""
+    """Return the variants of the project's own system for a scenario."""
     system, joins = scenario.system, bool(scenario.run.own_micro_batches)
     has_fp8 = any(param.dtype in FP8_DTYPES for param in module.parameters())
+    # Sums on the first rank need two calls, so their schedule under backward differs.
     grads = partial(
         schedule_grads,
         under_backward=UnderBackwardAtFirst if system.sum_by == "first-rank" else UnderBackward,
     )
     unit, chunked_unit = _UNITS[system.sum_by]
     if system.reduce_buffer_elems is not None:
+        # Gradients travel in grad units then, so the units of params only gather.
         unit, chunked_unit = Unit, ChunkedUnit
         settings = BufferSettings(
             elems=system.reduce_buffer_elems,
@@ -232,6 +251,7 @@ def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Se
         )
         grads = partial(BufferedGrads, settings=settings)
     chunk_elems = system.gather_chunk_elems
+    # Each seam has one variant, which the layers of `zero` call without knowing the scenario.
     return Seams(
         cast=Fp8Cast if has_fp8 else PlainCast,
         unit=unit
@@ -246,6 +266,7 @@ def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Se
 class ZeroSimEngine:
     """One rank of the project's own system."""
 
+    # In this order: groups, buffers, an arena in place of the buffers' memory, and the optimizer.
     def __init__(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> None:
         system, spec = scenario.system, scenario.optimizer
         config = config_of(scenario)
@@ -304,26 +325,30 @@ class ZeroSimEngine:
         self._places: dict[str, Place] = {}
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Reset the gradients."""
         self._optimizer.zero_grad()
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
         """Run backward; hooks move the gradients into the buffers."""
         self._ddp.add_rows(rows)
+        # Announce it before backward, whose hooks start reductions.
         if last_micro or self._system.sync == "every":
             self._ddp.begin_last_micro_batch()
         scaler = self._optimizer.loss_scaler
+        # Before backward, so that small gradients do not underflow in fp16.
         loss = loss if scaler is None else scaler.scale_loss(loss)
+        # False if all params that this rank's forward reads are frozen.
         if loss.requires_grad:
             loss.backward()
         self._ddp.end_micro_batch(last_micro)
 
     def join_micro_batch(self, *, last: bool) -> None:
-        """Take part without data."""
+        """Take part in a micro-batch without data."""
         join_micro_batch(self._ddp, last)
 
     def step(self, *, lr_factor: float) -> StepResult:
         """Update the params on every rank."""
+        # Reductions have finished in `end_micro_batch`, also those that overlapped backward.
         self._optimizer.set_lr_factor(lr_factor)
         result = self._optimizer.step()
         return StepResult(
@@ -338,46 +363,47 @@ class ZeroSimEngine:
         self._ddp.finish_param_gather()
 
     def held_bytes(self) -> Mapping[str, int]:
-        """Bytes of all memory that buffers, optimizer and pipelines reach, by what it is for."""
+        """Return the bytes of all memory that buffers and optimizer reach, by purpose."""
         held = dict(held_bytes(self._ddp, self._optimizer, arena=self._arena))
-        # Between two steps nothing is to be run again.
+        # There must be none between two steps, so an activation checkpoint that is left is found.
         held["other"] += self.checkpoint_bytes()
         return held
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of activation checkpoints, on whatever device."""
+        """Return the bytes of activation checkpoints, on all devices."""
         kept = () if self._tensor_parallel is None else self._tensor_parallel.memory()
+        # By storage, because several checkpoints may be views of one.
         storages = {each.data_ptr(): each for each in (t.untyped_storage() for t in kept)}
         return sum(each.nbytes() for each in storages.values())
 
     def whole_bytes(self) -> Iterator[tuple[str, str, int]]:
-        """Whole gradients and params of each unit, where its stage shards them."""
+        """Return unsharded gradients and params of each unit, if its stage shards them."""
         return whole_bytes(self._ddp, arena=self._arena)
 
     def memory(self) -> Iterator[tuple[str, Tensor]]:
-        """All memory that has a name, with it."""
+        """Yield all named memory."""
         if self._tensor_parallel is not None:
             yield from (("checkpoints", kept) for kept in self._tensor_parallel.memory())
         yield from memory_of(self._ddp, self._optimizer, arena=self._arena)
 
     def unwrap(self) -> nn.Module:
-        """Give the module back."""
+        """Return the module as it was before the engine was built."""
         if self._tensor_parallel is not None and isinstance(self.module, Blocks):
             self.module.be_parallel(OneDevice())
         return self._ddp.unwrap()
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
-        """Save a checkpoint; of a model in several parts, a folder with one for each."""
+        """Save a checkpoint; with tp or pp, in a folder for each part of the model."""
         checkpoint.save(path / self._part, ddp=self._ddp, optimizer=self._optimizer, form=form)
 
     def save_async(self, path: Path, *, form: CheckpointForm) -> checkpoint.SaveHandle:
-        """Begin a checkpoint that is written while training goes on."""
+        """Start to write a checkpoint while training goes on."""
         return checkpoint.save_async(
             path / self._part, ddp=self._ddp, optimizer=self._optimizer, form=form
         )
 
     def load(self, path: Path, *, weights_only: bool = False) -> None:
-        """Go on from a checkpoint."""
+        """Load a checkpoint of any layout."""
         checkpoint.load(
             path / self._part,
             ddp=self._ddp,
@@ -386,21 +412,21 @@ class ZeroSimEngine:
         )
 
     def params(self) -> Mapping[str, Tensor]:
-        """Full working params on this rank."""
+        """Return whole working params on this rank."""
         return self._ddp.whole_params()
 
     def parts(self) -> Iterator[OwnedPart]:
-        """What this rank owns, in buffer order."""
+        """Yield the parts that this rank owns, in buffer order."""
         for owned in self._optimizer.fragments():
             master, state = owned.master, owned.state
             if self._system.offload_state:
-                # Compared where the gradients are; counters are on the CPU anyway.
+                # They are compared on the gradients' device. 0-D counters stay on the CPU.
                 master = master.to(owned.grad.device)
                 state = {k: v.to(owned.grad.device) if v.dim() else v for k, v in state.items()}
             yield OwnedPart(self._place_of(owned), owned.grad, master, state)
 
     def settings(self) -> Settings:
-        """What the optimizer's groups say, and the loss scaler."""
+        """Return the settings of the optimizer's groups and of the loss scaler."""
         scaler = self._optimizer.loss_scaler
         return Settings(
             params=self._optimizer.settings(),
@@ -409,8 +435,11 @@ class ZeroSimEngine:
         )
 
     def _place_of(self, owned: OwnedFragment) -> Place:
+        # A rank owns one fragment of a param, in the same place for the whole run.
         place = self._places.get(owned.param)
         if place is None:
+            # The fragment's offsets in param and buffer come from the layout, the reduction's from
+            # the unit that carries the gradient.
             buffer = self._ddp.buffers[owned.buffer]
             bucket = buffer.plan.buckets[owned.bucket]
             param = self._ddp.params[owned.param]
@@ -442,7 +471,7 @@ class ZeroSimEngine:
         return place
 
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """Where gradient buffers and sums, or only their padding, are not zero."""
+        """Describe the first nonzero element of gradient buffers and sums, or of their padding."""
         for index, buffer in enumerate(self._ddp.buffers):
             if not padding_only:
                 for memory in (buffer.grad_data, buffer.total_data):
@@ -456,12 +485,13 @@ class ZeroSimEngine:
         return ""
 
     def stray_padding(self) -> str:
-        """Where padding of param buffers or master shards is not zero."""
+        """Describe the first nonzero padding of param buffers or master shards."""
         for index, buffer in enumerate(self._ddp.buffers):
             for unit in buffer.units:
                 stray = _stray_in_params(unit, index=index)
                 if stray:
                     return stray
+        # Masters are padded like the shards that they belong to.
         for (index, number), master in self._optimizer.master_shards.items():
             buffer = self._ddp.buffers[index]
             where = f"the masters of buffer {index}, in bucket {number}"
@@ -474,7 +504,7 @@ class ZeroSimEngine:
 
 
 def _stray(padding: Tensor, *, start: int, where: str) -> str:
-    """Name the first element of some padding that is not zero; `start` is its place in `where`."""
+    """Describe the first nonzero element of padding, which begins at `start` of `where`."""
     if not padding.numel() or not padding.any():
         return ""
     return f"element {start + int(padding.nonzero()[0])} of {where}"
@@ -482,7 +512,7 @@ def _stray(padding: Tensor, *, start: int, where: str) -> str:
 
 def _stray_in_part(bucket: BucketPlan, own: Span, memory: Tensor, *, where: str) -> str:
     """The same for the memory of a part of a bucket, in elements of the flat buffer."""
-    # A bucket's padding is its tail: of a part, what reaches into it.
+    # A bucket's padding is its tail, of which a part may cover all, some or nothing.
     start = min(max(own.start, bucket.padding.start), own.stop)
     return _stray(memory[start - own.start :], start=start, where=where)
 
@@ -492,7 +522,7 @@ def _stray_in_gradients(unit: Unit, *, index: int, padding_only: bool) -> str:
     bucket, whole = unit.plan, unit.grad_storage.whole
     where = f"gradient buffer {index}, in bucket {bucket.index}"
     if whole is not None:
-        # Whole gradients that come and go are there only while they are filled.
+        # If the stage shards gradients, whole ones exist only while backward fills them.
         start = bucket.padding.start if padding_only else bucket.span.start
         stray = _stray(whole[start - bucket.span.start :], start=start, where=where)
         if stray:
@@ -520,6 +550,7 @@ class ZeroSimTarget:
     """The project's own system, stages 0 to 3."""
 
     name = "zero_sim"
+    # None: everything that a scenario can contain.
     capabilities = None
     numerics = Numerics(grads_told="before-division")
     costs = TEXTBOOK

@@ -1,4 +1,4 @@
-"""The update rule that a target brings along for the reference, if it has one."""
+"""Update rules that a target gives to the reference."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ def rules_of(target: Target, scenario: Scenario, *, added_in: str | None = None)
 
     Args:
         target: The system under test.
-        scenario: The case, as the target is given it.
+        scenario: The case, as the target gets it.
         added_in: As for `Numerics.replayed`.
 
     Raises:
-        ProtocolError: The target declares something else.
+        ProtocolError: A declaration has another type.
     """
     numerics = numerics_of(target, scenario)
     rules = numerics.rules(scenario, added_in=added_in)
     own = None
     if scenario.optimizer.name == "own":
         own = own_rule_of(target, scenario, elementwise=numerics.elementwise)
+    # A case of a pair takes its steps from the run in the other layout: see `recorded`.
     if (rule := getattr(target, "layout_rule", None)) is not None:
         own = rule(scenario) or own
     return replace(rules, own=own)
@@ -54,7 +55,7 @@ def own_rule_of(target: Target, scenario: Scenario, *, elementwise: bool = False
         elementwise: True if the step of an element depends on that element alone.
 
     Raises:
-        ProtocolError: It has two, or one that cannot be called as the reference does.
+        ProtocolError: The target has two rules, or one that takes other arguments.
     """
     found = [name for name in OWN_RULES if getattr(target, name, None) is not None]
     if not found:
@@ -63,6 +64,7 @@ def own_rule_of(target: Target, scenario: Scenario, *, elementwise: bool = False
         raise ProtocolError(
             f"expected {' or '.join(OWN_RULES)} of target {target.name!r}, got both. Remove one."
         )
+    # Reports name the rule, because it is trusted.
     name, of = found[0], f"{found[0]} of target {target.name!r}"
     rule = _callable(target, name)
     read = getattr(target, "reference_state", None)
@@ -79,11 +81,9 @@ def own_rule_of(target: Target, scenario: Scenario, *, elementwise: bool = False
 
 @contextmanager
 def no_process_group() -> Generator[None]:
-    """Hide every process group: `torch.distributed.is_initialized()` is False within.
-
-    The whole process is affected. Ranks in threads may use it, because only one of them runs, and
-    nothing within waits for another.
-    """
+    """Hide every process group: `torch.distributed.is_initialized()` is False within."""
+    # For the whole process. This is safe for ranks in threads, because only one of them runs, and
+    # nothing within waits for another.
     world = c10d._world
     c10d._world = c10d._World()
     try:
@@ -99,6 +99,7 @@ def _callable(target: Target, name: str) -> Callable[..., Any]:
         raise ProtocolError(
             f"expected {name!r} of target {target.name!r} to be {words}, got {shown(rule)}."
         )
+    # Positional arguments, so that users may name theirs as they like.
     try:
         inspect.signature(rule).bind(*arguments)
     except TypeError as error:
@@ -107,5 +108,5 @@ def _callable(target: Target, name: str) -> Callable[..., Any]:
             f"{inspect.signature(rule)}: {error}."
         ) from None
     except ValueError:
-        pass  # It is not written in Python: what it takes shows when it is called.
+        pass  # Not written in Python, so a call will show if it fits.
     return rule

@@ -1,12 +1,12 @@
-"""Declarations of what a library keeps once a process and each rank needs for itself.
+"""Declarations of a library's per-process state that each simulated rank needs for itself.
 
 [Note: rank-local state]
-A library that counts on one rank a process keeps what belongs to that rank in globals of its
-modules, in attributes of its classes, or in a mutable default argument. In the simulated world all
-ranks are threads of one process, so a target says which names these are: they move with the baton,
-and a rank begins every program with a copy of what they held before it. Or it says which packages
-each rank imports for itself, which needs no list and costs one import a rank and program. On real
-processes none of that is needed, and nothing of it is done.
+A library that expects one rank per process keeps the state of that rank in globals of its modules,
+in class attributes, or in mutable default arguments. In the simulated world all ranks are threads
+of one process. So a target declares these names: their values move with the baton, and a rank
+begins every program with a copy of the values before it. Or it declares packages that each rank
+imports for itself, which needs no list of names and costs an import per rank and program. On real
+processes these declarations have no effect.
 """
 
 from __future__ import annotations
@@ -26,26 +26,31 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:([A-Za-z_][\w.]*(\([A-Za-z_]\w*\))?|\*)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLocal:
-    """What of a process each simulated rank has for itself under a target; `rank_local` of it.
+    """State of a process that each simulated rank has for itself: `rank_local` of a target.
+
+    Example:
+        >>> RankLocal(names=("lib.comm:GROUP", "lib.engine:Engine.count")).cuda_is_cpu
+        False
 
     Raises:
-        UsageError: A name is none.
+        UsageError: A name has another form.
     """
 
     names: tuple[str, ...] = ()
-    """`module:name` of a global, `module:Class.attribute`, or `module:function(argument)` of a
-    mutable default argument; or `module:*` for all globals of it that are no modules, classes and
-    functions. The modules are imported before the first rank begins. A name that the installed
-    version of a library lacks is skipped, and a note of the case says so."""
+    """Names: `module:name` for a global, `module:Class.attribute`, `module:function(argument)` for
+    a mutable default argument, or `module:*` for all globals of a module except modules, classes
+    and functions. The modules are imported before the first rank begins. A name that the installed
+    version of a library lacks is skipped, with a note in the result."""
     packages: tuple[str, ...] = ()
-    """Top-level packages that each rank imports for itself, in every program anew."""
+    """Top-level packages that each rank imports for itself in every program."""
     cuda_is_cpu: bool = False
-    """Whether ranks find GPUs in name that compute on the CPU, as with `zero-sim torchrun
-    --cuda-is-cpu`: for a library that calls `torch.cuda` wherever it runs."""
+    """True if ranks find CUDA devices that compute on the CPU, as with `zero-sim torchrun
+    --cuda-is-cpu`. For libraries that call `torch.cuda` on every machine."""
 
     def __post_init__(self) -> None:
         for field in ("names", "packages"):
             values: object = getattr(self, field)
+            # A bare string is iterable, and would be read letter by letter.
             if not isinstance(values, tuple):
                 raise UsageError(
                     f"expected RankLocal.{field} to be a tuple, got {values!r}. Try ({values!r},)."
@@ -61,15 +66,15 @@ class RankLocal:
             if not isinstance(name, str) or not name.isidentifier():
                 raise UsageError(
                     f"expected an entry of RankLocal.packages to be a top-level package, got "
-                    f"{name!r}. Try what stands before its first dot."
+                    f"{name!r}. Use the part before its first dot."
                 )
 
 
 def rank_local_of(target: Target) -> RankLocal | None:
-    """What a target declares of rank-local state; None where it declares nothing.
+    """Return the rank-local state that a target declares; None if it declares none.
 
     Raises:
-        ProtocolError: It declares something else.
+        ProtocolError: `rank_local` is something else.
     """
     declared: object = getattr(target, "rank_local", None)
     if declared is None or isinstance(declared, RankLocal):
@@ -82,20 +87,26 @@ def rank_local_of(target: Target) -> RankLocal | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Library:
-    """The package that a shipped target judges; `library` of it."""
+    """The package under test of a shipped target: its attribute `library`.
+
+    Example:
+        >>> Library(package="deepspeed", extra="deepspeed", judged="deepspeed==0.19.8").environment
+        ()
+    """
 
     package: str
-    """The module that is imported."""
+    """Name to import, such as `deepspeed`."""
     extra: str
-    """Of `zero-sim[extra]`, which installs it."""
+    """Extra that installs the package, as in `zero-sim[extra]`."""
     judged: str = ""
-    """Distribution and version whose rules the target declares: `deepspeed==0.19.8`."""
+    """Distribution and version whose rules the target declares, such as `deepspeed==0.19.8`."""
+    # Read when the package is imported, so they are set before.
     environment: tuple[tuple[str, str], ...] = ()
-    """Variables that it reads when it is imported, set where nobody has set them."""
+    """Environment variables and their values, set if they are not set yet."""
 
 
 def why_missing(target: Target) -> str:
-    """Why a target cannot run here, as its package is not installed; empty where it can."""
+    """Return a message if the package of a target is not installed; empty if it is."""
     library: object = getattr(target, "library", None)
     if not isinstance(library, Library) or _is_installed(library.package):
         return ""
@@ -106,26 +117,23 @@ def why_missing(target: Target) -> str:
 
 
 def prepare(target: Target) -> None:
-    """Check that the package which a target judges is there, and set what it reads.
+    """Check that a target's package is installed, and set its environment variables.
 
     Raises:
-        EnvironmentProblem: It is not; names the extra that installs it.
+        EnvironmentProblem: It is not installed. The message names its extra.
     """
     why = why_missing(target)
     if why:
         raise EnvironmentProblem(f"expected an installed package, got none: {why}")
     library: object = getattr(target, "library", None)
     if isinstance(library, Library):
+        # The user's own values have precedence.
         for name, value in library.environment:
             os.environ.setdefault(name, value)
 
 
 def why_not_judged(target: Target) -> str:
-    """Name the installed version of a library if its rules may differ; empty for the judged one.
-
-    Args:
-        target: The system under test.
-    """
+    """Return a note if the installed version of a library may have other rules; else empty."""
     library: object = getattr(target, "library", None)
     if not isinstance(library, Library) or not library.judged:
         return ""
@@ -134,7 +142,7 @@ def why_not_judged(target: Target) -> str:
         installed = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         installed = "of an unknown version"
-    # Builds of one version, such as 0.19.8+cpu, compute alike.
+    # A local version such as 0.19.8+cpu has the same rules.
     if installed.partition("+")[0] == judged:
         return ""
     return (
@@ -144,6 +152,7 @@ def why_not_judged(target: Target) -> str:
 
 
 def _is_installed(package: str) -> bool:
+    # Without importing the package, which may take seconds and needs its environment first.
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:

@@ -1,8 +1,8 @@
-"""State in one layout, recorded step by step, as expected state in another layout.
+"""State of a run in one layout, recorded as expected state of a run in another layout.
 
 [Note: the rule of a replayed case]
-The reference takes masters and state after each step from the record. There is no update rule.
-All else is computed as in any case: losses, reduced gradients, norms, casts.
+The reference takes masters and state after each step from the record, without an update rule. It
+computes everything else as in any case: losses, reduced gradients, norms, casts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from zero_sim.targets.declared import capabilities_of, has_own_rule
 from zero_sim.targets.protocol import OwnedPart, Target
 
 Span = tuple[int, int]
-"""Half-open, in elements of a param."""
+"""Half-open range of a param, in elements."""
 Pieces = dict[Span, Tensor]
+"""Values by range, 1-D."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,20 +31,21 @@ class Record:
     """Params and state after each step of a run."""
 
     steps: dict[int, dict[str, dict[str, Pieces]]] = field(default_factory=dict)
-    """By step, param and state key; the master has an empty key."""
+    """Values by step, param and state key. The master has an empty key."""
 
     def __deepcopy__(self, memo: object) -> Record:
-        """Return itself: nothing changes it after its run."""
+        """Return itself."""
+        # It is copied along with the reference's rule, and nothing changes it after its run.
         return self
 
     def note_parts(self, step: int, parts: Iterable[OwnedPart]) -> None:
-        """Note what a rank owns after a step; replicas are compared within their own run."""
+        """Record the parts that a rank owns after a step."""
         for part in parts:
             place = part.place
             self._note(step, place.param, (place.start, place.stop), part.master, part.state)
 
     def note_params(self, step: int, params: Mapping[str, Tensor]) -> None:
-        """Note working params after a step, for an engine that reports no parts."""
+        """Record working params after a step, for an engine that reports no parts."""
         for name, param in params.items():
             self._note(step, name, (0, param.numel()), param, {})
 
@@ -53,6 +55,7 @@ class Record:
         keys = self.steps.setdefault(step, {}).setdefault(name, {})
         for key, value in {"": master, **state}.items():
             pieces = keys.setdefault(key, {})
+            # The first of several replicas: their own run has compared them with each other.
             if span not in pieces:
                 pieces[span] = value.detach().clone()
 
@@ -91,8 +94,9 @@ class Record:
 
 
 def _joined(pieces: Pieces, *, like: Tensor) -> Tensor:
-    """Return state joined from pieces, or as one rank has it if it is not cut like the param."""
+    """Return state joined from pieces, or one rank's if it is not cut like the param."""
     first = next(iter(pieces.values()))
+    # For example a step counter, or the factors of Shampoo, which have another shape.
     is_cut = all(
         value.dim() and value.numel() == stop - start for (start, stop), value in pieces.items()
     )
@@ -106,6 +110,7 @@ def _joined(pieces: Pieces, *, like: Tensor) -> Tensor:
 
 
 def _to_json(value: Tensor) -> tuple[str, list[int], str]:
+    # As bytes, because numpy has no bf16.
     held = value.detach().cpu().contiguous()
     raw = held.reshape(-1).view(torch.uint8).numpy().tobytes()
     return str(held.dtype).removeprefix("torch."), list(held.shape), base64.b64encode(raw).decode()
@@ -113,6 +118,7 @@ def _to_json(value: Tensor) -> tuple[str, list[int], str]:
 
 def _from_json(value: tuple[str, list[int], str]) -> Tensor:
     name, shape, text = value
+    # A bytearray is writable, as a tensor's memory must be; frombuffer refuses an empty one.
     raw, dtype = bytearray(base64.b64decode(text)), getattr(torch, name)
     return (
         torch.frombuffer(raw, dtype=dtype).reshape(shape)
@@ -122,11 +128,11 @@ def _from_json(value: tuple[str, list[int], str]) -> Tensor:
 
 
 class _RecordedOptimizer:
-    """Takes steps from a record, in the form of torch's optimizers."""
+    """An optimizer in torch's form that takes its steps from a record."""
 
     def __init__(self, record: Record, named: Mapping[str, Tensor]) -> None:
         self._record, self._named = record, dict(named)
-        # In the group, because the reference copies state and groups alone.
+        # In the group, because the reference copies only state and groups.
         self.param_groups: list[dict[str, Any]] = [
             {"params": list(named.values()), "lr": 0.0, "step": 0}
         ]
@@ -140,24 +146,25 @@ class _RecordedOptimizer:
 
 
 class _Wrapped:
-    """A target with something added.
+    """A target with a record.
 
     Args:
         target: The system under test.
-        record: Written or read.
+        record: The record to write or to read.
     """
 
     def __init__(self, target: Target, record: Record) -> None:
         self._target, self._record = target, record
         self.name = target.name
-        # Before anything is added, since a rule of its own changes the default.
+        # Before a rule is added, because a rule of the target's own changes the defaults.
         self.capabilities = capabilities_of(target)
 
     def __getattr__(self, name: str) -> Any:
+        # Optional declarations, such as `numerics`, are the target's own.
         return getattr(self._target, name)
 
     def build(self, module: Any, **named: Any) -> Any:
-        """Build the engine of the target."""
+        """Build the target's engine."""
         return self._target.build(module, **named)
 
     def _rule(self, scenario: Scenario, record: Record) -> OwnRule:
@@ -173,17 +180,17 @@ class Recording(_Wrapped):
 
     @property
     def layout_recorder(self) -> Record:
-        """Takes the state after each step."""
+        """Record that the judge fills after each step."""
         return self._record
 
     def layout_rule(self, scenario: Scenario) -> OwnRule | None:
-        """Return a rule that leaves all as it is, if the reference has none."""
+        """Return a rule that leaves everything unchanged, if the reference has no other."""
         has_rule = scenario.optimizer.name != "own" or has_own_rule(self._target)
         return None if has_rule else self._rule(scenario, Record())
 
 
 class Replayed(_Wrapped):
-    """A target whose params and state are expected to be as recorded."""
+    """A target whose params and state must equal the record."""
 
     def layout_rule(self, scenario: Scenario) -> OwnRule | None:
         """Return the rule that takes each step from the record."""

@@ -1,4 +1,4 @@
-"""The targets that a scenario may name, and how a user's own is found."""
+"""Registered targets by name, and the import of a user's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def _by_name(names: Mapping[str, Sequence[str]]) -> dict[str, str]:
     return {name: f"zero_sim.targets.{module}" for module in names for name in names[module]}
 
 
-# By name: a case imports the target that it names, and no other.
+# Names only, because a module is imported when a case names its target: others may need packages
+# that are not installed, and take time to import.
 _TARGETS = _by_name(
     {
         "own": ["zero_sim"],
@@ -27,7 +28,7 @@ _TARGETS = _by_name(
         "torch.fsdp2": ["torch-fsdp2", "torch-fsdp2-as-is"],
     }
 )
-"""Module that has a target in its `TARGETS`, by the target's name."""
+"""Module with the target in its `TARGETS`, by the target's name."""
 
 _LIBRARIES = _by_name(
     {
@@ -39,7 +40,7 @@ _LIBRARIES = _by_name(
         "megatron.fsdp": ["megatron-fsdp", "megatron-fsdp-as-is"],
     }
 )
-"""The same for targets of libraries, which are installed with an extra."""
+"""The same for targets of libraries that need an extra."""
 
 
 @cache
@@ -53,20 +54,20 @@ def _registered(name: str) -> Target | None:
 
 
 def target_names() -> tuple[str, ...]:
-    """Names of all registered targets that need no package besides torch."""
+    """Return the names of registered targets that need no package besides torch."""
     return tuple(sorted(_TARGETS))
 
 
 def library_target_names() -> tuple[str, ...]:
-    """Names of all registered targets of libraries that may not be installed."""
+    """Return the names of registered targets whose library may not be installed."""
     return tuple(sorted(_LIBRARIES))
 
 
 def find_target(name: str) -> Target:
-    """The registered target of that name.
+    """Return the registered target of a name.
 
     Raises:
-        UsageError: There is none; lists those there are.
+        UsageError: There is none; the message has the nearest names.
     """
     target = _registered(name)
     if target is None:
@@ -79,33 +80,36 @@ def find_target(name: str) -> Target:
 
 
 def name_of(target: Target) -> str:
-    """The name by which `import_target` finds a target again; empty where it has none.
+    """Return the name by which `import_target` finds a target again; empty if there is none.
 
     Args:
-        target: A registered one; one that a module has under a name; or an object without any
-            state, which its class makes as well.
+        target: A registered target; one that a module has under a name; or an object without
+            state, for which the name of its class will do.
     """
     if _registered(target.name) is target:
         return target.name
     made_by = type(target)
     module = sys.modules.get(made_by.__module__)
+    # Another process has another `__main__`.
     if module is None or made_by.__module__ == "__main__":
         return ""
     held = [name for name, value in vars(module).items() if value is target]
+    # An empty `__dict__`: a new object of the class equals this one. True stands for slots, which
+    # may have state.
     if not held and not getattr(target, "__dict__", True):
         held = [name for name, value in vars(module).items() if value is made_by]
     return f"{made_by.__module__}:{held[0]}" if held else ""
 
 
 def import_target(name: str) -> Target:
-    """A registered target, or for `module:name` one imported from a module; runs its code.
+    """Return a registered target, or import `module:name`, which runs the module's code.
 
     Args:
-        name: A registered name; or a module, found in the current folder too, and what in it is
-            the target: an object, or a class made without arguments.
+        name: A registered name; or a module, also in the current folder, and the name of a target
+            in it: an object, or a class that takes no arguments.
 
     Raises:
-        UsageError: There is no such module or name in it, its code does not come through, or what
-            it names is no target.
+        UsageError: The module or the name does not exist, its code raises, or the object is no
+            target.
     """
     return load_target(name) if ":" in name else find_target(name)

@@ -1,8 +1,8 @@
-"""One device that trains alone, without any buffer: the baseline of all others.
+"""Training on one device without buffers: the baseline of memory and speed.
 
-The params are the module's own and have their gradients in `.grad`; a 16-bit param has an fp32
-master beside it. Gradients are freed as soon as a step is over, or kept and zeroed, which costs as
-much memory as the params and saves making them anew.
+The params are the module's own, with gradients in `.grad`. A 16-bit param also has an fp32 master.
+Gradients are freed after each step, or kept and zeroed. Keeping them costs as much memory as the
+params, and saves allocations.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class SingleDeviceEngine:
 
     Args:
         module: The model.
-        scenario: The case; `optimizer` is read.
-        keeps_grads: Whether gradients stay in memory between two steps.
+        scenario: The case, of which `optimizer` is read.
+        keeps_grads: True if gradients stay in memory between two steps.
     """
 
     def __init__(self, module: nn.Module, *, scenario: Scenario, keeps_grads: bool) -> None:
@@ -40,7 +40,7 @@ class SingleDeviceEngine:
         self._rates = LearningRates(self._optimizer)
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Reset the gradients."""
         for param in self._params.values():
             if not self._keeps_grads:
                 param.grad = None
@@ -57,9 +57,11 @@ class SingleDeviceEngine:
         grads = {name: param.grad for name, param in self._params.items()}
         for name, master in self._masters.items():
             grad = grads[name]
-            # A copy: clipping and some optimizers write to it, and what came of backward is told.
+            # A copy, because clipping and some optimizers write to it, and `parts` reports the
+            # gradient as backward left it.
             master.grad = None if grad is None else grad.to(torch.float32, copy=True)
         norm = None
+        # By value before by norm, as the reference does.
         if self._spec.clip_value is not None:
             nn.utils.clip_grad_value_(self._masters.values(), self._spec.clip_value)
         if self._spec.clip_norm is not None:
@@ -67,22 +69,23 @@ class SingleDeviceEngine:
         self._rates.scale(lr_factor)
         self._optimizer.step()
         for name, master in self._masters.items():
+            # In fp32 the master is the param, so restore its gradient afterwards.
             master.grad = None
             self._params[name].copy_(master)
             self._params[name].grad = grads[name]
         return StepResult(norm=norm)
 
     def settle(self) -> None:
-        """Let go of the gradients, which nobody needs any more."""
+        """Free the gradients, which `parts` has reported by now."""
         if not self._keeps_grads:
             self.zero_grad()
 
     def params(self) -> Mapping[str, Tensor]:
-        """All working params."""
+        """Return all working params."""
         return {name: param.detach() for name, param in self._params.items()}
 
     def parts(self) -> Iterator[OwnedPart]:
-        """Every param whole, with its master and state."""
+        """Yield every param whole, with its master and state."""
         for name, master in self._masters.items():
             param = self._params[name]
             grad = torch.zeros_like(param) if param.grad is None else param.grad
@@ -94,12 +97,12 @@ class SingleDeviceEngine:
             )
 
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """Which param has a gradient where none must be."""
+        """Name a param with a nonzero gradient; nothing has padding."""
         grads = {} if padding_only else {n: p.grad for n, p in self._params.items()}
         return next((f"param {n!r}" for n, g in grads.items() if g is not None and g.any()), "")
 
     def memory(self) -> Iterator[tuple[str, Tensor]]:
-        """All memory that has a name, with it."""
+        """Yield all named memory."""
         for name, param in self._params.items():
             yield "params", param
             if param.grad is not None:
@@ -113,11 +116,11 @@ class SingleDeviceEngine:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class SingleDevice:
-    """One device alone, on one rank."""
+    """One device, on one rank."""
 
     name: str = "single-device"
     keeps_grads: bool = False
-    """Whether gradients stay in memory, as with `zero_grad(set_to_none=False)`."""
+    """True if gradients stay in memory, as with `zero_grad(set_to_none=False)`."""
     capabilities: ClassVar = Capabilities(
         models=PLAIN_MODELS,
         dtypes=("fp32", "bf16", "fp16"),
@@ -134,6 +137,7 @@ class SingleDevice:
         ),
     )
     numerics: ClassVar = Numerics(
+        # One rank: nothing is divided.
         divide="none",
         divide_by="ranks",
         sync="last",
@@ -151,7 +155,7 @@ class SingleDevice:
 
 
 def _master_of(param: nn.Parameter) -> nn.Parameter:
-    """The param itself in fp32; of another dtype a copy that the optimizer steps."""
+    """Return the param itself if it is fp32, else an fp32 copy for the optimizer."""
     if param.dtype is torch.float32:
         return param
     return nn.Parameter(param.detach().to(torch.float32))

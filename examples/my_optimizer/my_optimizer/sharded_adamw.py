@@ -1,4 +1,4 @@
-"""AdamW that keeps its state for one slice of the model a rank."""
+"""AdamW with its state for one slice of the model on each rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed import ProcessGroup
 
 
 class ShardedAdamW:
-    """All params, one after another, are cut into as many slices as there are ranks.
+    """AdamW over all params, one after another, cut into one slice for each rank.
 
     Args:
         params: fp32 params, in the same order on every rank.
         group: The data-parallel group.
-        settings: What `torch.optim.AdamW` takes.
+        settings: Arguments of `torch.optim.AdamW`, such as `lr`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ShardedAdamW:
         self.optimizer = torch.optim.AdamW([self.shard], foreach=False, **settings)
 
     def step(self) -> None:
-        """Average the gradients, update this rank's slice, and hand all slices to everyone."""
+        """Average the gradients, update this rank's slice, and send all slices to all ranks."""
         grad = torch.cat([p.grad.reshape(-1) for p in self.params])
         dist.all_reduce(grad, group=self.group)
         grad /= self.group.size()
@@ -54,7 +54,7 @@ class ShardedAdamW:
 
 
 def slices(elems: int, ranks: int) -> list[tuple[int, int]]:
-    """Start and stop of each rank's slice; the first ones take one of what is left over each."""
+    """Return start and stop of each rank's slice; the first ranks take one more each, if needed."""
     least, longer = divmod(elems, ranks)
     starts = [rank * least + min(rank, longer) for rank in range(ranks + 1)]
     return list(pairwise(starts))

@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO engine as targets, a stage each; `pip install "zero-sim[deepspeed]"`."""
+"""DeepSpeed's ZeRO engine, with a target for each stage; `pip install "zero-sim[deepspeed]"`."""

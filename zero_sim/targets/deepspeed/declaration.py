@@ -1,19 +1,10 @@
 """DeepSpeed's engine under an optimizer of torch: ZeRO 0, 1, 2 and 3.
 
-[Note: what DeepSpeed computes]
-With `prescale_gradients` off, stage 1 sums what each rank accumulated over its micro-batches, and
-stages 2 and 3 sum after every micro-batch and accumulate the sums. Gradients are divided by the
-number of ranks before the sum. Losses are not divided by the number of micro-batches, which
-`backward(scale_wrt_gas=False)` asks for. `gradient_clipping` is 1.0 where a config does not name
-it, so ours does.
-
 [Note: DeepSpeed's dtypes]
 Micro-batches are accumulated in `grad_accum_dtype` and ranks are summed in
-`communication_data_type`, both the dtype of the params where a config does not say. Where stages 1
-and 2 reduce-scatter, and stage 1 all-reduces what it accumulated in another dtype, a gradient is
-divided before it is cast to the dtype of the sum; all other paths cast first. `prescale_gradients`
-divides before the sum, `gradient_predivide_factor` multiplies by its reciprocal before it and by
-the rest after it; only sums by all-reduce look at either.
+`communication_data_type`. Both default to the dtype of the params. Most paths cast a gradient to
+the dtype of the sum and then divide it. Two paths divide first: the reduce-scatter of stages 1 and
+2, and the all-reduce of stage 1 if it accumulated in another dtype.
 """
 
 from __future__ import annotations
@@ -45,22 +36,26 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 
 def is_all_reduced(scenario: Scenario, *, stage: int) -> bool:
-    """Return True if gradients are all-reduced whole, divided by `gradient_predivide_factor`."""
-    # Without contiguous gradients reduce_scatter changes nothing.
+    """Return True if whole gradients are all-reduced, with `gradient_predivide_factor`."""
+    # DeepSpeed ignores `reduce_scatter` without contiguous gradients.
     system = scenario.system
     return stage == 0 or (stage < 3 and system.sum_by == "all-reduce" and system.contiguous_grads)
 
 
 def options_for(stage: int) -> Mapping[str, Option]:
-    """Options that a stage has; `why_not_together` says what of them goes together."""
+    """Return the options of a stage; `why_not_together` refuses some combinations."""
 
     def scaled(scenario: Scenario) -> str:
-        return "" if is_all_reduced(scenario, stage=stage) else "a sum that does not look at it"
+        return "" if is_all_reduced(scenario, stage=stage) else "a sum that ignores it"
 
+    # `communication_data_type`, in which ranks are summed.
     found = {"communication": Option(default="param", values=DTYPES)}
     if stage > 0:
+        # `grad_accum_dtype`, in which micro-batches accumulate.
         found["accumulation"] = Option(default="param", values=("fp32",))
         found["universal"] = Option(default=False, values=(True,))
+    # `gradient_predivide_factor` multiplies by its reciprocal before the sum and by the rest after
+    # it; `prescale_gradients` divides before it. Only sums by all-reduce use either.
     if stage < 3:
         found["predivide"] = Option(default=1.0, values=(2.0, 3.0), fits=scaled)
         found["prescale"] = Option(default=False, values=(True,), fits=scaled)
@@ -68,15 +63,16 @@ def options_for(stage: int) -> Mapping[str, Option]:
 
 
 def why_not_together(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> str:
-    """Why there is no rule for what a case asks for; '' where there is one."""
+    """Return the reason why the options of a case have no rule; "" if they have one."""
+    # See [Note: DeepSpeed's dtypes].
     own = scenario.model.dtype
     wire, wide = own_or(options["communication"], own), own_or(options.get("accumulation"), own)
     if options.get("prescale") and options["predivide"] != 1.0:
-        return "prescale_gradients is set, with which DeepSpeed does not look at the factor"
+        return "prescale_gradients is set, so that DeepSpeed ignores the factor"
     if (stage, own, wide) == (1, "bf16", "fp32"):
-        return "for that stage 1 has another engine, BF16_Optimizer, which is not wrapped"
+        return "stage 1 uses another engine, BF16_Optimizer, which is not wrapped"
     if wire == "fp16" != own and scenario.model.name in EXACT_MODELS:
-        return f"gradients of the model {scenario.model.name} are more than fp16 holds"
+        return f"gradients of the model {scenario.model.name} exceed the range of fp16"
     divides_first = stage in (1, 2) and (
         scenario.system.sum_by == "reduce-scatter" and scenario.system.contiguous_grads
     )
@@ -88,18 +84,19 @@ def why_not_together(scenario: Scenario, *, stage: int, options: Mapping[str, An
 
 
 def own_or(name: str | None, own: str) -> str:
-    """The dtype that an option names; `param` is the params' own."""
+    """Return the dtype that an option names; `param` and None stand for the params' dtype."""
     return own if name in (None, "param") else name
 
 
 def numerics_for(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> Numerics:
-    """Return the rules by which a stage computes a case."""
+    """Return the arithmetic of a stage for a case."""
     own = scenario.model.dtype
     wire, wide = own_or(options["communication"], own), own_or(options.get("accumulation"), own)
     is_mixed = {wire, wide} != {own}
+    # Stages 1 to 3 divide by the ranks before the sum.
     divide, first, told = "pre", None, "sum"
     if is_mixed or stage == 3:
-        # Stage 3 gives parts of gradients as fp32, whatever they are.
+        # Stage 3 returns parts of gradients in fp32, whatever their dtype.
         told = "fp32" if wide == "fp32" or stage == 3 else "param"
     if is_all_reduced(scenario, stage=stage) and not options["prescale"]:
         divide = "postmul-rounded"
@@ -110,6 +107,8 @@ def numerics_for(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) 
         divide=divide,
         divide_by="ranks",
         predivide_by=first,
+        # Stages 0 and 1 accumulate micro-batches on each rank and sum once. Stages 2 and 3 sum each
+        # micro-batch and accumulate the sums.
         divide_each="step" if stage < 2 else "round",
         sync="last" if stage < 2 else "every",
         grad_dtype="param",
@@ -118,6 +117,7 @@ def numerics_for(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) 
         nonfinite="stepped" if stage == 0 else "skipped",
         grads_told="after-division",
         told_dtype=told,
+        # Below stage 3 the norm is taken as reported; stage 3 computes it in fp64.
         norm="told" if stage < 3 else "of-elements",
         clip="fp32-inverse" if stage < 3 else "fp64-root-inverse",
     )
@@ -144,7 +144,7 @@ RANK_LOCAL = RankLocal(
         "deepspeed.utils.groups:_WORLD_GROUP",
     )
 )
-"""As `zero-sim doctor --target` finds it for 0.19.8."""
+"""Declaration that `zero-sim doctor --target` prints for 0.19.8."""
 _FOLLOWS = {
     0: (),
     1: (*_BUFFERS, "model.tied"),
@@ -156,7 +156,7 @@ _FOLLOWS = {
         "system.reshard_after_forward",
     ),
 }
-"""By stage: options of a scenario that stand for one of the config."""
+"""Fields of a scenario that set one of the config, by stage."""
 
 
 class DeepSpeedZero:
@@ -164,8 +164,7 @@ class DeepSpeedZero:
 
     Args:
         stage: 0 to 3.
-        as_is: Whether cases that are known to go wrong may be asked for, too: scenarios/upstream
-            has them.
+        as_is: True to accept also cases that are known to go wrong, as in scenarios/upstream.
     """
 
     library = Library(
@@ -180,11 +179,12 @@ class DeepSpeedZero:
         self.name = f"deepspeed-zero-{stage}{'-as-is' if as_is else ''}"
         self._stage, self._as_is = stage, as_is
         self.options = options_for(stage)
+        # scenarios/upstream/deepspeed-adagrad.
         left_out = () if as_is else ("adagrad",)
         self.capabilities = Capabilities(
             dtypes=("fp32", "bf16", "fp16"),
             stages=(stage,),  # pyrefly: ignore
-            # It steps flat partitions, where muon and lamb look at whole params.
+            # It steps flat partitions, and muon and lamb need whole params.
             optimizers=tuple(
                 name for name in OPTIMIZERS if name not in (*left_out, *WHOLE_PARAM_OPTIMIZERS)
             ),
@@ -192,6 +192,7 @@ class DeepSpeedZero:
                 ("system.sum_by", ("reduce-scatter", "all-reduce")),
                 ("reload.form", ("sharded",)),
             ),
+            # scenarios/upstream/deepspeed-empty-group and deepspeed-scalar.
             empty_params=as_is,
             scalar_params=as_is,
             follows=(
@@ -204,13 +205,14 @@ class DeepSpeedZero:
         )
 
     def numerics(self, scenario: Scenario) -> Numerics:
-        """Return the rules of a case."""
+        """Return the arithmetic of a case."""
         options = chosen_options(self, scenario)
         return numerics_for(scenario, stage=self._stage, options=options)
 
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:
-        """Cases for which no rule is known, and those that are known to go wrong."""
+        """Yield fields of a case that have no rule or are known to go wrong."""
         universal = False
+        # Values that the target lacks are refused elsewhere.
         if not any(option_problems(self, scenario)):
             options = chosen_options(self, scenario)
             universal = bool(options.get("universal"))
@@ -218,8 +220,8 @@ class DeepSpeedZero:
             if why:
                 yield Problem(
                     path="system.options",
-                    message=f"expected options for which a rule has a name, got some where {why}.",
-                    suggestion="Leave one out, or the dtype.",
+                    message=f"expected options with a rule that has a name, got others: {why}.",
+                    suggestion="Remove one of them, or the dtype.",
                 )
         yield from never(scenario, stage=self._stage, universal=universal)
         if universal:

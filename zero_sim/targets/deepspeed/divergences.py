@@ -1,6 +1,6 @@
-"""Divergences of DeepSpeed 0.19.8 that are known, as cases that its targets refuse.
+"""Known divergences of DeepSpeed 0.19.8: cases that its targets refuse.
 
-Universal checkpoints have some of their own; see `engine` for what is in one.
+Some concern universal checkpoints, whose contents `engine` describes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from zero_sim.workloads import params_of
 
 
 def never(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Problem]:
-    """Yield settings that DeepSpeed lacks, and those with no rule that can be declared.
+    """Yield settings that DeepSpeed lacks, and those without a rule to declare.
 
     Args:
-        scenario: As the target is given it.
-        stage: Of ZeRO.
-        universal: Whether its checkpoints are made universal ones.
+        scenario: The case, as the target gets it.
+        stage: Stage of ZeRO.
+        universal: True if checkpoints are converted to universal ones.
     """
     scale = scenario.optimizer.loss_scale
     yield from _reloaded(scenario, stage=stage, universal=universal)
@@ -29,39 +29,41 @@ def never(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Proble
     if stage == 3 and scenario.world.size == 1 and is_vector and scenario.model.dtype == "fp32":
         yield Problem(
             path="data.rows",
-            message="on one rank DeepSpeed's stage 3 uses params where they lie in one gathered "
-            "buffer, which decides the bits of fp32 products with one row and is not told, "
-            "expected 2 rows or more, got 1.",
-            suggestion="Try 2, or as many ranks.",
+            message="expected 2 rows or more, got 1: on one rank, DeepSpeed's stage 3 reads params "
+            "at unknown offsets of a gathered buffer, on which fp32 products with one row depend.",
+            suggestion="Try 2 rows, or 2 ranks.",
         )
     skips = scenario.data.nan is not None or scale is not None
+    # Below stage 3 the norm is taken as reported.
     if stage == 3 and skips and scenario.optimizer.clip_norm is not None:
         yield Problem(
             path="optimizer.clip_norm",
-            message="DeepSpeed says inf of the norm of a step that it skips, whatever it is, and "
-            "at stage 3 norms are compared.",
-            suggestion="Leave it out, or what overflows.",
+            message="DeepSpeed reports inf as the norm of each step that it skips, and at stage 3 "
+            "norms are compared.",
+            suggestion="Remove it, or the overflow.",
         )
+    # The rest concerns loss scales.
     if scale is None:
         return
     if scenario.model.dtype != "fp16":
         yield Problem(
             path="optimizer.loss_scale",
-            message="DeepSpeed scales losses in fp16 alone, got "
+            message="DeepSpeed scales losses only in fp16, got "
             f"model.dtype = {scenario.model.dtype!r}.",
-            suggestion="Leave it out, or try fp16.",
+            suggestion="Remove it, or try fp16.",
         )
+    # Each overflow halves the scale, and any step of the run may overflow.
     if scale.initial < 2**scenario.run.steps:
         yield Problem(
             path="optimizer.loss_scale.initial",
-            message="DeepSpeed raises at an overflow at a scale of 1, expected one that "
-            f"{scenario.run.steps} steps cannot halve to that, got {scale.initial:g}.",
+            message="DeepSpeed raises at an overflow at a scale of 1, expected a scale that "
+            f"{scenario.run.steps} steps cannot halve to 1, got {scale.initial:g}.",
             suggestion=f"Try {2**scenario.run.steps}.",
         )
     if scale.growth_interval < 2:
         yield Problem(
             path="optimizer.loss_scale.growth_interval",
-            message="DeepSpeed's scale first grows after one step more than its window, expected "
+            message="DeepSpeed's scale first grows one step after its window, expected "
             f"2 or more, got {scale.growth_interval}.",
             suggestion="Try 2.",
         )
@@ -77,41 +79,45 @@ def _reloaded(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Pr
         yield Problem(
             path="reload.world_size",
             message=f"expected as many ranks as before, {scenario.world.size}, got "
-            f"{reload.world_size}: DeepSpeed's elastic checkpoints load with its own optimizers "
-            "alone.",
+            f"{reload.world_size}: DeepSpeed's elastic checkpoints load only with its own "
+            "optimizers.",
             suggestion="Leave it out" + (", or try option universal." if stage else "."),
         )
+    # The reference keeps the fp32 masters of the checkpoint.
     if reload.weights_only and scenario.model.dtype != "fp32":
         yield Problem(
             path="reload.weights_only",
-            message="DeepSpeed makes masters of the params where it loads no optimizer state, "
+            message="DeepSpeed makes masters from the params if it loads no optimizer state, "
             f"expected fp32, got {scenario.model.dtype}.",
-            suggestion="Leave it out, or try fp32.",
+            suggestion="Remove it, or try fp32.",
         )
     if reload.weights_only and stage == 3:
         yield Problem(
             path="reload.weights_only",
-            message="DeepSpeed's stage 3 then makes the weights of all ranks' files by its script "
-            "zero_to_fp32, which is not judged.",
-            suggestion="Leave it out, or try stage 2.",
+            message="DeepSpeed's stage 3 then builds the weights from all ranks' files with its "
+            "script zero_to_fp32, which is not judged.",
+            suggestion="Remove it, or try stage 2.",
         )
 
 
 def known_to_go_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
-    """Cases that are known to go wrong at a stage."""
+    """Yield fields of a case that are known to go wrong at a stage."""
+    # scenarios/upstream/deepspeed-loss-scaled. These two models return predictions; the forward of
+    # the others returns the loss itself.
     is_loss = scenario.model.name not in ("mlp", "transformer-260")
     if stage == 0 and is_loss and scenario.run.micro_batches > 1:
         yield Problem(
             path="run.micro_batches",
-            message="DeepSpeed 0.19.8 divides the gradient by their number where the module's "
-            f"output is the loss, whatever scale_wrt_gas says. {UPSTREAM}",
+            message="DeepSpeed 0.19.8 divides the gradient by their number if the module's "
+            f"output is the loss, whatever scale_wrt_gas is. {UPSTREAM}",
             suggestion="Try the model mlp.",
         )
+    # scenarios/upstream/deepspeed-scale-growth.
     scale, steps = scenario.optimizer.loss_scale, scenario.run.steps
     if scale is not None and scale.growth_interval <= steps:
         yield Problem(
             path="optimizer.loss_scale.growth_interval",
-            message="DeepSpeed 0.19.8 divides gradients by the scale of the next step where it "
+            message="DeepSpeed 0.19.8 divides gradients by the scale of the next step if the scale "
             f"grows, expected an interval of more than {steps} steps, got "
             f"{scale.growth_interval}. {UPSTREAM}",
             suggestion=f"Try {steps + 1}.",
@@ -122,14 +128,16 @@ def known_to_go_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
 
 def _whole_halves(scenario: Scenario) -> Iterator[Problem]:
     """Yield problems of stage 0 in bf16 and fp16."""
+    # scenarios/upstream/deepspeed-loss-not-scaled and deepspeed-initial-step.
     spec = scenario.optimizer
     if spec.loss_scale is not None:
         yield Problem(
             path="optimizer.loss_scale",
             message="DeepSpeed 0.19.8 divides gradients by it at stage 0 and does not multiply "
             f"the loss with it. {UPSTREAM}",
-            suggestion="Leave it out, or try stage 1.",
+            suggestion="Remove it, or try stage 1.",
         )
+    # A step with gradients of zero changes nothing in plain SGD.
     decays = decays_weights(spec)
     if spec.name != "sgd" or decays:
         yield Problem(
@@ -144,40 +152,39 @@ def _whole_halves(scenario: Scenario) -> Iterator[Problem]:
 _ADAMS = ("adamw", "adam", "radam")
 """Optimizers whose state is exp_avg and exp_avg_sq."""
 _ALIGNED = 2
-"""What stages 1 and 2 round a rank's part of a group up to."""
+"""Elements to which stages 1 and 2 round up a rank's part of a param group."""
 
 
 def why_not_universal(scenario: Scenario) -> Iterator[Problem]:
-    """Yield parts of a case for which universal checkpoints are not made."""
+    """Yield fields of a case that universal checkpoints do not support."""
     if scenario.reload is None:
         return
     if scenario.optimizer.name not in _ADAMS:
         yield Problem(
             path="optimizer.name",
-            message="DeepSpeed's universal checkpoints are made of exp_avg and exp_avg_sq, "
+            message="DeepSpeed's universal checkpoints contain only exp_avg and exp_avg_sq, "
             f"expected one of {', '.join(_ADAMS)}, got {scenario.optimizer.name!r}.",
             suggestion="Try adamw.",
         )
     if scenario.reload.weights_only:
         yield Problem(
             path="reload.weights_only",
-            message="DeepSpeed loads the optimizer's state from a universal checkpoint, whatever "
-            "it is told.",
-            suggestion="Leave it out.",
+            message="DeepSpeed always loads the optimizer's state from a universal checkpoint.",
+            suggestion="Remove it.",
         )
 
 
 def universal_goes_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
-    """Cases with universal checkpoints that are known to go wrong at a stage."""
+    """Yield fields of a case whose universal checkpoints are known to go wrong at a stage."""
     spec, reload = scenario.optimizer, scenario.reload
     if reload is None:
         return
+    # scenarios/upstream/deepspeed-universal-amsgrad, -steps, -no-step and -no-part, in this order.
     if spec.amsgrad:
         yield Problem(
             path="optimizer.amsgrad",
-            message="DeepSpeed 0.19.8 leaves max_exp_avg_sq out of universal checkpoints. "
-            f"{UPSTREAM}",
-            suggestion="Leave it out.",
+            message=f"DeepSpeed 0.19.8 omits max_exp_avg_sq from universal checkpoints. {UPSTREAM}",
+            suggestion="Remove it.",
         )
     ranks = reload.world_size or scenario.world.size
     elems = _elems_of_groups(scenario)
@@ -185,22 +192,23 @@ def universal_goes_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]
         yield Problem(
             path="optimizer.groups",
             message="DeepSpeed 0.19.8 gives all param groups the settings of the first one, and "
-            f"one counter of steps, where stage 3 loads a universal checkpoint. {UPSTREAM}",
-            suggestion="Leave them out, or try stage 2.",
+            f"one counter of steps, when stage 3 loads a universal checkpoint. {UPSTREAM}",
+            suggestion="Remove them, or try stage 2.",
         )
     if stage == 3 and _may_be_before_all_steps(scenario, step=reload.step):
         yield Problem(
             path="reload.step",
-            message="DeepSpeed 0.19.8 raises where it makes a universal checkpoint of stage 3 that "
-            "no step came before but skipped ones, which in fp16 any can be. "
+            message="DeepSpeed 0.19.8 raises when it makes a universal checkpoint of stage 3 and "
+            "all steps before were skipped, as any step may be in fp16. "
             f"{UPSTREAM}",
             suggestion="Try more steps before it, or bf16.",
         )
+    # The smallest group is the first to leave a rank without a part.
     few = min(elems.values())
     if stage < 3 and _has_none(few, ranks=ranks):
         yield Problem(
             path="reload.world_size",
-            message="DeepSpeed 0.19.8 raises where a rank that loads a universal checkpoint has no "
+            message="DeepSpeed 0.19.8 raises if a rank that loads a universal checkpoint has no "
             f"part of a param group, expected fewer than {ranks} ranks for one of {few} elements. "
             f"{UPSTREAM}",
             suggestion="Try fewer ranks or larger params.",
@@ -208,13 +216,14 @@ def universal_goes_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]
 
 
 def _may_be_before_all_steps(scenario: Scenario, *, step: int) -> bool:
-    """Return True if all steps before one may be skipped."""
+    """Return True if all steps before `step` may be skipped."""
+    # In fp16 any step may overflow.
     nan = scenario.data.nan
     return scenario.model.dtype == "fp16" or (nan is not None and nan.step == 0 and step == 1)
 
 
 def _elems_of_groups(scenario: Scenario) -> dict[int, int]:
-    """Elements of each param group that has any params."""
+    """Return the elements of each param group with params, by its index."""
     elems: dict[int, int] = {}
     for name, shape in params_of(scenario.model):
         index = group_index(scenario.optimizer, name)
@@ -223,6 +232,7 @@ def _elems_of_groups(scenario: Scenario) -> dict[int, int]:
 
 
 def _has_none(elems: int, *, ranks: int) -> bool:
-    """Return True if the last rank's part of so many elements is padding alone."""
+    """Return True if the last rank's part of a group of `elems` elements is only padding."""
+    # Elements of each rank's part, rounded up.
     part = -(-elems // (_ALIGNED * ranks)) * _ALIGNED
     return (ranks - 1) * part >= elems

@@ -1,9 +1,9 @@
-"""One rank of DeepSpeed's engine: its config, and where each stage keeps what is reported.
+"""One rank of DeepSpeed's engine: its config, and the places of gradients, masters and state.
 
-[Note: what a universal checkpoint has]
-A folder for each param with its fp32 master, `exp_avg` and `exp_avg_sq`, whole, and one file with
-the settings of the optimizer, from which any number of ranks load. The script looks for these two
-states and for no others.
+[Note: universal checkpoints]
+They have a folder for each param with its whole fp32 master, `exp_avg` and `exp_avg_sq`, and one
+file with the settings of the optimizer. Any number of ranks can load them. The script converts
+these two states and no others.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from zero_sim.targets.protocol import OwnedPart, Place, Settings, StepResult
 from zero_sim.targets.torch.optim import LearningRates, flat_state, plain_optimizer
 
 _ALL = 500_000_000
-"""Elements of a bucket that no model here fills."""
+"""Elements of a bucket that contains any model here."""
 
 
 def config_of(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The config that a case asks for.
+    """Return DeepSpeed's config for a case.
 
     Args:
-        scenario: The case, which the target is not refused.
-        stage: Of ZeRO.
+        scenario: A case that the target does not refuse.
+        stage: Stage of ZeRO.
         options: The value of each option.
     """
     system = scenario.system
@@ -47,7 +47,7 @@ def config_of(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> 
         "allgather_bucket_size": 2 * (system.gather_chunk_elems or _ALL),  # an even number
         "stage3_param_persistence_threshold": 0 if system.reshard_after_forward else _ALL,
         "stage3_prefetch_bucket_size": _ALL if system.prefetch is None else system.prefetch,
-        # The linear that stage 3 puts in the place of torch's stays there for the whole process.
+        # Otherwise stage 3 replaces torch's linear for the rest of the process.
         "memory_efficient_linear": False,
     }
     wire, wide = options["communication"], options.get("accumulation", "param")
@@ -60,6 +60,7 @@ def config_of(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> 
         "prescale_gradients": options.get("prescale", False),
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": scenario.run.micro_batches,
+        # Always set, because the default is 1.0.
         "gradient_clipping": scenario.optimizer.clip_norm or 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -68,16 +69,17 @@ def config_of(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> 
 
 
 def _half(scenario: Scenario) -> dict[str, Any]:
-    """Return its part for bf16 or fp16; in fp16 losses are scaled, by 1 if not asked for."""
+    """Return the part of the config for bf16 or fp16."""
     if scenario.model.dtype != "fp16":
         return {"bf16": {"enabled": True}} if scenario.model.dtype == "bf16" else {}
+    # DeepSpeed always scales losses in fp16; a static scale of 1 changes nothing.
     half: dict[str, Any] = {"enabled": True, "loss_scale": 1.0}
     scale = scenario.optimizer.loss_scale
     if scale is not None:
         half |= {
             "loss_scale": 0,
             "initial_scale_power": int(math.log2(scale.initial)),
-            # Counted so that the scale grows when the scenario's does, the first time.
+            # DeepSpeed's scale first grows one step after its window, hence minus 1.
             "loss_scale_window": max(1, scale.growth_interval - 1),
             "hysteresis": 1,
             "min_loss_scale": 1,
@@ -93,8 +95,8 @@ class DeepSpeedEngine:
 
     Args:
         module: The model.
-        spec: The optimizer.
-        config: Of DeepSpeed.
+        spec: `scenario.optimizer`.
+        config: DeepSpeed's config, from `config_of`.
     """
 
     def __init__(self, module: nn.Module, *, spec: OptimizerSpec, config: dict[str, Any]) -> None:
@@ -121,23 +123,26 @@ class DeepSpeedEngine:
         self._reduced: dict[str, Tensor] = {}
 
     def zero_grad(self) -> None:
-        """Forget gradients of a step that did not end; the engine itself forgets the others."""
+        """Reset gradients of a step that did not end; `step` of the engine resets all others."""
         self._engine.zero_grad()
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
-        """Run backward; the engine counts micro-batches by calls of its `step`."""
+        """Run backward for one micro-batch."""
+        # Scenarios do not divide losses by the number of micro-batches.
         self._engine.backward(loss, scale_wrt_gas=False)
+        # DeepSpeed counts micro-batches by calls of its `step`, which updates at the last one.
         if not last_micro:
             self._engine.step()
 
     def step(self, *, lr_factor: float) -> StepResult:
         """Update the params."""
+        # Gradients and scale are read first, because the engine's `step` changes both.
         self._reduced = self._parts.gradients()
         scale = getattr(self._optimizer, "loss_scale", 1.0) if self._scales else None
         self._rates.scale(lr_factor)
         self._engine.step()
         skipped = bool(getattr(self._optimizer, "overflow", False))
-        # Of a step that is skipped it says inf, a NaN or not.
+        # For a skipped step this is inf, also if a gradient was NaN.
         norm = self._engine.get_global_grad_norm() if self._clips else None
         return StepResult(
             norm=None if norm is None else torch.as_tensor(norm).float(),
@@ -146,63 +151,65 @@ class DeepSpeedEngine:
         )
 
     def params(self) -> Mapping[str, Tensor]:
-        """Full working params; of stage 3 gathered."""
+        """Return whole working params, which stage 3 gathers."""
         if not self._is_gathered:
             return {name: param.detach() for name, param in self._params.items()}
+        # Copies, because params are resharded at the end of the block.
         with import_deepspeed().zero.GatheredParameters(list(self._params.values())):
             return {name: param.detach().clone() for name, param in self._params.items()}
 
     def parts(self) -> Iterator[OwnedPart]:
-        """Parts of masters and state on this rank."""
+        """Yield the parts of masters and state on this rank."""
         yield from self._parts.owned(self._reduced)
 
     def settings(self) -> Settings:
-        """The loss scale and for how many steps it was right."""
+        """Return the loss scale and the steps since its last overflow."""
         scaler = getattr(self._optimizer, "loss_scaler", None)
         if not self._scales or scaler is None:
             return Settings(params={})
+        # `cur_iter` counts steps, and `last_overflow_iter` is an index, -1 at first.
         good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
         return Settings(params={}, loss_scale=scaler.cur_scale, good_steps=good_steps)
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
-        """Save a checkpoint; the first rank makes a universal one of it where that is asked."""
+        """Save a checkpoint; with option `universal`, the first rank converts it."""
         self._engine.save_checkpoint(str(path), tag=_TAG)
         if self._is_universal:
-            # All files have to be there before, and no rank loads before it is whole.
+            # The conversion needs the files of all ranks, and no rank may load before its end.
             torch.distributed.barrier()
             if torch.distributed.get_rank() == 0:
                 convert(path / _TAG, path / _UNIVERSAL)
             torch.distributed.barrier()
 
     def load(self, path: Path, *, weights_only: bool = False) -> None:
-        """Go on from a checkpoint."""
+        """Load a checkpoint."""
         tag = _UNIVERSAL if self._is_universal else _TAG
         self._engine.load_checkpoint(str(path), tag=tag, load_optimizer_states=not weights_only)
 
 
 def import_deepspeed() -> Any:
-    """The library, for the CPU and without what it would compile."""
-    # It calls names of torch that newer versions of torch deprecate, in every step.
+    """Import DeepSpeed for the CPU, without kernels that it would compile."""
+    # In every step it calls names of torch that newer versions of torch deprecate.
     warnings.filterwarnings("ignore", ".*torch.distributed.* is deprecated", FutureWarning)
     import deepspeed  # pyrefly: ignore
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # Its shared-memory reduction would be compiled for half a minute, and is not used here.
+    # Its shared-memory reduction takes half a minute to compile, and is not used here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # It looks for kernels of oneDNN, and torch computes in fp16 on CPUs without them, too.
+    # It answers by kernels of oneDNN, but torch computes in fp16 on CPUs without them, too.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     return deepspeed
 
 
 class Parts(Protocol):
-    """State of a stage, in the place where the stage keeps it."""
+    """Gradients, masters and state of a stage."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """Reduced gradients, copied, 1-D; asked right before a step."""
+        """Return copies of reduced gradients, 1-D; called right before a step."""
         ...
 
     def owned(self, gradients: Mapping[str, Tensor]) -> Iterator[OwnedPart]:
-        """Masters and state with these gradients."""
+        """Yield parts with masters, state and these gradients."""
         ...
 
 
@@ -210,10 +217,10 @@ def parts_of(stage: int, *, optimizer: Any, client: Any, params: Mapping[str, An
     """Return the parts of a stage.
 
     Args:
-        stage: Of ZeRO.
-        optimizer: DeepSpeed's.
-        client: The one of torch that it steps with.
-        params: What is trained, by name.
+        stage: Stage of ZeRO.
+        optimizer: DeepSpeed's optimizer.
+        client: The optimizer of torch that it wraps.
+        params: Trained params by name.
     """
     if stage == 0:
         return WholeParts(optimizer, client, params)
@@ -221,10 +228,11 @@ def parts_of(stage: int, *, optimizer: Any, client: Any, params: Mapping[str, An
 
 
 class WholeParts:
-    """Stage 0: whole params; of halves an fp32 copy is stepped."""
+    """Stage 0: whole params, with fp32 copies of 16-bit ones."""
 
     def __init__(self, optimizer: Any, client: Any, params: Mapping[str, nn.Parameter]) -> None:
         self._client, self._params = client, params
+        # From the id of a 16-bit param to its fp32 copy; empty in fp32, where params are stepped.
         copies = {
             id(param): copy
             for group in zip(
@@ -237,14 +245,14 @@ class WholeParts:
         self._masters = {name: copies.get(id(param), param) for name, param in params.items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """The params' own."""
+        """Return the params' own gradients."""
         return {
             name: (torch.zeros_like(param) if param.grad is None else param.grad.clone()).flatten()
             for name, param in self._params.items()
         }
 
     def owned(self, gradients: Mapping[str, Tensor]) -> Iterator[OwnedPart]:
-        """Every param whole."""
+        """Yield every param whole."""
         for name, master in self._masters.items():
             yield OwnedPart(
                 place=Place(param=name, start=0, stop=master.numel()),
@@ -255,27 +263,29 @@ class WholeParts:
 
 
 class FragmentParts:
-    """Stages 1 and 2: what this rank's partition of a group's flat buffer has of a param."""
+    """Stages 1 and 2: fragments of params in this rank's partition of a group's flat buffer."""
 
     def __init__(self, optimizer: Any, client: Any, params: Mapping[str, Any]) -> None:
         self._optimizer, self._client, self._params = optimizer, client, params
 
     def _mapped(self) -> Iterator[tuple[str, Any, Any]]:
+        # DeepSpeed sets `_hp_mapping` on params of which this rank has a fragment.
         for name, param in self._params.items():
             mapping = getattr(param, "_hp_mapping", None)
             if mapping is not None:
                 yield name, param, mapping
 
     def gradients(self) -> dict[str, Tensor]:
-        """Fragments of them."""
+        """Return fragments of gradients."""
         return {
             name: mapping.get_lp_grad_fragment(param._index_in_param_group).flatten().clone()
             for name, param, mapping in self._mapped()
         }
 
     def owned(self, gradients: Mapping[str, Tensor]) -> Iterator[OwnedPart]:
-        """The fragments of this rank."""
+        """Yield the fragments of this rank."""
         for name, _, mapping in self._mapped():
+            # The range in the param, and the range in the flat fp32 partition.
             part, own = mapping.lp_fragment_address, mapping.hp_fragment_address
             flat = self._optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
             yield OwnedPart(
@@ -287,14 +297,14 @@ class FragmentParts:
 
 
 class ShardParts:
-    """Stage 3: this rank's even part of a flattened param, the last ones padded."""
+    """Stage 3: this rank's equal part of each flattened param; the last parts are padded."""
 
     def __init__(self, optimizer: Any, client: Any, params: Mapping[str, Any]) -> None:
         self._optimizer, self._client, self._params = optimizer, client, params
         self._rank = torch.distributed.get_rank()
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's parts of them, which the library gives as fp32."""
+        """Return this rank's parts of gradients, which DeepSpeed returns in fp32."""
         import deepspeed.utils  # pyrefly: ignore
 
         return {
@@ -305,7 +315,7 @@ class ShardParts:
         }
 
     def owned(self, gradients: Mapping[str, Tensor]) -> Iterator[OwnedPart]:
-        """The parts of this rank."""
+        """Yield the parts of this rank."""
         optimizer = self._optimizer
         for name, param in self._params.items():
             count, start = self._own_elems(param), param.ds_tensor.ds_numel * self._rank
@@ -320,6 +330,7 @@ class ShardParts:
             )
 
     def _own_elems(self, param: Any) -> int:
+        # Without padding.
         part = param.ds_tensor.ds_numel
         return max(0, min(part, param.ds_numel - part * self._rank))
 
@@ -332,25 +343,26 @@ def _state_in(state: Mapping[str, Any], start: int, count: int) -> dict[str, Ten
 
 
 def convert(saved: Path, universal: Path) -> None:
-    """Make a universal checkpoint of one that all ranks have saved; one rank calls it.
+    """Convert a checkpoint that all ranks have saved to a universal one; one rank calls it.
 
     Args:
-        saved: Its folder, with the tag.
-        universal: The folder that is made.
+        saved: Folder of the checkpoint, with the tag.
+        universal: Folder to write.
     """
     from deepspeed.checkpoint import ds_to_universal  # pyrefly: ignore
 
     asked = Namespace(
         input_folder=str(saved),
         output_folder=str(universal),
-        # In this process.
+        # One worker runs in this process.
         num_extract_workers=1,
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
-        # Engines of Megatron-DeepSpeed and AutoTP write it; the script has this for all others.
+        # Only Megatron-DeepSpeed and AutoTP write this state; the script adds it for all others.
         inject_missing_state=True,
     )
+    # The script prints its progress.
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         ds_to_universal.main(asked)

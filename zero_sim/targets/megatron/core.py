@@ -1,10 +1,7 @@
 """Megatron-Core's DistributedDataParallel with its plain and its distributed optimizer.
 
-[Note: what Megatron-Core computes]
-Gradients accumulate in flat buffers, in backward order, each param behind padding to 64 elements
-where the optimizer is distributed. What a rank has accumulated is multiplied with 1 / ranks and
-summed: by an all-reduce, or by a reduce-scatter of each bucket whose shards the ranks step. It
-calls `torch.cuda` wherever it runs.
+Gradients accumulate in flat buffers, in backward order. If the optimizer is distributed, each param
+is padded to 64 elements.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ class MegatronEngine:
 
     Args:
         module: The model.
-        scenario: The case; `optimizer` and `system` are read.
+        scenario: The case, of which `optimizer` and `system` are read.
     """
 
     def __init__(self, module: nn.Module, *, scenario: Scenario) -> None:
@@ -53,6 +50,7 @@ class MegatronEngine:
         self._lr = scenario.optimizer.lr
         self._params = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._ddp = DistributedDataParallel(
+            # Required, although nothing in it describes the module.
             TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1),
             DistributedDataParallelConfig(
                 use_distributed_optimizer=self._sharded,
@@ -70,19 +68,20 @@ class MegatronEngine:
         self._unsynced = ExitStack()
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Reset the gradients."""
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Keep gradients local, but for the last micro-batch."""
+        """Keep gradients local, except in the last micro-batch."""
         if not last:
             self._unsynced.enter_context(self._ddp.no_sync())
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
-        """Run backward; after the last micro-batch finish what is reduced."""
+        """Run backward; after the last micro-batch, finish the reductions."""
         with self._unsynced:
             loss.backward()
+        # With `overlap_grad_reduce` this waits; without, it starts the reductions.
         if last_micro:
             self._ddp.finish_grad_sync()
 
@@ -94,16 +93,17 @@ class MegatronEngine:
         return StepResult()
 
     def params(self) -> Mapping[str, Tensor]:
-        """Full working params."""
+        """Return whole working params."""
         return {name: param.detach() for name, param in self._params.items()}
 
     def parts(self) -> Iterator[OwnedPart]:
-        """Parts that this rank steps: all, or its shards of all buckets."""
+        """Yield the parts that this rank steps: all params, or its shards of all buckets."""
         steps = dict(self._stepped())
         for name, param in self._params.items():
             if id(param) not in steps:
                 continue
             start, stop, master = steps[id(param)]
+            # `main_grad` is the param's view of the gradient buffer, in the shape of the param.
             yield OwnedPart(
                 place=Place(param=name, start=start, stop=stop),
                 grad=param.main_grad.detach().reshape(-1)[start:stop],  # pyrefly: ignore
@@ -112,19 +112,20 @@ class MegatronEngine:
             )
 
     def _stepped(self) -> Iterator[tuple[int, tuple[int, int, Tensor]]]:
-        """Yield each param's range that this rank steps, and the master it steps there."""
+        """Yield the id of each param, its range that this rank steps, and the master."""
         if not self._sharded:
             yield from ((id(param), (0, param.numel(), param)) for param in self._params.values())
             return
         groups = zip(self._inner.model_fp32_groups, self._inner.shard_fp32_groups, strict=True)
         for params, shards in groups:
             for param, shard in zip(params, shards, strict=True):
+                # No public method returns the range.
                 own = self._inner._get_model_param_range_map(param)["param"]
                 yield id(param), (own.start, own.end, shard)
 
 
 def _settings(spec: OptimizerSpec) -> dict[str, Any]:
-    """A scenario's optimizer under Megatron's names."""
+    """Return the settings of a scenario's optimizer under Megatron's names."""
     return {
         "optimizer": "adam",
         "lr": spec.lr,
@@ -137,11 +138,12 @@ def _settings(spec: OptimizerSpec) -> dict[str, Any]:
 
 
 class MegatronCore:
-    """Megatron-Core's DDP on fp32 params; at stage 1 with its DistributedOptimizer."""
+    """Megatron-Core's DDP on fp32 params, at stage 1 with its DistributedOptimizer."""
 
     name = "megatron-core"
     library = Library(package="megatron.core", extra="megatron", judged="megatron-core==0.16.1")
-    # 35 of its globals differ by rank, and `zero-sim doctor --target` names them.
+    # All globals of the module: 35 differ by rank, which `zero-sim doctor --target` lists. The
+    # library calls `torch.cuda` on every machine.
     rank_local = RankLocal(names=("megatron.core.parallel_state:*",), cuda_is_cpu=True)
     capabilities = Capabilities(
         stages=(0, 1),
@@ -158,6 +160,8 @@ class MegatronCore:
         ),
     )
     numerics = Numerics(
+        # The accumulated gradient is multiplied by 1 / ranks and summed: by an all-reduce, or at
+        # stage 1 by a reduce-scatter of each bucket, whose shards the ranks step.
         divide="premul-fp32",
         divide_by="ranks",
         sync="last",

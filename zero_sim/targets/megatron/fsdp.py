@@ -1,21 +1,13 @@
 """Megatron-FSDP (the package megatron-fsdp) under a plain optimizer of torch.
 
-[Note: what stands for what]
-`system.stage` for `zero_dp_strategy`, from `no_shard` to `optim_grads_params`; `system.redundancy`
-for HSDP, whose outer dimension replicates. Units are the classes of the model's children with
-params, or of the model where these are its own. Gradients accumulate as its documentation says:
-with `set_model_auto_sync` at the last micro-batch, or, `synced_by_hand`, with `is_last_microbatch`
-and `finish_grad_sync`. The optimizer is stepped and `install_optimized_model_weights` called, or
-with `shard_optimizer` left to `fully_shard_optimizer`. It calls `torch.cuda` wherever it runs.
+`system.stage` is `zero_dp_strategy`, from `no_shard` to `optim_grads_params`. `system.redundancy`
+is HSDP, whose outer dimension replicates.
 
 [Note: Megatron-FSDP's dtypes]
-Gradients are multiplied with the fp32 reciprocal of the number of ranks in `grad_comm_dtype` and
-summed in it, or with `average_in_collective` summed by AVG. They accumulate in `main_grads_dtype`:
-where gradients are not sharded, or one rank has all of a shard's group, before the sum; where they
-are after it, every micro-batch. Both are the params' dtype where a policy does not say. What is
-wider is not rounded before it is added to what is narrower. Under HSDP what a block accumulated is
-summed over the blocks at last. Masters are fp32, made of the params, and the optimizer is given
-fp32 gradients.
+Gradients are summed in `grad_comm_dtype` and accumulate in `main_grads_dtype`: before the sum if
+gradients are not sharded or a shard group has one rank, else after the sum of each micro-batch.
+Both dtypes default to the params'. A wider gradient is not rounded before it is added to a narrower
+one.
 """
 
 from __future__ import annotations
@@ -40,23 +32,28 @@ from zero_sim.targets.torch.wrapping import stale_after_evaluation
 
 
 def numerics_for(scenario: Scenario, chosen: Any) -> Numerics:
-    """Return the rules of a case.
+    """Return the arithmetic of a case.
 
     Args:
-        scenario: As the target is given it.
+        scenario: The case, as the target gets it.
         chosen: The value of each option.
     """
     accumulated, summed = _dtypes(scenario, chosen)
     is_scattered, in_blocks = scenario.system.stage > 1, scenario.system.redundancy > 1
     return Numerics(
+        # Each gradient times the fp32 reciprocal of the ranks, then the sum; or, with
+        # `average_in_collective`, AVG.
         divide="avg" if chosen["average"] else "premul-fp32",
         divide_by="ranks",
         divide_each="round" if chosen["average"] and is_scattered else "step",
+        # Stages 2 and 3 sum every micro-batch. With HSDP these are sums of shard groups, which are
+        # summed over the replicas at the end.
         sync=("every-in-block" if in_blocks else "every") if is_scattered else "last",
         grad_dtype="param",
         accumulate_dtype=_of_params(accumulated, scenario),
         reduce_dtype=_of_params(summed, scenario),
         grads_told="after-division",
+        # Masters are fp32 copies of the params, and the optimizer gets fp32 gradients.
         told_dtype="fp32",
     )
 
@@ -69,7 +66,7 @@ def _dtypes(scenario: Scenario, chosen: Any) -> tuple[Any, Any]:
 
 
 def _of_params(dtype: str, scenario: Scenario) -> Any:
-    """A dtype as it is declared: by its name only where it is not the params'."""
+    """Return a dtype for a declaration: `param` if it is the params', else its name."""
     return "param" if dtype == scenario.model.dtype else dtype
 
 
@@ -78,63 +75,69 @@ def _is_wider(one: str, other: str) -> bool:
 
 
 def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
-    """Yield parts of a case for which no rule can be declared; arguments as for `numerics_for`."""
+    """Yield fields of a case without a rule to declare; arguments as for `numerics_for`."""
     accumulated, summed = _dtypes(scenario, chosen)
+    # Dtype of the gradients that are accumulated: sums if they are sharded, else local gradients.
     added = summed if _is_scattered(scenario) else scenario.model.dtype
     if _is_wider(added, accumulated) and scenario.run.micro_batches > 1:
         yield Problem(
             path="run.micro_batches",
-            message=f"Megatron-FSDP adds {added} gradients, not rounded to {accumulated}, to what "
-            f"it accumulated in {accumulated}, which is by no rule that can be declared.",
-            suggestion="Try one micro-batch, or leave option main_grads out.",
+            message=f"Megatron-FSDP adds {added} gradients, not rounded to {accumulated}, to those "
+            f"accumulated in {accumulated}, for which no rule can be declared.",
+            suggestion="Try one micro-batch, or remove option main_grads.",
         )
     if _is_wider(summed, accumulated):
         yield Problem(
             path="system.options",
-            message=f"Megatron-FSDP rounds a sum in {summed} to {accumulated}, which is by no rule "
-            "that can be declared.",
-            suggestion="Leave option communication out.",
+            message=f"Megatron-FSDP rounds a sum in {summed} to {accumulated}, for which no rule "
+            "can be declared.",
+            suggestion="Remove option communication.",
         )
     if scenario.system.redundancy > 1 and summed != accumulated:
         yield Problem(
             path="system.redundancy",
-            message=f"Megatron-FSDP adds what blocks summed in {summed} in {accumulated} and sums "
-            "that over the blocks, which is by no rule that can be declared.",
-            suggestion="Leave option communication out.",
+            message=f"Megatron-FSDP adds sums of shard groups in {summed} in {accumulated}, then "
+            "sums over the replicas, for which no rule can be declared.",
+            suggestion="Remove option communication.",
         )
     if chosen["main_params"] == "param" and (scenario.model.dtype, accumulated) != ("fp32", "fp32"):
         yield Problem(
             path="system.options",
             message="expected params and gradients of fp32 with option main_params = param, "
-            "without which masters would not be fp32.",
-            suggestion="Leave it out.",
+            "because masters would not be fp32.",
+            suggestion="Remove it.",
         )
 
 
 def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
-    """Cases that are known to go wrong; arguments as for `numerics_for`."""
+    """Yield fields of a case that are known to go wrong; arguments as for `numerics_for`."""
     system, spec = scenario.system, scenario.optimizer
+    # scenarios/upstream/megatron-fsdp-reduced-twice.
     if system.stage < 2 and not chosen["overlap_grads"]:
         yield Problem(
             path="system.options",
-            message="megatron-fsdp 0.6.1 reduces gradients twice at stages 0 and 1 where "
+            message="megatron-fsdp 0.6.1 reduces gradients twice at stages 0 and 1 if "
             f"overlap_grad_reduce is off. {UPSTREAM}",
-            suggestion="Leave option overlap_grads out.",
+            suggestion="Remove option overlap_grads.",
         )
+    # scenarios/upstream/megatron-fsdp-initial-step. In plain SGD, a step with gradients of zero
+    # changes nothing.
     if chosen["shard_optimizer"] and (spec.name != "sgd" or decays_weights(spec)):
         yield Problem(
             path="system.options",
             message="megatron-fsdp 0.6.1 steps once with gradients of zero in "
             "fully_shard_optimizer, which counts as a step and decays weights, expected sgd "
             f"without weight decay, got {spec.name}. {UPSTREAM}",
-            suggestion="Leave option shard_optimizer out.",
+            suggestion="Remove option shard_optimizer.",
         )
+    # scenarios/upstream/megatron-fsdp-rows: elements in a row of each param. Rows of one element
+    # fit beside any others.
     rows = {prod(shape[1:]) for shape in scenario.model.shapes or ()} - {1}
     if system.stage and len(rows) > 1:
         yield Problem(
             path="model.shapes",
-            message="megatron-fsdp 0.6.1 cuts rows of params in two where it puts params with rows "
-            f"of several lengths into one bucket, and raises, expected one length, got "
+            message="megatron-fsdp 0.6.1 cuts rows of params in two if one bucket has params with "
+            f"rows of several lengths, and raises, expected one length, got "
             f"{', '.join(map(str, sorted(rows)))}. {UPSTREAM}",
             suggestion="Try one, or stage 0.",
         )
@@ -143,45 +146,46 @@ def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
 
 
 def _is_scattered(scenario: Scenario) -> bool:
-    """Return True if gradients are scattered: with one rank a shard group they are whole."""
+    """Return True if gradients are scattered."""
+    # In a shard group of one rank they stay whole.
     return scenario.system.stage > 1 and scenario.world.size > scenario.system.redundancy
 
 
 def _in_one_shard(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
-    """Yield problems of stages 2 and 3 where a shard group has one rank."""
+    """Yield problems of stages 2 and 3 if a shard group has one rank."""
+    # scenarios/upstream/megatron-fsdp-doubled and megatron-fsdp-scaled-again.
     accumulated, summed = _dtypes(scenario, chosen)
     if accumulated != summed:
         yield Problem(
             path="system.options",
-            message="megatron-fsdp 0.6.1 adds gradients to themselves where one rank has all of "
-            f"what is sharded and grad_comm_dtype is another than main_grads_dtype. {UPSTREAM}",
-            suggestion="Try two ranks for each copy, or leave option communication out.",
+            message="megatron-fsdp 0.6.1 adds gradients to themselves if a shard group has one "
+            f"rank and grad_comm_dtype differs from main_grads_dtype. {UPSTREAM}",
+            suggestion="Try two ranks for each replica, or remove option communication.",
         )
     if scenario.world.size > 1 and scenario.run.micro_batches > 1:
         yield Problem(
             path="run.micro_batches",
-            message="megatron-fsdp 0.6.1 divides what it accumulated again at every micro-batch "
-            f"where one rank has all of what is sharded. {UPSTREAM}",
-            suggestion="Try one micro-batch, or two ranks for each copy.",
+            message="megatron-fsdp 0.6.1 divides accumulated gradients again at every micro-batch "
+            f"if a shard group has one rank. {UPSTREAM}",
+            suggestion="Try one micro-batch, or two ranks for each replica.",
         )
 
 
 def _why_not_averaged(scenario: Scenario) -> str:
     if scenario.system.redundancy == 1:
         return ""
-    return "blocks (system.redundancy), the mean of each of which is rounded before they are added"
+    return "replicas (system.redundancy), because means are rounded before they are added"
 
 
 class MegatronFSDP:
     """Megatron-FSDP; the stage is its `zero_dp_strategy`.
 
     Args:
-        as_is: Whether cases that are known to go wrong may be asked for, too: scenarios/upstream
-            has them.
+        as_is: True to accept also cases that are known to go wrong, as in scenarios/upstream.
     """
 
     library = Library(package="megatron_fsdp", extra="megatron-fsdp", judged="megatron-fsdp==0.6.1")
-    # Its modules keep nothing for one rank: none is declared, and ranks do not disturb each other.
+    # No names: its modules keep no state of a rank. It calls `torch.cuda` on every machine.
     rank_local = RankLocal(cuda_is_cpu=True)
     options = {  # noqa: RUF012
         "main_params": Option(default="fp32", values=("param",)),
@@ -195,7 +199,7 @@ class MegatronFSDP:
     }
     capabilities = Capabilities(
         stages=(0, 1, 2, 3),
-        # A scalar has no rows to deal out, and a param without elements no row to count in.
+        # It cuts params by rows, which a scalar lacks, and so does a param without elements.
         scalar_params=False,
         empty_params=False,
         dtypes=("fp32", "bf16"),
@@ -210,11 +214,11 @@ class MegatronFSDP:
         self.name = f"megatron-fsdp{'-as-is' if as_is else ''}"
 
     def numerics(self, scenario: Scenario) -> Numerics:
-        """Return the rules of a case."""
+        """Return the arithmetic of a case."""
         return numerics_for(scenario, chosen_options(self, scenario))
 
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:
-        """Yield parts of a case that have no rule, or are known to go wrong."""
+        """Yield fields of a case that have no rule or are known to go wrong."""
         chosen: Any = chosen_options(self, scenario)
         yield from without_rule(scenario, chosen)
         if not self._as_is:

@@ -1,4 +1,4 @@
-"""One rank of Megatron-FSDP and an optimizer of torch, as a scenario and options say."""
+"""One rank of Megatron-FSDP and an optimizer of torch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class MegatronFSDPEngine:
 
     Args:
         module: The model.
-        scenario: The case; `optimizer` and `system` are read.
+        scenario: The case, of which `optimizer` and `system` are read.
         options: The value of each option.
-        as_is: Whether what is known to go wrong is done: scenarios/upstream has it.
+        as_is: True to omit workarounds for known divergences, as in scenarios/upstream.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class MegatronFSDPEngine:
         self._optimizer = plain_optimizer(
             scenario.optimizer, {name: self._params[name] for name in self._names}
         )
-        # Nothing else gathers what was stepped then: scenarios/upstream has this case.
+        # Without overlap, 0.6.1 gathers no updated params below stage 3: see
+        # scenarios/upstream/megatron-fsdp-stale-params.
         overlaps = options["overlap_gathers"] or self._stage == 3
         self._gathers_by_hand = not (overlaps or as_is)
         if options["shard_optimizer"]:
@@ -62,12 +63,13 @@ class MegatronFSDPEngine:
         self._reduced: dict[str, Tensor] = {}
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Reset the gradients."""
         self._fsdp.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Say whether gradients are to be there after backward."""
+        """Announce if gradients must be reduced after this micro-batch's backward."""
+        # The two ways that the library documents.
         if self._options["synced_by_hand"]:
             self._fsdp.set_model_auto_sync(False)
             self._fsdp.is_last_microbatch = last
@@ -75,7 +77,7 @@ class MegatronFSDPEngine:
             self._fsdp.set_model_auto_sync(last)
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
-        """Run backward, under which gradients are reduced."""
+        """Run backward, during which gradients are reduced."""
         loss.backward()
         if last_micro and self._options["synced_by_hand"]:
             self._fsdp.finish_grad_sync()
@@ -87,6 +89,7 @@ class MegatronFSDPEngine:
         self._reduced = grads_to_tell(self._spec, present)
         self._rates.scale(lr_factor)
         self._optimizer.step()
+        # `fully_shard_optimizer` does this in the optimizer's `step`.
         if not self._options["shard_optimizer"]:
             self._fsdp.install_optimized_model_weights()
         if self._gathers_by_hand:
@@ -94,7 +97,8 @@ class MegatronFSDPEngine:
         return StepResult()
 
     def params(self) -> Mapping[str, Tensor]:
-        """Full working params, gathered as the buckets lie."""
+        """Return whole working params, gathered by bucket."""
+        # From the buckets, because at stage 3 the module's params are sharded.
         found = {}
         for group in self._buffer.parameter_groups:
             buffer = group.model_weight_buffer
@@ -109,13 +113,14 @@ class MegatronFSDPEngine:
         return {name: found[name] for name in self._names}
 
     def _whole(self, buffer: Any) -> Tensor:
+        # [elems of the bucket / ranks] to [elems of the bucket]
         shard = buffer.get_shard_from_local_buffer()
         whole = shard.new_empty(buffer.bucket_index.size)
         torch.distributed.all_gather_into_tensor(whole, shard, group=buffer.data_parallel_group)
         return whole
 
     def parts(self) -> Iterator[OwnedPart]:
-        """Parts that this rank steps: whole params, or their parts in its shards of buckets."""
+        """Yield the parts that this rank steps: whole params, or their parts in its shards."""
         for group in self._buffer.parameter_groups:
             for index, orig in enumerate(group.params):
                 name = self._buffer.param_to_name[orig]
@@ -142,20 +147,22 @@ _REPLICAS, _SHARDS, _TENSOR = "replicas", "shards", "tp"
 def wrapped(
     module: nn.Module, *, system: SystemSpec, options: Mapping[str, OptionValue], as_is: bool
 ) -> Any:
-    """The module sharded, with the classes of its children with params for units.
+    """Return the sharded module, with the classes of its children with params as units.
 
     Args:
         module: The model.
-        system: `stage` and `redundancy` are read.
+        system: Settings of the case, of which `stage` and `redundancy` are read.
         options: The value of each option.
-        as_is: Whether what is known to go wrong is done: scenarios/upstream has it.
+        as_is: True to omit workarounds for known divergences.
     """
     library = import_megatron_fsdp()
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
+    # The model's own class if it has the params itself.
     units = {type(child) for _, child in called_children(module)} or {type(module)}
     mesh = _mesh(system.redundancy, device.type)
     if options["average"] and not as_is:
-        # Without one 0.6.1 fails, with experts or not: scenarios/upstream has this case.
+        # Without this mesh 0.6.1 fails, even without experts: see
+        # scenarios/upstream/megatron-fsdp-average.
         mesh["expt_device_mesh"] = mesh["device_mesh"]
     sharded = library.fully_shard_model(
         module,
@@ -174,19 +181,21 @@ def wrapped(
         overlap_param_gather=bool(options["overlap_gathers"]),
         average_in_collective=bool(options["average"]),
     )
-    # NCCL alone has a sum that multiplies before it, which `fully_shard_model` cannot be told.
+    # Only NCCL has a sum that multiplies first. `fully_shard_model` has no argument for this.
     sharded.ddp_config.gradient_reduce_div_fusion = False
     return sharded
 
 
 def import_megatron_fsdp() -> Any:
-    """The library by itself: it would go by whichever version of Megatron-Core it finds."""
+    """Import megatron_fsdp as if Megatron-Core was not installed."""
+    # It would use a class of Megatron-Core that 0.16.1 has in another form.
     warnings.filterwarnings("ignore", module=r"(torch|megatron_fsdp)\..*")
     logging.getLogger("megatron_fsdp").setLevel(logging.ERROR)
     hidden = {name: sys.modules[name] for name in list(sys.modules) if _is_of_core(name)}
     if "megatron_fsdp" not in sys.modules:
         for name in hidden:
             del sys.modules[name]
+        # None makes `import megatron` raise ImportError.
         sys.modules["megatron"] = None  # pyrefly: ignore
     try:
         import megatron_fsdp  # pyrefly: ignore
@@ -202,7 +211,7 @@ def _is_of_core(module: str) -> bool:
 
 
 def _mesh(blocks: int, device: str) -> dict[str, Any]:
-    """The ranks, of which those of one block share what is sharded."""
+    """Return the mesh of ranks, as arguments of `fully_shard_model`."""
     from torch.distributed.device_mesh import init_device_mesh
 
     ranks = torch.distributed.get_world_size()
@@ -211,5 +220,6 @@ def _mesh(blocks: int, device: str) -> dict[str, Any]:
         return {"device_mesh": mesh}
     names = (_REPLICAS, _SHARDS, _TENSOR)
     mesh: DeviceMesh = init_device_mesh(device, (blocks, ranks // blocks, 1), mesh_dim_names=names)
+    # HSDP needs the group of all ranks as well.
     everyone = mesh[(_REPLICAS, _SHARDS)]._flatten("everyone").get_group()
     return {"device_mesh": mesh, "dp_outer_dim": _REPLICAS, "hybrid_fsdp_group": everyone}

@@ -1,4 +1,4 @@
-"""Checkpoints as torch's documentation shows them: state-dict functions and `checkpoint.save`."""
+"""Distributed checkpoints in the manner of torch's documentation: `get_state_dict` and `save`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ def save(module: nn.Module, optimizer: Optimizer, path: Path) -> None:
     """Save params and optimizer state; every rank of the world calls it.
 
     Args:
-        module: With sharded params.
-        optimizer: Over these params.
+        module: A module with sharded params.
+        optimizer: The optimizer of these params.
         path: A folder that does not exist yet.
     """
+    # Imported late, because most cases have no checkpoints.
     from torch.distributed import checkpoint
 
     checkpoint.save(_state_of(module, optimizer), checkpoint_id=str(path))
 
 
 def load(module: nn.Module, optimizer: Optimizer, path: Path) -> None:
-    """Load them, resharded to the params of these ranks; every rank of the world calls it.
+    """Load params and optimizer state, resharded to these ranks; every rank of the world calls it.
 
     Args:
         module: As for `save`.
@@ -33,6 +34,7 @@ def load(module: nn.Module, optimizer: Optimizer, path: Path) -> None:
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
+    # `checkpoint.load` fills the tensors of this state in place, so it must have all of them.
     state = _state_of(module, optimizer)
     checkpoint.load(state, checkpoint_id=str(path))
     set_state_dict(

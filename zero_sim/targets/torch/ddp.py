@@ -1,16 +1,4 @@
-"""torch's DistributedDataParallel under a plain optimizer or torch's ZeroRedundancyOptimizer.
-
-[Note: what DDP computes]
-Each rank multiplies its accumulated gradient by 1 / ranks while it copies it into a bucket, and the
-buckets are summed: a `premul` of the reference. Within `no_sync` gradients accumulate locally. DDP
-decides before forward whether it will reduce after it, so an engine has to be told of the last
-micro-batch before its forward.
-
-[Note: what a hook computes]
-With a comm hook the gradient is the hook's to divide. torch's `allreduce_hook` divides before the
-sum, and so does `bf16_compress_hook`, in the dtype that goes over the wire; the result is cast
-back.
-"""
+"""torch's DistributedDataParallel under a plain optimizer or torch's ZeroRedundancyOptimizer."""
 
 from __future__ import annotations
 
@@ -43,31 +31,35 @@ _FOLLOWS = (
     "model.recompute",
     *_TOPOLOGY,
 )  # fmt: skip
+# DDP multiplies the accumulated gradient by 1 / ranks while it copies it into a bucket, and the
+# buckets are summed. Within `no_sync`, gradients accumulate locally.
 NUMERICS = Numerics(
     divide="premul", divide_by="ranks", sync="last", grad_dtype="param",
     grads_told="before-division", norm="of-params", clip="fp32-reciprocal",
 )  # fmt: skip
-"""Rules of DDP without a hook."""
+"""Arithmetic of DDP without a hook."""
 
 _MEGABYTE = 1 << 20
 _WIRE = {"none": None, "allreduce": None, "bf16-compress": "bf16"}
-"""By hook: the dtype that goes over the wire; None for the gradient's."""
+"""Dtype of the communication by hook; None for the gradient's."""
 
 
 def why_not_static(scenario: Scenario) -> str:
-    """Say why a case cannot have a static graph; '' if it can."""
+    """Return the reason why a case cannot have a static graph; "" if it can."""
+    # scenarios/upstream/torch-ddp-static-graph.
     if scenario.run.micro_batches == 1:
         return ""
-    return "torch 2.13 fails where the first micro-batch is under no_sync: see scenarios/upstream"
+    return "torch 2.13 fails if the first micro-batch is under no_sync: see scenarios/upstream"
 
 
 def why_not_unused(scenario: Scenario) -> str:
-    """Say why DDP cannot look for unused params in a case; '' if it can."""
+    """Return the reason why DDP cannot look for unused params in a case; "" if it can."""
     if scenario.model.recompute != "reentrant":
         return ""
     return "DDP finds params unused that a reentrant checkpoint uses in backward, and raises"
 
 
+# `bucket_bytes` of a few elements, because with the default a small model has one bucket.
 OPTIONS: Mapping[str, Option] = {
     "hook": Option(default="none", values=tuple(_WIRE)),
     "bucket_bytes": Option(default=25 * _MEGABYTE, values=(1, 40, 200)),
@@ -81,8 +73,8 @@ class DDPEngine(WholeParamEngine):
     """One rank of DDP and an optimizer that updates whole params.
 
     Args:
-        module: The model; DDP is wrapped around it.
-        scenario: The case; `optimizer` is read.
+        module: The model, around which DDP is wrapped.
+        scenario: The case, of which `optimizer` is read.
         group: The data-parallel group.
         options: Values of `OPTIONS`; None for the defaults.
     """
@@ -96,6 +88,7 @@ class DDPEngine(WholeParamEngine):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._spec = scenario.optimizer
+        # Named before the wrapper adds its prefix.
         params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         self._ddp = _wrapped(module, group=group, options=options)
         super().__init__(module, self._build_optimizer(params, group), group=group)
@@ -108,12 +101,14 @@ class DDPEngine(WholeParamEngine):
         return plain_optimizer(self._spec, params)
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Keep DDP from reducing, but for the last micro-batch."""
+        """Keep DDP from reducing, except in the last micro-batch."""
+        # Here and not in `backward`, because DDP decides in forward if backward will reduce.
         if not last:
             self._unsynced.enter_context(self._ddp.no_sync())
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
-        """Run backward, under which DDP reduces."""
+        """Run backward, during which DDP reduces."""
+        # Leaving this block leaves `no_sync`, if it was entered before forward.
         with self._unsynced:
             loss.backward()
 
@@ -121,18 +116,18 @@ class DDPEngine(WholeParamEngine):
         """Do nothing, because DDP has reduced during backward."""
 
     def update(self) -> StepResult:
-        """Clip, if that is asked for, and update the params."""
+        """Clip, if the scenario does, and update the params."""
         spec, norm = self._spec, None
         if spec.clip_value is not None:
             nn.utils.clip_grad_value_(self.named.values(), spec.clip_value)
         if spec.clip_norm is not None:
-            # Every rank has whole gradients, so that nothing has to be exchanged.
+            # Every rank has whole gradients, so the norm needs no communication.
             norm = nn.utils.clip_grad_norm_(self.named.values(), spec.clip_norm)
         self.optimizer.step()
         return StepResult(norm=norm)
 
     def stray_padding(self) -> str:
-        """Nowhere: nothing is padded."""
+        """Return "", because nothing is padded."""
         return ""
 
 
@@ -145,7 +140,7 @@ def _wrapped(
     ddp = nn.parallel.DistributedDataParallel(
         module,
         process_group=group,
-        # A size that is given is that of the first bucket too, which is smaller by default.
+        # None keeps the first bucket at its smaller default; a given size is also the first one's.
         bucket_cap_mb=None if size == defaults["bucket_bytes"] else size / _MEGABYTE,
         gradient_as_bucket_view=chosen["bucket_view"],
         static_graph=chosen["static_graph"],
@@ -162,22 +157,22 @@ def _hook(name: str) -> Any:
     if name == "allreduce":
         return default_hooks.allreduce_hook
 
-    # Under its own name DDP refuses it where there is no NCCL.
+    # DDP recognises `bf16_compress_hook` by its name, and refuses it without NCCL.
     def compress(group: Any, bucket: Any) -> Any:
         return default_hooks.bf16_compress_hook(group, bucket)
 
-    # DDP reads the annotations, which here are text.
+    # DDP compares the annotations with types, and here they are strings.
     compress.__annotations__ = default_hooks.bf16_compress_hook.__annotations__
     return compress
 
 
 class ZeroRedundancyEngine(DDPEngine):
-    """One rank of DDP and torch's ZeroRedundancyOptimizer, which deals whole params to ranks."""
+    """One rank of DDP and torch's ZeroRedundancyOptimizer, which assigns whole params to ranks."""
 
     def _build_optimizer(
         self, params: Mapping[str, nn.Parameter], group: ProcessGroup
     ) -> Optimizer:
-        # Import where it is needed: it takes a tenth of a second.
+        # Imported late, because it takes a tenth of a second.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         self._sharded = ZeroRedundancyOptimizer(
@@ -189,8 +184,9 @@ class ZeroRedundancyEngine(DDPEngine):
         return self._sharded
 
     def owns(self, name: str) -> bool:
-        """Return True if this rank's local optimizer steps a param."""
+        """Return True if this rank's local optimizer steps the param of a name."""
         groups = self._sharded.optim.param_groups
+        # By identity, because == of tensors compares elements.
         return any(self.named[name] is param for group in groups for param in group["params"])
 
     def state_of(self, param: nn.Parameter) -> Mapping[str, Any]:
@@ -202,7 +198,7 @@ class TorchDDP:
     """DDP and a plain optimizer on fp32 params: stage 0.
 
     Args:
-        as_is: True to accept cases that are known to go wrong, too.
+        as_is: True to accept also cases that are known to go wrong.
     """
 
     capabilities = Capabilities(stages=(0,), optimizers=OPTIMIZERS, follows=_FOLLOWS)
@@ -213,11 +209,13 @@ class TorchDDP:
         self.options = {**OPTIONS, "static_graph": graph}
 
     def numerics(self, scenario: Scenario) -> Numerics:
-        """Return the rules of a case, which depend on the hook."""
+        """Return the arithmetic of a case, which depends on the hook."""
         hook = chosen_options(self, scenario)["hook"]
         if hook == "none":
             return NUMERICS
         wire: Any = _WIRE[str(hook)]
+        # With a comm hook, DDP leaves the division to it. Both hooks divide before the sum, in the
+        # dtype of the communication, and cast the result back to the gradient's.
         return replace(NUMERICS, divide="pre", reduce_dtype=wire, told_dtype="param")
 
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> DDPEngine:
@@ -227,7 +225,7 @@ class TorchDDP:
 
 
 class TorchZeroRedundancy:
-    """DDP and ZeroRedundancyOptimizer on fp32 params: stage 1, whole params a rank."""
+    """DDP and ZeroRedundancyOptimizer on fp32 params: stage 1, with one owner for each param."""
 
     name = "torch-zero-redundancy"
     capabilities = Capabilities(stages=(1,), optimizers=OPTIMIZERS, follows=_FOLLOWS)

@@ -1,4 +1,4 @@
-"""Engines around an optimizer of your own: they do all but the communication to be judged.
+"""Engines around your own optimizer: complete except for the communication under test.
 
     class MyTarget:
         name = "mine"
@@ -9,8 +9,8 @@
             optimizer = MyOptimizer(module.parameters(), **settings_of(scenario.optimizer))
             return WholeParamEngine(module, optimizer, group=group)
 
-Of your optimizer the engines use `step`, `param_groups` and `state`. Override the hooks with your
-own communication, which is then judged in place of theirs: `reduce`, `update` and `share` of
+The engines use `step`, `param_groups` and `state` of your optimizer. Override hooks with your own
+communication, which is judged in place of theirs: `reduce`, `update` and `share` of
 `WholeParamEngine`; `shard_of`, `reduce`, `update` and `gather` of `FlatShardEngine`.
 """
 
@@ -32,7 +32,7 @@ from zero_sim.targets.torch.optim import LearningRates, flat_state
 
 
 class _WholeWorkingParams:
-    """The half of the protocol that both engines share.
+    """Methods that both engines share.
 
     Args:
         module: The bare model.
@@ -45,12 +45,13 @@ class _WholeWorkingParams:
         self.named = {n: p for n, p in module.named_parameters() if p.requires_grad}
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Reset the gradients."""
         for param in self.named.values():
             param.grad = None
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
         """Run backward for one micro-batch; gradients accumulate on this rank."""
+        # False if all params that this rank's forward reads are frozen.
         if loss.requires_grad:
             loss.backward()
 
@@ -59,13 +60,13 @@ class _WholeWorkingParams:
         return self.named
 
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """Return a param that has a gradient where none must be; empty if there is none."""
+        """Name a param with a nonzero gradient after `zero_grad`; empty if there is none."""
         grads = {} if padding_only else {name: param.grad for name, param in self.named.items()}
         return next((f"param {n!r}" for n, g in grads.items() if g is not None and g.any()), "")
 
 
 class WholeParamEngine(_WholeWorkingParams):
-    """One rank with whole params: DDP and the like, and ZeRO-1 where each param has one owner.
+    """One rank with whole params: for systems such as DDP, and ZeRO-1 with an owner per param.
 
     A step calls `reduce`, `update` and `share`. Gradients are reported as `reduce` leaves them, by
     default as means: the target declares `Numerics(grads_told="after-division")`.
@@ -75,9 +76,9 @@ class WholeParamEngine(_WholeWorkingParams):
             `module` afterwards.
         optimizer: Your optimizer over all params, or over those that this rank owns.
         group: The data-parallel group.
-        owner_of: From a param's name to the group rank that steps it, where the target declares
-            `Capabilities(stages=(1,))`; to None for a small param that every rank steps. None if
-            every rank steps all params: `stages=(0,)`.
+        owner_of: Function from a param's name to the group rank that steps it, for
+            `Capabilities(stages=(1,))`. It returns None for a small param that every rank steps.
+            None if every rank steps all params, for `stages=(0,)`.
     """
 
     def __init__(
@@ -89,13 +90,16 @@ class WholeParamEngine(_WholeWorkingParams):
         owner_of: Callable[[str], int | None] | None = None,
     ) -> None:
         super().__init__(module, group=group)
+        # Attributes without underscores, because hooks of subclasses use them.
         self.optimizer = optimizer
         self.owner_of = owner_of
         self.rates = LearningRates(optimizer)
+        # Reduced gradients of the last step by name, in the shape of the param.
         self.reduced: dict[str, Tensor] = {}
 
     def reduce(self) -> None:
         """Hook: turn `.grad` into the mean over all ranks, at least on the param's owner."""
+        # In registration order on every rank, so that ranks call collectives in the same order.
         for param in self.named.values():
             if param.requires_grad:  # False while the param is frozen.
                 if param.grad is None:  # Another rank may have a gradient, so take part.
@@ -119,11 +123,12 @@ class WholeParamEngine(_WholeWorkingParams):
         if self.owner_of is not None:
             for name, param in self.named.items():
                 owner = self.owner_of(name)
+                # None: every rank has stepped the param.
                 if owner is not None:
                     dist.broadcast(param.detach(), group_src=owner, group=self.group)
 
     def owns(self, name: str) -> bool:
-        """Return True if this rank steps a param."""
+        """Return True if this rank steps the param of a name."""
         return self.owner_of is None or self.owner_of(name) in (None, self.group.rank())
 
     def state_of(self, param: nn.Parameter) -> Mapping[str, Any]:
@@ -131,7 +136,11 @@ class WholeParamEngine(_WholeWorkingParams):
         return self.optimizer.state.get(param, {})
 
     def step(self, *, lr_factor: float) -> StepResult | None:
-        """Reduce gradients, update owned params, and share them."""
+        """Reduce gradients, update owned params, and share them.
+
+        Args:
+            lr_factor: Factor of every learning rate in this step.
+        """
         self.reduce()
         # Copies, because clipping and some optimizers write to `.grad`.
         self.reduced = {n: p.grad.clone() for n, p in self.named.items() if p.grad is not None}
@@ -145,6 +154,7 @@ class WholeParamEngine(_WholeWorkingParams):
         for name, param in self.named.items():
             if self.owns(name):
                 grad = self.reduced.get(name)
+                # A param without an owner in a sharded system is stepped by every rank.
                 alone = self.owner_of is None or self.owner_of(name) is not None
                 replicas = 1 if alone else self.group.size()
                 yield OwnedPart(
@@ -160,8 +170,9 @@ class FlatBuffer:
     """Params of one dtype, one after another, and the shard that this rank steps."""
 
     named: dict[str, nn.Parameter]
-    """Its params, by their names in the bare model; each is a view of `flat`."""
+    """Params by their names in the bare model; each is a view of `flat`."""
     flat: Tensor  # 1D, dtype of the params
+    """The buffer: all elements of the params, then zeros as padding."""
     spans: list[tuple[int, int]]
     """Start and stop of each rank's shard in `flat`."""
     first: int
@@ -173,7 +184,7 @@ class FlatBuffer:
 
 
 class FlatShardEngine(_WholeWorkingParams):
-    """One rank that steps its shard of flat buffers, one for each dtype: ZeRO-1.
+    """One rank that steps its shards of flat buffers, one buffer for each dtype: ZeRO-1.
 
     A step calls `reduce` for each buffer, `update`, and `gather` for each buffer. Masters are fp32.
     The target declares `Capabilities(stages=(1,))` and `Numerics(grads_told="after-division")`,
@@ -181,7 +192,7 @@ class FlatShardEngine(_WholeWorkingParams):
 
     Args:
         module: The bare model; its params become views of the buffers.
-        make_optimizer: From the shards, by the name of their buffer, to your optimizer over them.
+        make_optimizer: Function from the shards, by name of their buffer, to your optimizer.
         group: The data-parallel group.
     """
 
@@ -193,6 +204,7 @@ class FlatShardEngine(_WholeWorkingParams):
         group: ProcessGroup,
     ) -> None:
         super().__init__(module, group=group)
+        # A flat tensor has one dtype, so params of each dtype need a buffer of their own.
         by_dtype: dict[str, dict[str, nn.Parameter]] = {}
         for name, param in self.named.items():
             by_dtype.setdefault(str(param.dtype), {})[name] = param
@@ -203,9 +215,14 @@ class FlatShardEngine(_WholeWorkingParams):
     def shard_of(self, elems: int, rank: int) -> tuple[int, int]:
         """Hook: return start and stop of a group rank's shard in a buffer of `elems` elements.
 
-        By default all shards have one length. The buffer is padded with zeros up to the last stop.
-        If lengths differ, override `reduce` and `gather` too for gloo, which needs equal ones.
+        The default has shards of equal length. The buffer is padded with zeros up to the last stop.
+        If lengths differ, override `reduce` and `gather` too for gloo, which needs equal lengths.
+
+        Args:
+            elems: Elements of the buffer without padding.
+            rank: The group rank.
         """
+        # Rounded up, so that all shards together cover the buffer.
         shard_elems = -(-elems // self.group.size())
         return rank * shard_elems, (rank + 1) * shard_elems
 
@@ -213,10 +230,10 @@ class FlatShardEngine(_WholeWorkingParams):
         """Hook: return this rank's shard of the mean gradient, in fp32.
 
         Args:
-            buffer: Where the gradients belong.
+            buffer: The buffer of the gradients.
             grads: This rank's gradients, padding included. 1D, dtype of the params.
         """
-        own = torch.empty_like(buffer.shard, dtype=grads.dtype)
+        own = torch.empty_like(buffer.shard, dtype=grads.dtype)  # [shard elems]
         pieces = [grads[start:stop] for start, stop in buffer.spans]
         dist.reduce_scatter(own, pieces, group=self.group)
         return own.float() / self.group.size()
@@ -228,12 +245,18 @@ class FlatShardEngine(_WholeWorkingParams):
 
     def gather(self, buffer: FlatBuffer) -> None:
         """Hook: fill `buffer.flat` with the updated shards of all ranks."""
+        # Views of `flat`, so that the call writes the params themselves.
         pieces = [buffer.flat[start:stop] for start, stop in buffer.spans]
         own = buffer.shard.detach().to(buffer.flat.dtype)
         dist.all_gather(pieces, own, group=self.group)
 
     def step(self, *, lr_factor: float) -> StepResult | None:
-        """Reduce gradients to shards, update these, and gather params."""
+        """Reduce gradients to shards, update the shards, and gather the params.
+
+        Args:
+            lr_factor: Factor of every learning rate in this step.
+        """
+        # All buffers are reduced before the update, so that `update` can clip by a norm of all.
         for each in self.buffers.values():
             each.shard.grad = self.reduce(each, _flat_grads(each))
             each.grad = each.shard.grad.clone()
@@ -244,7 +267,7 @@ class FlatShardEngine(_WholeWorkingParams):
         return result
 
     def parts(self) -> Iterator[OwnedPart]:
-        """Yield the stretch of each param that lies in this rank's shards."""
+        """Yield the part of each param in this rank's shards."""
         for index, each in enumerate(self.buffers.values()):
             yield from flat_parts(
                 each.named,
@@ -256,9 +279,10 @@ class FlatShardEngine(_WholeWorkingParams):
             )
 
     def stray_padding(self) -> str:
-        """Return a buffer whose padding is not zero; empty if there is none."""
+        """Name a buffer with nonzero padding; empty if there is none."""
         for key, each in self.buffers.items():
             elems = sum(param.numel() for param in each.named.values())
+            # Padding begins at `elems`, which may lie before, in or after this rank's shard.
             if each.flat[elems:].any() or each.shard[max(0, elems - each.first) :].any():
                 return f"buffer {key}"
         return ""
@@ -270,6 +294,7 @@ class FlatShardEngine(_WholeWorkingParams):
         first, stop = spans[self.group.rank()]
         shard = nn.Parameter(flat[first:stop].float().clone())
         offset = 0
+        # Params become views of the buffer, so that a gather into it updates them.
         for param in named.values():
             param.data = flat[offset : offset + param.numel()].view_as(param)
             offset += param.numel()
@@ -277,7 +302,7 @@ class FlatShardEngine(_WholeWorkingParams):
 
 
 def _flat_grads(buffer: FlatBuffer) -> Tensor:
-    """Return this rank's gradients, zeros where there is none, padded as the buffer is."""
+    """Return this rank's gradients with the buffer's padding; zeros for a param without one."""
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in buffer.named.values()]
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     return pad(flat, (0, len(buffer.flat) - len(flat)))
@@ -292,16 +317,27 @@ def flat_parts(
     state: Mapping[str, Any],
     buffer: int = 0,
 ) -> Iterator[OwnedPart]:
-    """Cut a rank's shard of a flat buffer into parts, for `parts` of an engine.
+    """Yield the parts of params in a rank's shard of a flat buffer, for `parts` of an engine.
 
     Args:
         params: All params of the buffer, by their names in the bare model, in its order.
-        first: Offset of the shard in the buffer.
-        master: The shard's master params. 1D, fp32.
-        grad: Its reduced gradient. 1D; None before the first step.
-        state: The optimizer's state of the shard: 1D tensors of its length, 0D counters.
+        first: Offset of the shard in the buffer, in elements.
+        master: Master params of the shard. 1D, fp32.
+        grad: Reduced gradient of the shard. 1D, or None before the first step.
+        state: Optimizer state of the shard: 1D tensors of its length, 0D counters.
         buffer: Index of the buffer, if there are several.
+
+    Example:
+        A shard with elements 4 to 8 of two params of 6 elements each:
+
+        >>> params = {"up": torch.zeros(2, 3), "down": torch.zeros(6)}
+        >>> shard = torch.zeros(4)
+        >>> for part in flat_parts(params, first=4, master=shard, grad=None, state={}):
+        ...     print(part.place.param, part.place.start, part.place.stop)
+        up 4 6
+        down 0 2
     """
+    # `start` and `stop` of each param in the buffer, cut to the shard as `low` and `high`.
     start, state = 0, flat_state(state)
     for name, param in params.items():
         stop = start + param.numel()
@@ -315,7 +351,7 @@ def flat_parts(
                     stop=high - start,
                     flat_start=low,
                     buffer=buffer,
-                    # With its padding: a norm of the shard rounds by where its elements lie.
+                    # With its padding, because the rounding of a shard's norm depends on offsets.
                     shard_start=first,
                     shard_stop=first + len(master),
                 ),

@@ -1,22 +1,7 @@
 """torch's FullyShardedDataParallel (FSDP1) under a plain optimizer of torch.
 
-[Note: what FSDP1 computes]
-All params of the module lie in one flat param, each behind padding to 16 bytes, cut evenly over the
-ranks. Each rank divides its gradient by a power of two near the root of the number of ranks, a
-reduce-scatter sums, and the sum is divided by the rest. With `NO_SHARD`, which one rank gets in any
-case, an all-reduce takes the place of the reduce-scatter, and clipping is torch's own; of params
-without elements FSDP1 makes no gradients, so that the norm is one of fewer params.
-
-[Note: what FSDP1 computes by what it is set to]
-Micro-batches accumulate under `no_sync` in the dtype of the params that forward has; what came of
-that is cast to `reduce_dtype`, divided, summed and divided there, and cast to fp32, in which rounds
-that are each reduced are added. With HSDP both parts of the division are of all ranks, and stand
-before the first sum and behind the last one.
-
-[Note: what stands for what]
-The stage for the sharding strategy; `system.redundancy` for `HYBRID_SHARD`, at stage 2
-`_HYBRID_SHARD_ZERO2`; `system.sync` for whether there is a `no_sync`; `model.dtype` for
-`param_dtype`.
+All params of a module lie in one flat param, each padded to 16 bytes, which is cut evenly over the
+ranks.
 """
 
 from __future__ import annotations
@@ -49,18 +34,20 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# By `system.stage`. FSDP1 has no stage 1, which would keep whole gradients.
 _STRATEGIES = {0: "NO_SHARD", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
+# By stage, for `system.redundancy` above 1.
 _HYBRID = {2: "_HYBRID_SHARD_ZERO2", 3: "HYBRID_SHARD"}
 _PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST"}
 
 
 class FSDP1Engine:
-    """One rank of FullyShardedDataParallel, around every child with params and what is left.
+    """One rank of FullyShardedDataParallel: a unit for each child with params, one for the rest.
 
     Args:
-        module: The model; its params become parts of flat ones. Those of 16 bits are sharded as
-            fp32 ones and gathered as they are.
-        scenario: The case; `model.dtype`, `optimizer` and `system` are read.
+        module: The model, whose params become parts of flat ones. 16-bit params are sharded in fp32
+            and gathered in 16 bits.
+        scenario: The case, of which `model.dtype`, `optimizer` and `system` are read.
         group: The data-parallel group.
         options: The value of each option.
     """
@@ -86,12 +73,13 @@ class FSDP1Engine:
         }
         self._shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         with warnings.catch_warnings():
-            # That NO_SHARD is to become DDP, and is what one rank gets.
+            # torch warns that NO_SHARD will be replaced by DDP, and that one rank uses it.
             warnings.simplefilter("ignore")
             for name, child in called_children(module):
                 setattr(module, name, FullyShardedDataParallel(child, **chosen))
             self._fsdp: FullyShardedDataParallel = FullyShardedDataParallel(module, **chosen)
         self.module: nn.Module = self._fsdp
+        # With `use_orig_params`, these are views of this rank's shards of flat params.
         self._params = {name: param for name, param in self._named() if name in self._shapes}
         self._optimizer = plain_optimizer(scenario.optimizer, self._params)
         self._rates = LearningRates(self._optimizer)
@@ -100,7 +88,7 @@ class FSDP1Engine:
         self._reduced: dict[str, Tensor] = {}
 
     def _settings(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what every wrapper is set to, besides how it shards."""
+        """Return the settings of every wrapper besides those of sharding."""
         from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision
 
         prefetch = _PREFETCH.get(options["backward_prefetch"])
@@ -109,7 +97,7 @@ class FSDP1Engine:
             "mixed_precision": MixedPrecision(
                 param_dtype=None if self._dtype is torch.float32 else self._dtype,
                 reduce_dtype=_DTYPES.get(options["reduce_dtype"]),
-                # Batches come as the bare model takes them.
+                # Batches have the dtypes that the bare model takes.
                 cast_forward_inputs=False,
                 cast_root_forward_inputs=False,
             ),
@@ -123,33 +111,36 @@ class FSDP1Engine:
             yield name.replace("_fsdp_wrapped_module.", ""), param
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Reset the gradients."""
         self._optimizer.zero_grad()
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Keep gradients whole and local, but for the last micro-batch or where each is reduced."""
+        """Keep gradients unsharded and local, except in micro-batches that are reduced."""
         if not (last or self._syncs_every):
             self._unsynced.enter_context(self._fsdp.no_sync())
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
-        """Run backward, under which gradients are reduced."""
+        """Run backward, during which gradients are reduced."""
         with self._unsynced:
             loss.backward()
 
     def step(self, *, lr_factor: float) -> StepResult:
-        """Clip, if that is asked for, and update the shards."""
+        """Clip, if the scenario does, and update the shards."""
+        # Read before clipping, which writes to them.
         grads = {name: param.grad for name, param in self._params.items()}
         known = {name: grad for name, grad in grads.items() if grad is not None}
         self._reduced = grads_to_tell(self._spec, known)
         norm = None
         if self._spec.clip_norm is not None:
+            # The wrapper's own method, because the norm needs the shards of all ranks.
             norm = self._fsdp.clip_grad_norm_(self._spec.clip_norm)
         self._rates.scale(lr_factor)
         self._optimizer.step()
         return StepResult(norm=norm)
 
     def params(self) -> Mapping[str, Tensor]:
-        """Full working params, gathered, in the dtype in which forward has them."""
+        """Return gathered working params, in the dtype of forward."""
+        # Copies, because the memory of gathered params is freed at the end of the block.
         with self._fsdp_type.summon_full_params(self._fsdp, writeback=False):
             return {
                 name: param.detach().to(self._dtype, copy=True)
@@ -158,7 +149,8 @@ class FSDP1Engine:
             }
 
     def parts(self) -> Iterator[OwnedPart]:
-        """Parts of every param in this rank's even parts of the flat params."""
+        """Yield the part of each param in this rank's shards of flat params."""
+        # From the id of a param to its range in the shard; FSDP1 has no public way to read it.
         held = {}
         for unit in self._fsdp_type.fsdp_modules(self._fsdp):
             flat: Any = unit._handle.flat_param if unit._handle is not None else None
@@ -168,6 +160,7 @@ class FSDP1Engine:
             info = held[id(param)]
             if not info.in_shard:
                 continue
+            # The end is inclusive.
             start, stop = info.intra_param_start_idx, info.intra_param_end_idx + 1
             local = param.detach().reshape(-1)
             grad = self._reduced.get(name)
@@ -180,7 +173,7 @@ class FSDP1Engine:
 
 
 def _sharding(system: SystemSpec, *, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """Return the device, the ranks, and the strategy by which these shard."""
+    """Return the device, the ranks and the sharding strategy, as arguments of FSDP1."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import ShardingStrategy
 
@@ -195,7 +188,9 @@ def _sharding(system: SystemSpec, *, group: ProcessGroup, device: torch.device) 
 
 
 def predivide_factor(ranks: int) -> float:
-    """The power of two by which FSDP1 divides before the sum, so that neither half overflows."""
+    """Return the power of two by which FSDP1 divides before the sum."""
+    # As torch/distributed/algorithms/_comm_hooks/default_hooks.py: near the root of the ranks, so
+    # that neither the gradient before the sum underflows nor the sum overflows.
     factor = 1
     while ranks % factor == 0 and ranks / factor > factor:
         factor *= 2
@@ -206,14 +201,14 @@ class TorchFSDP1:
     """FullyShardedDataParallel, with fp32 masters.
 
     Args:
-        as_is: True to accept cases that are known to go wrong, too.
+        as_is: True to accept also cases that are known to go wrong.
     """
 
     capabilities = Capabilities(
         stages=(0, 2, 3),
         dtypes=("fp32", "bf16"),
         scalar_params=False,
-        # Flat params are cut anywhere, where muon and lamb look at whole params.
+        # Flat params are cut at any element, and muon and lamb need whole params.
         optimizers=tuple(name for name in OPTIMIZERS if name not in WHOLE_PARAM_OPTIMIZERS),
         follows=(
             *OPTIMIZER_SETTINGS,
@@ -237,42 +232,50 @@ class TorchFSDP1:
         self.name = f"torch-fsdp1{'-as-is' if as_is else ''}"
 
     def numerics(self, scenario: Scenario) -> Numerics:
-        """Return the rules of a case."""
+        """Return the arithmetic of a case."""
         ranks = scenario.world.size
+        # FSDP1 makes no gradients for params without elements, so torch takes the norm over fewer
+        # params, which has other bits.
         has_empty = any(0 in shape for shape in scenario.model.shapes or ())
         whole = "told" if has_empty else "of-params"
         reduce: Any = chosen_options(self, scenario)["reduce_dtype"]
         every = scenario.system.sync == "every"
         return Numerics(
+            # Each rank divides by a power of two, a reduce-scatter sums, and the sum is divided by
+            # the rest, all in `reduce_dtype`. With HSDP both divisors come from all ranks: one
+            # division precedes the first sum, the other follows the last one.
             divide="post-rounded",
             divide_by="ranks",
             predivide_by=predivide_factor(ranks),
             divide_each="round" if every else "step",
             grad_dtype="param",
+            # Under `no_sync` micro-batches accumulate in the dtype of forward's params. Sums are
+            # cast to fp32 before they are added.
             accumulate_dtype="fp32" if every else "param",
             reduce_dtype=reduce,
             grads_told="after-division",
             told_dtype="fp32",
+            # Without sharding FSDP1 calls `torch.nn.utils.clip_grad_norm_`.
             norm=whole if _is_whole(scenario) else "of-own-params",
             clip="fp32-reciprocal",
         )
 
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:
-        """Yield parts of a case that are known to go wrong, or have no rule."""
+        """Yield fields of a case that have no rule or are known to go wrong."""
         every = scenario.system.sync == "every"
         if _is_whole(scenario) and every and scenario.run.micro_batches > 1:
             yield Problem(
                 path="system.sync",
-                message="where nothing is sharded FSDP1 sums again over the ranks what it has "
-                "summed of earlier micro-batches, which is by no rule that can be declared.",
+                message="without sharding, FSDP1 sums the sums of earlier micro-batches over the "
+                "ranks again, for which no rule can be declared.",
                 suggestion="Try sync = 'last', or one micro-batch.",
             )
         if scenario.model.nested and any(0 in shape for shape in scenario.model.shapes or ()):
             yield Problem(
                 path="model.nested",
-                message="FSDP1 raises where a module that it wraps has no elements, got true with "
+                message="FSDP1 raises if a module that it wraps has no elements, got true with "
                 "an empty param.",
-                suggestion="Leave it out, or the empty param.",
+                suggestion="Remove it, or the empty param.",
             )
         if not self._as_is:
             yield from _known_to_go_wrong(scenario)
@@ -284,23 +287,25 @@ class TorchFSDP1:
 
 
 _READS_ROOT = ("gpt", "transformer-260")
-"""Models whose blocks lie in no module that is wrapped by itself."""
+"""Models whose blocks are in no module that is wrapped on its own."""
 
 
 def _is_whole(scenario: Scenario) -> bool:
     """Return True if nothing is sharded."""
+    # FSDP1 switches to NO_SHARD on a single rank.
     return scenario.system.stage == 0 or scenario.world.size == 1
 
 
 def _known_to_go_wrong(scenario: Scenario) -> Iterator[Problem]:
-    """Cases that go wrong in torch 2.13."""
+    """Yield fields of a case that go wrong in torch 2.13."""
+    # scenarios/upstream/torch-fsdp1-tied-accumulated.
     narrow, accumulates = scenario.model.dtype != "fp32", scenario.run.micro_batches > 1
     tied = ("head.weight",) if scenario.model.name == "gpt" else scenario.model.tied
     if _is_whole(scenario) and narrow and tied and accumulates:
         yield Problem(
             path="model.tied" if scenario.model.tied else "model.name",
-            message="where nothing is sharded FSDP1 of torch 2.13 raises as it gives the other "
-            "name of a tied fp32 param the 16-bit gradient of an earlier micro-batch, got "
+            message="without sharding, FSDP1 of torch 2.13 raises when it assigns the 16-bit "
+            "gradient of an earlier micro-batch to the other name of a tied fp32 param, got "
             f"{', '.join(map(repr, tied))}. {UPSTREAM}",
             suggestion="Try fp32, or one micro-batch.",
         )
@@ -308,19 +313,20 @@ def _known_to_go_wrong(scenario: Scenario) -> Iterator[Problem]:
         yield Problem(
             path="model.recompute",
             message="FSDP1 of torch 2.13 raises, or loses the gradient of earlier micro-batches, "
-            "where a reentrant checkpoint reads params of a module around it, got 'reentrant' with "
+            "if a reentrant checkpoint reads params of a module around it, got 'reentrant' with "
             f"model {scenario.model.name!r}.",
             suggestion="Try 'non-reentrant', or model 'mlp'.",
         )
     if not _is_whole(scenario):
         yield from stale_after_evaluation(scenario)
+    # scenarios/upstream/torch-fsdp1-hybrid-alone.
     copies = scenario.system.redundancy
     if 1 < copies == scenario.world.size:
         yield Problem(
             path="system.redundancy",
-            message="torch 2.13 reduces nothing with HYBRID_SHARD where a block has one rank, got "
-            f"{copies} blocks. {UPSTREAM}",
-            suggestion="Try stage 0, or fewer copies than ranks.",
+            message="torch 2.13 reduces nothing with HYBRID_SHARD if a shard group has one rank, "
+            f"got {copies} shard groups. {UPSTREAM}",
+            suggestion="Try stage 0, or fewer replicas than ranks.",
         )
 
 

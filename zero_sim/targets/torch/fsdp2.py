@@ -1,38 +1,21 @@
-"""torch's `fully_shard` (FSDP2) under a plain optimizer of torch, on a mesh where the params are.
+"""torch's `fully_shard` (FSDP2) under a plain optimizer of torch, on a mesh of the params' device.
 
-[Note: what FSDP2 computes]
-Each module that is sharded reduces the gradients of all its params in one reduce-scatter with AVG,
-in fp32: a sum, then a division, `post` of the reference; but on NCCL a product with the reciprocal
-before the sum, `premul`. What the sharded params hold in `.grad` is divided already. A param is
-cut along its first dimension into chunks of equally many rows, the last ones shorter or empty.
-Between micro-batches gradients accumulate locally, whole.
-
-[Note: what FSDP2 computes by what it is set to]
-Gradients accumulate and are reduced in `reduce_dtype`, and what came is cast to the dtype of the
-sharded params, fp32. Without more it is divided by AVG. With `set_force_sum_reduction_for_comms` it
-is a sum that is divided after it; with `set_gradient_divide_factor` alone PREMUL_SUM, which
-multiplies before it, or AVG where the factor is the number of ranks that share what is sharded. In
-fp16 a power of two is divided by before the sum, and the rest after it. With HSDP the blocks' means
-are all-reduced with AVG, which are the bits of one mean where a block has a power of two of ranks.
-
-[Note: clipping by norm]
-Of sharded gradients torch takes the norm of each rank's rows, and one all-reduce adds the squares
-of all of these over the ranks: `of-rows` of the reference.
+A param is cut along its first dimension into chunks of equally many rows; the last ones are shorter
+or empty.
 
 [Note: params that some rank does not use]
-Each rank leaves the params that its own losses do not reach out of the reduce-scatter. Where ranks
-differ in that, they bring tensors of other params to one call: it fails where the sizes differ, and
-where they are equal, gradients of different params are added without an error (torch 2.13, without
-`reduce_scatter_unused_params`). So only models are declared of which every micro-batch uses all; a
-test shows what comes of others.
+Each rank omits params that its own losses do not reach from the reduce-scatter. If ranks differ in
+these, they pass tensors of different params to one call. It fails if the sizes differ; if they are
+equal, gradients of different params are added without an error (torch 2.13, without
+`reduce_scatter_unused_params`). So the target declares only models whose params are all used by
+every micro-batch. A test shows the results of others.
 
-[Note: what stands for what]
-At stage 1 `reshard_after_forward` is left to torch, which frees no params of the root. At stage 3
-`system.reshard_after_forward` stands for it, or option `reshard_ranks`, a number of neighbouring
-ranks that keep params until backward. `system.prefetch` stands for how many modules are set to be
-prefetched forward and backward. `system.redundancy` stands for a
-mesh of two dimensions, `system.sync` for `set_requires_gradient_sync`, and `model.dtype` for
-`param_dtype`.
+[Note: settings of a scenario in FSDP2]
+At stage 1, `reshard_after_forward` is torch's default, which keeps the root's params unsharded. At
+stage 3 it is `system.reshard_after_forward`, or option `reshard_ranks`, the number of neighbouring
+ranks that keep params until backward. `system.prefetch` is the number of modules to prefetch in
+forward and in backward. `system.redundancy` makes a mesh of two dimensions. `system.sync` is
+`set_requires_gradient_sync`, and `model.dtype` is `param_dtype`.
 """
 
 from __future__ import annotations
@@ -54,32 +37,40 @@ from zero_sim.targets.torch.fsdp2_engine import FSDP2Engine
 from zero_sim.targets.torch.optim import OPTIMIZERS
 from zero_sim.targets.torch.wrapping import stale_after_evaluation
 
-_ROWS_ALONE = "its step looks at whole params, of which fully_shard gives it a rank's rows"
+_ROWS_ALONE = "its step needs whole params, and fully_shard passes it the rows of one rank"
 _DTYPES = ("fp32", "bf16", "fp16")
 NUMERICS = Numerics(
+    # Each module reduces the gradients of all its params in one fp32 reduce-scatter with AVG. On
+    # NCCL, AVG multiplies by the reciprocal and then sums; elsewhere it sums and then divides.
     divide="avg",
     divide_by="ranks",
+    # Between micro-batches, unsharded gradients accumulate locally.
     sync="last",
     grad_dtype="param",
+    # `.grad` of sharded params contains means.
     grads_told="after-division",
+    # torch takes the norm of each rank's rows. One all-reduce adds the squares of these norms.
     norm="of-rows",
     clip="fp32-reciprocal",
 )
-"""Rules of `fully_shard` on fp32 params, without options."""
+"""Arithmetic of `fully_shard` on fp32 params, without options."""
 _AFTER = ("avg", "post-rounded")
 
 
 def numerics_with(scenario: Scenario, chosen: Any) -> Numerics:
-    """Return the rules of a case.
+    """Return the arithmetic of a case.
 
     Args:
-        scenario: As the target is given it.
+        scenario: The case, as the target gets it.
         chosen: The value of each option.
     """
     in_block, reduce = chosen["all_reduce_last"], chosen["reduce_dtype"]
-    # What a block summed of several micro-batches stays as it came until it is added to others.
+    # A shard group keeps its sum over micro-batches in `reduce_dtype` until the all-reduce over
+    # replicas. Otherwise each sum is cast to fp32, and these are added.
     in_rounds = scenario.system.sync == "every" and not in_block
     division = _division(scenario, chosen)
+    # Gradients accumulate and are reduced in `reduce_dtype`. The result is cast to fp32, the dtype
+    # of sharded params.
     return replace(
         NUMERICS,
         **division,
@@ -92,52 +83,61 @@ def numerics_with(scenario: Scenario, chosen: Any) -> Numerics:
 
 
 def reduced_in(scenario: Scenario, chosen: Any) -> str:
-    """The dtype in which ranks are summed; arguments as for `numerics_with`."""
+    """Return the dtype in which ranks are summed; arguments as for `numerics_with`."""
     reduce = chosen["reduce_dtype"]
     return scenario.model.dtype if reduce == "param" else reduce
 
 
 def _division(scenario: Scenario, chosen: Any) -> dict[str, Any]:
-    """The rules of division, by what FSDP2 hands to the collectives."""
+    """Return the rules of division, which follow FSDP2's choice of reduce operations."""
+    # A factor of 0 stands for none. The conditions are in FSDP2's order.
     factor, ranks = chosen["divide_factor"], scenario.world.size
     together = ranks // scenario.system.redundancy
     by = {"divide_by": factor or "ranks"}
+    # A power of two before the sum, the rest after it, so that fp16 does not overflow.
     if reduced_in(scenario, chosen) == "fp16":
         first = predivide_factor(factor or ranks)
         return {"divide": "post-rounded", "predivide_by": first, **by}
+    # `set_force_sum_reduction_for_comms`: a sum, then a division.
     if chosen["force_sum"]:
         return {"divide": "post-rounded", **by}
+    # AVG, also if the factor is the size of the shard group. With HSDP the means of shard groups
+    # are all-reduced with AVG.
     if factor in (0.0, together):
         return {"divide": "avg", **by}
-    # Without a collective there is no PREMUL_SUM.
+    # `set_gradient_divide_factor` alone: PREMUL_SUM, which multiplies before the sum. A single rank
+    # has no collective, so it divides.
     return {"divide": "pre" if together == 1 else "premul", **by}
 
 
 def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
-    """Yield parts of a case for which no rule can be declared; arguments as for `numerics_with`."""
+    """Yield fields of a case without a rule to declare; arguments as for `numerics_with`."""
     ranks, blocks = scenario.world.size, scenario.system.redundancy
     together = ranks // blocks
     reduce, factor = chosen["reduce_dtype"], chosen["divide_factor"]
     divides_in_block = not sums_plainly(scenario, chosen) and factor in (0.0, together)
+    # Division by a power of two is exact, so the bits are those of one mean over all ranks.
     if blocks > 1 and divides_in_block and together & (together - 1):
         yield Problem(
             path="system.redundancy",
-            message="FSDP2 rounds the mean of each block before it adds these, which is by no "
-            f"rule that can be declared, got blocks of {together} ranks.",
-            suggestion="Try blocks of 1, 2, 4 or 8, or option force_sum.",
+            message="FSDP2 rounds the mean of each shard group before it adds them, for which no "
+            f"rule can be declared, got shard groups of {together} ranks.",
+            suggestion="Try shard groups of 1, 2, 4 or 8 ranks, or option force_sum.",
         )
     is_narrower = reduce not in ("param", "fp32") and scenario.model.dtype == "fp32"
     if is_narrower and scenario.system.sync == "last" and scenario.run.micro_batches > 1:
         yield Problem(
             path="run.micro_batches",
-            message=f"FSDP2 adds fp32 gradients, not rounded to {reduce}, to what it "
-            f"accumulated in {reduce}, which is by no rule that can be declared.",
+            message=f"FSDP2 adds fp32 gradients, not rounded to {reduce}, to those accumulated in "
+            f"{reduce}, for which no rule can be declared.",
             suggestion="Try system.sync = 'every', or one micro-batch.",
         )
 
 
 def divides_twice(scenario: Scenario, chosen: Any) -> bool:
     """Return True if torch 2.13 divides by the factor twice; arguments as for `numerics_with`."""
+    # scenarios/upstream/torch-fsdp2-divides-twice: shard groups of one rank, without a
+    # reduce-scatter.
     has_all = scenario.world.size == scenario.system.redundancy
     return bool(chosen["divide_factor"]) and has_all and sums_plainly(scenario, chosen)
 
@@ -151,33 +151,36 @@ def _why_not_all_reduced_last(scenario: Scenario) -> str:
     system = scenario.system
     if system.redundancy > 1 and system.sync == "every":
         return ""
-    return "no copies (system.redundancy) that are summed at every micro-batch (system.sync)"
+    return "no replicas (system.redundancy) that are summed at every micro-batch (system.sync)"
 
 
 def _why_not_left_sharded(scenario: Scenario) -> str:
     if not scenario.system.reshard_after_forward:
         return ""
-    return "params that are freed after forward, which backward needs"
+    return "params that are resharded after forward, which backward needs"
 
 
 def _why_not_kept_by_few(scenario: Scenario) -> str:
     if scenario.system.stage == 3 and scenario.system.reshard_after_forward:
         return ""
-    return "params that are freed after forward at stage 3"
+    return "params that are resharded after forward at stage 3"
 
 
 def _ill_saved(reload: ReloadSpec) -> Iterator[Problem]:
-    """Yield what torch's state-dict functions do to an optimizer that has no state yet."""
+    """Yield settings with which torch's state-dict functions change or lose optimizer state."""
+    # scenarios/upstream/torch-save-steps: a save before the first step, when there is no state.
     if reload.early_save:
         yield Problem(
             path="reload.early_save",
-            message="to have state to save, get_state_dict takes a step that counts. " + UPSTREAM,
-            suggestion="Leave it out.",
+            message="get_state_dict takes a step of its own to make state, and counts it. "
+            + UPSTREAM,
+            suggestion="Remove it.",
         )
+    # scenarios/upstream/torch-load-drops-state.
     if reload.lost_micro_batches and not reload.lost_steps:
         yield Problem(
             path="reload.lost_micro_batches",
-            message="where params have gradients, get_state_dict makes no state to load into, and "
+            message="if params have gradients, get_state_dict makes no state to load into, and "
             "set_state_dict loads none. " + UPSTREAM,
             suggestion="Write lost_steps = 1, or leave it out.",
         )
@@ -187,13 +190,13 @@ class TorchFSDP2:
     """`fully_shard`, with fp32 masters; params, gradients and state are sharded.
 
     Args:
-        as_is: True to accept cases that are known to go wrong, too.
+        as_is: True to accept also cases that are known to go wrong.
     """
 
     capabilities = Capabilities(
         stages=(1, 3),
         dtypes=("fp32", "bf16"),
-        # A scalar has no rows to deal out, and backward fails where a param has no elements.
+        # A scalar has no rows to distribute, and backward fails if a param has no elements.
         scalar_params=False,
         empty_params=False,
         optimizers=tuple(
@@ -236,24 +239,24 @@ class TorchFSDP2:
         self.name = f"torch-fsdp2{'-as-is' if as_is else ''}"
 
     def numerics(self, scenario: Scenario) -> Numerics:
-        """Return the rules of a case."""
+        """Return the arithmetic of a case."""
         chosen = chosen_options(self, scenario)
         rules = numerics_with(scenario, chosen)
         is_wide = scenario.model.dtype == "fp32" and chosen["reduce_dtype"] == "param"
         if is_wide and scenario.system.sync == "last":
-            # All is fp32 then, so no dtype is declared: for those there is no bound.
+            # All is fp32, so declare no dtype, because those have no bound for unknown orders.
             return replace(rules, accumulate_dtype=None, reduce_dtype=None, told_dtype="sum")
         return rules
 
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:
-        """Yield parts of a case that are known to go wrong, or have no rule."""
+        """Yield fields of a case that have no rule or are known to go wrong."""
         chosen: Any = chosen_options(self, scenario)
         yield from without_rule(scenario, chosen)
         is_large = scenario.model.name == "bit-hash"
         if reduced_in(scenario, chosen) == "fp16" and is_large:
             yield Problem(
                 path="model.name",
-                message="gradients of this model can be larger than what fp16 can be, got "
+                message="gradients of this model can exceed the range of fp16, got "
                 "reduce_dtype = fp16.",
                 suggestion="Try another model or reduce_dtype.",
             )
@@ -261,20 +264,21 @@ class TorchFSDP2:
         if few and (few < 2 or few >= shards or shards % few):
             yield Problem(
                 path="system.options",
-                message=f"expected reshard_ranks to divide the {shards} ranks that shard params "
-                f"together, and to be at least 2 and less than these, got {few}.",
-                suggestion="Leave it out.",
+                message=f"expected reshard_ranks to divide the {shards} ranks of a shard group, to "
+                f"be at least 2 and less than all of them, got {few}.",
+                suggestion="Remove it.",
             )
         if divides_twice(scenario, chosen) and not self._as_is:
             yield Problem(
                 path="system.options",
-                message="torch 2.13 divides twice by divide_factor where one rank has all of what "
-                "is sharded: see scenarios/upstream.",
-                suggestion="Leave out divide_factor, force_sum or fp16.",
+                message="torch 2.13 divides twice by divide_factor if a shard group has one rank: "
+                "see scenarios/upstream.",
+                suggestion="Remove divide_factor, force_sum or fp16.",
             )
 
         if scenario.reload is not None and not self._as_is:
             yield from _ill_saved(scenario.reload)
+        # Params that stay unsharded after a forward.
         keeps = scenario.system.stage == 1 or not scenario.system.reshard_after_forward
         if keeps and not self._as_is:
             yield from stale_after_evaluation(scenario)

@@ -27,12 +27,12 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FSDP2Engine:
-    """One rank of `fully_shard`, on every child with params and on what is left.
+    """One rank of `fully_shard`: a unit for each child with params, and one for the rest.
 
     Args:
-        module: The model; its params become sharded ones. Those of 16 bits are sharded as fp32
-            ones and gathered as they are.
-        scenario: The case; `model.dtype`, `optimizer` and `system` are read.
+        module: The model, whose params become sharded. 16-bit params are sharded in fp32 and
+            gathered in 16 bits.
+        scenario: The case, of which `model.dtype`, `optimizer` and `system` are read.
         group: The data-parallel group.
         options: The value of each option.
     """
@@ -49,15 +49,18 @@ class FSDP2Engine:
         self._dtype = _DTYPES[scenario.model.dtype]
         widen_params(module)
         self.module = module
-        # Where its params are: to a mesh of another device torch would move them.
+        # The params' device, because torch moves params to the device of a mesh.
         device = next((param.device.type for param in module.parameters()), "cpu")
+        # Offloaded shards are on the CPU, and parts must be on the model's device.
         if options["cpu_offload"] and device != "cpu":
             raise UsageError(
-                "expected a model on the CPU with option cpu_offload, from where its shards could "
-                f"be told, got {device!r}. Try leaving the option out."
+                "expected a model on the CPU with option cpu_offload, because its shards are "
+                f"reported from there, got {device!r}. Remove the option."
             )
         mesh = _build_mesh(group, blocks=scenario.system.redundancy, device=device)
+        # The last dimension of the mesh is the shard group.
         self._rank, self._size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        # Children first: the call for the whole model takes the params that are left.
         units = [self._shard(child, mesh) for _, child in called_children(module)]
         self._sharded = self._shard(module, mesh)
         for each in (*units, self._sharded):
@@ -73,17 +76,17 @@ class FSDP2Engine:
         self._reduced: dict[str, Tensor] = {}
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh) -> FSDPModule:
-        """Shard a module, but for what of it is sharded already."""
+        """Shard a module, except children that are sharded already."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         options = self._options
-        # Between modules outputs go on as they are.
+        # Only at the root: outputs between modules keep the dtype of the bare model.
         widens = options["fp32_output"] and module is self.module
         policy = MixedPrecisionPolicy(
             param_dtype=None if self._dtype is torch.float32 else self._dtype,
             reduce_dtype=_DTYPES.get(options["reduce_dtype"]),
             output_dtype=torch.float32 if widens else None,
-            # Batches come as the bare model takes them.
+            # Batches have the dtypes that the bare model takes.
             cast_forward_inputs=False,
         )
         more: dict[str, Any] = {}
@@ -101,18 +104,20 @@ class FSDP2Engine:
 
     def _set(self, unit: FSDPModule) -> None:
         options = self._options
+        # These setters change one module each, without its children.
         if options["divide_factor"]:
             unit.set_gradient_divide_factor(options["divide_factor"])
         unit.set_force_sum_reduction_for_comms(options["force_sum"])
         unit.set_unshard_in_backward(options["unshard_in_backward"])
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Reset the gradients."""
         self._optimizer.zero_grad()
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Keep local what the case says, but for the last micro-batch."""
+        """Switch off the communication that the case leaves to the last micro-batch."""
         options = self._options
+        # Reduce-scatters stay on, and only the all-reduce over replicas waits for the last one.
         if options["all_reduce_last"]:
             self._sharded.set_requires_all_reduce(last)
         elif self._system.sync == "last":
@@ -123,11 +128,11 @@ class FSDP2Engine:
             self._sharded.set_is_last_backward(last)
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
-        """Run backward, under which gradients are reduced."""
+        """Run backward, during which gradients are reduced."""
         loss.backward()
 
     def step(self, *, lr_factor: float) -> StepResult:
-        """Clip, if that is asked for, and update the shards."""
+        """Clip, if the scenario does, and update the shards."""
         self._reduced = grads_to_tell(self._spec, self._gradients())
         norm = self._clip()
         self._rates.scale(lr_factor)
@@ -135,9 +140,10 @@ class FSDP2Engine:
         return StepResult(norm=norm)
 
     def _clip(self) -> Tensor | None:
-        """Clip as it is asked for; the norm before, where one was taken."""
+        """Clip as the scenario does; return the norm before clipping, None without a bound."""
         spec, norm = self._spec, None
         if spec.clip_value is not None:
+            # By element, so each rank clips its own rows.
             for grad in self._gradients().values():
                 grad.clamp_(-spec.clip_value, spec.clip_value)
         if spec.clip_norm is not None:
@@ -146,14 +152,14 @@ class FSDP2Engine:
         return norm
 
     def params(self) -> Mapping[str, Tensor]:
-        """Full working params, gathered, in the dtype in which forward has them."""
+        """Return gathered working params, in the dtype of forward."""
         return {
             name: param.full_tensor().detach().to(self._dtype)
             for name, param in self._params.items()
         }
 
     def parts(self) -> Iterator[OwnedPart]:
-        """This rank's rows of every param."""
+        """Yield this rank's rows of every param."""
         for name, param in self._params.items():
             local = param.to_local().detach().reshape(-1)
             grad = self._reduced.get(name)
@@ -166,6 +172,7 @@ class FSDP2Engine:
             )
 
     def _place(self, name: str, shape: torch.Size) -> Place:
+        # As torch.chunk: equally many rows, rounded up, so the last ranks may have fewer or none.
         rows, row_elems = shape[0], prod(shape[1:])
         chunk = -(-rows // self._size)
         start, stop = (min(rows, chunk * rank) for rank in (self._rank, self._rank + 1))
@@ -179,15 +186,15 @@ class FSDP2Engine:
         }
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
-        """Save shards; there is one form."""
+        """Save shards, the only form of this target."""
         dcp.save(self.module, self._optimizer, path)
 
     def load(self, path: Path, *, weights_only: bool = False) -> None:
-        """Load shards, of any number of ranks."""
+        """Load shards that any number of ranks saved."""
         dcp.load(self.module, self._optimizer, path)
 
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """Name a param with a gradient where none must be; padding is not looked at."""
+        """Name a param with a nonzero gradient; padding is not observed."""
         if padding_only:
             return ""
         return next(
@@ -196,7 +203,7 @@ class FSDP2Engine:
 
 
 def _build_mesh(group: ProcessGroup, *, blocks: int, device: str) -> DeviceMesh:
-    """The ranks, of which those along the last dimension share what is sharded."""
+    """Return the mesh of ranks, whose last dimension is the shard group."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     if blocks == 1:
@@ -206,26 +213,27 @@ def _build_mesh(group: ProcessGroup, *, blocks: int, device: str) -> DeviceMesh:
 
 
 def _reshard_after_forward(system: SystemSpec, *, few: int) -> bool | int | None:
-    """Return the setting that a case asks for; None for torch's own, which differs by module.
+    """Return `reshard_after_forward` of a case; None for torch's default, which differs by module.
 
     Args:
         system: Settings of the case.
         few: Number of neighbouring ranks that keep params until backward; 0 for none.
     """
+    # torch keeps the root's params unsharded, and reshards all others.
     if system.stage != 3:
         return None
     return few or system.reshard_after_forward
 
 
 def _prefetch(units: list[FSDPModule], *, ahead: int | None) -> None:
-    """Have each unit gather so many further ones, forward those after it, backward before."""
+    """Make each unit prefetch `ahead` more: in forward those after it, in backward those before."""
     for index, unit in enumerate(units if ahead else ()):
         unit.set_modules_to_forward_prefetch(units[index + 1 :][:ahead])
         unit.set_modules_to_backward_prefetch(units[:index][::-1][:ahead])
 
 
 def local_of(value: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; any other tensor as it is."""
+    """Return this rank's part of a DTensor, and any other tensor unchanged."""
     from torch.distributed.tensor import DTensor
 
     return value.to_local() if isinstance(value, DTensor) else value

@@ -1,4 +1,4 @@
-"""A scenario's optimizer as one of `torch.optim`, for targets that step with torch's classes."""
+"""Optimizers of `torch.optim` with a scenario's settings, for targets that use torch's classes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from zero_sim.errors import ProtocolError
 from zero_sim.scenario.spec import OptimizerName, OptimizerSpec, ParamGroupSpec
 from zero_sim.zero.variants.whole_params import Lamb, Muon
 
+# Muon and LAMB read whole params, so they come from our variant, which gathers them from shards.
 _CLASSES: dict[OptimizerName, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
@@ -33,17 +34,21 @@ _CLASSES: dict[OptimizerName, type[Optimizer]] = {
 
 
 OPTIMIZERS: tuple[OptimizerName, ...] = tuple(_CLASSES)
-"""All that `class_of` knows; those of whole params for systems that hand them such."""
+"""Names that `class_of` knows. `muon` and `lamb` need whole params."""
 
 
 def class_of(spec: OptimizerSpec) -> type[Optimizer]:
-    """The class of the scenario's optimizer: torch's, or where torch has none ours.
+    """Return the class of the scenario's optimizer, from torch or else from this project.
 
     Args:
         spec: `scenario.optimizer`.
 
     Raises:
-        ProtocolError: It is something else, such as the scenario.
+        ProtocolError: `spec` is something else, such as the scenario, or its optimizer is `own`.
+
+    Example:
+        >>> class_of(OptimizerSpec(name="sgd")).__name__
+        'SGD'
     """
     _check_spec(spec, of="class_of")
     _check_named(spec)
@@ -51,17 +56,22 @@ def class_of(spec: OptimizerSpec) -> type[Optimizer]:
 
 
 def settings_of(spec: OptimizerSpec) -> dict[str, Any]:
-    """The scenario's settings that the optimizer's class takes, under torch's names.
+    """Return the scenario's settings that the optimizer's class takes, under torch's names.
 
     Args:
         spec: `scenario.optimizer`.
 
     Raises:
-        ProtocolError: It is something else, such as the scenario.
+        ProtocolError: `spec` is something else, such as the scenario, or its optimizer is `own`.
+
+    Example:
+        >>> settings_of(OptimizerSpec(name="adamw", lr=0.1))["lr"]
+        0.1
     """
     _check_spec(spec, of="settings_of")
     _check_named(spec)
     known = _settings_known(spec.name)
+    # All settings of a scenario, of which each class takes some: SGD, for example, has no betas.
     said = {
         "lr": spec.lr,
         "betas": spec.betas,
@@ -86,33 +96,32 @@ def _check_spec(spec: object, *, of: str) -> None:
 def _check_named(spec: OptimizerSpec) -> None:
     if spec.name not in _CLASSES:
         raise ProtocolError(
-            f"expected an optimizer of torch, got {spec.name!r}, which the target brings along. "
+            f"expected an optimizer of torch, got {spec.name!r}, which is the target's own. "
             "Build it from the fields of scenario.optimizer."
         )
 
 
 @cache
 def _settings_known(name: OptimizerName) -> frozenset[str]:
-    """What an optimizer's class takes; every rank of every case asks, and looking takes 100 us."""
+    """Return the arguments of an optimizer's class."""
+    # Cached, because every rank of every case needs them and a signature takes 100 us.
     return frozenset(inspect.signature(_CLASSES[name].__init__).parameters)
 
 
 def decays_weights(spec: OptimizerSpec) -> bool:
-    """Whether any param decays, by the optimizer's setting or by that of a group."""
+    """Return True if any param decays, by the optimizer's setting or a group's."""
     return bool(spec.weight_decay) or any(group.weight_decay for group in spec.groups)
 
 
 def grads_to_tell(spec: OptimizerSpec, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients as they are before clipping and the update, to be told after them.
-
-    They are copies where something is written into them: clipping does, and so does torch's
-    foreach form of SGD with Nesterov's momentum, which adds the momentum where they lie
-    (`torch/optim/sgd.py`, `_multi_tensor_sgd`).
+    """Return gradients as they are before clipping and the update, copied if these change them.
 
     Args:
         spec: The optimizer.
-        grads: What the update is about to be given, by param.
+        grads: Gradients before the update, by param.
     """
+    # Clipping writes to gradients. So does torch's foreach form of SGD with Nesterov's momentum,
+    # which adds the momentum in place (torch/optim/sgd.py, `_multi_tensor_sgd`).
     clips = spec.clip_norm is not None or spec.clip_value is not None
     if clips or (spec.foreach and spec.nesterov):
         return {name: grad.clone() for name, grad in grads.items()}
@@ -120,41 +129,46 @@ def grads_to_tell(spec: OptimizerSpec, grads: Mapping[str, Tensor]) -> dict[str,
 
 
 def group_index(spec: OptimizerSpec, name: str) -> int:
-    """Which param group a param belongs to; the last one is for all that no group names.
+    """Return the index of a param's group; `len(spec.groups)` if no group names the param.
 
     Args:
         spec: `scenario.optimizer`.
-        name: Of the param, in the bare model.
+        name: Name of the param in the bare model.
 
     Raises:
         ProtocolError: `spec` is something else, such as the scenario.
     """
     _check_spec(spec, of="group_index")
+    # The first match decides.
     matches = (i for i, group in enumerate(spec.groups) if name.endswith(group.match))
     return next(matches, len(spec.groups))
 
 
 def own_settings(group: ParamGroupSpec) -> dict[str, float]:
-    """What a param group sets for itself, under torch's names.
+    """Return a param group's own settings, under torch's names.
 
     Args:
         group: One of `scenario.optimizer.groups`.
     """
+    # None stands for the optimizer's setting.
     said = {"lr": group.lr, "weight_decay": group.weight_decay}
     return {name: value for name, value in said.items() if value is not None}
 
 
 def param_groups(spec: OptimizerSpec, params: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Params as the groups that the scenario deals them into; groups without params are left out.
+    """Return params in the scenario's groups, as torch's optimizers take them.
+
+    Groups without params are omitted.
 
     Args:
         spec: `scenario.optimizer`.
-        params: Params by name, as the scenario names them.
+        params: Params by their names in the bare model.
 
     Raises:
         ProtocolError: `spec` is something else, such as the scenario.
     """
     _check_spec(spec, of="param_groups")
+    # By index, in the scenario's order; params keep the order of the model within a group.
     dealt: dict[int, list[Tensor]] = {}
     for name, param in params.items():
         dealt.setdefault(group_index(spec, name), []).append(param)
@@ -168,16 +182,23 @@ def param_groups(spec: OptimizerSpec, params: Mapping[str, Tensor]) -> list[dict
 
 
 class LearningRates:
-    """Sets every group's learning rate to a multiple of what it started with.
+    """A schedule that sets each group's learning rate to a multiple of its first one.
+
+    Example:
+        >>> sgd = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.5)
+        >>> LearningRates(sgd).scale(0.5)
+        >>> sgd.param_groups[0]["lr"]
+        0.25
 
     Args:
-        optimizer: One of `torch.optim`, or anything with its `param_groups`.
+        optimizer: An optimizer of torch, or any object with `param_groups`.
 
     Raises:
-        ProtocolError: It has none.
+        ProtocolError: The object has no `param_groups`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        # By attribute and not by type, because wrappers of optimizers are no subclasses.
         if not hasattr(optimizer, "param_groups"):
             raise ProtocolError(
                 f"expected an optimizer with param_groups for LearningRates, got a "
@@ -187,17 +208,18 @@ class LearningRates:
         self._base = [group["lr"] for group in optimizer.param_groups]
 
     def scale(self, factor: float) -> None:
-        """Multiply all by `factor`, counted from the start."""
+        """Set each learning rate to `factor` times its first value."""
+        # From the first value, because a factor of 0 could not be undone from the present one.
         for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
             group["lr"] = base * factor
 
 
 def plain_optimizer(spec: OptimizerSpec, params: Mapping[str, nn.Parameter]) -> Optimizer:
-    """The scenario's optimizer over whole params, in its groups and with its settings.
+    """Build the scenario's optimizer over whole params, with its groups and settings.
 
     Args:
         spec: `scenario.optimizer`.
-        params: Params by name, as the scenario names them.
+        params: Params by their names in the bare model.
 
     Raises:
         ProtocolError: `spec` is something else, such as the scenario.
@@ -208,13 +230,17 @@ def plain_optimizer(spec: OptimizerSpec, params: Mapping[str, nn.Parameter]) -> 
 
 
 def flat_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a param's optimizer state as `OwnedPart.state` takes them.
+    """Return the tensors of a param's optimizer state in the form of `OwnedPart.state`.
 
     Args:
-        state: `optimizer.state[param]`; the values are tensors of any shape, or no tensors.
+        state: `optimizer.state[param]`, with tensors of any shape and other values.
 
     Returns:
-        1D views by torch's keys; 0D counters as they are; what is no tensor is omitted.
+        1D views by torch's keys, and 0D counters unchanged. Values that are no tensors are omitted.
+
+    Example:
+        >>> flat_state({"exp_avg": torch.zeros(2, 3), "name": "up"})["exp_avg"].shape
+        torch.Size([6])
     """
     return {
         key: value.detach().reshape(-1) if value.dim() else value

@@ -1,4 +1,4 @@
-"""Modules as FSDP is given them: which children are wrapped, and params in fp32."""
+"""Modules for FSDP: children that are wrapped on their own, and params in fp32."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from zero_sim.targets.declared import UPSTREAM
 
 
 def called_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of every child that has params to train and a forward to gather them before.
+    """Yield name and module of every child that can be wrapped on its own.
 
-    One that has a param of another part of the model, too, is left to the whole: torch wants all
-    modules that share a param to be wrapped as one.
+    Such a child has params to train, a forward before which they are gathered, and no param of
+    another part of the model.
 
     Args:
         module: The bare model.
     """
+    # torch requires that all modules that share a param are wrapped as one. Such a child is left to
+    # the wrapper of the whole model.
     own = list(module.parameters(recurse=False))
     own += [param for child in module.children() for param in child.parameters()]
     places = Counter(map(id, own))
     for name, child in module.named_children():
-        # What is no more than a container is never called.
+        # A container's forward is never called, so a wrapper's would not gather.
         is_called = not isinstance(child, nn.ModuleList | nn.ModuleDict)
         params = list(child.parameters())
         is_apart = all(places[id(param)] == 1 for param in params)
@@ -34,14 +36,13 @@ def called_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def widen_params(module: nn.Module) -> None:
-    """Give a module params of fp32, as it is before a policy of mixed precision gathers less.
-
-    New ones: where only the memory of a param is swapped, it goes on asking for gradients of the
-    dtype that it had. One that is tied stays so.
+    """Replace the params of a module by fp32 ones, which a mixed-precision policy narrows later.
 
     Args:
-        module: The bare model.
+        module: The bare model. Tied params stay tied.
     """
+    # New params, because a param whose `.data` was swapped still accumulates gradients in its first
+    # dtype.
     wide: dict[nn.Parameter, nn.Parameter] = {}
     for name, param in tuple(module.named_parameters(remove_duplicate=False)):
         owner, _, last = name.rpartition(".")
@@ -56,10 +57,11 @@ def stale_after_evaluation(scenario: Scenario) -> Iterator[Problem]:
     Args:
         scenario: A case in which params stay whole after a forward.
     """
+    # scenarios/upstream/torch-fsdp2-evaluation.
     if scenario.run.evaluate == "within-step":
         yield Problem(
             path="run.evaluate",
-            message="params that a forward under no_grad leaves whole are old ones after the "
+            message="params that a forward under no_grad leaves unsharded are outdated after the "
             f"optimizer's step, got 'within-step'. {UPSTREAM}",
             suggestion="Write 'between-steps'.",
         )
