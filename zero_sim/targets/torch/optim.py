@@ -202,7 +202,8 @@ class LearningRates:
         if not hasattr(optimizer, "param_groups"):
             raise ProtocolError(
                 f"expected an optimizer with param_groups for LearningRates, got a "
-                f"{type(optimizer).__name__}. Pass the optimizer that the engine steps with."
+                f"{type(optimizer).__name__}. Pass the optimizer that the engine steps with, or "
+                "write the engine without a ready class, as at the start of docs/targets.md."
             )
         self._optimizer = optimizer
         self._base = [group["lr"] for group in optimizer.param_groups]
