@@ -157,7 +157,7 @@ class TestWhatAReaderIsTold:
         assert "bound, " in notes
         # (1 + 2^-8)^3 - 1, with four ranks.
         assert "within 0.012 x the sum of its terms' magnitudes" in notes
-        assert "owe at least their sign" in notes
+        assert "must have the right sign" in notes
 
     def test_pairs_owe_their_bits(self, bounded):
         result = bounded(system=SystemSpec(redundancy=2))
@@ -356,7 +356,7 @@ class TestAWrongSystemFails:
         monkeypatch.setattr(DistributedOptimizer, "step", otherwise)
         result = bounded()
         assert checks_of(result) == ["equality.norm"]
-        assert "from that of the gradients that ranks show" in result.findings[0].message
+        assert "from that of the reported gradients" in result.findings[0].message
         assert result.findings[0].ulp == 1
 
     def test_zeros_that_nobody_has(self, bounded, monkeypatch):
