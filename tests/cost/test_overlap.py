@@ -197,7 +197,7 @@ def test_a_forward_that_waits_for_more_than_it_reads():
     story.begin(1, "b")
     (message,) = story.found(overlap_grads=False, overlap_params=True)
     assert "3 of 3 gathers were waited for before the forward that reads b began" in message
-    assert "needed 1" in message
+    assert "needed only 1" in message
 
 
 def test_what_nobody_reads_may_be_waited_for_at_once():

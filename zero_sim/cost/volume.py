@@ -183,7 +183,7 @@ def messages_of(
     """Sort the calls of a step by purpose.
 
     Args:
-        window: The step.
+        window: Interval of the step in the log.
         records: All calls of the world.
         control: Largest length of a control message in elements.
     """
