@@ -108,6 +108,7 @@ def sort_and_merge(found: Iterable[Finding]) -> tuple[Finding, ...]:
 
 def of_first_step(found: Sequence[Finding]) -> list[Finding]:
     """Return the findings of the first step with any; findings without a step stay."""
+    # Later steps start from wrong state, so their findings are consequences.
     first = min((finding.step for finding in found if finding.step is not None), default=None)
     return [finding for finding in found if finding.step in (None, first)]
 

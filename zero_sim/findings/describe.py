@@ -218,6 +218,7 @@ def differing(
         # Hex floats are exact; decimals below are for reading.
         expected=_hex(difference.expected) + _byte(expected, first),
         got=_hex(difference.got) + _byte(got, first),
+        # repr is the shortest decimal that round-trips.
         expected_value=repr(difference.expected),
         got_value=repr(difference.got),
         ulp=difference.ulp,
@@ -318,6 +319,7 @@ def _hex(value: float) -> str:
 
 def _byte(values: Tensor, index: int) -> str:
     """Return the byte of an fp8 number, which also distinguishes the two fp8 formats."""
+    # fp8 is the only floating-point dtype of one byte.
     if not values.is_floating_point() or values.element_size() != 1:
         return ""
     return f" = byte {int(values.reshape(-1)[index].view(torch.uint8)):#04x}"

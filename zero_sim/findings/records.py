@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from zero_sim.sim import EventLog
 else:
     # Records are decoded without torch, by their annotations.
+    # The annotation must still resolve then.
     Tensor = Any
 
 Verdict = Literal["pass", "fail", "inconclusive", "error"]
@@ -97,6 +98,7 @@ class Finding:
     """Number of calls in the world's log when the finding was made."""
     detail: str = ""
     """Further lines: a table, a traceback."""
+    # Excluded from equality, because == on tensors gives a tensor.
     evidence: Evidence | None = field(default=None, compare=False, repr=False)
     """The tensors around the first difference, if kept."""
 
@@ -250,6 +252,7 @@ def unforeseen(error: Exception, *, id: str, seconds: float = 0.0) -> CaseResult
         id: Id of the case.
         seconds: Duration.
     """
+    # `format_exc` reads the exception that is being handled.
     finding = Finding(
         check=Check.INTERNAL_ERROR,
         phase=type(error).__name__,
@@ -260,10 +263,12 @@ def unforeseen(error: Exception, *, id: str, seconds: float = 0.0) -> CaseResult
 
 
 def _plain(record: Finding | CaseResult) -> dict[str, object]:
+    # Tensors, logs and scenarios have no JSON form.
     names = [column.name for column in dataclasses.fields(record)]
     values = {
         name: getattr(record, name) for name in names if name not in ("evidence", "logs", "twin")
     }
+    # Lists, because JSON has no tuples.
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
     }

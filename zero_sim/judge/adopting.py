@@ -59,6 +59,7 @@ class Adoption:
             key: cut_state(value, master=whole, start=place.start, stop=place.stop)
             for key, value in expected.state[name].items()
         }
+        # All tensors of the part must have the bits of one cut.
         shown = {"": part.master, **part.state}
         apart = elements_apart(wanted, shown)
         cut = self._cut_step(expected, name, apart, owned[span])
@@ -89,6 +90,7 @@ class Adoption:
         owned, cast = self._seen(expected, name)
         apart = elements_apart({"": expected.params[name].reshape(-1)}, {"": got.reshape(-1)})
         cut = self._cut_step(expected, name, apart, owned | cast)
+        # Only the cast of the master is visible here, not master and state.
         if cut is not None and apart is not None:
             flat = got.reshape(-1)
 
@@ -109,6 +111,7 @@ class Adoption:
             self._step = expected.step
             self._owned.clear()
             self._cast.clear()
+        # Masks of whole params, because parts of several ranks share the decision.
         new = torch.zeros(expected.masters[name].numel(), dtype=torch.bool)
         return self._owned.setdefault(name, new), self._cast.setdefault(name, new.clone())
 

@@ -112,6 +112,7 @@ class BoundedComparison(Steps):
         if self._unfollowed:
             self.uncertified_step = taken.step
         elif taken.norm.isfinite():
+            # Other steps have no finite bounds.
             self._width += _width_of(taken)
         return taken
 
@@ -192,6 +193,7 @@ class BoundedComparison(Steps):
             if not bool(low <= norm.to(high.dtype) <= high):
                 ends = low.item(), high.item()
                 yield findings.misreported_range("norm", step, rank, ends=ends, got=norm.item())
+            # A norm is one number, so it must be equal on all ranks.
             yield from self._compare_copies("norm", norm, step=step, rank=rank)
         if zeros is not None and not expected.zeros_min <= zeros <= expected.zeros:
             ends = expected.zeros_min, expected.zeros
@@ -238,6 +240,7 @@ class BoundedComparison(Steps):
         if not bool(inside.all()):
             cause = self._factors(expected).explain_within(of_sum, grad, divisor=divisor)
             found = findings.outside(at, bound, inside, grad, cause=cause)
+            # Perhaps it fits the bounds on the other side of the division.
             hint = told_within_bounds(
                 of_sum, grad, divisor=expected.divisor, divided=self._group.tells_divided
             )
@@ -250,6 +253,7 @@ class BoundedComparison(Steps):
         follower = self._follow(rank, part, expected)
         # From here on exact: update rules are deterministic given the gradient.
         if self._reference.cut_dependence:
+            # Bits of the rule depend on the tensor's ends, so nothing after this is known.
             self._unfollowed = self._reference.cut_dependence
             self.uncertified_step = step
             return
@@ -312,6 +316,7 @@ class BoundedComparison(Steps):
         self, params: Mapping[str, Tensor], *, rank: int, step: int
     ) -> Iterator[Finding]:
         """Compare the working params of ranks with each other."""
+        # Sums have no expected bits, so params have none either.
         for name, like in self.steps[step].params_before.items():
             got = params.get(name)
             at = findings.param(step, rank, name)
@@ -351,6 +356,7 @@ class BoundedComparison(Steps):
 
 def _width_of(taken: BoundedStep) -> Width:
     """Return the freedom that the bounds of a step leave."""
+    # Only intervals of more than one value leave freedom.
     bounds = [(b, b.low != b.high) for b in taken.bounds.values()]
     return Width(
         reach=max((bound.reach for bound, loose in bounds if bool(loose.any())), default=0.0),

@@ -55,6 +55,7 @@ class DigestComparison:
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare norm and zeros; the norm only if it is equal for every order of addition."""
         expected = self._steps[step]
+        # The digest is missing if the norm depends on the order of addition.
         if result.norm is not None and key_of("norm") in expected.digests:
             yield from self._compare(expected, result.norm, "norm")
         if result.zeros is not None and result.zeros != expected.zeros:
@@ -81,6 +82,7 @@ class DigestComparison:
             else:
                 self._group.unobserved.add(GRADIENTS)
         yield from self._compare(expected, part.master, "master", *at)
+        # A missing key would escape the loop below.
         if expected.state_keys.get(place.param) != sorted(part.state):
             yield _DIFFERS
         for name, value in part.state.items():
@@ -95,6 +97,7 @@ class DigestComparison:
         if not self._group.shows_grads_of_params:
             return
         reported = engine.gradients()
+        # Only params that this rank trains: it has no experts of other ranks.
         for name in self._group.ownership.held[rank]:
             key = key_of("whole grad", name)
             if name in reported and key in expected.digests:
@@ -112,6 +115,7 @@ class DigestComparison:
         """Compare the scales of fp8 params."""
         for name, scale in scales.items():
             if scale is None:
+                # An fp8 param has no value without its scale.
                 yield _DIFFERS
             else:
                 yield from self._compare(self._steps[step], scale, "scale", name)
@@ -216,6 +220,7 @@ class Owed:
     @property
     def comparison(self) -> Comparing:
         """The comparison that fits the current kind of steps."""
+        # Steps stop being digests once the group falls back to its own reference.
         if self.digests is None or not self.steps.has_digests:
             return self.exact
         return self.digests
@@ -236,6 +241,7 @@ def owed_of(
         order_seed: Seed of the world, from which orders are drawn.
         shared: Steps of references elsewhere; None to take all steps here.
     """
+    # Steps with an unknown order depend on this system's sums, so they cannot be shared.
     if isinstance(reference, BoundedReference):
         bounded = BoundedComparison(group, reference=reference)
         return Owed(steps=bounded, exact=bounded)
@@ -274,6 +280,7 @@ def take_reference(
         UsageError: If the reference cannot continue in this world.
     """
     if before is None:
+        # First world of the case.
         if scenario.world.order_known:
             return Reference(
                 scenario,
@@ -288,5 +295,6 @@ def take_reference(
             "expected a known order of addition, because the case continues in another world, got "
             "world.order_known = false. Remove one of the two."
         )
+    # The oracle keeps its own state; the system's comes from a checkpoint.
     before.continue_as(scenario, workload=workload, weights_only=weights_only, rules=rules)
     return before

@@ -86,6 +86,7 @@ class Ledger:
             param: Name of the param, if it belongs to one.
             start: Offset of its first element in the flattened param.
         """
+        # The first rank to report a tensor keeps it for the others.
         kept = self._first.setdefault((step, what, param, start), (rank, tensor))
         if kept[1] is tensor:
             # Clone: the next step overwrites live state.

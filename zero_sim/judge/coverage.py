@@ -51,6 +51,7 @@ class Coverage:
         self._unmoved = unmoved if self._unmoved is None else self._unmoved & unmoved
         # A param must stay in every step to count as unmoved.
         is_finite = math.isfinite(taken.norm)
+        # Elements of a step with infinite or NaN gradients prove nothing.
         if is_finite:
             self.owed += owed_by(taken, scenario=self._scenario)
         self.has_stepped |= not taken.skipped and is_finite

@@ -114,6 +114,7 @@ class Explanations:
         """
         step, name = expected.step, self._group.explainer
         if step not in self._explainers and name and expected.start is not None:
+            # Imported here, so that a case that passes does not load the wing.
             module, _, attribute = name.partition(":")
             explainer: Callable[..., Explainer] = getattr(
                 importlib.import_module(module), attribute
@@ -152,6 +153,7 @@ def part_seen(part: OwnedPart, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]
         held = {name: cut(value) for name, value in state.items()}
         return {"master": master.reshape(-1)[place.start : place.stop], **held}
 
+    # Master and state come from one update, so one comparison covers both.
     seen = Seen(what="update", rank=rank, pick=pick)
     return seen, {"master": part.master, **part.state}
 

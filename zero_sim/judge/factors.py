@@ -94,12 +94,14 @@ class FactorCauses:
         if not bool(got.any()):
             # Zeros lie in any interval around zero, whatever the factor.
             return ""
+        # A missing division multiplies by a count, a repeated one divides by it.
         factors = [(count, is_multiple) for count in self.counts.values() for is_multiple in (1, 0)]
         fitting = [
             Ratio(number=count, is_multiple=bool(is_multiple), is_rounded=False)
             for count, is_multiple in factors
             if _holds(bound, got, divisor=divisor / count if is_multiple else divisor * count)
         ]
+        # Wide bounds may fit several factors; then none is named.
         return self.explain(fitting[0]) if len(fitting) == 1 else ""
 
     def _cause(self, name: str, ratio: Ratio) -> str:

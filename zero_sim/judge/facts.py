@@ -45,6 +45,7 @@ class Facts:
     def as_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values."""
         return {
+            # As lists, in the order of Place's fields; `from_dict` relies on it.
             "places": [list(dataclasses.astuple(place)) for place in self.places],
             "addresses": {
                 name: [layout.address, list(layout.strides)]

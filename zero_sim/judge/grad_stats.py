@@ -58,6 +58,7 @@ def check_measures(
     """
     parts: dict[int, dict[tuple[str, int], PartStats]] = {}
     for stats in part_stats:
+        # Keyed by position, so replicas of a part count once.
         parts.setdefault(stats.step, {})[stats.param, stats.start] = stats
     wholes = {step: _whole(seen.values()) for step, seen in parts.items()}
     for claimed in reported:
@@ -89,6 +90,7 @@ class _Whole:
 
 
 def _whole(parts: Collection[PartStats]) -> _Whole:
+    # If certified, the norm does not depend on the order of the parts.
     terms = sum(stats.terms for stats in parts)
     norm, certified = root_of_squares(sum(stats.squares for stats in parts), terms=terms)
     return _Whole(

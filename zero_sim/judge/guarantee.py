@@ -54,6 +54,7 @@ def count_guarantees(
         order_known: True if the order of addition is known.
     """
     elems = sum(grad.numel() for grad in step.grads.values())
+    # None means that the oracle looked for no certificate, so nothing counts as order-free.
     certified = sum(int(mask.sum()) for mask in (step.order_free or {}).values())
     # Two levels: within each shard group, then over the groups.
     few = max(rank_count // replica_count, replica_count) <= 2
@@ -71,6 +72,7 @@ def in_words(counts: Counter[Guarantee]) -> str:
 def width_in_words(counts: Counter[Guarantee], width: Width) -> str:
     """Return the freedom of the bounds as a note; empty without bounded elements."""
     if not counts["bound"] or not width.reach:
+        # Exact bounds leave no freedom to report.
         return ""
     share = 1 - width.signless / counts["bound"]
     return (

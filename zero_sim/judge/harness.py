@@ -63,6 +63,7 @@ def untimed(pause: bool, *, watched: bool = True, on_error: OnError = None) -> I
     except BaseException as error:
         if on_error is not None:
             on_error(error)
+        # Reached if `on_error` did not raise another exception.
         raise
 
 
@@ -97,6 +98,7 @@ def _raise_as_harness(error: BaseException) -> None:
         # Unwrap what `_raise_as_engine` wrapped: the system's own error.
         raise error.error from error.error.__cause__
     if isinstance(error, Exception) and not isinstance(error, _COME_THROUGH):
+        # Only Exception: other exceptions stop the rank and are no failure of the judge.
         raise JudgeFailed(error, traceback.format_exc()) from error
 
 

@@ -126,6 +126,7 @@ class Judge:
             sharing = self.group.ownership.places_beside(first.param)
             places = {self.group.world_ranks[rank]: places for rank, places in sharing.items()}
             found = [finding for finding in judged.findings if finding.check == first.check]
+            # All differences of this check, so the map shows their pattern.
             buffer_map = build_buffer_map(first, found=found, places=places)
             if buffer_map is not None:
                 return buffer_map

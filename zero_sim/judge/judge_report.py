@@ -118,6 +118,7 @@ def with_digests(judged: JudgeReport) -> JudgeReport:
     steps = [judged.bad_step, *(finding.step for finding in compared)]
     bad = min((step for step in steps if step is not None), default=None)
     found = (*judged.findings, *compared)
+    # Later steps start from wrong state, so their findings are consequences.
     return replace(
         judged,
         bad_step=bad,

@@ -37,6 +37,7 @@ class Comparer:
 
     def differs(self, expected: Tensor, got: Tensor) -> bool:
         """Return True if dtype, number of elements or bits differ."""
+        # Count first: a tensor of a wrong dtype was compared, too.
         self.elems += expected.numel()
         if expected.dtype != got.dtype or expected.numel() != got.numel():
             return True
@@ -138,6 +139,7 @@ class JudgedGroup:
             divisor: Divisor of the sum over ranks, 1 for none.
         """
         if PARTS not in self.unobserved:
+            # Masters and state show the size of the gradient.
             return
         if not self.shows_grads_of_params:
             self.unobserved.add(GRADIENTS)
@@ -240,6 +242,7 @@ class JudgedGroup:
             if self.comparer.differs(value, got):
                 at = self.of_layouts(findings.owned(check, key, step, rank, place))
                 yield self.differing(at, value, got, known=partial(known, key))
+        # A key on one side only is a finding; comparing common keys alone would hide it.
         for key in sorted(state.keys() ^ part.state.keys()):
             at = self.of_layouts(findings.owned(Check.EQUALITY_STATE, key, step, rank, place))
             side = "the other layout" if self.compares_layouts else "the reference"

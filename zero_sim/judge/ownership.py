@@ -87,6 +87,7 @@ class Ownership:
     @cached_property
     def sharings(self) -> list[tuple[tuple[int, ...], frozenset[str]]]:
         """Ranks that share params, with these params: the dense ones, and each group of experts."""
+        # Params with equal holders are sharded together.
         names_of: dict[tuple[int, ...], set[str]] = {}
         for name in self.param_names:
             ranks = tuple(rank for rank, names in enumerate(self.held) if name in names)
@@ -295,6 +296,7 @@ def check_start(starts: Mapping[int, Mapping[str, str]], *, step: int) -> Iterat
         starts: Digests by name, by rank.
         step: The next step, for findings.
     """
+    # Compare with the first rank that has the name, because all must start equal.
     first: dict[str, int] = {}
     for rank in sorted(starts):
         for name, digest in starts[rank].items():

@@ -86,6 +86,7 @@ class StepBook:
         if self._calls_made is None:
             return finding
         started = None
+        # Findings about the whole group have no start.
         if finding.rank is not None and finding.step is not None:
             started = self._starts.get((finding.rank, finding.step))
         return replace(finding, call_start=started, call_stop=self._calls_made())

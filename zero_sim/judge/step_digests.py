@@ -90,6 +90,7 @@ class StepDigests:
 
 def digest_of(tensor: Tensor) -> str:
     """Hash dtype, number of elements and bits of a tensor; see [Note: equal digests]."""
+    # With dtype and length, because other tensors can have the same bytes.
     flat = tensor.detach().reshape(-1).contiguous().cpu()
     hashed = hashlib.sha256(f"{tensor.dtype} {flat.numel()} ".encode())
     as_int, minus_zero = torch.uint8, -1
@@ -117,6 +118,7 @@ def digests_of(taken: ReferenceStep, *, group: JudgedGroup) -> StepDigests | Non
     Returns:
         None if digests are not enough: a value is not finite or not certified.
     """
+    # A digest cannot express that several results are allowed.
     is_plain = taken.nonfinite is None and taken.lost is None and bool(taken.norm.isfinite())
     if not is_plain or not taken.clip_certified or taken.one_device is not None:
         return None

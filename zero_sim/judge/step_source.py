@@ -238,6 +238,7 @@ class StepSource(Steps):
     def adopt(self, step: int, name: str, index: Tensor, values: Mapping[str, Tensor]) -> None:
         """Continue with other bits of the target's rule; arguments as for `Reference.adopt`."""
         if step + 1 == self._next_step:
+            # The reference is still at this step, so its state can be changed.
             self.reference.adopt(name, index, values)
             return
         # Ranks need not wait for each other, so the reference is already past this step.

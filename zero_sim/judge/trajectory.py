@@ -28,6 +28,7 @@ def frozen(step: ReferenceStep) -> ReferenceStep:
     def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
+    # Only tensors that the reference updates in place.
     return replace(
         step,
         grads=copied(step.grads),
@@ -57,6 +58,7 @@ class Trajectory:
     reference."""
     _steps: dict[tuple[Hashable, int], Sequence[ReferenceStep]] = field(default_factory=dict)
 
+    # Part of `SharedSteps`: whole tensors, not digests.
     are_digests: bool = field(default=False, init=False)
 
     def find(self, step: int, *, placed: Hashable) -> Sequence[ReferenceStep] | None:
@@ -72,6 +74,7 @@ class Trajectory:
     def keep(self, taken: Sequence[ReferenceStep], *, groups: object, placed: Hashable) -> None:
         """Keep a step, without the start state: cases that explain a finding compute it anew."""
         bare = [replace(frozen(each), start=None) for each in taken]
+        # Equal inputs give equal steps, so the first is as good as any.
         self._steps.setdefault((placed, taken[0].step), bare)
 
 
@@ -87,6 +90,7 @@ class Trajectories:
         Args:
             key: Everything that the reference computes from.
         """
+        # Drop the least recently used.
         found = self._by_key.setdefault(key, Trajectory())
         self._by_key.move_to_end(key)
         if len(self._by_key) > _KEPT_MAX:
@@ -100,4 +104,5 @@ def placed_as(addresses: Sequence[Addresses] | None) -> Hashable:
     Args:
         addresses: Addresses by rank; None if they change no bits.
     """
+    # Sets, because the order of params in a dict changes no bits.
     return None if addresses is None else tuple(frozenset(each.items()) for each in addresses)

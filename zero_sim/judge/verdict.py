@@ -111,6 +111,7 @@ def _with_settings(found: Sequence[Finding], scenario: Scenario) -> tuple[Findin
     if any(each.check == Check.EQUALITY_LAYOUT for each in found):
         # Both layouts have the same settings; show the layouts instead.
         return tuple(_with_layouts(each, scenario) for each in found)
+    # Only for updates: settings do not explain a wrong gradient.
     first = next((finding for finding in found if finding.check in UPDATED), None)
     if first is None or first.step is None:
         return tuple(found)
@@ -195,6 +196,7 @@ def settle(
     if wanted is None:
         verdict: Verdict = "fail" if found else "inconclusive" if doubts else "pass"
         return verdict, (*found, *doubts), ()
+    # `wanted` may be an area, such as `equality`.
     # A finding before any planned fault was not caused by it.
     explained = not faults or any(record.fired for record in faults)
     matching = [
@@ -237,6 +239,7 @@ def check_meaning(scenario: Scenario, judges: Sequence[JudgeReport]) -> Iterator
     the first judge's doubt is reported; for gradients, that with the fewest nonzero elements.
     """
     if scenario.data.ranks == "distinct":
+        # Same data can be intended: then `data.ranks` is "same".
         for judge in [judge for judge in judges if judge.same_data][:1]:
             yield Finding(
                 check=Check.GUARD_SAME_DATA,
@@ -269,6 +272,7 @@ def check_meaning(scenario: Scenario, judges: Sequence[JudgeReport]) -> Iterator
         )
     owed = sum((judge.owed for judge in judges), start=Counter[Guarantee]())
     depending = owed.total() - owed["order-free"]
+    # These models give exact sums, unless a case exceeds the exact range of its dtype.
     if scenario.model.name in EXACT_MODELS and depending:
         yield Finding(
             check=Check.GUARD_NOT_ORDER_FREE,

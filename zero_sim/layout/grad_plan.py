@@ -83,6 +83,7 @@ def plan_grad_units(
     owners = _owners_of(plans)
     cut: dict[Hashable, list[list[str]]] = {}
     for name in arrivals:
+        # Ranks may get gradients in other orders; the plan must be equal on all of them.
         elems = _elems(owners[name])
         # An empty gradient moves nothing, and an empty unit would issue a collective.
         if not elems:

@@ -15,6 +15,7 @@ def ceil_div(value: int, /, divisor: int) -> int:
     Raises:
         LayoutError: If `value < 0` or `divisor < 1`.
     """
+    # A negative size is a mistake of the caller, which `//` would hide.
     if value < 0:
         raise LayoutError(f"expected a size of at least 0, got {value}.")
     if divisor < 1:

@@ -31,6 +31,7 @@ class BufferKey:
     """Param group, if each has buffers of its own; else 0."""
 
     def __str__(self) -> str:
+        # Group 0 is omitted, because most models have no param groups.
         of_group = f"/group {self.group}" if self.group else ""
         return f"{self.kind}/{self.dtype}{of_group}"
 
@@ -85,6 +86,7 @@ class BucketPlan:
     @property
     def payload(self) -> Span:
         """The elements that belong to params."""
+        # Padding is always the tail of a bucket, so the payload is a prefix.
         return Span(self.span.start, self.padding.start)
 
     @property
@@ -108,6 +110,7 @@ class BucketPlan:
                 f"expected a shard index of 0 to {self.shard_count - 1}, got shard={shard} "
                 f"in bucket {self.index}."
             )
+        # Partitions count from the start of the bucket.
         start = self.span.start
         return Span(start + self.partition.start(shard), start + self.partition.stop(shard))
 
@@ -131,6 +134,7 @@ class BucketPlan:
         first = bisect_right(self.params, shard_span.start, key=lambda param: param.span.start)
         for param in self.params[max(0, first - 1) :]:
             if param.span.start >= shard_span.stop:
+                # Params are in buffer order, so no later one reaches into the shard.
                 break
             in_buffer = param.span.intersect(shard_span)
             # Empty params lie somewhere but own nothing.
@@ -160,6 +164,7 @@ class BufferPlan:
     @property
     def span(self) -> Span:
         """The whole buffer, padding included."""
+        # Buckets are adjacent, so the last one ends the buffer.
         return Span(0, self.buckets[-1].span.stop)
 
     @property
@@ -193,6 +198,7 @@ class BufferPlan:
         Raises:
             LayoutError: If the shard index is out of range.
         """
+        # A shard index owns one shard of every bucket.
         return tuple(fragment for bucket in self.buckets for fragment in bucket.fragments(shard))
 
     def owner(self, element: int) -> int | None:

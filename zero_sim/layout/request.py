@@ -35,6 +35,7 @@ class ParamSpec:
     """Param group, if each has buffers of its own. Only compared."""
 
     def __post_init__(self) -> None:
+        # Without this check a wrong shape only shows up later, as a wrong offset.
         if not all(_is_count(dim) for dim in self.shape):
             raise LayoutError(
                 f"expected a shape of integers of at least 0, got shape={self.shape!r} "
@@ -77,12 +78,14 @@ class LayoutPolicy:
             _check_at_least_one("bucket_elems", self.bucket_elems)
         _check_choice("param_order", self.param_order, get_args(ParamOrder))
         _check_choice("partition", self.partition, get_args(PartitionRule))
+        # Shards are aligned by padding, which only `padded` has.
         if self.partition != "padded" and (self.align_elems > 1 or self.align_bytes > 1):
             raise LayoutError(
                 f"expected no alignment with partition={self.partition!r}, because alignment needs "
                 f"padding, got align_elems={self.align_elems}, align_bytes={self.align_bytes}. "
                 f"Remove the alignment, or use partition='padded'."
             )
+        # Rows of two params in one bucket could differ in length.
         if self.partition == "rows" and self.bucket_elems != 1:
             raise LayoutError(
                 f"expected bucket_elems=1 with partition='rows', because each param is cut alone, "
@@ -117,6 +120,7 @@ def _is_count(value: object) -> bool:
 
 
 def _check_at_least_one(name: str, value: object) -> None:
+    # 0 is a count, but no shard, alignment or bucket has it.
     if not _is_count(value) or value == 0:
         raise LayoutError(
             f"expected {name} to be an integer of at least 1, got {name}={value!r} "

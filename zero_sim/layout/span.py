@@ -18,6 +18,7 @@ class Span:
     stop: int
 
     def __post_init__(self) -> None:
+        # Checked once here, so that arithmetic on spans needs no checks.
         if not 0 <= self.start <= self.stop:
             raise LayoutError(
                 f"expected a span with 0 <= start <= stop, got [{self.start}, {self.stop})."
@@ -36,6 +37,7 @@ class Span:
     def contains(self, other: int | Span) -> bool:
         """Return True if an element, or both ends of a span, lie inside this span."""
         if isinstance(other, Span):
+            # Both ends must lie inside, even for an empty span.
             return self.start <= other.start and other.stop <= self.stop
         return self.start <= other < self.stop
 

@@ -48,6 +48,7 @@ class Topology:
                 f"expected an order of {', '.join(AXES)} joined by hyphens, got {self.order!r}. "
                 "Try 'tp-cp-dp-pp'."
             )
+        # Each expert-parallel index needs the same number of ranks.
         if self.dp * self.cp % self.ep:
             raise UsageError(
                 f"expected ep to divide the {self.dp * self.cp} ranks of a dp-cp group, got "
@@ -84,6 +85,7 @@ class Topology:
         Raises:
             UsageError: If a coordinate is outside its axis.
         """
+        # Inverse of `coordinates`.
         rank, stride = 0, 1
         for axis in self.axes:
             size, index = getattr(self, axis), place.get(axis, 0)
@@ -98,6 +100,7 @@ class Topology:
         Returns:
             Groups in order of their first rank, each with ascending ranks.
         """
+        # One group for each combination of the fixed axes.
         fixed = [axis for axis in AXES if axis not in varying]
         groups = []
         for place in product(*(range(getattr(self, axis)) for axis in fixed)):

@@ -34,6 +34,7 @@ class ModuleNote:
 
 def note_module(module: nn.Module) -> ModuleNote:
     """Record the structure of a module."""
+    # With duplicates, because a tied param has a name in every module.
     modules = dict(module.named_modules(remove_duplicate=False))
     params = dict(module.named_parameters(remove_duplicate=False))
     everything: dict[str, object] = {f"module {name!r}": each for name, each in modules.items()}
@@ -65,6 +66,7 @@ def _hooks_on(
             if hooks := attributes.get(kind):
                 found.update((f"module {name!r}", kind, number) for number in hooks)
     for name, param in params.items():
+        # Tensors keep their hooks in these private attributes.
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             if hooks := getattr(param, kind, None):
                 found.update((f"param {name!r}", kind, number) for number in hooks)
@@ -108,6 +110,7 @@ def check_given_back(
             message=f"the unwrapped module {message}",
         )
 
+    # Hooks of the harness are not the engine's.
     for whose, kind, _ in sorted(now.hooks - before.hooks - not_its_own):
         yield wrong(f"has a new hook: {kind} of {whose}")
     for whose, kind, _ in sorted(before.hooks - now.hooks):
@@ -141,6 +144,7 @@ def _wrong_params(
         if memory.nbytes() != own or shared_with is not param:
             there = memory.nbytes()
             yield f"has a param of {own} bytes in a foreign storage of {there} bytes", name
+        # It keeps memory alive, and later training would accumulate into it.
         if param.grad is not None:
             yield "still has a gradient of a param", name
         if param.shape != expected.shape or param.dtype != expected.dtype:

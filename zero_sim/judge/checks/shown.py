@@ -38,6 +38,7 @@ class RankNotes:
     """None if reads of forwards are not recorded."""
 
 
+# For checks outside of a step.
 _NO_RESULT = StepResult()
 
 
@@ -53,6 +54,7 @@ class Shown:
     notes: RankNotes
     group: JudgedGroup
     owed: Owed
+    # Views, so checks must not keep them.
     parts: Sequence[OwnedPart] = ()
     """Places that the rank owns, with values after a step; views of live state."""
     losses: Sequence[Tensor] = ()

@@ -27,6 +27,7 @@ def check_scales_and_casts(shown: Shown) -> Iterator[Finding]:
     """Compare scales of fp8 params, and check that working params are their masters, cast."""
     group, rank, step = shown.group, shown.rank, shown.step
     held, comparison = group.ownership.held[rank], shown.comparison
+    # Only held params: of others the rank has no scale.
     scales = shown.engine.scales([n for n in comparison.scale_names(step) if n in held])
     yield from comparison.compare_scales(scales, rank=rank, step=step)
     params = shown.params
@@ -62,6 +63,7 @@ def check_untrained(shown: Shown) -> Iterator[Finding]:
     group = shown.group
     for name, values, now in shown.engine.untrained():
         if now is None:
+            # Not reported by the engine, so listed as not observed.
             group.unobserved.add(UNTRAINED)
         elif group.comparer.differs(values, now):
             at = findings.param(shown.step, shown.rank, name)
@@ -85,6 +87,7 @@ def check_result(shown: Shown) -> Iterator[Finding]:
         # The engine reports nothing about steps. If it did, it would have to report its clipping
         # and scaling too.
         return
+    # An engine that clips or scales must report by how much, or it cannot be followed.
     if result.norm is None and optimizer.clip_norm is not None:
         yield findings.misreported("norm", step, rank, expected=float(expected.norm), got=None)
     if result.loss_scale is None and optimizer.loss_scale is not None:
@@ -100,6 +103,7 @@ def check_same_places(shown: Shown) -> Iterator[Finding]:
     before = shown.group.ownership.places[shown.rank]
     now = [part.place for part in shown.parts]
     if before != now:
+        # Name the missing params, because their state would not be compared.
         gone = sorted({place.param for place in before} - {place.param for place in now})
         yield Finding(
             check=Check.INVARIANT_OWNERSHIP,
@@ -196,6 +200,7 @@ def check_rank_memory(shown: Shown) -> Iterator[Finding]:
         if PARTS in group.unobserved:
             del owed["state"]  # Only parts show how much state an element has.
     yield from check_memory(held, owed, step=shown.step, rank=shown.rank)
+    # Peaks within the step, as recorded by hooks.
     if notes.memory is not None:
         yield from notes.memory.findings()
 
