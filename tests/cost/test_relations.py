@@ -253,4 +253,4 @@ def test_our_own_system_is_found_where_it_gathers_in_fp32(pool):
                  for each in (BytesAlone, Relaxed)]  # fmt: skip
     assert patches.armed
     assert "8000 of float32 in place of 0" in found[0][0].message
-    assert "gathers 4 bytes an element" in found[1][0].message
+    assert "gathers 4 bytes per element" in found[1][0].message

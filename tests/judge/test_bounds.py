@@ -156,7 +156,7 @@ class TestWhatAReaderIsTold:
         notes = "\n".join(bounded().notes)
         assert "bound, " in notes
         # (1 + 2^-8)^3 - 1, with four ranks.
-        assert "within 0.012 x the sum of its terms' magnitudes" in notes
+        assert "by 0.012 x the sum of its terms' magnitudes" in notes
         assert "must have the right sign" in notes
 
     def test_pairs_owe_their_bits(self, bounded):

@@ -56,7 +56,7 @@ def test_an_engine_without_parts_is_told_what_the_order_needs(judged):
     assert refused(result)
     assert "expected target 'partial' to report the positions of its gradients" in result.error
     assert "world.order = 'ring'" in result.error
-    assert "got an engine without `parts`. Try" in result.error
+    assert "got an engine without `parts`. Implement" in result.error
 
 
 @pytest.mark.parametrize("field", ["call_elems", "call_offset", "shard"])

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from zero_sim.sim import EventLog
 else:
     # Records are decoded without torch, by their annotations.
-    # The annotation must still resolve then.
     Tensor = Any
 
 Verdict = Literal["pass", "fail", "inconclusive", "error"]

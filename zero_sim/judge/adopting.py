@@ -98,6 +98,7 @@ class Adoption:
                 return same_elements(values[""].to(flat.dtype), flat[elems]).cpu()
 
             self._adopt(expected, name, apart, cut.bits_elsewhere(apart, holds=holds))
+        # A rank has the whole working param, so all of it is decided.
         cast[:] = True
         return self._source.uncertified_step is None
 

@@ -198,6 +198,7 @@ class BoundedComparison(Steps):
         if zeros is not None and not expected.zeros_min <= zeros <= expected.zeros:
             ends = expected.zeros_min, expected.zeros
             yield findings.misreported_range("zeros", step, rank, ends=ends, got=zeros)
+        # Compared with the norm of all parts, once every part was observed.
         self._reported_stats.append(
             ReportedStats(
                 step=step,
@@ -282,6 +283,7 @@ class BoundedComparison(Steps):
             # Replicas share a follower, so only the first of them steps it.
             if place.param in expected.active and not expected.skipped:
                 assert part.grad is not None, "gradients are reported after a step"
+                # By the reported gradient and norm, which are checked separately.
                 measured = follower.step(
                     part.grad,
                     update=expected.update,

@@ -118,6 +118,7 @@ def compare_copies(copies: Iterable[Copy]) -> Iterator[Finding]:
     held: dict[tuple[int, What, str, int], dict[str, list[int]]] = {}
     for copy in copies:
         held.setdefault(copy.key, {}).setdefault(copy.digest, []).append(copy.rank)
+    # Sorted, so that the result does not depend on the order of reports.
     for (step, what, param, start), ranks_of in sorted(held.items()):
         if len(ranks_of) == 1:
             continue

@@ -55,6 +55,7 @@ class Coverage:
         if is_finite:
             self.owed += owed_by(taken, scenario=self._scenario)
         self.has_stepped |= not taken.skipped and is_finite
+        # Equal digests of all ranks' batches mean equal data.
         self.same_data &= len(set(taken.data_digests.values())) == 1
 
 
@@ -95,6 +96,7 @@ def _of_gradient(
     found: NonFinite, step: int, scenario: Scenario, world_ranks: Sequence[int]
 ) -> str:
     planted = scenario.data.nan
+    # A planted NaN needs other advice than a run that diverges.
     advice = (
         "data.nan plants it: set optimizer.loss_scale so that the step is skipped, use a target "
         "that declares Numerics(nonfinite='skipped') or 'raises', or remove "

@@ -137,6 +137,7 @@ class ExactComparison:
         # Recompute from `grads`, because `stepped` is clipped.
         whole = {name: expected.update.apply(expected.grads[name]) for name in expected.stepped}
         shards = self._group.scenario.world.size // self._group.scenario.system.redundancy
+        # Without reported places, `norms_of_shard` assumes common forms of shards.
         holding = self._group.ownership.holding_of(rank)
         if holding and sum(each.stop - each.start for each in holding) >= sum(
             grad.numel() for grad in whole.values()
@@ -293,6 +294,7 @@ class ExactComparison:
         explainer = self._explanations.of(expected)
         if explainer is not None:
             yield from explainer.known_grads(name, rank=rank, start=start)
+        # Gradients of all params, because a system may swap them.
         told = {each: self._as_reported(expected, each) for each in expected.grads}
         yield from _of_params({n: v for n, v in told.items() if v is not None}, start=start)
 
@@ -394,6 +396,7 @@ def _known_updates(expected: ReferenceStep, key: str, *, name: str, start: int) 
             if value.dim() and other != key:
                 what = f"what optimizer state {other!r} should have"
                 yield Known(what=what, values=value, start=start)
+        # Then the same key of other params; counters have no elements to recognise.
         of_key = {each: state[key] for each, state in expected.state.items() if key in state}
         yield from _of_params({n: v for n, v in of_key.items() if v.dim()}, start=start)
         return

@@ -49,6 +49,7 @@ class FactorCauses:
         # Ranks without data have no loss, so count those that have.
         ranks = {rank for rank, _ in losses}
         micros = {sum(each == rank for each, _ in losses) for rank in ranks}
+        # Ranks may have different numbers of micro-batches.
         most = max(micros, default=0)
         each = f"{most} micro-batches"
         counts = {f"{len(ranks)} ranks": len(ranks), each: most}

@@ -103,5 +103,6 @@ def _raise_as_harness(error: BaseException) -> None:
 
 
 def _raise_as_engine(error: BaseException) -> None:
+    # Wrapped, so that the harness block around it can tell it from its own errors.
     if isinstance(error, Exception):
         raise _SystemRaised(error) from error

@@ -213,6 +213,7 @@ class Judge:
             engine: The engine; params may still be in flight.
         """
         with self.book.aside(rank), engine.asked_once():
+            # Before any early return, so that all ranks make the same queries.
             self._query_after_step(rank, step, engine)
             if self.bad.is_before(step):
                 # Findings of later steps are consequences of the first.
@@ -286,6 +287,7 @@ class Judge:
             UntrainableError: If the step has no finite result.
         """
         steps = self._owed.steps
+        # Steps with an unknown order need reported params, so they cannot be taken ahead.
         if steps.steps_unseen and self._coverage.taken_step < self.book.begun_step:
             steps.fall_back()
             steps.advance()

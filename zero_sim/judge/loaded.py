@@ -155,6 +155,7 @@ def _compare_settings(
         ("the loss scale", standing.loss_scale, settings.loss_scale),
         ("the count of good steps", standing.good_steps, settings.good_steps),
     ):
+        # None if the case has no loss scale.
         if expected is not None and got != expected:
             yield _setting(group, what, expected, got, rank=rank)
 

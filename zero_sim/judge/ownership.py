@@ -349,6 +349,7 @@ def _stretches(
     # Sweep over the edges, with the current owners. A rank may occur twice.
     edges: dict[int, list[tuple[bool, int]]] = {0: [], numel: []}
     for start, stop, rank in spans:
+        # Empty places own nothing. `_check_cover` reports places beyond the param.
         if start < min(stop, numel):
             edges.setdefault(start, []).append((True, rank))
             edges.setdefault(min(stop, numel), []).append((False, rank))

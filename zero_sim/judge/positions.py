@@ -99,6 +99,7 @@ def check_reported(facts: Facts, *, scenario: Scenario, target_name: str) -> Non
         return
     got = "an engine without `parts`"
     if PARTS not in facts.unreported:
+        # `sum_spans` raises for the first missing field.
         try:
             sum_spans(facts.places, replica_count=scenario.system.redundancy)
         except _Unreported as unreported:

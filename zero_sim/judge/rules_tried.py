@@ -123,6 +123,7 @@ def _with_one_advice(detail: str) -> str:
     said = _ADVICE.findall(detail)
     if len(said) < _SEVERAL:
         return detail
+    # Move all proposals to the end, as alternatives in one line.
     others = _ADVICE.sub("", detail).rstrip()
     return f"{others}\nIf this is intended, declare one of: {', '.join(said)}"
 

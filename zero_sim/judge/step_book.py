@@ -67,6 +67,7 @@ class StepBook:
 
     def end(self, rank: int, step: int) -> None:
         """Record the end of a step, with the rank's calls since the previous one."""
+        # From the end of the last step: calls in between belong to this one, unless set aside.
         start, stop = self._ends.get(rank, 0), self._count()
         self._ends[rank] = stop
         self.windows.append(

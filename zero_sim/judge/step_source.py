@@ -204,6 +204,7 @@ class StepSource(Steps):
             # Not available: take this and all later steps here.
             self.fall_back()
         taken = self._take(told)
+        # For other processes or later cases.
         if shared is not None:
             shared.keep(taken, groups=[each._group for each in self.peers], placed=placed)
         self._note(taken)

@@ -87,6 +87,7 @@ def told_otherwise(
         got: The reported gradient.
         numerics: Declared by the target.
     """
+    # Try every other declaration, and propose the first with equal bits.
     for point in get_args(GradsTold):
         for dtype in get_args(ToldDtype):
             other = told_as(expected, name, point=point, dtype=dtype)

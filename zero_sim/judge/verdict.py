@@ -48,6 +48,7 @@ class Observations:
         bad = min(
             (judged.bad_step for judged in self.judged if judged.bad_step is not None), default=None
         )
+        # Only rules of the first bad step explain its findings.
         rules = rules_together([judged.rules for judged in self.judged if judged.bad_step == bad])
         return (*with_rules(sort_and_merge(found), rules), *self.failures)
 
@@ -281,6 +282,7 @@ def check_meaning(scenario: Scenario, judges: Sequence[JudgeReport]) -> Iterator
             "micro-batches, or divide after the sum",
         )
     for judge in judges:
+        # One doubt per group: its own reason, or that of an uncertified norm.
         if judge.unfollowed:
             yield Finding(
                 check=Check.GUARD_NOT_FOLLOWED,

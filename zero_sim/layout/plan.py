@@ -214,6 +214,7 @@ class BufferPlan:
         # Only a lone last bucket can be empty, so all starts are distinct and bisecting is safe.
         index = bisect_right(self.buckets, element, key=lambda bucket: bucket.span.start) - 1
         bucket = self.buckets[index]
+        # Padding lies in some shard but has no owner.
         if bucket.padding.contains(element):
             return None
         return bucket.shard_of(element)

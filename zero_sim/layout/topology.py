@@ -106,6 +106,7 @@ class Topology:
         for place in product(*(range(getattr(self, axis)) for axis in fixed)):
             at = dict(zip(fixed, place, strict=True))
             members = (
+                # Combine each fixed place with all places on the varying axes.
                 self.rank_of(**at, **dict(zip(varying, inner, strict=True)))
                 for inner in product(*(range(getattr(self, axis)) for axis in varying))
             )
