@@ -354,7 +354,12 @@ def test_a_step_that_is_not_finite_may_have_to_raise(pool, case):
     ("case", "raises", "rank", "said"),
     [
         (OVERFLOW, lambda rank, *, finite: False, 0, "expected step() to raise on a gradient"),
-        (OVERFLOW, lambda rank, *, finite: not finite and rank != 1, 1, "expected step() to raise on"),
+        (
+            OVERFLOW,
+            lambda rank, *, finite: not finite and rank != 1,
+            1,
+            "expected step() to raise on",
+        ),
         (CASE, lambda rank, *, finite: rank == 2, 2, "expected step() to return, because every"),
     ],
 )

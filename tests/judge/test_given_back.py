@@ -30,9 +30,7 @@ def messages(spoil, *, not_its_own=frozenset()):
     )
     said = list(found)
     assert {(each.check, each.step, each.rank) for each in said} <= {("invariant.given-back", 3, 1)}
-    return [
-        (each.param, each.message.removeprefix("the unwrapped module ")) for each in said
-    ]
+    return [(each.param, each.message.removeprefix("the unwrapped module ")) for each in said]
 
 
 def forward_hook(module):

@@ -28,7 +28,7 @@ class Known:
     """Correct values of some tensor, as candidates for a match."""
 
     what: str
-    """Description, such as `what it was before the step`."""
+    """Description, such as `that from before the step`."""
     values: Tensor
     start: int = 0
     """Offset in `values`, flattened, of the compared position."""
@@ -88,8 +88,8 @@ def _elsewhere(came: Tensor, differs: Tensor, places: Iterable[Known]) -> list[s
             if length >= least and _tells(run[:length]):
                 # "is" only if the run covers every differing element.
                 verb = "is" if length == stop - start == int(differs.sum()) else "begins with"
-                what = f"what elements [{first}, {first + length}) of param {each.name!r}"
-                found[f"{verb} {what} should have"] = length
+                what = f"the expected elements [{first}, {first + length}) of param {each.name!r}"
+                found[f"{verb} {what}"] = length
     # Longer matches are stronger evidence; ties are left to the caller.
     longest = max(found.values(), default=0)
     return [what for what, length in found.items() if length == longest]

@@ -30,7 +30,7 @@ optimizers hide a wrong factor of the gradient from the params."""
 
 TAKEN = "not declared, so taken: "
 """Prefix of notes on rules that were worked out."""
-UNOBSERVED = "not observed, since the target does not tell it: "
+UNOBSERVED = "not observed, because the target does not report it: "
 """Prefix of the note that lists unobserved items, separated by commas."""
 
 

@@ -377,14 +377,14 @@ def _whole(tensor: Tensor) -> Tensor:
 def _of_params(values: Mapping[str, Tensor], *, start: int) -> Iterator[Known]:
     """Yield the expected values of all params, as candidates at this and other positions."""
     for name, value in values.items():
-        what = f"what param {name!r} should have"
+        what = f"the expected value of param {name!r}"
         yield Known(what=what, values=value, start=start, name=name)
 
 
 def _known_params(expected: ReferenceStep, *, name: str) -> Iterator[Known]:
     """Yield candidates for a working param: its previous value, or another param's."""
     if name in expected.params_before:
-        yield Known(what="what it was before the step", values=expected.params_before[name])
+        yield Known(what="that from before the step", values=expected.params_before[name])
     yield from _of_params(expected.params, start=0)
 
 
@@ -394,7 +394,7 @@ def _known_updates(expected: ReferenceStep, key: str, *, name: str, start: int) 
         # An empty key stands for the master.
         for other, value in expected.state[name].items():
             if value.dim() and other != key:
-                what = f"what optimizer state {other!r} should have"
+                what = f"the expected optimizer state {other!r}"
                 yield Known(what=what, values=value, start=start)
         # Then the same key of other params; counters have no elements to recognise.
         of_key = {each: state[key] for each, state in expected.state.items() if key in state}
@@ -402,5 +402,5 @@ def _known_updates(expected: ReferenceStep, key: str, *, name: str, start: int) 
         return
     if name in expected.masters_before:
         before = expected.masters_before[name]
-        yield Known(what="what it was before the step", values=before, start=start)
+        yield Known(what="that from before the step", values=before, start=start)
     yield from _of_params(expected.masters, start=start)

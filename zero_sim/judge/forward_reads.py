@@ -114,7 +114,7 @@ class ForwardReads(Observer):
                 "a gather or a copy of it was wrong, late or missing",
             )
             known = [
-                Known(what="what the forward read in the step before", values=before[name])
+                Known(what="that read in the step before", values=before[name])
                 for before in [self._reads.get((step - 1, 0), {})]
                 if name in before
             ]

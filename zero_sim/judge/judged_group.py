@@ -201,12 +201,12 @@ class JudgedGroup:
     def _guess(self, expected: Tensor, got: Tensor, known: Guesses) -> str:
         what = recognize(expected, got, known=known())
         if what:
-            return f"what came {what}"
+            return f"the value {what}"
         timing = self.scenario.world.timing
         # NaN may also be the system's own, so this is only a hint.
         if timing != "eager" and bool((got.isnan() & ~expected.isnan()).any()):
             return (
-                f"NaN came, which memory in flight contains under timing {timing!r}; it may have "
+                f"it contains NaN, as memory in flight does under timing {timing!r}; it may have "
                 "been read before its wait"
             )
         return ""

@@ -105,7 +105,7 @@ def _compare_part(
         def known_state(key: str = key) -> Iterator[Known]:
             for other, stored in wanted.items():
                 if other != key and stored.dim():
-                    what = f"what optimizer state {other!r} should have"
+                    what = f"the expected optimizer state {other!r}"
                     yield Known(what=what, values=stored, start=place.start)
             of_key = {each: state[key] for each, state in standing.state.items() if key in state}
             yield from others({each: value for each, value in of_key.items() if value.dim()})
@@ -202,5 +202,5 @@ def _narrowed(standing: Standing, name: str, *, start: int) -> Known:
 
 def _others(values: Mapping[str, Tensor], *, start: int = 0) -> Iterator[Known]:
     for name, value in values.items():
-        what = f"what param {name!r} should have"
+        what = f"the expected value of param {name!r}"
         yield Known(what=what, values=value, start=start, name=name)

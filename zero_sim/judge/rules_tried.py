@@ -51,7 +51,7 @@ class RulesTried:
         """Cause as the end of a message; empty unless there is exactly one."""
         is_only = self.also is None or not self.also.fitting
         if self.what == "mistake" and is_only and (len(self.fitting) == 1 or self._is_of_settings):
-            return f"what came is the step {self.fitting[0]}"
+            return f"the system took the step {self.fitting[0]}"
         if self.what == "update" and self.factor:
             behind = (
                 "its bits are those of a step by" if self.blind else "the gradient behind it is"
