@@ -85,7 +85,7 @@ class TestSteps:
             judged(system=SystemSpec(bucket_elems=64, overlap_params=False)), "equality.params"
         )
         assert (finding.phase, finding.step) == ("gather", 0)
-        assert "what it was before the step" in finding.message
+        assert "that from before the step" in finding.message
 
     def test_one_bit_of_one_element_on_one_rank(self, judged, broken):
         broken("Z05")

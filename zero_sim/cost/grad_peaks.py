@@ -1,6 +1,6 @@
 """Peaks of gradients that pass through reduce buffers: closed form, and check.
 
-[Note: what a reduce buffer may hold]
+[Note: contents of reduce buffers]
 Gradients are reduced in a fixed order, that of `zero_sim.cost.grad_forms`. Consider the first unit
 with a missing gradient:
 
@@ -39,7 +39,7 @@ BUFFERS = "reduce buffers"
 
 @dataclass(slots=True, eq=False)
 class _Replay:
-    """Gradients of a micro-batch in order of arrival; see [Note: what a reduce buffer may hold]."""
+    """Gradients of a micro-batch in order of arrival; see [Note: contents of reduce buffers]."""
 
     forms: Sequence[GradForm]
     scenario: Scenario

@@ -5,7 +5,7 @@ the right calls, at the wrong cost. Due times follow from arrivals of gradients 
 modules, which the harness observes (`zero_sim.cost.hook_trace`), and from the params in each bucket
 (`zero_sim.cost.forms`).
 
-[Note: what is owed]
+[Note: due times]
 Ranks match collectives by order of issue, but gradients do not arrive in the same order on all
 ranks. So buckets are reduced in a fixed order, the expected order of completion in backward:
 the bucket whose first param is registered last comes first.
@@ -121,7 +121,7 @@ def check_overlap(
     sizes: Mapping[int, Sequence[ParamSize]],
     scenario: Scenario,
 ) -> Iterator[Finding]:
-    """Check all reductions and gathers of one dp-cp group; see [Note: what is owed].
+    """Check all reductions and gathers of one dp-cp group; see [Note: due times].
 
     Args:
         log: Event log of the world.

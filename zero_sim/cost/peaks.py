@@ -5,7 +5,7 @@ whole memory is also released within the step. Its due times follow from starts 
 and arrivals of gradients, which hooks of the harness observe after those of the system, and from
 the params in each bucket (`zero_sim.cost.forms`).
 
-[Note: what may be whole]
+[Note: whole memory]
 Gradients of a bucket: from the first arrival until the next bucket in the order of reductions is in
 flight; without overlap, until its own reduction. If gradients arrive in bucket order, one bucket
 fills and one is in flight, so a rank holds at most two buckets besides its shards, however deep the
@@ -160,7 +160,7 @@ class _Reads:
 
 @dataclass(slots=True, eq=False)
 class _Replay:
-    """State of the closed form over the moments of a step; see [Note: what may be whole]."""
+    """State of the closed form over the moments of a step; see [Note: whole memory]."""
 
     forms: Sequence[BucketForm]
     """Buckets of the rank, in order of their first registered param."""

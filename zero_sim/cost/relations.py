@@ -1,6 +1,6 @@
 """Upper bounds of calls that any system of a stage satisfies, without a declared closed form.
 
-[Note: what is owed]
+[Note: upper bounds]
 Per step and element:
 
     sums       one over the ranks, or one per micro-batch with sync = "every"; one more over
@@ -71,7 +71,7 @@ def check_relations(
     scenario: Scenario,
     costs: Costs,
 ) -> Iterator[Finding]:
-    """Check the bounds that any system of a stage satisfies; see [Note: what is owed].
+    """Check the bounds that any system of a stage satisfies; see [Note: upper bounds].
 
     Args:
         records: All calls of the world.

@@ -180,7 +180,7 @@ def _gaps(
         for place in places
         if place.padding_start is not None and place.bucket_stop is not None
     ]
-    # Without complete reports of padding, nothing tells a gap from it: count all gaps as padding.
+    # Without complete reports of padding, gaps look like padding, so count all of them as padding.
     padding = _merged(reported) if len(reported) == len(places) else gaps
     return padding, _without(gaps, padding)
 
@@ -253,7 +253,7 @@ def _without(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
     for begin, stop in spans:
         start = begin
         while first < len(holes) and holes[first][1] <= start:
-            # Both are sorted, so holes before this span are behind all later ones, too.
+            # Both are sorted, so holes before this span are before all later ones, too.
             first += 1
         for hole_start, hole_stop in holes[first:]:
             if hole_start >= stop:

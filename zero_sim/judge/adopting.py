@@ -1,6 +1,6 @@
 """Adoption of other bits of a target's elementwise rule, which depend on the ends of its loops.
 
-[Note: which bits are adopted]
+[Note: adopted bits]
 Vectorised loops compute their last elements differently, so the bits of an element depend on the
 tensor that contains it. An element may have the rule's bits in any tensor (`reference.cuts`):
 

@@ -1,6 +1,6 @@
 """Comparison for an unknown order of addition: bounds for sums, exact bits for the rest.
 
-[Note: what is owed where the order is not known]
+[Note: unknown order]
 After each step, all of this is checked. Together the checks leave freedom only in the sums:
 
 1. Each rank is replayed from the working params that the system reported after the previous step.
@@ -49,7 +49,7 @@ _NOT_TOLD = (
 class BoundedComparison(Steps):
     """Compares a group with every result that some order of addition can give.
 
-    See [Note: what is owed where the order is not known].
+    See [Note: unknown order].
 
     Args:
         group: The judged group.

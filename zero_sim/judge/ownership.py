@@ -314,7 +314,7 @@ def check_start(starts: Mapping[int, Mapping[str, str]], *, step: int) -> Iterat
 def _check_cover(
     owned: Sequence[tuple[int, Place]], *, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Finding]:
-    # Params without places are checked, too: nobody owns their elements.
+    # Params without places are checked, too: their elements have no owner.
     by_param: dict[str, list[tuple[int, Place]]] = {name: [] for name in shapes}
     for rank, place in owned:
         by_param.setdefault(place.param, []).append((rank, place))

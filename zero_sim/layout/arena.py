@@ -30,7 +30,7 @@ def plan_arena(sizes: Sequence[int], *, at_a_time: int | None) -> ArenaPlan:
     """
     rounded = [round_up(size, PLACE_BYTES) for size in sizes]
     if at_a_time is None:
-        # All at once: one behind the other, nothing is reused.
+        # All at once: one after the other, nothing is reused.
         starts = [*accumulate(rounded, initial=0)]
         size = starts[-1]
     else:
