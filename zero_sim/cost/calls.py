@@ -210,6 +210,7 @@ def calls_of_step(
     calls: Counter[Call] = Counter()
     planned = planned_calls(sizes, scenario=scenario, rank=rank, skipped=skipped)
     for call, count in planned.items():
+        # Calls that differ in dtype or members only have one key.
         calls[call.call] += count
     return calls
 

@@ -121,6 +121,7 @@ def tell_arrival(param: Tensor, arrive: Callable[[str], None], *, name: str) -> 
 
 def _tell(arrive: weakref.WeakMethod[Callable[[str], None]], name: str, param: Tensor) -> None:
     present = arrive()
+    # None once the object is gone.
     if present is not None:
         present(name)
 

@@ -97,6 +97,7 @@ def check_memory(
 ) -> Iterator[Finding]:
     """Yield a finding for each kind of memory that differs from the closed form."""
     for name, expected in owed.items():
+        # Kinds that the engine does not report count as 0 bytes.
         got = held.get(name, 0)
         if got != expected:
             yield Finding(

@@ -102,6 +102,7 @@ def sort_and_merge(found: Iterable[Finding]) -> tuple[Finding, ...]:
     """
     merged: dict[str, list[Finding]] = {}
     for finding in earliest_first(found):
+        # Groups keep the order of their earliest findings.
         merged.setdefault(finding.check, []).append(finding)
     return tuple(replace(group[0], detail=_summary(group)) for group in merged.values())
 

@@ -103,6 +103,7 @@ class Explanations:
                 self._agreed.setdefault(expected.step, []).append(seen)
             return
         explainer = self.of(expected)
+        # None if the case has no explainer, or no state to repeat the step from.
         if explainer is not None:
             explainer.look(seen, got, agrees=agrees)
 

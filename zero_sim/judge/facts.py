@@ -56,6 +56,7 @@ class Facts:
             "tied_parts": dict(self.tied_parts),
             "can_unwrap": self.can_unwrap,
             "start": dict(self.start),
+            # Hex, because JSON has no bytes.
             "drawn": {
                 name: [str(value.dtype).removeprefix("torch."), _bytes_of(value).hex()]
                 for name, value in self.drawn.items()

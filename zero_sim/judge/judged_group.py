@@ -165,7 +165,7 @@ class JudgedGroup:
         """
         self.comparer.elems = noted.elems
         for kept, before in ((self.unobserved, noted.unobserved), (self._guessed, noted.guessed)):
-            # In place, because comparisons hold these sets.
+            # In place, because the record is frozen.
             kept.intersection_update(before)
         self.telling.clear()
         self.telling.update(noted.telling)

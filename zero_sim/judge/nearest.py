@@ -57,6 +57,7 @@ def trust_in_words(
     )
 
 
+# Cached, because cases of one target have the same params.
 @lru_cache(maxsize=64)
 def _nearest(rules: Rules, spec: OptimizerSpec, shapes: Shapes) -> tuple[str, int]:
     params, grads = _drawn(shapes)

@@ -115,6 +115,7 @@ class Steps:
             step: Index of the step, from 0.
             told: Norm that a rank reports for it, for numerics that follow it. # 0D, fp32
         """
+        # The first rank to need a step takes it; the others find it.
         if step not in self.steps:
             self.advance(told=told)
         return self.steps[step]

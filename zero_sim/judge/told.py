@@ -34,6 +34,7 @@ def told_as(
         point: Point of the step.
         dtype: Dtype of the report.
     """
+    # dtype = "param" means that of the working param.
     like = expected.params[name].dtype
     if point == "after-unscale":
         # A skipped step neither unscales nor clips.

@@ -195,6 +195,7 @@ def settle(
         Verdict, findings to show, and notes to add.
     """
     if wanted is None:
+        # A finding outweighs a doubt.
         verdict: Verdict = "fail" if found else "inconclusive" if doubts else "pass"
         return verdict, (*found, *doubts), ()
     # `wanted` may be an area, such as `equality`.

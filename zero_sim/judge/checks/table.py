@@ -117,6 +117,7 @@ def check_same_places(shown: Shown) -> Iterator[Finding]:
 
 def check_zero_gradients(shown: Shown) -> Iterator[Finding]:
     """Check that gradient buffers are zero before the first micro-batch."""
+    # Stray values would be added to the gradients of this step.
     where = shown.engine.stray_gradients(padding_only=False)
     if where:
         yield Finding(
