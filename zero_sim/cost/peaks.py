@@ -323,6 +323,7 @@ def _check_most(
 ) -> Iterator[Finding]:
     """Check whole bytes at each moment against a target's declared bounds."""
     for moment in moments:
+        # Summed over buckets, because a target bounds the total.
         whole = Counter[str]()
         for what, _, held in moment.whole:
             whole[f"whole {what}"] += held

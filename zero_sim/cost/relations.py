@@ -50,6 +50,7 @@ def why_unrelated(scenario: Scenario) -> str:
     Args:
         scenario: The case as a dp-cp group sees it.
     """
+    # In each of these cases, other numbers travel by the same calls.
     for reason, holds in (
         ("split layers", is_tp_block(scenario)),
         ("experts", scenario.topology.ep > 1),

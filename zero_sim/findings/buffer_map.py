@@ -157,6 +157,7 @@ def _buckets(inside: Iterable[_Located]) -> list[MappedBucket]:
 
 
 def _shards(inside: Iterable[_Located]) -> list[MappedShard]:
+    # Replicas report the same shard, so it may have several ranks.
     ranks: dict[tuple[int, int, int, int], list[int]] = {}
     for at in inside:
         holders = ranks.setdefault((at.shard_start, at.shard_stop, at.bucket, at.shard), [])

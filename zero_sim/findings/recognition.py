@@ -46,6 +46,7 @@ def recognize(expected: Tensor, got: Tensor, *, known: Iterable[Known] = ()) -> 
     """
     wanted, came = expected.reshape(-1), got.reshape(-1)
     differs = unequal(wanted, came)
+    # Only differing elements show where the values come from.
     bad = came[differs]
     if bool(poisoned(bad).all()):
         return "is poison of memory in flight, so it was read before its wait or never written"

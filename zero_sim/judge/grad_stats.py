@@ -69,6 +69,7 @@ def check_measures(
         if claimed.norm is not None and whole.norm is not None:
             got = torch.tensor(claimed.norm, dtype=torch.float32)  # On the CPU, like the whole's.
             if not same_bits(whole.norm, got):
+                # The reported norm is not that of the reported gradients.
                 at = findings.norm(claimed.step, claimed.rank)
                 at = replace(at, message=f"{at.message} from that of the reported gradients")
                 yield findings.differing(at, whole.norm, got)

@@ -81,6 +81,7 @@ class Judge:
     def join_peers(judges: Sequence[Judge]) -> None:
         """Let judges step their references together, once all ranks have built their engines."""
         for judge in judges:
+            # The list includes the judge's own steps.
             judge._owed.steps.peers = [each._owed.steps for each in judges]
 
     @property
@@ -123,6 +124,7 @@ class Judge:
         """Return the flat buffer of the first finding that lies in one."""
         judged = self.judge_report()
         for first in judged.merged():
+            # Only ranks that share the param own parts of its buffer.
             sharing = self.group.ownership.places_beside(first.param)
             places = {self.group.world_ranks[rank]: places for rank, places in sharing.items()}
             found = [finding for finding in judged.findings if finding.check == first.check]

@@ -183,6 +183,7 @@ class Ownership:
         replica_count = self._scenario.system.redundancy
         for ranks, names in self.sharings:
             blocks, shards = members_of(ranks, replica_count=replica_count)
+            # Replicas make the same calls; use the first.
             places = _once(self._replicas(ranks, names)[0])
             for spans in sum_spans(
                 chain.from_iterable(places.values()), replica_count=replica_count

@@ -82,7 +82,11 @@ def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
     # After a finding, the strength of a pass does not matter.
     doubts = () if found else _doubts(scenario, observations)
     verdict, findings, reached = settle(
-        scenario.expect.finding, found=found, doubts=doubts, faults=observations.faults
+        # With `expect.finding`, a finding can be a pass.
+        scenario.expect.finding,
+        found=found,
+        doubts=doubts,
+        faults=observations.faults,
     )
     unobserved = _unobserved(observations)
     owed = sum((judged.owed for judged in observations.judged), start=Counter[Guarantee]())
