@@ -31,8 +31,8 @@ def plan_buffers(params: Iterable[ParamSpec], *, policy: LayoutPolicy) -> tuple[
         the order inside a buffer.
 
     Raises:
-            LayoutError: If there are no params, two params share a name, or the policy aligns to
-                bytes and the size of a dtype is unknown.
+        LayoutError: If there are no params, two params share a name, or the policy aligns to
+            bytes and the size of a dtype is unknown.
 
     Source:
         ZeRO (arXiv 1910.02054), section 5: equal partitions of the flattened params. Torch's
