@@ -17,8 +17,9 @@ _MANY = 3
 _SEVERAL = 2
 _ADVICE = re.compile(r"^If [a-z ]+ intended, declare (Numerics\(.*\))$\n?", flags=re.MULTILINE)
 _AMBIGUOUS = (
-    "so many rules fit that this case hardly tells them apart, and a fault may have these bits "
-    "as well: `zero-sim rules` tries more cases"
+    # `zero_sim.rules.declared` finds the end of the rules by these first words.
+    "a case that fits so many rules hardly tells them apart, and a fault may have these bits as "
+    "well: `zero-sim rules` tries more cases"
 )
 _READ_SETTINGS = "Read all settings, and lr_factor, from scenario.optimizer in the engine"
 
