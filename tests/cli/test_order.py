@@ -21,7 +21,7 @@ RELOAD = "[reload]\nstep = 1\n"
 def test_sums_are_judged_by_bounds(invoke):
     Path("four.toml").write_text(FOUR)
     result = invoke("run", "four.toml", "--order", "any")
-    assert_ended(result, 0, "note: bounds: a sum may end within 0.012 x")
+    assert_ended(result, 0, "note: bounds: a sum may differ from the exact one by 0.012 x")
 
 
 def test_what_needs_an_order_is_left_out(invoke):

@@ -146,7 +146,7 @@ def test_errors_of_ours_have_no_traceback(invoke):
 def test_unexpected_errors_have_one(invoke):
     out = invoke("crash").stdout
     assert "RuntimeError: boom" in out.splitlines()[0]
-    assert "internal.error: zero_sim raised an error that it did not foresee" in out
+    assert "internal.error: zero_sim raised an unexpected error" in out
     assert "Traceback" in out
 
 

@@ -78,7 +78,7 @@ def test_a_field_that_is_missing_or_strange_is_none_of_the_schema():
 
 def test_fields_are_described():
     case = schema_of("run")["properties"]["cases"]["items"]
-    assert case["properties"]["notes"]["description"].startswith("What a reader should know")
+    assert case["properties"]["notes"]["description"].startswith("Remarks for the reader")
     finding = case["properties"]["findings"]["items"]["properties"]
     assert finding["step"]["description"] == "Optimizer step, counted from 0."
 

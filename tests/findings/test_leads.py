@@ -33,13 +33,13 @@ def test_a_gradient_that_nobody_reduced(judged, monkeypatch):
 
     monkeypatch.setattr(unit_module, "reduce_scatter_sum", kept)
     finding = first_of(judged(), "equality.grad")
-    assert finding.message.endswith("what came is the gradient of this rank alone, not reduced")
+    assert finding.message.endswith("the value is the gradient of this rank alone, not reduced")
 
 
 def test_a_param_that_nobody_gathered(judged, monkeypatch):
     monkeypatch.setattr(unit_module, "all_gather", lambda *args, **kwargs: None)
     finding = first_of(judged(), "equality.params")
-    assert finding.message.endswith("what came is what it was before the step")
+    assert finding.message.endswith("the value is that from before the step")
 
 
 def test_a_shard_at_the_place_of_another(judged, monkeypatch):
@@ -51,7 +51,7 @@ def test_a_shard_at_the_place_of_another(judged, monkeypatch):
     model = ModelSpec(name="params", shapes=((12,),))
     finding = first_of(judged(model=model), "equality.params")
     assert finding.message.endswith(
-        "what came begins with what elements [8, 12) of param 'p0' should have"
+        "the value begins with the expected elements [8, 12) of param 'p0'"
     )
 
 
@@ -81,7 +81,7 @@ def test_a_loss_of_another_micro_batch(judged, monkeypatch):
     monkeypatch.setattr(program, "_micro_batch", late)
     finding = first_of(judged(run=RunSpec(steps=1, micro_batches=2)), "equality.loss")
     assert finding.message == (
-        "the loss of micro-batch 1 differs: what came is the loss of rank 1, micro-batch 0"
+        "the loss of micro-batch 1 differs: the value is the loss of rank 1, micro-batch 0"
     )
 
 

@@ -38,13 +38,13 @@ class TestRecognized:
         # As where a shard is gathered to the wrong place.
         got = torch.cat([WANTED[:3], WANTED[:3]])
         said = recognize(WANTED, got, known=[other(WANTED, name="p0")])
-        assert said == "is what elements [0, 3) of param 'p0' should have"
+        assert said == "is the expected elements [0, 3) of param 'p0'"
 
     def test_a_run_that_begins_with_what_belongs_elsewhere(self):
         larger = torch.arange(20.0) * 1.25
         got = torch.cat([larger[9:14], torch.tensor([0.5])])
         said = recognize(WANTED, got, known=[other(larger, name="p0", start=20)])
-        assert said == "begins with what elements [9, 14) of param 'p0' should have"
+        assert said == "begins with the expected elements [9, 14) of param 'p0'"
 
 
 class TestNotRecognized:

@@ -22,11 +22,11 @@ def test_equal_copies_are_no_finding():
 
 
 def test_the_one_that_differs_from_most_is_named():
-    assert named(copies_of("b", "a", "a")) == [(0, "the working param is not what rank 1 holds")]
+    assert named(copies_of("b", "a", "a")) == [(0, "the working param differs from that of rank 1")]
 
 
 def test_of_two_the_lower_rank_is_taken_at_its_word():
-    assert named(copies_of("a", "b")) == [(1, "the working param is not what rank 0 holds")]
+    assert named(copies_of("a", "b")) == [(1, "the working param differs from that of rank 0")]
 
 
 def test_params_are_told_apart():

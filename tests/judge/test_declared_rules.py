@@ -353,9 +353,14 @@ def test_a_step_that_is_not_finite_may_have_to_raise(pool, case):
 @pytest.mark.parametrize(
     ("case", "raises", "rank", "said"),
     [
-        (OVERFLOW, lambda rank, *, finite: False, 0, "step() returned though a gradient is not"),
-        (OVERFLOW, lambda rank, *, finite: not finite and rank != 1, 1, "step() returned though"),
-        (CASE, lambda rank, *, finite: rank == 2, 2, "step() raised though every gradient is"),
+        (OVERFLOW, lambda rank, *, finite: False, 0, "expected step() to raise on a gradient"),
+        (
+            OVERFLOW,
+            lambda rank, *, finite: not finite and rank != 1,
+            1,
+            "expected step() to raise on",
+        ),
+        (CASE, lambda rank, *, finite: rank == 2, 2, "expected step() to return, because every"),
     ],
 )
 def test_a_rank_that_raises_wrongly_or_returns_is_named(pool, case, raises, rank, said):

@@ -23,4 +23,4 @@ def exchange(engine, right):
 def test_the_param_whose_gradient_it_is_is_named(judged):
     found = first_finding(judged(WrongAnswers(parts=exchange), **CASE), "equality.grad")
     other = {"0": "1", "1": "0"}[found.param[-1]]
-    assert f"what param '{found.param[:-1]}{other}' should have" in str(found.as_dict())
+    assert f"the expected value of param '{found.param[:-1]}{other}'" in str(found.as_dict())

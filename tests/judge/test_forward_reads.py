@@ -66,7 +66,7 @@ def test_a_stale_param_is_named_before_the_loss(judged, known):
     assert (first.check, first.phase) == ("equality.params", "forward")
     assert (first.step, first.rank, first.param) == (2, 1, "p1")
     assert "the forward of micro-batch 0 read other values of this param" in first.message
-    assert "what came is what the forward read in the step before" in first.message
+    assert "the value is that read in the step before" in first.message
     assert (second.check, second.step, second.rank) == ("equality.loss", 2, 1)
 
 

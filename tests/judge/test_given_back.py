@@ -30,9 +30,7 @@ def messages(spoil, *, not_its_own=frozenset()):
     )
     said = list(found)
     assert {(each.check, each.step, each.rank) for each in said} <= {("invariant.given-back", 3, 1)}
-    return [
-        (each.param, each.message.removeprefix("the module that was given back ")) for each in said
-    ]
+    return [(each.param, each.message.removeprefix("the unwrapped module ")) for each in said]
 
 
 def forward_hook(module):
@@ -54,12 +52,12 @@ def gradient_hook(module):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (forward_hook, "has a hook that it had not before: _forward_pre_hooks of module '0'"),
-        (state_dict_hook, "has a hook that it had not before: _state_dict_hooks of module '1'"),
-        (param_hook, "has a hook that it had not before: _backward_hooks of param '0.weight'"),
+        (forward_hook, "has a new hook: _forward_pre_hooks of module '0'"),
+        (state_dict_hook, "has a new hook: _state_dict_hooks of module '1'"),
+        (param_hook, "has a new hook: _backward_hooks of param '0.weight'"),
         (
             gradient_hook,
-            "has a hook that it had not before: _post_accumulate_grad_hooks of param '0.bias'",
+            "has a new hook: _post_accumulate_grad_hooks of param '0.bias'",
         ),
     ],
 )
@@ -116,8 +114,8 @@ def shared(module):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (view, "has a param of 36 bytes in somebody else's memory, of 48 bytes"),
-        (placeholder, "has a param of 36 bytes in somebody else's memory, of 4 bytes"),
+        (view, "has a param of 36 bytes in a foreign storage of 48 bytes"),
+        (placeholder, "has a param of 36 bytes in a foreign storage of 4 bytes"),
         (gradient, "still has a gradient of a param"),
         (other_values, "has other values of a param than it had in the engine"),
         (other_object, "has another object in the place of a param"),
@@ -129,7 +127,7 @@ def test_a_param_that_is_not_as_it_was_is_named(spoil, words):
 
 
 def test_two_params_in_one_memory_are_named():
-    assert any("somebody else's memory" in words for _, words in messages(shared))
+    assert any("in a foreign storage" in words for _, words in messages(shared))
 
 
 def test_what_was_not_touched_is_right():

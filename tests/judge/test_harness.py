@@ -182,7 +182,8 @@ class TestNotObserved:
         result = judged(optimizer=OptimizerSpec())
         assert result.verdict == "pass"
         assert (
-            "not observed, since the target does not tell it: norm, skipped, zeros" in result.notes
+            "not observed, because the target does not report it: norm, skipped, zeros"
+            in result.notes
         )
 
     def test_padding_of_params_and_masters(self, judged):

@@ -92,7 +92,7 @@ BREAKS = [
     (break_master, "the fp32 master is not what was saved"),
     (
         break_lower_bits,
-        "the fp32 master is not what was saved: what came is the working param, without the lower "
+        "the fp32 master is not what was saved: the value is the working param, without the lower "
         "bits",
     ),
     (break_state("exp_avg"), "optimizer state 'exp_avg' is not what was saved"),

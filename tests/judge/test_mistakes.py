@@ -60,7 +60,7 @@ class TestSettings:
     def test_a_default_of_torch_is_named(self, found):
         finding = found(Newcomer(optimizer=makes(torch.optim.AdamW, lr=1e-3)), CASE)
         assert finding.message == (
-            "the working param differs: what came is the step with torch's default "
+            "the working param differs: the system took the step with torch's default "
             "weight_decay 0.01 in place of 0.0"
         )
         assert "scenario.optimizer" in finding.detail
@@ -144,7 +144,7 @@ class TestGradients:
     def test_the_last_micro_batch_alone(self, found, case):
         finding = found(Newcomer(optimizer=sgd_of_spec, accumulates=False), case)
         assert finding.message.endswith(
-            "what came is the step by the gradient of the last micro-batch alone"
+            "the system took the step by the gradient of the last micro-batch alone"
         )
 
     def test_a_gradient_that_nobody_reduced(self, found):
@@ -156,7 +156,7 @@ class TestGradients:
         target = Newcomer(optimizer=sgd_of_spec, accumulates=False, shows_grads=True)
         finding = found(target, case)
         assert finding.check == "equality.grad"
-        assert finding.message.endswith("what came is the gradient of the last micro-batch alone")
+        assert finding.message.endswith("the value is the gradient of the last micro-batch alone")
 
     def test_one_rank_is_never_said_not_to_be_reduced(self, found):
         def halved(grad, group):
@@ -175,20 +175,20 @@ class TestShards:
         case = replace(CASE, optimizer=spec, run=RunSpec(steps=1))
         finding = found(Newcomer(optimizer=shard_by_shard), case)
         words = {"muon": "each shard orthogonalised by itself", "lamb": "each shard scaled by its"}
-        assert f"what came is the step with {words[name]}" in finding.message
+        assert f"the system took the step with {words[name]}" in finding.message
 
     def test_no_param_orthogonalised(self, found):
         spec = OptimizerSpec(name="muon", lr=0.02, momentum=0.9)
         case = replace(CASE, optimizer=spec, run=RunSpec(steps=1))
         finding = found(Newcomer(optimizer=flat_muon), case)
-        assert "what came is the step with no param orthogonalised" in finding.message
+        assert "the system took the step with no param orthogonalised" in finding.message
 
     def test_the_norm_of_one_shard(self, found):
         """Where nobody reports parts, and where the last rank may have none."""
         case = replace(SGD, optimizer=replace(SGD.optimizer, clip_norm=100.0))
         finding = found(Newcomer(optimizer=sgd_of_spec, norm=norm_of_own_rows), case)
         assert finding.check == "equality.norm"
-        assert "what came is the norm of this rank's shard alone" in finding.message
+        assert "the value is the norm of this rank's shard alone" in finding.message
         assert "declare" not in finding.detail
 
 
@@ -199,8 +199,8 @@ class TestToldShards:
         ("name", "said"),
         [
             # A flat part of a matrix is none.
-            ("muon", "what came is the step with no param orthogonalised"),
-            ("lamb", "what came is the step with each shard scaled by its own norms"),
+            ("muon", "the system took the step with no param orthogonalised"),
+            ("lamb", "the system took the step with each shard scaled by its own norms"),
         ],
     )
     def test_each_shard_by_itself(self, judged, broken, name, said):

@@ -78,7 +78,7 @@ def test_what_is_replicated_on_another_number_of_ranks_is_found(said, words):
 
 def test_what_is_owned_wrongly_says_what_a_target_declares():
     (finding,) = heard((0, 4), (0, 4)).check(0, tell_parts=True)
-    assert "with system.redundancy = 1, all ranks together share it out" in finding.message
+    assert "with system.redundancy = 1, all ranks share it" in finding.message
     assert "declares Capabilities(stages=(0,))" in finding.message
     assert "declares follows=('system.redundancy',)" in finding.message
 
@@ -100,7 +100,7 @@ def test_all_owners_are_named_once_a_stretch(spans, said):
     found = list(ownership.check(0, tell_parts=True))
     assert len(found) == len(said)
     assert all(words in each.message for words, each in zip(said, found, strict=True))
-    assert all("to give each element once" in each.message for each in found)
+    assert all("to return each element once" in each.message for each in found)
 
 
 def test_a_shard_at_stage_0_says_what_a_target_declares():

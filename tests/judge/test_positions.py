@@ -54,9 +54,9 @@ def refused(result):
 def test_an_engine_without_parts_is_told_what_the_order_needs(judged):
     result = judged(Partial(without=("parts",)), world=RING)
     assert refused(result)
-    assert "expected target 'partial' to tell where its gradients lie" in result.error
+    assert "expected target 'partial' to report the positions of its gradients" in result.error
     assert "world.order = 'ring'" in result.error
-    assert "got an engine without `parts`. Try" in result.error
+    assert "got an engine without `parts`. Implement" in result.error
 
 
 @pytest.mark.parametrize("field", ["call_elems", "call_offset", "shard"])

@@ -76,7 +76,7 @@ def test_another_value_under_the_second_name_is_a_finding(result_of):
     assert (result.verdict, result.error) == ("fail", "")
     first = result.findings[0]
     assert (first.check, first.param) == ("equality.params", "p0")
-    assert "the engine has this param once more as 'again.p0', with other values" in first.message
+    assert "the engine also has this param as 'again.p0', with other values" in first.message
 
 
 def test_the_second_name_alone_will_do(result_of):

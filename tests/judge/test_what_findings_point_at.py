@@ -63,7 +63,7 @@ class TestSteps:
     def test_a_forgotten_sum(self, judged, broken):
         broken("G07")
         finding = first_finding(judged(system=SystemSpec(stage=0)), "equality.grad")
-        assert "what came is the gradient of this rank alone" in finding.message
+        assert "the value is the gradient of this rank alone" in finding.message
         assert "such differences" in finding.detail
 
     def test_a_missing_division(self, judged, broken):
@@ -85,7 +85,7 @@ class TestSteps:
             judged(system=SystemSpec(bucket_elems=64, overlap_params=False)), "equality.params"
         )
         assert (finding.phase, finding.step) == ("gather", 0)
-        assert "what it was before the step" in finding.message
+        assert "that from before the step" in finding.message
 
     def test_one_bit_of_one_element_on_one_rank(self, judged, broken):
         broken("Z05")
@@ -175,10 +175,10 @@ class TestCheckpoints:
     @pytest.mark.parametrize(
         ("id", "asked", "message"),
         [
-            ("C01", False, "optimizer state 'step' is not what was saved: what came is zero"),
+            ("C01", False, "optimizer state 'step' is not what was saved: the value is zero"),
             ("C14", False, "optimizer state 'exp_avg' is missing in the system after the load"),
             ("C05", True, "the loss scale is not what was saved: expected 8.0, got 16.0"),
-            ("M97", True, "master is not what was saved: what came is the working param"),
+            ("M97", True, "master is not what was saved: the value is the working param"),
         ],
     )
     def test_what_was_lost_or_taken(self, judged, broken, id, asked, message):

@@ -24,7 +24,7 @@ def test_one_that_decays_is_named_after_the_only_step(judged, broken):
     broken("E10")
     found = first_finding(judged(**CASE), "equality.params")
     assert (found.param, found.index, found.step, found.rank) == ("frozen", (0,), 0, 0)
-    assert found.message.startswith("nobody may change this param, which is never trained")
+    assert found.message.startswith("this param is not trained and must not change")
 
 
 def change_on_rank_1(engine, right, *, lr_factor):

@@ -183,7 +183,7 @@ class TestExpectedFindings:
         result = judged(faults=faults, expect=ExpectSpec(finding=wanted))
         assert result.verdict == "fail"
         assert only(result) == ["expect.finding", "equality.params"]
-        assert f"expected {wanted} to find something, got equality.params only" in (
+        assert f"expected a finding of {wanted}, got equality.params only" in (
             result.findings[0].message
         )
 

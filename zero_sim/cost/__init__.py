@@ -1,1 +1,1 @@
-"""Costs of ZeRO in closed form, and what a run did beside them: bytes moved, held and in flight."""
+"""Costs of ZeRO in closed form, and observers that measure them: traffic, memory, overlap."""

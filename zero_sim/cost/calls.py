@@ -1,7 +1,7 @@
-"""The calls that a step of the textbook's ZeRO makes on one rank, in closed form.
+"""Closed form of the collectives that textbook ZeRO makes in a step on one rank.
 
-They follow from the scenario and the sizes of the params alone, and share no code with the layout
-that is judged by them; no tensors, so that they are known for 16,384 ranks as well.
+Derived from the scenario and the sizes of the params only, without tensors and without the code of
+the layout under test. So they are also available for 16,384 ranks.
 """
 
 from __future__ import annotations
@@ -19,67 +19,73 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.tp_block import activation_elems, is_tp_block, rows_of
 
 WHOLES: Final[Mapping[str, int]] = {"muon": 1, "lamb": 2}
-"""Of optimizers that look at whole params: fp32 numbers an element of which they need all."""
+"""Optimizers that need whole params: fp32 numbers per element that each step gathers in full."""
 
 NORM_ELEMS = 3
-"""What ranks tell each other for the norm: sum of squares, zeros, overflows."""
+"""Elements of the control message for the norm: sum of squares, zeros, overflows."""
 
 Among = Literal["group", "block", "across", "parts"]
-"""Who meets: all ranks that train a kind of params; those that shard it; of these the few that keep
-params between a forward and its backward; those at one place of all blocks; those at one place of
-all parts of the model."""
+"""Members of a call:
+
+    group   all ranks that train params of one kind
+    block   the ranks that shard them: one shard group
+    across  the ranks with the same shard in all shard groups
+    parts   the same dp-cp rank in all tensor- and pipeline-parallel parts of the model
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedCall:
-    """One call of one rank."""
+    """A collective of one rank."""
 
     kind: str
     among: Among
     ranks: range
-    """Members in the dp-cp group; of `parts`, as many as there are, by number."""
+    """Members as ranks of the dp-cp group; for `parts`, indices of the parts."""
     elems: int
-    """What the rank contributes, counted as the event log does."""
+    """Elements that the rank contributes, counted as in the event log."""
     dtype: str
     elem_bytes: int
     is_control: bool = False
-    """True for the norm, the rows, the scales: a few numbers, whatever the model's size."""
+    """True for messages of fixed or per-param length: the norm, row counts, scales."""
 
     @property
     def call(self) -> Call:
-        """Kind, size of the group and elements: what is compared with the event log."""
+        """Kind, group size and elements: the key for comparisons with the event log."""
         return (self.kind, len(self.ranks), self.elems)
 
     @property
     def bytes(self) -> int:
-        """Size of the contribution."""
+        """Bytes that the rank contributes."""
         return self.elems * self.elem_bytes
 
 
 def planned_calls(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, skipped: bool = False
 ) -> Counter[PlannedCall]:
-    """What one rank has to call in one step, in whatever order.
+    """Return the calls of one rank in one step, in no particular order.
 
     Args:
-        sizes: The params that the rank trains, in registration order.
+        sizes: Trained params of the rank, in registration order.
         scenario: The case as its dp-cp group sees it.
-        rank: Rank in that group.
-        skipped: Whether the step was, so that nothing was gathered.
+        rank: Rank in the dp-cp group.
+        skipped: True if the step was skipped, so no params were gathered.
     """
     return Counter(_planned_calls(tuple(sizes), scenario, rank, skipped))
 
 
-# Bytes are held to them as well as the calls themselves.
+# Cached because both the calls and their bytes are checked against it, for each step window.
 @lru_cache(maxsize=64)
 def _planned_calls(
     sizes: tuple[ParamSize, ...], scenario: Scenario, rank: int, skipped: bool
 ) -> Counter[PlannedCall]:
     system = scenario.system
     calls = Counter(_of_few_numbers(sizes, scenario=scenario, rank=rank, skipped=skipped))
+    # With sync = "every", each micro-batch is reduced; otherwise only the last.
     sums = scenario.run.micro_batches if system.sync == "every" else 1
     for form in by_registration(sizes, scenario=scenario, rank=rank):
         calls += _calls_of_bucket(form, scenario=scenario, rank=rank, sums=sums, skipped=skipped)
+    # With reduce buffers, gradients travel in units of their own instead of by bucket.
     for unit in grad_forms(sizes, scenario=scenario, rank=rank):
         calls += _calls_of_grads(unit, scenario=scenario, rank=rank, sums=sums)
     calls += calls_of_layers(scenario, rank=rank)
@@ -87,14 +93,14 @@ def _planned_calls(
 
 
 def calls_of_layers(scenario: Scenario, *, rank: int) -> Counter[PlannedCall]:
-    """What tensor-parallel ranks call in one step to run layers that they split.
+    """Return the calls by which tensor-parallel ranks run split layers in one step.
 
-    Two sums a block forward, two more where it is run again, and two backward; and a gather of its
-    checkpoint where each rank keeps a part of that.
+    Each block makes two sums per forward, per recomputed forward and per backward. If ranks keep
+    only their part of a checkpoint, it also makes a gather.
 
     Args:
         scenario: The case as its dp-cp group sees it.
-        rank: Rank in that group.
+        rank: Rank in the dp-cp group.
     """
     calls: Counter[PlannedCall] = Counter()
     tp, system = scenario.topology.tp, scenario.system
@@ -116,9 +122,12 @@ def calls_of_layers(scenario: Scenario, *, rank: int) -> Counter[PlannedCall]:
             elem_bytes=each,
         )
 
+    # Forward and backward, and with activation checkpoints the forward again in backward.
     runs = 2 if system.checkpoints == "none" else 3
     calls[among_parts("all_reduce", elems)] = 2 * runs * times
+    # Two sums per pass: after attention and after the MLP.
     if system.checkpoints == "split":
+        # Each rank contributes its part of the checkpoint, rounded up (ZeRO, section 6.1).
         calls[among_parts("all_gather", -(-elems // tp))] = times
     return calls
 
@@ -126,7 +135,7 @@ def calls_of_layers(scenario: Scenario, *, rank: int) -> Counter[PlannedCall]:
 def _calls_of_grads(
     form: GradForm, *, scenario: Scenario, rank: int, sums: int
 ) -> Counter[PlannedCall]:
-    """What reduces one reduce buffer's gradients in one step; arguments as `_calls_of_bucket`."""
+    """Return the calls that reduce one grad unit in a step; arguments as `_calls_of_bucket`."""
     among = ranks_among(form.kind, scenario=scenario, rank=rank, group_size=form.group_size)
     calls: Counter[PlannedCall] = Counter()
     for kind, _, elems in form.sum_calls:
@@ -145,17 +154,17 @@ def _calls_of_grads(
 def _calls_of_bucket(
     form: BucketForm, *, scenario: Scenario, rank: int, sums: int, skipped: bool = False
 ) -> Counter[PlannedCall]:
-    """What moves one bucket in one step.
+    """Return the calls that move one bucket in one step.
 
     Args:
         form: The bucket.
         scenario: The case as its dp-cp group sees it.
-        rank: Rank in that group.
-        sums: How often its gradients are reduced.
-        skipped: Whether the step was skipped.
+        rank: Rank in the dp-cp group.
+        sums: Number of reductions of its gradients.
+        skipped: True if the step was skipped.
     """
     ranks = ranks_among(form.kind, scenario=scenario, rank=rank, group_size=form.group_size)
-    # What moves fp8 moves bytes: collectives know no such numbers.
+    # fp8 travels as bytes, because backends have no fp8 collectives.
     moved = "uint8" if form.param_dtype.startswith("float8") else form.param_dtype
     grads, params = (form.grad_dtype, form.grad_bytes), (moved, form.param_bytes)
     calls: Counter[PlannedCall] = Counter()
@@ -174,16 +183,21 @@ def _calls_of_bucket(
             calls[planned] += count
 
     if not form.is_sharded:
+        # Stage 0: a plain all-reduce over every rank with a copy; nothing is gathered.
         add(form.sum_call, "group", grads, sums)
         add(form.sent_back_call, "group", grads, sums)
         return calls
     if scenario.system.reduce_buffer_elems is None:
+        # Otherwise `_calls_of_grads` counts the reductions.
         add(form.sum_call, "block", grads, sums)
         add(form.sent_back_call, "block", grads, sums)
+    # Replicas of a shard: a second sum, over the ranks with the same shard.
     add(form.copies_call, "across", grads, sums)
     gathers = gathers_of_step(scenario, is_last=form.is_last, skipped=skipped)
     for call in form.gather_calls:
         add(call, "block", params, gathers)
+    # Muon and LAMB need whole tensors in fp32. A skipped step and a bucket that is not cut need no
+    # gather.
     wholes = 0 if skipped or not form.is_cut else WHOLES.get(scenario.optimizer.name, 0)
     add(form.whole_call, "block", ("float32", 4), wholes)
     return calls
@@ -192,25 +206,28 @@ def _calls_of_bucket(
 def calls_of_step(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, skipped: bool
 ) -> Counter[Call]:
-    """The same by kind, size of the group and elements alone; arguments as `planned_calls`."""
+    """Return the same calls by kind, group size and elements; arguments as `planned_calls`."""
     calls: Counter[Call] = Counter()
     planned = planned_calls(sizes, scenario=scenario, rank=rank, skipped=skipped)
     for call, count in planned.items():
+        # Calls that differ in dtype or members only have one key.
         calls[call.call] += count
     return calls
 
 
 def ranks_among(kind: str, *, scenario: Scenario, rank: int, group_size: int) -> dict[Among, range]:
-    """Who meets to move the params of a kind, as ranks of the dp-cp group.
+    """Return the members of each kind of call, as ranks of the dp-cp group.
 
     Args:
         kind: `dense` or `expert`.
         scenario: The case as its dp-cp group sees it.
-        rank: A rank in that group.
-        group_size: Ranks that shard what is moved.
+        rank: Rank in the dp-cp group.
+        group_size: Number of ranks that shard the params.
     """
+    # Experts are assigned round-robin, so ranks `ep` apart hold the same ones.
     ways = scenario.topology.ep if kind == "expert" else 1
     holders = range(rank % ways, scenario.world.size, ways)
+    # Shard groups are contiguous runs of the holders.
     place = rank // ways
     first = place - place % group_size
     return {
@@ -222,16 +239,18 @@ def ranks_among(kind: str, *, scenario: Scenario, rank: int, group_size: int) ->
 
 
 def gathers_of_step(scenario: Scenario, *, is_last: bool, skipped: bool) -> int:
-    """How often a bucket's params are gathered in a step.
+    """Return the number of gathers of a bucket's params in a step.
 
-    Stages 1 and 2: once, after the update. Stage 3: in every micro-batch before forward, and again
-    before backward, unless each rank kept all; the bucket that a forward needs last always is.
-    Nothing is kept of a forward under `no_grad`.
+    Stages 1 and 2 gather once, after the update. Stage 3 gathers in every micro-batch before
+    forward, and again before backward if params were resharded. The last bucket of a forward is
+    never resharded. A forward under `no_grad` keeps nothing, so it adds a gather.
     """
     system = scenario.system
     if system.stage < 3:
         return 0 if skipped else 1
+        # A skipped step leaves params unchanged.
     kept = is_last or not system.reshard_after_forward
+    # Backward needs the last bucket of a forward first, so resharding it would be wasted.
     after_step = system.gather_after_step and not skipped
     evaluations = scenario.run.evaluate != "never"
     return scenario.run.micro_batches * (1 if kept else 2) + evaluations + after_step
@@ -252,15 +271,19 @@ def _of_few_numbers(
         )
 
     system, everybody = scenario.system, range(scenario.world.size)
+    # One message carries all of the norm: sum of squares, zeros and overflows, in fp64.
     yield few(everybody, NORM_ELEMS, "float64", 8, "group")
     parts = scenario.topology.tp * scenario.topology.pp
     if parts > 1:
+        # The norm covers all parts of the model, so the parts add theirs.
         yield few(range(parts), NORM_ELEMS, "float64", 8, "parts")
     if counts_over_ranks(scenario):
+        # The divisor of gradients: tokens or micro-batches, counted over all ranks.
         yield few(everybody, 1, "int64", 8, "group")
     if not system.stage or skipped:
+        # Without shards every rank computes the scales alone; a skipped step writes no params.
         return
-    # One maximum over the shards of each kind that has params in fp8, an element a param.
+    # fp8 scales: a maximum over the shards of each kind, one element per fp8 param.
     for kind, ways in (("dense", 1), ("expert", scenario.topology.ep)):
         count = sum(size.kind == kind and size.dtype.startswith("torch.float8") for size in sizes)
         if count:

@@ -1,4 +1,4 @@
-"""Activation checkpoints in closed form: what a rank keeps of blocks, against what it does."""
+"""Activation checkpoints in closed form, and the check of a rank's measured bytes."""
 
 from __future__ import annotations
 
@@ -18,29 +18,32 @@ _ELEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def checkpoint_bytes(scenario: Scenario, *, rank: int) -> int:
-    """Return the bytes of checkpoints that a rank keeps between a forward and its backward.
+    """Return the bytes of activation checkpoints between a forward and its backward.
 
     Args:
         scenario: The case as its dp-cp group sees it.
-        rank: Rank in that group.
+        rank: Rank in the dp-cp group.
     """
     kept = scenario.system.checkpoints
     if not is_tp_block(scenario) or kept == "none":
         return 0
     elems = activation_elems(scenario, rows=rows_of(scenario, rank=rank))
     if kept == "split":
+        # P_a of ZeRO-R (arXiv 1910.02054, section 6.1): each tensor-parallel rank keeps one of
+        # `tp` parts, rounded up.
         elems = -(-elems // scenario.topology.tp)
+    # One checkpoint per block: its input.
     return scenario.model.blocks * elems * _ELEM_BYTES[scenario.model.dtype]
 
 
 def check_checkpoints(
     moments: Sequence[Moment], *, owed: int, step: int, rank: int
 ) -> Iterator[Finding]:
-    """Check what a rank keeps when a forward is over.
+    """Check the bytes of activation checkpoints at the end of a forward.
 
     Args:
         moments: Moments of the step.
-        owed: Bytes.
+        owed: Expected bytes.
         step: Index of the step.
         rank: Rank in the dp-cp group.
     """
@@ -51,6 +54,6 @@ def check_checkpoints(
                 step=step,
                 rank=rank,
                 phase=Phase.FORWARD,
-                message=f"this rank keeps {moment.bytes} bytes of activation checkpoints behind "
+                message=f"this rank keeps {moment.bytes} bytes of activation checkpoints after "
                 f"the forward, expected {owed} by the closed form",
             )

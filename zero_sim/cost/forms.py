@@ -1,7 +1,7 @@
-"""The buckets that a layout of the textbook's ZeRO has to have, in closed form.
+"""Closed form of the buckets that a textbook ZeRO layout has.
 
-They follow from the scenario and the sizes of the params alone, and share no code with the layout
-that is judged by them.
+Derived from the scenario and the sizes of the params only, without the code of the layout under
+test.
 """
 
 from __future__ import annotations
@@ -21,60 +21,63 @@ if TYPE_CHECKING:
 
 SumBy = Literal["reduce-scatter", "all-reduce", "first-rank"]
 Call = tuple[str, int, int]
-"""Kind of a collective, size of its group, and the elements that a rank contributes."""
+"""Kind of a collective, size of its group, and elements that a rank contributes."""
 
 
 def in_words(call: Call) -> str:
-    """The call as findings name it."""
+    """Return a call as text for findings."""
     kind, ranks, elems = call
     return f"{kind} of {elems} elements on {ranks} ranks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamSize:
-    """One param as far as costs depend on it."""
+    """Sizes and dtypes of one param."""
 
     name: str
     kind: str
-    """`dense`, or `expert`: what lies below a module named `experts`."""
+    """`dense`, or `expert` for params below a module named `experts`."""
     dtype: str
     elems: int
     param_bytes: int
-    """Size of an element."""
+    """Bytes per element."""
     grad_bytes: int
-    """Size of an element of its gradient, as autograd gives it."""
+    """Bytes per element of the gradient that autograd produces."""
     grad_dtype: str = ""
-    """Dtype of that; empty for the param's own."""
+    """Dtype of the gradient; empty for the param's own."""
     row_elems: int = 1
-    """Of a row of its dim 0; 1 without dims, or without elements."""
+    """Elements per row of dim 0; 1 for scalars and empty params."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cuts:
-    """Where a bucket is cut into shards."""
+    """Cuts of a bucket into shards."""
 
     elems: int
     shards: int
     owner: int | None = None
-    """The shard that has all of it; None where they are as even as they can be."""
+    """Shard that has all elements; None if they are spread as evenly as possible."""
 
     def start(self, shard: int) -> int:
-        """First element of a shard; of the one behind the last, the number of elements."""
+        """Return the first element of a shard; `elems` for the index after the last shard."""
         if self.owner is not None:
             return 0 if shard <= self.owner else self.elems
+            # Shards after the owner are empty and start at the end.
         shortest, longer_count = divmod(self.elems, self.shards)
+        # The first `longer_count` shards have one element more.
         return shard * shortest + min(shard, longer_count)
 
     def owners_of(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Shards that have some of a stretch of elements, and how many, in their order."""
+        """Yield (shard, elements) for the owners of elements [start, stop), in order."""
         shortest, longer_count = divmod(self.elems, self.shards)
         first = self.owner or 0
         if self.owner is None and start < stop:
-            # In the shards that are one longer, or behind them.
+            # Jump to the shard of `start`: among the longer shards or after them.
             behind = start - longer_count * (shortest + 1)
             first = start // (shortest + 1) if behind < 0 else longer_count + behind // shortest
         while start < stop:
             end = min(self.start(first + 1), stop)
+            # Empty shards, as of ranks beyond the elements, are passed over.
             if end > start:
                 yield first, end - start
             start, first = max(start, end), first + 1
@@ -82,46 +85,46 @@ class Cuts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketForm:
-    """One bucket with elements, as one rank sees it."""
+    """A non-empty bucket, from the view of one rank."""
 
     names: tuple[str, ...]
-    """Its params, in registration order."""
+    """All its params, in registration order."""
     kind: str
     starts: tuple[tuple[str, int], ...]
-    """Those of them that have elements, and where each begins in it."""
+    """Non-empty params, each with its offset in the bucket."""
     payload_elems: int
-    """Without its padding."""
+    """Elements without padding."""
     cuts: Cuts
-    """Shards of it, padding included."""
+    """Shards, padding included."""
     shard: int
     """Index of this rank's shard."""
     group_size: int
-    """Ranks that shard it; those that sum it with stage 0."""
+    """Number of ranks that shard it; at stage 0, that sum it."""
     replica_count: int
     is_sharded: bool
-    """True if each rank has a shard of it; with stage 0 each has all."""
+    """True if each rank has one shard; False at stage 0, where each has everything."""
     sum_by: SumBy
-    """Reduction of its gradients: to the ranks with the shards, to all ranks, or by the first rank,
-    which adds what all send it and sends the sum back."""
+    """Reduction of its gradients. `first-rank`: the first rank adds the gradients of all ranks and
+    broadcasts the sum."""
     is_last: bool
-    """Whether it is the one that a forward is expected to need last: of all that as many ranks
-    shard, which are the same ones, the one whose first param is registered last."""
+    """True for the last bucket of a forward: among buckets sharded by the same group, the one whose
+    first param is registered last."""
     param_bytes: int
     grad_bytes: int
     param_dtype: str
-    """As the event log names it, `bfloat16`."""
+    """Dtype name as in the event log, such as `bfloat16`."""
     grad_dtype: str
     chunk_elems: int | None = None
-    """Of what each rank has in its place, how much is gathered at a time; None for all."""
+    """Elements per rank in each partial gather; None to gather the bucket at once."""
 
     @property
     def elems(self) -> int:
-        """Elements with padding."""
+        """Elements, including padding."""
         return self.cuts.elems
 
     @property
     def shard_elems(self) -> int:
-        """Elements of this rank's shard, padding included."""
+        """Elements of this rank's shard, including padding."""
         return self.cuts.start(self.shard + 1) - self.shard_start
 
     @property
@@ -131,27 +134,27 @@ class BucketForm:
 
     @property
     def is_even(self) -> bool:
-        """True if all shards are equally long."""
+        """True if all shards have the same length."""
         return self.elems % self.cuts.shards == 0
 
     @property
     def has_one_owner(self) -> bool:
-        """True if one rank has the one shard with elements."""
+        """True if a single rank owns the bucket."""
         return self.cuts.owner is not None
 
     @property
     def is_summed_whole(self) -> bool:
-        """True if each rank gets the sum of all of it, and keeps its shard."""
+        """True if each rank receives the sum of the whole bucket, and keeps its shard."""
         return self.sum_by != "reduce-scatter"
 
     @property
     def names_with_elems(self) -> tuple[str, ...]:
-        """Its params that have elements, in no order that matters."""
+        """Names of the non-empty params, in no particular order."""
         return tuple(name for name, _ in self.starts)
 
     @property
     def sum_call(self) -> Call:
-        """The call that reduces it, the first of two where there are copies of its shards."""
+        """The call that reduces the bucket within a shard group."""
         if self.sum_by == "first-rank":
             return ("gather", self.group_size, self.elems)
         if not self.is_sharded or self.is_summed_whole:
@@ -160,7 +163,7 @@ class BucketForm:
 
     @property
     def sent_back_call(self) -> Call | None:
-        """The call by which all learn what the first rank added; None where it does not."""
+        """The broadcast of the sum by the first rank; None for other reductions."""
         if self.sum_by != "first-rank":
             return None
         return ("broadcast", self.group_size, self.elems)
@@ -168,58 +171,65 @@ class BucketForm:
     @property
     def _scatter_kind(self) -> str:
         if self.has_one_owner:
+            # One owner receives the sum: a plain reduce.
             return "reduce"
         return "reduce_scatter" if self.is_even else "reduce_scatter_list"
 
     @property
     def copies_call(self) -> Call | None:
-        """The second of them, over blocks; None with one block, or without elements."""
+        """The sum over replicas of a shard; None without replicas or elements."""
         if not self.is_sharded or self.replica_count == 1 or not self.shard_elems:
             return None
         return ("all_reduce", self.replica_count, self.shard_elems)
 
     @property
     def gather_calls(self) -> list[Call]:
-        """The calls that make whole params of what the ranks of a block have: one, or chunks."""
+        """The calls that gather the params in a shard group: one, or one per chunk."""
         each = self.chunk_elems
         if each is None:
             return [self.whole_call]
         return [
             self._gathered(self.group_size, max(0, min(each, self.shard_elems - first)))
-            # The first rank's shard is the longest.
+            # All ranks make as many calls as the longest shard needs, which is the first.
             for first in range(0, self.cuts.start(1), each)
         ]
 
     @property
     def whole_call(self) -> Call:
-        """The call that makes the whole of some other number an element, all at once."""
+        """The call that gathers another tensor of the bucket's shape at once."""
         return self._gathered(self.group_size, self.shard_elems)
 
     def _gathered(self, ranks: int, elems: int) -> Call:
         if self.has_one_owner:
             return ("broadcast", ranks, self.elems)
+        # Uneven shards have no all_gather of one size, so they go as an all_to_all.
+        # The owner contributes the whole bucket.
         return (
             ("all_gather", ranks, elems) if self.is_even else ("all_to_all", ranks, elems * ranks)
         )
 
     @property
     def is_cut(self) -> bool:
-        """Whether several ranks have a shard of it."""
+        """True if the bucket is spread over several ranks."""
         return self.is_sharded and not self.has_one_owner and self.group_size > 1
 
     @property
     def owned_elems(self) -> int:
-        """Elements of params in this rank's shard, its padding left out."""
+        """Elements of params in this rank's shard, without padding."""
+        # Padding is at the end of the bucket, so the payload ends at `payload_elems`.
         return max(0, min(self.payload_elems - self.shard_start, self.shard_elems))
 
     @property
     def owns_elems(self) -> bool:
-        """Whether a param reaches into this rank's shard."""
+        """True if this rank's shard has elements of a param."""
         return self.owned_elems > 0
 
 
 def sizes_of(module: nn.Module) -> tuple[ParamSize, ...]:
-    """The trained params of a module, in registration order; before anybody wrapped it."""
+    """Return the sizes of a module's trained params, in registration order.
+
+    Take them from the bare module: wrappers may replace or rename params.
+    """
     return tuple(
         ParamSize(
             name=name,
@@ -239,17 +249,17 @@ def sizes_of(module: nn.Module) -> tuple[ParamSize, ...]:
 def bucket_forms(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int
 ) -> tuple[BucketForm, ...]:
-    """The buckets with elements that a layout has to have, in no order that matters.
+    """Return the non-empty buckets of the layout, in no particular order.
 
     Args:
-        sizes: The params that the rank trains, in registration order.
+        sizes: Trained params of the rank, in registration order.
         scenario: The case as its dp-cp group sees it.
-        rank: Rank in that group.
+        rank: Rank in the dp-cp group.
     """
     return _bucket_forms(tuple(sizes), scenario, rank)
 
 
-# Calls, bytes, peaks and overlap of a rank are all held to them.
+# Cached because calls, bytes, peaks and overlap of a rank all use them.
 @lru_cache(maxsize=256)
 def _bucket_forms(
     sizes: tuple[ParamSize, ...], scenario: Scenario, rank: int
@@ -260,6 +270,8 @@ def _bucket_forms(
         for turn, bucket in enumerate(_cut(members, scenario=scenario))
         if (form := _form(bucket, scenario=scenario, rank=rank, turn=turn)).elems
     ]
+    # `is_last` needs all buckets: find the last one to start per group size. Group sizes are
+    # separate because not all ranks have the same experts.
     index = {size.name: index for index, size in enumerate(sizes)}
     firsts = [min(index[name] for name in form.names) for form in forms]
     last_of: dict[int, int] = {}
@@ -272,24 +284,26 @@ def _bucket_forms(
 
 
 def by_buffer(sizes: Sequence[ParamSize], *, scenario: Scenario) -> Sequence[Sequence[ParamSize]]:
-    """The params of each flat buffer, in registration order."""
+    """Return the params of each flat buffer, in registration order."""
     by_group = scenario.system.buffers_by == "param-group"
     buffers: dict[tuple[str, str, int], list[ParamSize]] = {}
     for size in sizes:
         group = _group_of(size.name, scenario=scenario) if by_group else 0
         buffers.setdefault((size.kind, size.dtype, group), []).append(size)
+        # Kinds have different groups and dtypes different widths, so neither can share a buffer.
     return list(buffers.values())
 
 
 def _group_of(name: str, *, scenario: Scenario) -> int:
-    """The param group that steps a param: the first whose `match` its name ends with."""
+    """Return the param group of a param: the first whose `match` is a suffix of its name."""
     groups = scenario.optimizer.groups
     fitting = (index for index, group in enumerate(groups) if name.endswith(group.match))
+    # Params without a match form the last group.
     return next(fitting, len(groups))
 
 
 def _cut(members: Sequence[ParamSize], *, scenario: Scenario) -> Iterator[list[ParamSize]]:
-    """A bucket closes as soon as it holds enough; a param without elements opens none."""
+    """Yield buckets, each closed once it has `bucket_elems`; an empty param opens none."""
     system = scenario.system
     bucket: list[ParamSize] = []
     for size in _in_order(members, scenario=scenario):
@@ -302,6 +316,7 @@ def _cut(members: Sequence[ParamSize], *, scenario: Scenario) -> Iterator[list[P
 
 
 def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: int) -> BucketForm:
+    # `place` is the rank's index among the ranks that hold the same params.
     system, ways = scenario.system, scenario.topology.ep
     holders, place = scenario.world.size, rank
     if bucket[0].kind == "expert":
@@ -310,19 +325,20 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
     shards = group_size if system.stage else 1
     payload = sum(size.elems for size in bucket)
     param_bytes = bucket[0].param_bytes
+    # Round the payload up so that every shard is equally long and aligned.
     elems = payload
     if system.partition == "padded":
         aligned = system.align_bytes // math.gcd(system.align_bytes, param_bytes)
         unit = shards * math.lcm(system.align_elems, aligned)
         elems = -(-payload // unit) * unit
     elif system.partition == "rows":
-        # Of params without elements alone no row is cut.
+        # Rows of empty params do not count.
         unit = shards * max((size.row_elems for size in bucket if size.elems), default=1)
         elems = -(-payload // unit) * unit
     shard = place % group_size if system.stage else 0
     has_one_owner = system.partition == "one-owner"
     grad_dtype = bucket[0].grad_dtype or bucket[0].dtype
-    # As it lies in the buffer; the names are told in registration order.
+    # Offsets follow buffer order, names registration order.
     placed = list(zip(bucket, accumulate((s.elems for s in bucket), initial=0), strict=False))
     members = _in_order(bucket, scenario=scenario)
     return BucketForm(
@@ -337,9 +353,11 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
         is_sharded=system.stage > 0,
         sum_by=system.sum_by,
         is_last=False,
+        # `_bucket_forms` sets it, because it depends on all buckets.
         param_bytes=param_bytes,
         chunk_elems=None
         if system.gather_chunk_elems is None
+        # The setting counts elements of the whole bucket; a rank contributes its share.
         else max(1, system.gather_chunk_elems // group_size),
         grad_bytes=4 if system.grad_dtype == "fp32" else bucket[0].grad_bytes,
         param_dtype=_named(bucket[0].dtype),
@@ -350,7 +368,7 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
 def by_registration(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int
 ) -> list[BucketForm]:
-    """The same buckets, by the first registered param of each: the order of a forward."""
+    """Return the buckets by the registration of their first param: the order of a forward."""
     place = {size.name: index for index, size in enumerate(sizes)}
     forms = bucket_forms(sizes, scenario=scenario, rank=rank)
     return sorted(forms, key=lambda form: min(place[name] for name in form.names))
@@ -361,5 +379,5 @@ def _named(dtype: str) -> str:
 
 
 def _in_order(members: Sequence[ParamSize], *, scenario: Scenario) -> Sequence[ParamSize]:
-    """From registration order to that in a buffer, or back."""
+    """Return params in buffer order from registration order, or the reverse."""
     return members if scenario.system.param_order == "registration" else members[::-1]

@@ -1,7 +1,7 @@
-"""Reduce buffers in closed form: which gradients go together, and who owns what of them.
+"""Closed form of grad units: gradients that share a reduce buffer, and their owners.
 
-They follow from the scenario and the sizes of the params alone, and share no code with the layout
-that is judged by them.
+Derived from the scenario and the sizes of the params only, without the code of the layout under
+test.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from zero_sim.scenario.spec import Scenario
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradForm:
-    """The gradients that are reduced together, as every rank sees them."""
+    """Gradients that are reduced together; equal on all ranks."""
 
     names: tuple[str, ...]
-    """Their params, in the order in which they are expected."""
+    """Their params, in the expected order of arrival."""
     kind: str
     turn: int
-    """How many of its kind and dtype come before it."""
+    """Index among units of its kind and dtype."""
     runs: tuple[int, ...]
-    """Elements with one owner, one behind the other."""
+    """Elements of each contiguous run with a single owner."""
     buffer_elems: int
-    """Of the memory that they take: a reduce buffer, or what they need where they have their own.
-    """
+    """Length of their memory in elements: that of a reduce buffer, or their own length if
+    `has_own_memory`."""
     has_own_memory: bool
     is_summed_whole: bool
     group_size: int
@@ -37,26 +37,27 @@ class GradForm:
 
     @property
     def elems(self) -> int:
-        """All elements."""
+        """Number of elements."""
         return sum(self.runs)
 
     @property
     def sum_calls(self) -> list[Call]:
-        """The calls that reduce them."""
+        """The calls that reduce the unit."""
         if self.is_summed_whole:
             return [("all_reduce", self.group_size, self.elems)]
+        # One reduce per owner: each owner receives its runs only.
         return [("reduce", self.group_size, elems) for elems in self.runs]
 
 
 def grad_forms(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int
 ) -> tuple[GradForm, ...]:
-    """What goes through reduce buffers, in the order in which it does; nothing without them.
+    """Return all grad units in order of completion; none without reduce buffers.
 
     Args:
-        sizes: The params that the rank trains, in registration order.
+        sizes: Trained params of the rank, in registration order.
         scenario: The case as its dp-cp group sees it.
-        rank: Rank in that group.
+        rank: Rank in the dp-cp group.
     """
     longest = scenario.system.reduce_buffer_elems
     if longest is None:
@@ -81,22 +82,27 @@ def grad_forms(
                 _form(names, own, [elems_of[name] for name in names], turn, scenario=scenario)
             )
 
+    # Backward reaches the last registered param first.
     for index, size in enumerate(reversed(sizes)):
         home = homes.get(size.name)
         if home is None:
+            # An empty param moves nothing.
             continue
         last_of[size.name] = index
         lane = (home.kind, home.grad_dtype)
+        # Kinds have different groups and dtypes different widths, so neither can share a buffer.
         if sum(elems_of[name] for name in waiting.get(lane, ())) + size.elems > longest:
+            # Close the unit instead of splitting the gradient; a longer one gets its own unit.
             flush(lane)
         waiting.setdefault(lane, []).append(size.name)
     for lane in [*waiting]:
         flush(lane)
+    # By last arrival, across lanes: the order in which units are complete.
     return tuple(sorted(made, key=lambda form: last_of[form.names[-1]]))
 
 
 def buffer_turns(scenario: Scenario) -> int:
-    """How many reduce buffers take turns."""
+    """Return the number of reduce buffers: two if one is reduced while the other fills."""
     return 2 if overlaps_grads(scenario.system) else 1
 
 
@@ -115,13 +121,16 @@ def _form(
         for name, home, count in zip(names, homes, elems, strict=True)
         for each in _owners(name, home, count)
     ]
+    # Gradients longer than a buffer, and those not copied into one, keep autograd's memory.
     is_own = sum(elems) > system.reduce_buffer_elems or not system.contiguous_grads
     return GradForm(
         names=tuple(names),
         kind=homes[0].kind,
         turn=turn,
         runs=tuple(
-            sum(count for _, count in run) for _, run in groupby(owned, key=lambda each: each[0])
+            # Adjacent parts of one owner are one run, across params.
+            sum(count for _, count in run)
+            for _, run in groupby(owned, key=lambda each: each[0])
         ),
         buffer_elems=sum(elems) if is_own else system.reduce_buffer_elems,
         has_own_memory=is_own,
@@ -133,6 +142,6 @@ def _form(
 
 
 def _owners(name: str, home: BucketForm, elems: int) -> Iterator[tuple[int, int]]:
-    """Who has how many of a param's elements, in their order."""
+    """Yield (shard, elements) for the owners of a param, in order."""
     start = dict(home.starts)[name]
     return home.cuts.owners_of(start, start + elems)

@@ -1,13 +1,18 @@
-"""Peaks of gradients that go through reduce buffers: how much may be in memory, against what is.
+"""Peaks of gradients that pass through reduce buffers: closed form, and check.
 
-[Note: what a reduce buffer may hold]
-Gradients go in one order, that of `zero_sim.cost.grad_forms`. Those up to the first that is missing
-are on their way or done: only the last that is complete is in flight, and only where reductions
-overlap backward. The next ones fill a buffer from the first of them that comes; where they are not
-copied one by one they stay where autograd left them. Those behind wait there for their turn. At
-stage 2 what was copied is dropped; at stage 1 gradients stay whole, and only buffers come and go.
-So beside its shards a rank holds no more than two buffers, or longer gradients in their place, and
-what came out of turn.
+[Note: contents of reduce buffers]
+Gradients are reduced in a fixed order, that of `zero_sim.cost.grad_forms`. Consider the first unit
+with a missing gradient:
+
+    before it   done or in flight. In flight is at most the last one, and only if reductions overlap
+                backward.
+    this unit   fills a buffer from its first arrival on. Without contiguous gradients, its
+                gradients stay where autograd left them.
+    after it    arrived gradients wait where autograd left them.
+
+Copied gradients are dropped at stage 2. At stage 1 they stay whole, and only buffers come and go.
+So besides its shards a rank holds at most two buffers, or the longer gradients in their place, and
+gradients that arrived out of order.
 """
 
 from __future__ import annotations
@@ -29,24 +34,24 @@ from zero_sim.scenario.names import frozen_at
 from zero_sim.scenario.spec import Scenario
 
 BUFFERS = "reduce buffers"
-"""What an engine calls all of them together, whoever uses them."""
+"""Name that engines report for all reduce buffers together, whichever gradients they contain."""
 
 
 @dataclass(slots=True, eq=False)
 class _Replay:
-    """Gradients of a micro-batch, as they arrive; see [Note: what a reduce buffer may hold]."""
+    """Gradients of a micro-batch in order of arrival; see [Note: contents of reduce buffers]."""
 
     forms: Sequence[GradForm]
     scenario: Scenario
     step: int
     autograd_bytes: Mapping[str, int]
-    """By param the bytes of its gradient where autograd leaves it."""
+    """Bytes of each param's gradient as autograd leaves it."""
     micro: int | None = None
     _arrived: set[str] = field(default_factory=set)
     _opened: set[int] = field(default_factory=set)
 
     def arrive(self, moment: Moment) -> tuple[dict[int, int], int]:
-        """Return the bytes that may be there by unit, and of all buffers, as a gradient arrives."""
+        """Record an arrival; return the allowed bytes by unit, and of all buffers together."""
         if moment.micro != self.micro:
             self.micro = moment.micro
             self._arrived.clear()
@@ -56,25 +61,31 @@ class _Replay:
 
     def _owed(self) -> tuple[dict[int, int], int]:
         system, run = self.scenario.system, self.scenario.run
+        # Micro-batches before the last only accumulate, so nothing may be in a buffer.
         if system.sync == "last" and self.micro != run.micro_batches - 1:
             return {}, 0
+        # Frozen params get no gradient in this step, so their unit does not wait for them.
         frozen = frozen_at(self.scenario.model, step=self.step)
         missing = [{*form.names} - frozen - self._arrived for form in self.forms]
         current = next((i for i, names in enumerate(missing) if names), len(self.forms))
+        # All before the first incomplete unit are reduced; the last of them may be in flight.
         owed: dict[int, int] = {}
         if current and overlaps_grads(system):
             owed[current - 1] = self._bytes(current - 1)
         for index, form in enumerate(self.forms[current:], start=current):
             there = [name for name in form.names if name in self._arrived]
             if index == current and system.contiguous_grads:
-                # What is frozen is zero, and as good as there.
+                # Frozen gradients are zeros and count as arrived, so they open the buffer.
                 if there or not frozen.isdisjoint(form.names):
                     owed[index] = self._bytes(index)
             elif system.stage == 2:
+                # Waiting gradients are still autograd's; at stage 1 they are counted as resident.
                 owed[index] = sum(self.autograd_bytes[name] for name in there)
         if system.contiguous_grads:
+            # A buffer stays allocated once it has been opened in this micro-batch.
             self._opened |= {*range(current), current} & {*range(len(self.forms))}
         turns = buffer_turns(self.scenario)
+        # Units of a lane alternate between its buffers.
         buffers = {
             (form.kind, form.grad_dtype, form.turn % turns): self._bytes(index)
             for index, form in enumerate(self.forms)
@@ -90,7 +101,7 @@ class _Replay:
 def _check_grad_peaks(
     moments: Sequence[Moment], *, replay: _Replay, rank: int
 ) -> Iterator[Finding]:
-    """Check what was there whenever a gradient arrived."""
+    """Check the gradient memory at each arrival of a gradient."""
     forms = replay.forms
     index_of = {name: index for index, form in enumerate(forms) for name in form.names}
     for moment in moments:
@@ -99,6 +110,7 @@ def _check_grad_peaks(
         owed, buffers = replay.arrive(moment)
         for what, param, held in moment.whole:
             most = buffers if what == BUFFERS else owed.get(index_of[param], 0)
+            # Buffers are reported as a total, gradients by param.
             if held > most:
                 names = forms[index_of[param]].names
                 where = "" if what == BUFFERS else f" that go with {', '.join(names[:3])}"
@@ -122,14 +134,14 @@ def watch_grad_peaks(
     scenario: Scenario,
     rank: int,
 ) -> None:
-    """Record the arrival of gradients, behind the hooks of the system that trains them.
+    """Record the arrival of gradients, after the hooks of the system under test.
 
     Args:
-        recorder: Records them, and gets the closed form.
-        names: The params by the names that they had before.
-        sizes: What the rank trains, in registration order.
+        recorder: Recorder of the step; receives the closed form.
+        names: Params with their names in the bare model.
+        sizes: Trained params of the rank, in registration order.
         scenario: The case as its dp-cp group sees it.
-        rank: Rank in that group.
+        rank: Rank in the dp-cp group.
     """
     replay = _Replay(
         forms=grad_forms(sizes, scenario=scenario, rank=rank),

@@ -1,7 +1,7 @@
-"""The hook trace of a rank: when gradients arrive and modules begin, in the event log's time.
+"""The hook trace of a rank: arrival of gradients and start of modules, in the event log's time.
 
-The harness sees it for itself, by hooks of its own on the module that it hands to the system, so
-that a system need not be believed what it says of its overlap.
+The harness observes both with its own hooks on the module, so the check of overlap does not depend
+on reports of the system under test.
 """
 
 from __future__ import annotations
@@ -20,55 +20,55 @@ if TYPE_CHECKING:
     from zero_sim.targets import StepResult
 
 Clock = Callable[[], int]
-"""How many moments the log has."""
+"""Returns the number of moments in the event log."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HookEvent:
-    """Something that was seen."""
+    """An arrival of a gradient, or the start of a module."""
 
     names: frozenset[str]
-    """The param whose gradient arrived, or those that the module that began may read."""
+    """The param with a new gradient, or the params that the module may read."""
     time: int
 
 
 @dataclass(slots=True, eq=False)
 class HookTrace(Observer):
-    """What one rank did between its calls.
+    """Gradients and modules of one rank between its calls.
 
     Args:
-        clock: The log's.
-        unguarded: Params that no module with a forward has, so that they are never left in flight.
+        clock: Time of the event log.
+        unguarded: Params outside every module with a forward. No hook can wait for them, so they
+            are never left in flight.
     """
 
     clock: Clock
     unguarded: frozenset[str] = frozenset()
     starts: dict[tuple[int, int], int] = field(default_factory=dict)
-    """When each micro-batch began, by step and micro-batch."""
+    """Start of each micro-batch, by (step, micro-batch)."""
     arrivals: dict[tuple[int, int], list[HookEvent]] = field(default_factory=dict)
-    """The gradients of each micro-batch."""
+    """Gradients of each micro-batch."""
     begins: dict[int, list[HookEvent]] = field(default_factory=dict)
-    """The modules that ran in the first micro-batch of a step, each as it began for the first time.
-    """
+    """First start of each module in the first micro-batch of a step."""
     ends: dict[int, int] = field(default_factory=dict)
-    """When the optimizer's step came back, by step."""
+    """Return of the optimizer's step, by step."""
     _now: tuple[int, int] | None = None
     _begun: set[nn.Module] = field(default_factory=set)
 
     def before_micro_batch(self, step: int, micro: int) -> None:
-        """Note that a micro-batch begins."""
+        """Record the start of a micro-batch."""
         self._now = (step, micro)
         self._begun.clear()
         self.starts[self._now] = self.clock()
 
     def before_evaluation(self, step: int) -> None:
-        """Note that modules begin, which wait for their gathers, before the first micro-batch."""
+        """Record modules of an evaluation before the first micro-batch: they wait for gathers."""
         if self._now is None:
             self._now = (step, 0)
             self._begun.clear()
 
     def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
-        """Note that the optimizer's step is done; what runs from now on is no training."""
+        """Record the end of the optimizer's step, and stop: later forwards are not training."""
         self._now = None
         self.ends[step] = self.clock()
 
@@ -78,6 +78,7 @@ class HookTrace(Observer):
             self.arrivals.setdefault(self._now, []).append(event)
 
     def _begin(self, names: frozenset[str], module: nn.Module, args: object) -> None:
+        # Only first starts in micro-batch 0: later ones find their params already gathered.
         if self._now is None or self._now[1] or module in self._begun:
             return
         self._begun.add(module)
@@ -86,12 +87,12 @@ class HookTrace(Observer):
 
 
 def record_hooks(module: nn.Module, *, names: Mapping[Tensor, str], clock: Clock) -> HookTrace:
-    """Put hooks on a module's params and on the modules that read them.
+    """Register hooks on a module's params and on the modules that read them.
 
     Args:
-        module: What the system was given to train, after it was built.
-        names: Its params by the names that they had before.
-        clock: The log's.
+        module: The module passed to the system, after the system was built.
+        names: Its params with their names in the bare model.
+        clock: Time of the event log.
     """
     readers = readers_of(module, names=names)
     hook_trace = HookTrace(clock, unguarded=readers.get(None, frozenset()))
@@ -100,27 +101,27 @@ def record_hooks(module: nn.Module, *, names: Mapping[Tensor, str], clock: Clock
             param.register_hook(partial(hook_trace._arrive, frozenset({name})))
     for reader, read in readers.items():
         if reader is not None:
-            # First, before whatever the system does when a module begins.
+            # Prepended, so it fires before the system's own hook waits for a gather.
             reader.register_forward_pre_hook(partial(hook_trace._begin, read), prepend=True)
     return hook_trace
 
 
 def tell_arrival(param: Tensor, arrive: Callable[[str], None], *, name: str) -> None:
-    """Have a method called when a gradient of a param is there, as long as its object lives.
-
-    Weakly, as the collector does not look into what such a hook holds: what a case built would
-    never go.
+    """Call a method when a param's gradient has been accumulated.
 
     Args:
-        param: A leaf that is trained.
-        arrive: A bound method; it is given the name.
-        name: Of the param.
+        param: A trained leaf.
+        arrive: A bound method, called with the name.
+        name: Name of the param.
     """
+    # Weak, because the garbage collector does not look into autograd's hooks: a strong reference
+    # would keep everything that a case built alive.
     param.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(arrive), name))
 
 
 def _tell(arrive: weakref.WeakMethod[Callable[[str], None]], name: str, param: Tensor) -> None:
     present = arrive()
+    # None once the object is gone.
     if present is not None:
         present(name)
 
@@ -130,20 +131,21 @@ def readers_of(
 ) -> Mapping[nn.Module | None, frozenset[str]]:
     """Return the params that the forward of each module may read.
 
-    The closest module around a param that has a forward reads it; containers like
-    `nn.ParameterList` have none. None stands for params with no such module.
+    A param is read by the closest enclosing module with a forward; containers such as
+    `nn.ParameterList` have none. The key None stands for params without such a module.
 
     Args:
         module: The whole model.
-        names: Its params by name; others are left out.
+        names: Its params by name; others are omitted.
     """
     readers: dict[nn.Module | None, set[str]] = {}
     for path, param in module.named_parameters(remove_duplicate=False):
+        # Tied params appear once per name, because each of their modules reads them.
         if param not in names:
             continue
         around = _modules_around(module, path)
         closest = next(filter(_has_forward, around), None)
-        # Attention reads the params of its output projection without calling it.
+        # Attention reads the params of its output projection directly, without calling it.
         attentions = [each for each in around if isinstance(each, nn.MultiheadAttention)]
         for reader in {closest, *attentions}:
             readers.setdefault(reader, set()).add(names[param])
@@ -151,7 +153,7 @@ def readers_of(
 
 
 def _modules_around(module: nn.Module, path: str) -> list[nn.Module]:
-    """The modules that a param lies in, the innermost first."""
+    """Return the modules that contain a param, innermost first."""
     around = [module]
     for part in path.split(".")[:-1]:
         around.append(getattr(around[-1], part))
@@ -160,3 +162,4 @@ def _modules_around(module: nn.Module, path: str) -> list[nn.Module]:
 
 def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    # A forward may also be set on the instance, as wrappers do.

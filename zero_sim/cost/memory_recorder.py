@@ -1,4 +1,4 @@
-"""Recorder of a rank's memory within one step, at the moments when hooks of the harness fire.
+"""Recorder of a rank's memory within one step, driven by hooks of the harness.
 
 It only records. The closed forms (`zero_sim.cost.peaks`, `grad_peaks`, `staging`, `checkpoints`)
 read the moments after the step.
@@ -24,31 +24,32 @@ if TYPE_CHECKING:
     from zero_sim.targets import StepResult
 
 Look = Callable[[], Iterable[tuple[str, str, int]]]
-"""Returns what is whole in memory now: `gradients` or `params`, a param of the bucket, bytes."""
+"""Returns the whole memory at this moment: (`gradients` or `params`, a param of the bucket, bytes).
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """A moment of the step, after the hooks of the system."""
+    """A moment of the step, recorded after the system's own hooks ran."""
 
     what: Literal["begin", "end", "again", "reach", "grad", "forward", "update"]
-    """A module began or ended, or began again in backward, backward reached the output of one, a
-    gradient arrived, a whole forward is over, an optimizer steps."""
+    """A module began or ended, began again in backward, backward reached its output, a gradient
+    arrived, a forward of the model ended, or an optimizer steps."""
     micro: int
     module: nn.Module | None = None
-    """The module that began or ended."""
+    """The module, for `begin`, `end` and `again`."""
     end: int = 0
-    """How many modules had ended in this micro-batch before the one that backward reached."""
+    """For `reach`: number of modules that had ended in this micro-batch before that module."""
     param: str = ""
-    """The param whose gradient arrived."""
+    """The param, for `grad`."""
     whole: Sequence[tuple[str, str, int]] = ()
-    """Whole memory, as from `Look`, without parts of 0 bytes."""
+    """Whole memory as returned by `Look`, without entries of 0 bytes."""
     bytes: int = 0
-    """Bytes of checkpoints after a forward; of gradients that the optimizer is given."""
+    """Bytes of checkpoints, for `forward`; of gradients passed to the optimizer, for `update`."""
 
 
 Form = Callable[[Sequence[Moment]], "Iterator[Finding]"]
-"""A closed form: yields a finding for each moment at which memory is not as expected."""
+"""A closed form: yields a finding for each moment with unexpected memory."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -57,9 +58,9 @@ class MemoryRecorder(Observer):
 
     Args:
         step: Index of the step, from 0.
-        look: Returns whole memory; None if it is not recorded.
-        kept: Returns the bytes of activation checkpoints; None if they are not recorded.
-        with_updates: True to record what optimizers are given.
+        look: Returns whole memory; None not to record it.
+        kept: Returns the bytes of activation checkpoints; None not to record them.
+        with_updates: True to record the gradients passed to optimizers.
     """
 
     step: int
@@ -67,34 +68,35 @@ class MemoryRecorder(Observer):
     kept: Callable[[], int] | None = None
     with_updates: bool = False
     forms: list[Form] = field(default_factory=list)
-    """The closed forms that apply."""
+    """The closed forms to check."""
     moments: list[Moment] = field(default_factory=list)
     _micro: int | None = None
-    """The micro-batch; None outside of the step."""
+    """The current micro-batch; None outside the step."""
     _ends: int = 0
     _in_backward: bool = False
     _end_of: dict[nn.Module, int] = field(default_factory=dict)
-    """The last end of each module."""
+    """Last end of each module."""
 
     def findings(self) -> Iterator[Finding]:
         """Yield the first finding of each closed form."""
         for form in self.forms:
+            # One finding per closed form: an early excess usually repeats at every later moment.
             found = next(form(self.moments), None)
             if found is not None:
                 yield found
 
     def watch_grads(self, names: Mapping[Tensor, str]) -> None:
-        """Record when gradients arrive.
+        """Record arrivals of gradients.
 
         Args:
-            names: Params by the names that they had in the bare model.
+            names: Params with their names in the bare model.
         """
         for param, name in names.items():
             if param.requires_grad and param.numel():
                 tell_arrival(param, self._arrive, name=name)
 
     def watch_modules(self, modules: Iterable[nn.Module]) -> None:
-        """Record when modules begin and end, and when backward reaches their outputs."""
+        """Record start and end of modules, and the moment when backward reaches their outputs."""
         for module in modules:
             module.register_forward_pre_hook(self._begin)
             module.register_forward_hook(self._end)
@@ -105,20 +107,20 @@ class MemoryRecorder(Observer):
             self._micro, self._ends, self._in_backward = micro, 0, False
 
     def before_evaluation(self, step: int) -> None:
-        """Record no more modules: those of this forward keep nothing for a backward."""
+        """Stop recording modules: a forward under `no_grad` keeps nothing for backward."""
         self._in_backward = True
 
     def after_forward(self, step: int) -> None:
-        """Record the checkpoints."""
+        """Record the bytes of activation checkpoints."""
         if self._micro is not None and self.kept is not None:
             self.moments.append(Moment(what="forward", micro=self._micro, bytes=self.kept()))
 
     def updating(self, step: int) -> AbstractContextManager[object] | None:
-        """Record what optimizers are given, by a hook of torch's that no system has to know of."""
+        """Record the optimizer's gradients by torch's global hook, which works for any system."""
         return self._update() if self.with_updates and step == self.step else None
 
     def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
-        """End the record."""
+        """Stop recording."""
         self._micro = None
 
     @contextmanager
@@ -137,6 +139,7 @@ class MemoryRecorder(Observer):
             if getattr(param, "grad", None) is not None
         ]
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in grads}
+        # Views share a storage, which counts once.
         held = sum(each.nbytes() for each in storages.values())
         self.moments.append(Moment(what="update", micro=self._micro or 0, bytes=held))
 
@@ -144,7 +147,7 @@ class MemoryRecorder(Observer):
         if not self._in_backward:
             self._note("begin", module=module)
         elif torch.is_grad_enabled():
-            # A checkpoint runs it again, which is part of backward.
+            # An activation checkpoint runs the module again, as part of backward.
             self._note("again", module=module)
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
@@ -154,14 +157,16 @@ class MemoryRecorder(Observer):
             self._note("end", module=module)
             self._end_of[module] = self._ends
             self._ends += 1
-        # Outputs of a reentrant checkpoint have a gradient the second time alone.
+        # Outputs of a reentrant checkpoint only have a gradient in the second run.
         end = self._end_of.get(module, 0)
         for tensor in _tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
+                # Outputs without a grad_fn never see a backward.
                 tensor.register_hook(partial(self._reach, self._micro, end))
 
     def _reach(self, micro: int, end: int, grad: Tensor) -> None:
         if micro == self._micro:
+            # Ignore graphs of another micro-batch and backwards outside the step.
             self._in_backward = True
             self._note("reach", end=end)
 
@@ -173,11 +178,13 @@ class MemoryRecorder(Observer):
     ) -> None:
         if self._micro is not None and self.look is not None:
             whole = tuple(each for each in self.look() if each[2])
+            # Look now: the memory may be gone by the next moment.
             self.moments.append(Moment(what=what, micro=self._micro, whole=whole, **details))
 
 
 def _tensors_in(output: object) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
+        # Models may return mappings and nested sequences of tensors.
         yield output
     elif isinstance(output, Mapping):
         for value in output.values():

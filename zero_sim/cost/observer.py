@@ -1,4 +1,4 @@
-"""Observers: objects that watch a rank's training loop, chosen once from the case."""
+"""Observers of a rank's training loop, selected once per case."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Base of all observers: a method for each moment of the loop, which does nothing here.
+    """Base of all observers: one method per moment of the loop, each a no-op here.
 
-    Steps and micro-batches are numbered from 0. Except in `updating` the loop calls the observers
-    of a rank one after another, in the order in which they were chosen.
+    Steps and micro-batches count from 0. The loop calls a rank's observers one after another, in
+    the order of their selection; `updating` blocks are nested.
     """
 
     __slots__ = ()
 
     def before_backward(self, step: int) -> None:
-        """Watch before the first micro-batch of a step, after `zero_grad`."""
+        """Run before the first micro-batch of a step, after `zero_grad`."""
 
     def before_micro_batch(self, step: int, micro: int) -> None:
-        """Watch before a micro-batch, whether or not the rank has data for it."""
+        """Run before a micro-batch, even if the rank has no data for it."""
 
     def before_evaluation(self, step: int) -> None:
-        """Watch before a forward under `no_grad`, which is no part of the training."""
+        """Run before a forward under `no_grad`, which is not part of training."""
 
     def after_evaluation(self, step: int, trained: Tensor, evaluated: Tensor) -> None:
-        """Watch after the last backward of a step in which a forward ran under `no_grad`.
+        """Run after the last backward of a step with a forward under `no_grad`.
 
         Args:
             step: Index of the step.
@@ -40,26 +40,26 @@ class Observer:
         """
 
     def before_forward(self, step: int, micro: int) -> None:
-        """Watch before a forward; the batch is drawn."""
+        """Run before a forward, after its batch is drawn."""
 
     def after_forward(self, step: int) -> None:
-        """Watch between a forward and its backward."""
+        """Run between a forward and its backward."""
 
     def updating(self, step: int) -> AbstractContextManager[object] | None:
-        """Return a block around the step of the optimizer; None for no block."""
+        """Return a context manager around the optimizer's step; None for none."""
         return None
 
     def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
-        """Watch after the step of the optimizer; params may still be in flight.
+        """Run after the optimizer's step; params may still be in flight.
 
         Args:
             step: Index of the step.
-            losses: Loss of each micro-batch that the rank had data for.
+            losses: Loss of each micro-batch with data on this rank.
             result: Returned by the engine.
         """
 
     def after_gather(self, step: int) -> None:
-        """Watch once the working params of a step are there."""
+        """Run once the working params of a step are complete."""
 
     def at_end(self, step: int) -> None:
-        """Watch after the last step of the case, which this is the index of."""
+        """Run after the last step of the case; `step` is its index."""

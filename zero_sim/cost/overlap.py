@@ -1,25 +1,30 @@
-"""Overlap of communication with computation: closed forms against the log and the hook trace.
+"""Overlap of communication and computation: closed forms against event log and hook trace.
 
-A reduction that is issued late and a gather that is waited for early have the right numbers, the
-right calls and the wrong cost. When each has to be on its way follows from when gradients arrive
-and modules begin, which the harness sees (`zero_sim.cost.hook_trace`), and from which params lie
-together in a bucket, which follows from their sizes (`zero_sim.cost.forms`).
+A reduction that is issued late and a gather that is waited for early compute the right numbers with
+the right calls, at the wrong cost. Due times follow from arrivals of gradients and starts of
+modules, which the harness observes (`zero_sim.cost.hook_trace`), and from the params in each bucket
+(`zero_sim.cost.forms`).
 
-[Note: what is owed]
-Ranks meet by the order in which each issues, and gradients do not arrive alike on all. So buckets
-are reduced in one order, that in which backward is expected to complete them: the one whose first
-param is registered last comes first. A bucket is due once all its gradients are there and all
-buckets before it are due; one with a param that takes no part in this backward is never due before
-the end, nor are those behind it. What is due has to be issued by the next gradient, and not waited
-for before the last one. Sums over copies of the shards, which come behind, are all issued before
-the first of them is waited for. Gathers are all issued when the optimizer's step comes back, and
-waited for when a module begins that reads of the bucket, not before.
+[Note: due times]
+Ranks match collectives by order of issue, but gradients do not arrive in the same order on all
+ranks. So buckets are reduced in a fixed order, the expected order of completion in backward:
+the bucket whose first param is registered last comes first.
 
-Where gradients are sharded (stages 2 and 3) whole ones leave as backward goes: a reduction may be
-waited for once the next one is due, and of stage 3, whose reductions wait for modules rather than
-for gradients, that is all that is held to; its gathers are, by what they are in number. There a sum
-at the first rank ends before the next gather, as the call that sends it back is made in one group
-with that.
+Reductions:
+    due      once all its gradients have arrived and all buckets before it are due. If a param takes
+             no part in this backward, its bucket and all after it are due at the end.
+    issued   at the latest when the next gradient arrives.
+    waited   at the earliest when the last gradient has arrived.
+
+Sums over replicas follow the last gradient; all are issued before the first is waited for.
+
+Gathers are all issued when the optimizer's step returns. Each is waited for when a module starts
+that reads the bucket, not earlier.
+
+At stages 2 and 3, whole gradients are dropped during backward. So a reduction may be waited for
+once the next one is due. At stage 3 reductions wait for modules instead of gradients, so only this
+rule is checked. Its gathers are checked by number only. With `first-rank` sums at stage 3, a
+reduction ends before the next gather, because the broadcast of the sum uses the same group.
 """
 
 from __future__ import annotations
@@ -46,47 +51,47 @@ from zero_sim.sim import EventLog
 
 _GATHERS = ("all_gather", "all_to_all", "broadcast")
 _COUNTS = "int64"
-"""In what ranks tell each other what they count before anything is divided, and wait for that."""
+"""Dtype of the exchange of counts. Ranks wait for it at once, because the divisor depends on it."""
 _NAMES_SHOWN = 3
 
 
 @dataclass(slots=True)
 class _Timed:
-    """A call of a rank, and when it was made: both indices into `EventLog.moments`."""
+    """A call of a rank with its times, as indices into `EventLog.moments`."""
 
     call: Call
     issued: int
     waited: float = math.inf
-    """When the rank began to wait for it, or learnt that it was done."""
+    """Start of the rank's wait, or the moment when it saw that the call is complete."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sum:
-    """What is reduced together: a bucket, or what a reduce buffer takes."""
+    """Gradients that are reduced together: a bucket or a grad unit."""
 
     names: Sequence[str]
-    """Of its params that have elements."""
+    """Its non-empty params."""
     calls: Sequence[Call]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rank:
-    """What is known of one rank."""
+    """Observations of one rank, and the closed forms to compare them with."""
 
     world_rank: int
     hook_trace: HookTrace
     calls: Sequence[_Timed]
-    """In its program's order."""
+    """In program order."""
     forms: Sequence[BucketForm]
-    """Buckets, by the first registered param of each."""
+    """Buckets, in order of their first registered param."""
     sums: Sequence[_Sum]
-    """What backward reduces, in the order in which it is expected to be complete."""
+    """Reductions of a backward, in expected order of completion."""
     scenario: Scenario
     issues: Sequence[int]
-    """When any rank issued each call of the log."""
+    """Time of issue of each call in the log, over all ranks."""
 
     def issued_in(self, start: int, stop: int) -> Sequence[_Timed]:
-        """The calls of a half-open stretch of time."""
+        """Return the calls issued in a half-open interval of time."""
         issued = attrgetter("issued")
         first = bisect_left(self.calls, start, key=issued)
         return self.calls[first : bisect_left(self.calls, stop, key=issued)]
@@ -94,7 +99,7 @@ class _Rank:
     def finding(
         self, message: str, *, step: int, phase: Phase, param: str | None, span: tuple[int, int]
     ) -> Finding:
-        """A finding in a half-open stretch of time."""
+        """Build a finding for a half-open interval of time."""
         start, stop = (bisect_left(self.issues, time) for time in span)
         return Finding(
             check=Check.INVARIANT_OVERLAP,
@@ -116,20 +121,20 @@ def check_overlap(
     sizes: Mapping[int, Sequence[ParamSize]],
     scenario: Scenario,
 ) -> Iterator[Finding]:
-    """Check every reduction and gather of one dp-cp group; see [Note: what is owed].
+    """Check all reductions and gathers of one dp-cp group; see [Note: due times].
 
     Args:
-        log: Of the world.
-        hook_traces: What each rank of the group did between its calls, by rank.
-        world_ranks: Its ranks, as findings name them.
-        sizes: What each of them trains, by rank.
-        scenario: The case as that group sees it.
+        log: Event log of the world.
+        hook_traces: Hook trace of each rank of the group; empty if the case overlaps nothing.
+        world_ranks: World rank of each group rank, for findings.
+        sizes: Trained params of each rank.
+        scenario: The case as this group sees it.
 
     Returns:
-        The first finding, if there is any: one of the earliest step.
+        At most one finding, from the earliest step.
     """
     if not hook_traces:
-        return  # The log of a case that overlaps nothing need not be walked through.
+        return  # Nothing overlaps, so do not walk the log.
     found: list[Finding] = []
     issues = [time for time, moment in enumerate(log.moments) if moment.what == "issue"]
     calls = _calls_of_ranks(log, within=frozenset(world_ranks))
@@ -144,20 +149,22 @@ def check_overlap(
             scenario=scenario,
             issues=issues,
         )
+        # The first finding per rank; then the earliest step over all ranks.
         found.extend(islice(chain(_check_sums(rank), _check_gathers(rank)), 1))
     yield from sorted(found, key=lambda finding: finding.step or 0)[:1]
 
 
 def _sums_of(forms: Sequence[BucketForm], grads: Sequence[GradForm]) -> list[_Sum]:
+    # Reduce buffers have their own order; buckets complete in reverse registration order.
     if grads:
         return [_Sum(names=form.names, calls=form.sum_calls) for form in grads]
     return [_Sum(names=form.names_with_elems, calls=[form.sum_call]) for form in reversed(forms)]
 
 
 def _calls_of_ranks(log: EventLog, *, within: frozenset[int]) -> dict[int, list[_Timed]]:
-    """All calls in groups of these ranks; what parts of a model tell each other is left out.
+    """Return the calls of each rank within the group, without those between parts of a model.
 
-    So are counts, of which one can have as many elements as a sum of gradients.
+    Exchanges of counts are omitted too: one can be as long as a sum of gradients.
     """
     timed: dict[int, dict[int, _Timed]] = {}
     for time, moment in enumerate(log.moments):
@@ -169,7 +176,9 @@ def _calls_of_ranks(log: EventLog, *, within: frozenset[int]) -> dict[int, list[
             made = (record.kind, len(record.group_ranks), record.elems)
             calls[moment.record] = _Timed(call=made, issued=time)
         elif moment.what in ("wait", "land") and moment.record in calls:
+            # The earlier of the two, because a test for completion may land without a wait.
             calls[moment.record].waited = min(calls[moment.record].waited, time)
+    # Calls across parts of the model do not belong to this group's closed form.
     return {
         rank: [
             call
@@ -181,22 +190,28 @@ def _calls_of_ranks(log: EventLog, *, within: frozenset[int]) -> dict[int, list[
 
 
 def _check_sums(rank: _Rank) -> Iterator[Finding]:
-    """Every backward that reduces."""
+    """Check each backward that reduces."""
     if not overlaps_grads(rank.scenario.system):
         return
     run, sync = rank.scenario.run, rank.scenario.system.sync
     stage = rank.scenario.system.stage
     for (step, micro), arrivals in rank.hook_trace.arrivals.items():
         if not (sync == "every" or micro == run.micro_batches - 1):
+            # Other micro-batches only accumulate.
             continue
         if stage < 3:
+            # At stage 3 reductions wait for modules, so the arrival rule does not apply.
             yield from _check_issued(rank, step=step, micro=micro, arrivals=arrivals)
         if rank.scenario.system.reduce_buffer_elems is not None:
+            # Buffers are reused, so a reduction may be waited for once the next is due.
             yield from _check_one_ahead(rank, step=step, micro=micro, stop=arrivals[-1].time)
         elif stage < 2:
+            # Whole gradients stay, so no reduction needs to end before the last gradient.
             yield from _check_waits(rank, step=step, micro=micro, stop=arrivals[-1].time)
             yield from _check_copies(rank, step=step, micro=micro, start=arrivals[-1].time)
         elif rank.scenario.system.redundancy == 1 and not _is_ended_by_gathers(rank.scenario):
+            # Whole gradients are dropped, so the same. Not with replicas: their sum has to wait for
+            # the one within the shard group.
             yield from _check_one_ahead(rank, step=step, micro=micro, stop=arrivals[-1].time)
 
 
@@ -214,10 +229,12 @@ def _check_issued(
         issued.setdefault(call.call, []).append(call.issued)
     for when, due in _due(rank, step=step, arrivals=arrivals):
         if when + 1 == len(arrivals):
+            # The last gradient has no successor, so nothing can be too late.
             break
         following = arrivals[when + 1]
         for call in due.calls:
             times = issued.get(call, [])
+            # Equal calls are matched in order of issue.
             if times and times.pop(0) < following.time:
                 continue
             yield rank.finding(
@@ -233,11 +250,12 @@ def _check_issued(
 
 
 def _check_waits(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterator[Finding]:
-    """Nothing that backward reduces is waited for before its last gradient."""
+    """Check that no reduction is waited for before the last gradient."""
     start = rank.hook_trace.starts[step, micro]
     made = rank.issued_in(start, stop)
     early = Counter(call.call for call in made if call.waited < stop)
     early &= Counter(form.sum_call for form in rank.forms)
+    # Other calls, such as gathers of the previous step, may be waited for.
     for call in early:
         yield rank.finding(
             f"{early.total()} reductions were waited for before the last gradient of micro-batch "
@@ -251,12 +269,14 @@ def _check_waits(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterator[F
 
 
 def _check_one_ahead(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterator[Finding]:
-    """No reduction is waited for before the next one is to be issued, or the last gradient came."""
+    """Check that each reduction stays in flight until the next is issued or backward ends."""
     start = rank.hook_trace.starts[step, micro]
     sums = {call for each in rank.sums for call in each.calls}
     made = [call for call in rank.issued_in(start, stop) if call.call in sums]
     arrived = rank.hook_trace.arrivals[step, micro]
     for call, following in pairwise(made):
+        # A wait directly before the next issue is allowed: it frees the buffer. If a gradient
+        # arrived between the two, the wait was too early.
         if any(call.waited < event.time < following.issued for event in arrived):
             yield rank.finding(
                 f"{in_words(call.call)} was waited for before a gradient of micro-batch {micro} "
@@ -270,10 +290,10 @@ def _check_one_ahead(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterat
 
 
 def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator[Finding]:
-    """The sums over copies of the shards, which follow the last gradient."""
+    """Check that sums over replicas, after the last gradient, overlap each other."""
     left = Counter(form.copies_call for form in rank.forms if form.copies_call is not None)
     stop = rank.hook_trace.starts.get((step, micro + 1), rank.hook_trace.ends[step])
-    # Sums inside the blocks may look the same; those that are left come before all over copies.
+    # Reductions in shard groups may look the same. The remaining ones precede all over replicas.
     inside = Counter(form.sum_call for form in rank.forms)
     begun = rank.hook_trace.starts[step, micro]
     inside -= Counter(call.call for call in rank.issued_in(begun, start))
@@ -287,8 +307,8 @@ def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator
     waited = sum(call.waited < copies[-1].issued for call in copies)
     if waited:
         yield rank.finding(
-            f"{waited} of {len(copies)} sums over copies of the shards were waited for before the "
-            f"last of them was issued, in micro-batch {micro}",
+            f"{waited} of {len(copies)} sums over replicas of the shards were waited for before "
+            f"the last of them was issued, in micro-batch {micro}",
             step=step,
             phase=Phase.REDUCE,
             param=None,
@@ -297,38 +317,43 @@ def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator
 
 
 def _due(rank: _Rank, *, step: int, arrivals: Sequence[HookEvent]) -> Iterator[tuple[int, _Sum]]:
-    """What is due to be reduced within a backward, and with which arrival it became so."""
+    """Yield reductions that become due in a backward, each with the index of that arrival."""
     frozen = frozen_at(rank.scenario.model, step=step)
     when = {name: index for index, event in enumerate(arrivals) for name in event.names}
     due = -1
     for each in rank.sums:
         for name in each.names:
             if name in frozen:
+                # Frozen params get no gradient; the bucket does not wait for them.
                 continue
             if name not in when:
+                # No gradient in this backward: due at the end, and so are all later buckets.
                 return
             due = max(due, when[name])
+        # `due` only grows, because a bucket is never due before its predecessors.
         yield due, each
 
 
 def _check_gathers(rank: _Rank) -> Iterator[Finding]:
-    """Every step's gathers, up to the first forward of the next."""
+    """Check the gathers of each step, up to the first forward of the next step."""
     if not overlaps_params(rank.scenario.system):
         return
     hook_trace, after = rank.hook_trace, rank.scenario.reload
     for step, end in hook_trace.ends.items():
         if after is not None and after.async_steps and step + 1 == after.step:
-            continue  # Gathers are waited for before a checkpoint is begun.
+            # A checkpoint waits for all gathers before it starts.
+            continue
         begun = rank.issued_in(hook_trace.starts[step, 0], end)
         gathers = [call for call in begun if call.call[0] in _GATHERS]
-        # Sums that were sent back are broadcasts as well, and long over.
+        # Subtract complete broadcasts and gathers of other kinds: sums of the first rank, and
+        # whole tensors of optimizers such as Muon.
         sums = rank.scenario.run.micro_batches if rank.scenario.system.sync == "every" else 1
-        # So are the gathers of what an optimizer needs of whole params.
         cut = [form for form in rank.forms if form.is_cut]
         wholes = WHOLES.get(rank.scenario.optimizer.name, 0)
         others = wholes * len(cut)
         others += sums * sum(form.sent_back_call is not None for form in rank.forms)
         read = set(hook_trace.unguarded)
+        # Params that no module guards count as read from the start.
         for event in (HookEvent(names=frozenset(), time=end), *hook_trace.begins.get(step + 1, ())):
             waited = sum(call.waited < event.time for call in gathers) - others
             needed = sum(not read.isdisjoint(form.names_with_elems) for form in rank.forms)
@@ -336,8 +361,8 @@ def _check_gathers(rank: _Rank) -> Iterator[Finding]:
                 where = f"the forward that reads {_some(sorted(event.names))} began"
                 yield rank.finding(
                     f"{waited} of {len(gathers) - others} gathers were waited for before "
-                    f"{where if event.names else 'the step of the optimizer came back'}, where "
-                    f"modules that began before it needed {needed}",
+                    f"{where if event.names else 'the step of the optimizer returned'}, but the "
+                    f"modules that began earlier needed only {needed}",
                     step=step,
                     phase=Phase.GATHER,
                     param=None,

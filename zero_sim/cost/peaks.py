@@ -1,29 +1,31 @@
-"""Peaks within a step: how much of whole gradients and params may be in memory, against what is.
+"""Peaks within a step: allowed bytes of whole gradients and params, against measured bytes.
 
-Between steps stages 2 and 3 hold shards (`zero_sim.cost.memory`); what they save is saved only if
-whole memory goes within the step, too. When it has to follows from when modules begin and end and
-when gradients arrive, which the harness sees by hooks of its own behind those of the system, and
-from which params lie together in a bucket (`zero_sim.cost.forms`).
+Between steps, stages 2 and 3 hold only shards (`zero_sim.cost.memory`). The saving is real only if
+whole memory is also released within the step. Its due times follow from starts and ends of modules
+and arrivals of gradients, which hooks of the harness observe after those of the system, and from
+the params in each bucket (`zero_sim.cost.forms`).
 
-[Note: what may be whole]
-A bucket's gradients, from the first of them until the bucket behind it in the order of reductions
-is on its way, or until it is reduced where nothing is overlapped. So with gradients that come in
-the order of buckets one fills and one is in flight: beside its shards a rank holds no more than two
-buckets, however deep the model. One whose gradients do not all come holds up those behind it.
+[Note: whole memory]
+Gradients of a bucket: from the first arrival until the next bucket in the order of reductions is in
+flight; without overlap, until its own reduction. If gradients arrive in bucket order, one bucket
+fills and one is in flight, so a rank holds at most two buckets besides its shards, however deep the
+model. A bucket with missing gradients delays all later ones.
 
-A bucket's params (stage 3), in a forward: from the begin of the first module that reads it, or of
-one up to `system.prefetch` buckets before it, to the end of the last one; what is kept for backward
-beyond that: the last bucket, all without `reshard_after_forward`. In backward: from the output of
-the last module that reads it, or up to as many buckets before, until backward comes to a module
-that ended before the first one began; with a checkpoint also from the second begin of a module.
-Buckets that other numbers of ranks shard, as those of
-experts, are counted apart, ahead and last, since not all ranks have as many of them.
+Params of a bucket (stage 3):
+    forward    from the start of the first module that reads it, or of one up to `system.prefetch`
+               buckets earlier, to the end of the last such module.
+    between    the last bucket stays; without `reshard_after_forward`, all do.
+    backward   from the output of the last module that reads it, or up to `system.prefetch` buckets
+               earlier, until backward reaches a module that ended before the first reader began.
+               With activation checkpoints, also from the second start of a module that reads it.
 
-Gradients of an arena (`zero_sim.cost.memory`) are in it, as long as they come in the order of
-buckets, or each has a place of its own there.
+Buckets with shard groups of another size, such as those of experts, are counted separately for
+prefetch and for the last bucket, because ranks may differ in their number.
 
-Whatever is whole at a moment at which it may not be is a finding, and so is memory longer than the
-bucket.
+Gradients of an arena (`zero_sim.cost.memory`) lie inside it if they arrive in bucket order, or if
+each has its own span.
+
+Memory that is whole at any other moment is a finding, and so is memory longer than its bucket.
 """
 
 from __future__ import annotations
@@ -47,12 +49,12 @@ from zero_sim.scenario.names import frozen_at
 from zero_sim.scenario.spec import Scenario
 
 _PHASES = {"begin": Phase.FORWARD, "end": Phase.FORWARD}
-"""Phase of each kind of moment; backward for all others."""
+"""Phase by kind of moment; backward for all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """One call of a module that reads buckets, in the time of begins and ends."""
+    """A call of a module that reads buckets, in ticks: starts and ends of modules."""
 
     start: int
     stop: int
@@ -61,36 +63,39 @@ class _Use:
 
 @dataclass(slots=True, eq=False)
 class _Reads:
-    """Which params may be whole: the calls of a micro-batch, and how far backward is."""
+    """Buckets whose params may be whole, from the module calls of one micro-batch."""
 
     users: Mapping[int, frozenset[nn.Module]]
     prefetch: int
     kept: frozenset[int]
-    """Buckets that stay between forward and backward."""
+    """Buckets that stay whole between forward and backward."""
     sharers: Sequence[int]
-    """Of each bucket how many ranks shard it; those with as many are counted together."""
+    """Size of each bucket's shard group; buckets of equal size share one prefetch order."""
     tick: int = 0
     starts: list[int] = field(default_factory=list)
     pending: dict[int, set[nn.Module]] = field(default_factory=dict)
-    """By bucket the modules that this forward has not come past."""
+    """By bucket, the modules that have not run yet in this forward."""
     in_use: Counter[int] = field(default_factory=Counter)
     gathered: set[int] = field(default_factory=set)
     uses: list[_Use] = field(default_factory=list)
     reached: int | None = None
-    """Index of the earliest use that backward has come to; None before it began."""
+    """Index of the earliest use that backward has reached; None before backward."""
     ahead: set[int] = field(default_factory=set)
-    """What was due ahead of its use in backward, or is read by a module that runs again."""
+    """Buckets prefetched in backward, or read by a module that runs again."""
 
     def begin(self, buckets: frozenset[int]) -> None:
         if not self.starts:
+            # The outermost module starts: a new forward, with all readers pending.
             self.pending = {bucket: set(users) for bucket, users in self.users.items()}
         self.starts.append(self.tick)
         self.tick += 1
         self.in_use.update(buckets)
         self.gathered |= buckets
         for ranks in {self.sharers[bucket] for bucket in buckets}:
+            # Prefetch follows registration order, per size of shard group.
             last = max(self._of(ranks, buckets))
             following = self._of(ranks, range(last + 1, len(self.sharers)))[: self.prefetch]
+            # A bucket without pending readers will not be read again, so no prefetch is due.
             self.gathered |= {bucket for bucket in following if self.pending.get(bucket)}
 
     def end(self, module: nn.Module, buckets: frozenset[int]) -> None:
@@ -101,22 +106,26 @@ class _Reads:
             self.pending[bucket].discard(module)
         self.uses.append(_Use(start, self.tick, buckets))
         self.gathered = self.whole_in_forward()
+        # Reshard: drop buckets without a running or pending reader.
 
     def whole_in_forward(self) -> set[int]:
         used = {b for b in self.gathered if self.in_use[b] or (self.starts and self.pending[b])}
+        # Whole while a module reads it, or while the model runs and a reader is pending.
         return used | (self.gathered & self.kept)
 
     def come_to(self, index: int) -> None:
-        """Backward has the gradient of what a use returned."""
+        """Advance backward to the output of a use."""
         now = len(self.uses) if self.reached is None else self.reached
+        # Backward may skip outputs without a gradient, so all uses in between count as reached.
         for passed in range(now - 1, index - 1, -1):
             coming = dict.fromkeys(
+                # Buckets of earlier uses, in the order in which backward will need them.
                 bucket
                 for use in self.uses[:passed][::-1]
                 for bucket in use.buckets
                 if bucket not in self.uses[passed].buckets
             )
-            # Several buckets of one use come together, in no order that is told.
+            # Buckets of a single use are prefetched together, in unspecified order.
             due: list[int] = []
             for ranks in {self.sharers[bucket] for bucket in self.uses[passed].buckets}:
                 due += self._of(ranks, coming)[: self.prefetch]
@@ -129,19 +138,21 @@ class _Reads:
         self.reached = min(now, index)
 
     def _of(self, ranks: int, buckets: Iterable[int]) -> list[int]:
-        """Those of some buckets that so many ranks shard."""
+        """Return the buckets with shard groups of this size."""
         return [bucket for bucket in buckets if self.sharers[bucket] == ranks]
 
     def is_past(self, bucket: int) -> bool:
-        """Whether backward has come past every use of a bucket."""
+        """Return True if backward has passed every use of a bucket."""
         firsts = [use.start for use in self.uses if bucket in use.buckets]
         if self.reached is None or self.reached == len(self.uses) or not firsts:
             return False
+        # Passed once backward is at a use that ended before the first use of the bucket began.
         return min(firsts) >= self.uses[self.reached].stop
 
     def whole(self) -> set[int]:
         if self.reached is None:
             return self.whole_in_forward()
+        # During backward: buckets of reached uses, prefetched ones, and kept ones until passed.
         come = {bucket for use in self.uses[self.reached :] for bucket in use.buckets}
         may = come | self.ahead | (self.gathered & self.kept)
         return {bucket for bucket in may if not self.is_past(bucket)}
@@ -149,34 +160,34 @@ class _Reads:
 
 @dataclass(slots=True, eq=False)
 class _Replay:
-    """The moments of a step, one after another; see [Note: what may be whole]."""
+    """State of the closed form over the moments of a step; see [Note: whole memory]."""
 
     forms: Sequence[BucketForm]
-    """Buckets of the rank, by the first registered param of each."""
+    """Buckets of the rank, in order of their first registered param."""
     index_of: Mapping[str, int]
-    """By param the index of its bucket."""
+    """Bucket index of each param."""
     scenario: Scenario
     step: int
     reads: _Reads
-    """Reads of the micro-batch."""
+    """State of the current micro-batch."""
     micro: int | None = None
     filled: set[int] = field(default_factory=set)
     were_in_order: bool = True
-    """True if no more gradients were whole at a time, in this step, than an arena has places for.
-    """
+    """True while the whole gradients of this step fit the spans of an arena."""
     arrived: set[str] = field(default_factory=set)
 
     def take(self, moment: Moment, *, buckets: Mapping[nn.Module, frozenset[int]]) -> None:
-        """Take what happened at a moment into account.
+        """Advance by one moment.
 
         Args:
-            moment: The next one.
-            buckets: By module the buckets that it reads.
+            moment: The next moment.
+            buckets: Buckets that each module reads.
         """
         if moment.micro != self.micro:
             self.micro = moment.micro
             self.arrived.clear()
             reads = self.reads
+            # Params are gathered anew in each micro-batch; gradients may accumulate in `filled`.
             self.reads = _Reads(
                 users=reads.users, prefetch=reads.prefetch, kept=reads.kept, sharers=reads.sharers
             )
@@ -193,17 +204,18 @@ class _Replay:
             self.filled.add(self.index_of[moment.param])
 
     def excess(self, moment: Moment) -> tuple[BucketForm, str, str, int, int] | None:
-        """Return the first whole memory that may not be there; None if there is none.
+        """Return the first whole memory in excess; None if there is none.
 
         Args:
-            moment: The last one.
+            moment: The current moment.
 
         Returns:
-            The bucket, what it is of, the param, the bytes that are there and those that may be.
+            Bucket, kind of memory, param, bytes found, bytes allowed.
         """
         allowed: dict[str, set[int]] = {}
         for what, param, held in moment.whole:
             if what not in allowed:
+                # Computed once per kind, and only if the engine reports it.
                 allowed[what] = (
                     self.reads.whole() if what == "params" else self._allowed_grads(what)
                 )
@@ -216,18 +228,22 @@ class _Replay:
         return None
 
     def _whole_grads(self) -> set[int]:
-        """The buckets whose gradients may be whole."""
+        """Return the buckets whose gradients may be whole."""
         system, run = self.scenario.system, self.scenario.run
         if system.sync == "last" and self.micro != run.micro_batches - 1:
+            # Nothing is reduced before the last micro-batch: all gradients accumulate.
             return self.filled
         frozen = frozen_at(self.scenario.model, step=self.step)
         issued: list[int] = []
         for index in range(len(self.forms))[::-1]:
+            # Walk in order of reduction, which is the reverse of registration.
             missing = {*self.forms[index].names_with_elems} - frozen - self.arrived
+            # Stage 3 reduces when backward has passed the bucket's modules, gradients or not.
             if not (self.reads.is_past(index) if system.stage == 3 else not missing):
                 break
             issued.append(index)
         in_flight = issued[-1:] if overlaps_grads(system) else []
+        # Only the last issued reduction may still be in flight, and only with overlap.
         return (self.filled - {*issued}) | {*in_flight}
 
     def _allowed_grads(self, what: str) -> set[int]:
@@ -235,6 +251,8 @@ class _Replay:
         if what == "gradients":
             return whole
         window = range(min(whole, default=0), max(whole, default=-1) + 1)
+        # In order means contiguous in the order of reductions, with at most one bucket in flight.
+        # Such gradients lie inside the arena, so none may be whole outside it.
         places = 1 + overlaps_grads(self.scenario.system)
         self.were_in_order &= len(whole) == len(window) <= places
         return set() if self.were_in_order or keeps_grads(self.scenario) else whole
@@ -247,7 +265,7 @@ def _check_peaks(
     buckets: Mapping[nn.Module, frozenset[int]],
     rank: int,
 ) -> Iterator[Finding]:
-    """Check what was whole at every moment against what may be."""
+    """Check whole memory at each moment of modules and gradients."""
     for moment in moments:
         if moment.what in ("forward", "update"):
             continue
@@ -285,14 +303,14 @@ def watch_own_peaks(
     most: Mapping[str, int],
     rank: int,
 ) -> None:
-    """Record whole memory when gradients arrive and modules begin and end, against bounds.
+    """Record whole memory over a step, and check it against a target's declared bounds.
 
     Args:
-        recorder: Records it, and gets the bounds.
+        recorder: Recorder of the step; receives the bounds.
         module: As for `watch_peaks`.
         names: As for `watch_peaks`.
-        most: Most bytes at any moment, by names such as `whole gradients`.
-        rank: Rank in its dp-cp group.
+        most: Upper bound in bytes by name, such as `whole gradients`.
+        rank: Rank in the dp-cp group.
     """
     recorder.forms.append(partial(_check_most, most=most, step=recorder.step, rank=rank))
     recorder.watch_grads(names)
@@ -303,8 +321,9 @@ def watch_own_peaks(
 def _check_most(
     moments: Sequence[Moment], *, most: Mapping[str, int], step: int, rank: int
 ) -> Iterator[Finding]:
-    """Check the bytes that were whole at every moment against a target's own bounds."""
+    """Check whole bytes at each moment against a target's declared bounds."""
     for moment in moments:
+        # Summed over buckets, because a target bounds the total.
         whole = Counter[str]()
         for what, _, held in moment.whole:
             whole[f"whole {what}"] += held
@@ -330,25 +349,26 @@ def watch_peaks(
     scenario: Scenario,
     rank: int,
 ) -> None:
-    """Record the moments that the peaks of a stage depend on, behind the hooks of the system.
+    """Record a step's moments after the system's hooks, and check the peaks of its stage.
 
     Args:
-        recorder: Records them, and gets the closed form.
-        module: What the system was given to train, after it was built.
-        names: Its params by the names that they had before.
-        sizes: What the rank trains, in registration order.
+        recorder: Recorder of the step; receives the closed form.
+        module: The module passed to the system, after the system was built.
+        names: Its params with their names in the bare model.
+        sizes: Trained params of the rank, in registration order.
         scenario: The case as its dp-cp group sees it.
-        rank: Rank in that group.
+        rank: Rank in the dp-cp group.
     """
     forms = by_registration(sizes, scenario=scenario, rank=rank)
     readers = {reader: read for reader, read in readers_of(module, names=names).items() if reader}
+    # The model itself reads nothing here, but its start and end delimit a forward.
     buckets = {
         reader: frozenset(
             index for index, form in enumerate(forms) if not read.isdisjoint(form.names_with_elems)
         )
         for reader, read in {module: frozenset[str](), **readers}.items()
     }
-    # No system has to watch a module of which no param has elements.
+    # A system need not watch modules whose params are all empty.
     buckets = {reader: own for reader, own in buckets.items() if own or reader is module}
     users = {
         index: frozenset(reader for reader, own in buckets.items() if index in own)
@@ -370,5 +390,6 @@ def watch_peaks(
     )
     recorder.forms.append(partial(_check_peaks, replay=replay, buckets=buckets, rank=rank))
     recorder.watch_grads(names)
+    # Below stage 3 params stay whole, so modules do not matter.
     if system.stage == 3:
         recorder.watch_modules(buckets)

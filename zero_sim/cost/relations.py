@@ -1,18 +1,22 @@
-"""Relations that any system of a stage satisfies, whatever it declares: upper bounds of its calls.
+"""Upper bounds of calls that any system of a stage satisfies, without a declared closed form.
 
-[Note: what is owed]
-In a step each element is summed over the ranks once, or once a micro-batch where the rules say so,
-and once more over copies of the shards; and it is gathered at most twice a micro-batch, for forward
-and for backward, once for a forward under `no_grad`, once after the update; with stage 0 never, but
-for a sum that is made of a scatter and a gather. Gathers carry working params, in a dtype no wider
-than theirs; but for sums that one rank makes and sends back, which have the dtype of gradients.
-What a system adds of its own is padding: each param up to whole rows for every rank, or to
-`Costs.align_elems` or what the case asks to align to, and each bucket, of which there are no more
-than params, up to that for each rank.
-Control messages do not count (`zero_sim.cost.volume`).
+[Note: upper bounds]
+Per step and element:
 
-Nothing is said of a case in which other numbers travel by the same calls: activations of split
-layers, experts, what optimizers of whole matrices exchange, ranks that join without data, fp8.
+    sums       one over the ranks, or one per micro-batch with sync = "every"; one more over
+               replicas of the shards.
+    gathers    at most two per micro-batch (forward, backward), one for a forward under `no_grad`,
+               one after the update. At stage 0 none, except for sums by scatter and gather.
+
+Gathers carry working params, so their dtype is no wider; except gradients' sums that one rank makes
+and broadcasts. Control messages do not count (`zero_sim.cost.volume`).
+
+A system may add padding: each param up to whole rows on every rank or to the alignment
+(`Costs.align_elems`, or the case's), and each bucket up to the alignment on every rank. There are
+no more buckets than params.
+
+No bound applies if other numbers travel by the same calls: activations of split layers, experts,
+exchanges of whole-matrix optimizers, ranks that join without data, fp8.
 """
 
 from __future__ import annotations
@@ -41,11 +45,12 @@ if TYPE_CHECKING:
 
 
 def why_unrelated(scenario: Scenario) -> str:
-    """Why no relation is owed in a case; empty where they are.
+    """Return the reason why no bound applies to a case; empty if bounds apply.
 
     Args:
         scenario: The case as a dp-cp group sees it.
     """
+    # In each of these cases, other numbers travel by the same calls.
     for reason, holds in (
         ("split layers", is_tp_block(scenario)),
         ("experts", scenario.topology.ep > 1),
@@ -67,25 +72,25 @@ def check_relations(
     scenario: Scenario,
     costs: Costs,
 ) -> Iterator[Finding]:
-    """Check what any system of a stage satisfies; see [Note: what is owed].
+    """Check the bounds that any system of a stage satisfies; see [Note: upper bounds].
 
     Args:
         records: All calls of the world.
-        windows: Where the steps of one dp-cp group lie among them.
-        held: What the module of each of its ranks has, by rank.
-        scenario: The case by the target's rules, as that group sees it.
-        costs: What the target declares.
+        windows: Steps of one dp-cp group, as intervals of `records`.
+        held: Params and buffers of each rank's module.
+        scenario: The case with the target's rules, as this group sees it.
+        costs: Declared by the target.
 
     Returns:
-        The first finding, if there is any.
+        At most one finding.
     """
     if why_unrelated(scenario):
         return
     sums, gathers = _sums(scenario), costs.gathers
     gathers = _gathers(scenario) if gathers is None else gathers
-    # A target declares its training alone.
+    # `costs.gathers` covers training only; a forward under `no_grad` gathers once more.
     gathers += scenario.run.evaluate != "never"
-    # An element has a byte at least.
+    # An alignment in bytes is at most as many elements, because an element has at least one byte.
     asked = math.lcm(scenario.system.align_elems, scenario.system.align_bytes)
     align_elems = max(costs.align_elems, asked)
     padded = {
@@ -96,12 +101,13 @@ def check_relations(
         sizes, most = held[window.rank], padded[window.rank]
         made = messages_of(window, records, control=control_elems(sizes))
         widest = max((size.elem_bytes for size in sizes), default=0)
+        # Gathers of wider numbers waste bandwidth: working params should travel, not masters.
         for record in made.gathered:
             if record.elem_bytes > widest and _gathers_params_alone(scenario):
                 yield finding_of(
                     window,
-                    f"{record.text} gathers {record.elem_bytes} bytes an element of params that "
-                    f"have {widest}",
+                    f"{record.text} gathers {record.elem_bytes} bytes per element, expected at "
+                    f"most {widest}, the width of the params",
                 )
                 return
         for what, done, times in (
@@ -112,40 +118,45 @@ def check_relations(
                 own = sum(size.elems for size in sizes)
                 yield finding_of(
                     window,
-                    f"this rank's calls of the step have {done} elements {what}, in a model of "
-                    f"{own} that a step has {what} at most {times} times ({most} with all padding "
-                    "that is known)",
+                    f"this rank's calls of the step have {done} elements {what}, expected at most "
+                    f"{most}: a step has each of the model's {own} {what} at most {times} times, "
+                    "and all padding that is known",
                 )
                 return
 
 
 def _gathers_params_alone(scenario: Scenario) -> bool:
-    """Whether no sums of gradients are gathered, as a scatter and a gather or by their owner."""
+    """Return True if no sums of gradients are gathered, by scatter and gather or by an owner."""
     return scenario.system.stage > 0 and scenario.system.sum_by != "first-rank"
 
 
 def _sums(scenario: Scenario) -> int:
-    """How often a step sums each element at most."""
+    """Return the largest number of sums of an element in a step."""
+    # With replicas: within the shard group, then over the replicas.
     return rounds_of_sums(scenario) * (2 if scenario.system.redundancy > 1 else 1)
 
 
 def _gathers(scenario: Scenario) -> int:
-    """How often a step gathers each element at most."""
+    """Return the largest number of gathers of an element in a step."""
     system, rounds = scenario.system, rounds_of_sums(scenario)
     if not system.stage:
+        # A sum at stage 0 may be a scatter and a gather.
         return rounds
     sent_back = rounds if system.sum_by != "reduce-scatter" else 0
+    # Forward and backward per micro-batch, and the update.
     return 2 * scenario.run.micro_batches + 1 + (system.redundancy > 1) + sent_back
 
 
 def _padded_elems(sizes: Sequence[HeldSize], *, ranks: int, align_elems: int) -> int:
-    """Elements of all that is held, with all padding that a system may add."""
+    """Return the elements of all tensors with the most padding that a system may add."""
     total = 0
     for size in sizes:
         if not size.elems:
             continue
         rows = -(-size.elems // size.row_elems)
+        # FSDP2 cuts by rows, flat buffers by aligned elements: take the larger.
         whole_rows = -(-rows // ranks) * ranks * size.row_elems
         aligned = -(-size.elems // align_elems) * align_elems
         total += max(whole_rows, aligned) + align_elems * ranks
+        # The last term is the padding of a bucket, and each param may have its own.
     return total

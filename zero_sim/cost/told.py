@@ -1,4 +1,4 @@
-"""Costs in parts: what a target declares of its calls, their bytes and what is in flight."""
+"""Checks of costs that a target declares: its calls, their bytes, and traffic in flight."""
 
 from __future__ import annotations
 
@@ -31,35 +31,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Called:
-    """What one dp-cp group called in the steps of a world."""
+    """Collectives of one dp-cp group in the steps of a world."""
 
     log: EventLog
     windows: Sequence[StepWindow]
-    """Where its steps lie."""
+    """Its steps, as intervals of the log."""
     sizes: Mapping[int, Sequence[ParamSize]]
-    """What each of its ranks trains, by rank."""
+    """Trained params of each rank."""
     scenario: Scenario
-    """The case as that group sees it."""
+    """The case as this group sees it."""
 
     def case(self, rank: int, *, skipped: bool = False) -> CostCase:
-        """What a closed form of a target's own is given."""
+        """Return the arguments for a target's own closed form."""
         elems = {size.name: size.elems for size in self.sizes[rank]}
         return CostCase(scenario=self.scenario, rank=rank, elems=elems, skipped=skipped)
 
 
 def check_bytes(called: Called, form: ByName | None) -> Iterator[Finding]:
-    """Check the bytes that ranks contribute in a step, by dtype.
+    """Check the bytes that ranks contribute in each step, by dtype.
 
     Args:
-        called: What was called.
-        form: The target's own; None for the textbook's.
+        called: Collectives of the group.
+        form: The target's closed form; None for textbook ZeRO.
     """
     forms: dict[tuple[int, bool], Mapping[str, int]] = {}
     for window in called.windows:
         if form is None and leaves_gathers(called.scenario, step=window.step):
+            # The textbook form gathers everything, which a step with skipped modules does not.
             continue
         sizes = called.sizes[window.rank]
         key = (window.rank, window.skipped)
+        # Forms depend on rank and skipping only, so compute each once.
         if key not in forms:
             forms[key] = _owed_bytes(called, form, rank=window.rank, skipped=window.skipped)
         owed = forms[key]
@@ -70,6 +72,8 @@ def check_bytes(called: Called, form: ByName | None) -> Iterator[Finding]:
             made[record.dtype] += sent_bytes
             if max(record.elems, record.output_elems) <= most:
                 control[record.dtype] += sent_bytes
+        # A closed form has no control messages, and short data looks like them. So the excess may
+        # be anything up to the bytes of short messages.
         wrong = [
             f"{made[dtype]} of {dtype} in place of {owed.get(dtype, 0)}"
             for dtype in sorted(made.keys() | owed.keys())
@@ -78,7 +82,7 @@ def check_bytes(called: Called, form: ByName | None) -> Iterator[Finding]:
         if wrong:
             yield finding_of(
                 window,
-                "the bytes of this rank's calls of the step are not those of the closed form: "
+                "the bytes of this rank's calls in the step differ from the closed form: "
                 + ", ".join(wrong),
             )
             return
@@ -95,6 +99,7 @@ def _owed_bytes(
     )
     for call, count in planned.items():
         if not call.is_control:
+            # The caller tolerates control messages, so a form without them is enough.
             owed[call.dtype] += call.bytes * count
     return owed
 
@@ -106,12 +111,12 @@ def check_told_calls(
     has_bucket_elems: bool,
     costs: Costs,
 ) -> Iterator[Finding]:
-    """Check that what is reduced are the buckets that parts tell, each once for each sum.
+    """Check that ranks reduce exactly the buckets that places report, once per sum.
 
     Args:
-        called: What was called.
-        places: What each rank of the group tells, by rank.
-        has_bucket_elems: Whether the target follows `system.bucket_elems`.
+        called: Collectives of the group.
+        places: Places that each rank reports.
+        has_bucket_elems: True if the target supports `system.bucket_elems`.
         costs: Declared by the target.
     """
     rounds = rounds_of_sums(called.scenario)
@@ -123,17 +128,19 @@ def check_told_calls(
     for window in called.windows:
         control = control_elems(called.sizes[window.rank])
         messages = messages_of(window, called.log.collectives, control=control)
-        # Parts of one model add what split layers give.
+        # Omit calls between parts of a model: split layers add activations by the same calls.
         reduced = [each for each in messages.reduced if members.issuperset(each.group_ranks)]
         wanted = Counter(
+            # Short calls are indistinguishable from control messages on both sides.
             {call: count * rounds for call, count in told[window.rank].items() if call[1] > control}
         )
         made = Counter(_kind_of(record) for record in reduced)
+        # Sums over replicas are not reported; accept at most one per bucket.
         made -= _over_copies(reduced, wanted, copies=called.scenario.system.redundancy)
         if made != wanted:
             yield finding_of(
                 window,
-                "what this rank reduces in the step are not the buckets that the parts tell: "
+                "this rank's reductions in the step are not the buckets that its parts report: "
                 + difference(made, wanted, in_words=_in_words),
             )
             return
@@ -147,25 +154,25 @@ def check_told_calls(
 
 @dataclass(slots=True)
 class _Told:
-    """A call that reduces a bucket that parts report."""
+    """A call that reduces a reported bucket."""
 
     kind: str
     elems: int
-    """Of the call, padding included."""
+    """Elements of the call, padding included."""
     parts: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Elements of each part, by param and start."""
+    """Elements of each place, by (param, start)."""
 
 
 def told_calls(
     places: Mapping[int, Sequence[Place]], *, held: Collection[str]
 ) -> Counter[tuple[str, int]]:
-    """Kind and elements of the calls that reduce each told bucket once; empty where none is told.
+    """Count the calls that reduce each reported bucket once, by kind and elements.
 
-    A rank takes part also where all of a bucket is others'.
+    A rank takes part even if other ranks own the whole bucket. Empty if no bucket is reported.
 
     Args:
-        places: What each rank tells, by rank.
-        held: Names of the params that the calling rank trains; others' buckets are not its.
+        places: Places that each rank reports.
+        held: Names of the params that the calling rank trains; it takes no part in other buckets.
     """
     return Counter((each.kind, each.elems) for each in _told_buckets(places, held=held))
 
@@ -173,18 +180,20 @@ def told_calls(
 def _told_buckets(
     places: Mapping[int, Sequence[Place]], *, held: Collection[str]
 ) -> Collection[_Told]:
-    """Return one for each call that reduces a bucket; arguments as for `told_calls`."""
+    """Return one record per call that reduces a bucket; arguments as for `told_calls`."""
     calls: dict[object, _Told] = {}
     for place in (place for told in places.values() for place in told):
+        # A call may join several buckets; then the joined length and offset identify it.
         elems = place.call_elems if place.joined_elems is None else place.joined_elems
         if place.param not in held or not place.reduced_by or not elems:
             continue
         offset = place.call_offset if place.joined_offset is None else place.joined_offset
         where: object
         if place.flat_start is not None and offset is not None:
+            # Start of the call in the flat buffer: equal for all places of one call.
             where = place.flat_start - offset
         elif place.bucket is not None:
-            # A call by `reduce` has one owner, so a bucket of several owners takes several.
+            # `reduce` has a single root, so a bucket of several owners takes several calls.
             where = ("bucket", place.bucket, place.shard if place.reduced_by == "reduce" else None)
         else:
             continue
@@ -201,12 +210,14 @@ def _kind_of(record: CollectiveRecord) -> tuple[str, int]:
 def _over_copies(
     reduced: Sequence[CollectiveRecord], wanted: Counter[tuple[str, int]], *, copies: int
 ) -> Counter[tuple[str, int]]:
-    """Sums over the copies of the shards, which nobody tells: at most one a bucket, of no more.
+    """Return the sums over replicas of the shards, which engines do not report.
+
+    At most one per bucket, none longer than the longest bucket; otherwise empty.
 
     Args:
-        reduced: What a rank reduced in a step.
-        wanted: The calls that reduce told buckets.
-        copies: How many there are of each shard.
+        reduced: Reductions of a rank in a step.
+        wanted: Calls that reduce reported buckets.
+        copies: Number of replicas of each shard.
     """
     largest = max((elems for _, elems in wanted), default=0)
     left = Counter(_kind_of(record) for record in reduced) - wanted
@@ -217,40 +228,42 @@ def _over_copies(
 
 
 def _check_sizes(called: Called, told: Collection[_Told], *, are_most: bool) -> Iterator[Finding]:
-    """Check that told buckets are near their declared size.
+    """Check that reported buckets are near their requested size.
 
-    None reaches further beyond it than one param, and two neighbours are never less between them.
-    If it is the most, none with several params is larger at all, padding left out.
+    A bucket exceeds it by at most one param, and two neighbours together are never smaller. If it
+    is an upper bound, no bucket of several params exceeds it at all, not counting padding.
     """
     window, asked = called.windows[0], called.scenario.system.bucket_elems
     assert asked is not None
     sizes = called.sizes[window.rank]
     longest = max((size.elems for size in sizes), default=0)
     payload = sum(size.elems for size in sizes)
-    # One more for each dtype, and kind of params, that share no bucket.
+    # Two neighbours together reach `bucket_elems`; add one for each dtype and kind, because these
+    # share no bucket.
     most = 2 * payload // asked + len({(size.dtype, size.kind) for size in sizes})
     if len(told) > most:
         yield finding_of(
             window,
-            f"parts tell {len(told)} buckets of {payload} elements, expected at most {most} "
-            f"with bucket_elems = {asked}",
+            f"expected at most {most} buckets with bucket_elems = {asked}, got {len(told)} for "
+            f"{payload} elements",
         )
     for each in told if are_most else ():
         whole = sum(each.parts.values())
         if whole > asked and len({name for name, _ in each.parts}) > 1:
             yield finding_of(
                 window,
-                f"parts tell a bucket of {whole} elements, padding left out, expected at most "
-                f"bucket_elems = {asked} in a bucket of several params",
+                f"expected at most bucket_elems = {asked} in a bucket of several params, got "
+                f"{whole} elements without padding",
             )
             return
     largest = max((each.elems for each in told), default=0)
     align = called.scenario.system.align_elems * called.scenario.world.size
+    # 128 elements per rank: padding of known libraries, as in `zero_sim.targets.costs`.
     if payload > largest > asked + longest + max(align, 128 * called.scenario.world.size):
         yield finding_of(
             window,
-            f"parts tell a bucket of {largest} elements, expected at most {asked} by bucket_elems "
-            f"and a param of {longest}",
+            f"expected buckets of at most {asked} elements by bucket_elems and one param of "
+            f"{longest}, got {largest}",
         )
 
 
@@ -262,16 +275,17 @@ def _in_words(call: tuple[str, int]) -> str:
 def _check_gathers(
     called: Called, places: Mapping[int, Sequence[Place]], *, most: int | None
 ) -> Iterator[Finding]:
-    """Check that what is gathered are the buckets that parts report, if they report any."""
+    """Check that ranks gather exactly the buckets that places report, if any do."""
     system, run = called.scenario.system, called.scenario.run
     if most is None:
         most = 1 if system.stage < 3 else 2 * run.micro_batches + 1
+        # Stage 3: before forward and backward of each micro-batch, and after the update.
     members = frozenset(window.world_rank for window in called.windows)
     for window in called.windows:
         sizes = called.sizes[window.rank]
         held, control = {size.name for size in sizes}, control_elems(sizes)
         buckets = {
-            # A call by `broadcast` has one owner.
+            # `broadcast` has a single root, so each owner's shard is a call of its own.
             (kind, place.buffer, place.bucket, place.bucket_start, place.bucket_stop)
             + ((place.shard,) if kind == "broadcast" else ())
             for told in places.values()
@@ -290,22 +304,23 @@ def _check_gathers(
             if members.issuperset(record.group_ranks)
         )
         least = Counter[tuple[str, int]]() if window.skipped else told
+        # A skipped step changes no params, so it may omit its gathers.
         if not least <= made or not made <= Counter({k: n * most for k, n in told.items()}):
             times = "once" if most == 1 else f"1 to {most} times"
             yield finding_of(
                 window,
-                "what this rank gathers in the step are not the buckets that the parts tell, each "
+                "this rank's gathers in the step are not the buckets that its parts report, each "
                 f"{times}: {difference(made, told, in_words=_in_words)}",
             )
             return
 
 
 def check_control(called: Called, most: int) -> Iterator[Finding]:
-    """Check how many control messages a rank sends in a step.
+    """Check the number of control messages of a rank in a step.
 
     Args:
-        called: What was called.
-        most: The most that may be.
+        called: Collectives of the group.
+        most: Largest number.
     """
     for window in called.windows:
         control = control_elems(called.sizes[window.rank])
@@ -314,18 +329,18 @@ def check_control(called: Called, most: int) -> Iterator[Finding]:
         if len(made) > most:
             yield finding_of(
                 window,
-                f"this rank calls {len(made)} control messages in the step, expected at most "
+                f"this rank sends {len(made)} control messages in the step, expected at most "
                 f"{most}; the last one is {made[-1].text}",
             )
             return
 
 
 def check_overlapping(called: Called, least: AtMost) -> Iterator[Finding]:
-    """Check that enough calls are issued and not waited for at some moment of each step.
+    """Check that enough calls are in flight at once at some moment of each step.
 
     Args:
-        called: What was called.
-        least: The target's own form of how many at least.
+        called: Collectives of the group.
+        least: The target's closed form of the smallest peak.
     """
     records = called.log.collectives
     for window in called.windows:
@@ -335,7 +350,7 @@ def check_overlapping(called: Called, least: AtMost) -> Iterator[Finding]:
         for moment in called.log.moments:
             if moment.rank != window.world_rank or not window.start <= moment.record < window.stop:
                 continue
-            # A call that waits for its own end overlaps nothing.
+            # A synchronous call overlaps nothing.
             if moment.what == "issue" and records[moment.record].asynchronous:
                 in_flight.add(moment.record)
             elif moment.what in ("wait", "land"):
@@ -344,19 +359,19 @@ def check_overlapping(called: Called, least: AtMost) -> Iterator[Finding]:
         if peak < owed:
             yield finding_of(
                 window,
-                f"this rank has at most {peak} calls in flight at a time in the step, expected "
-                f"{owed} or more by its closed form",
+                f"this rank has at most {peak} calls in flight at once in the step, expected at "
+                f"least {owed} by its closed form",
                 check=Check.INVARIANT_OVERLAP,
             )
             return
 
 
 def check_in_flight(called: Called, most: AtMost) -> Iterator[Finding]:
-    """Check how many bytes a rank has issued and not waited for, at any moment of a step.
+    """Check the bytes in flight at each moment of a step.
 
     Args:
-        called: What was called.
-        most: The target's own form of the most that may be.
+        called: Collectives of the group.
+        most: The target's closed form of the largest number of bytes.
     """
     records = called.log.collectives
     for window in called.windows:
@@ -369,6 +384,7 @@ def check_in_flight(called: Called, most: AtMost) -> Iterator[Finding]:
             if moment.what == "issue":
                 in_flight[moment.record] = records[moment.record].bytes
             elif moment.what == "land":
+                # In flight until the wait returns: the buffers may not be reused earlier.
                 in_flight.pop(moment.record, None)
             if sum(in_flight.values()) > allowed:
                 yield finding_of(

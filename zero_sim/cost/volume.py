@@ -1,8 +1,7 @@
-"""Volume of communication: closed forms of the textbook's ZeRO against the calls of a step.
+"""Volume of communication: closed form of textbook ZeRO against the calls of a step.
 
-A stage that reduces more than it has to, gathers twice or sends elements that belong to nobody has
-the right numbers and the wrong cost. Where the calls of a system are not known in advance, they are
-sorted by what they do, control messages apart.
+A system that reduces too often, gathers twice or sends padding computes the right numbers at the
+wrong cost. If its calls have no closed form, they are sorted by purpose, without control messages.
 """
 
 from __future__ import annotations
@@ -34,24 +33,25 @@ _GATHERING = ("all_gather", "all_gather_list", "broadcast")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWindow:
-    """The stretch of the event log in which one rank took one step."""
+    """Interval of the event log in which one rank took one step."""
 
     rank: int
-    """Rank in its dp-cp group."""
+    """Rank in the dp-cp group."""
     world_rank: int
     step: int
     start: int
     stop: int
-    """Half-open range of `EventLog.collectives`."""
+    """Half-open interval of `EventLog.collectives`, with `start`."""
     skipped: bool
     looked: tuple[tuple[int, int], ...] = ()
-    """Stretches of it in which the rank only showed the judge what it holds."""
+    """Intervals in which the rank only returned state to the judge."""
 
     def records(self, log: Sequence[CollectiveRecord]) -> Sequence[CollectiveRecord]:
-        """Return the calls of the rank in the step."""
+        """Return the rank's calls in the step, without barriers."""
         found: list[CollectiveRecord] = []
         for index in range(self.start, self.stop):
             record = log[index]
+            # All ranks append to one log, so the interval contains others' calls.
             is_own = record.rank == self.world_rank and record.kind != "barrier"
             if is_own and not any(start <= index < stop for start, stop in self.looked):
                 found.append(record)
@@ -65,19 +65,20 @@ def check_volume(
     sizes: Mapping[int, Sequence[ParamSize]],
     scenario: Scenario,
 ) -> Iterator[Finding]:
-    """Check kind, group size and elements of every call of every step.
+    """Check kind, group size and elements of all calls of each step.
 
     Args:
         records: All calls of the world.
-        windows: Where the steps of one dp-cp group lie among them.
-        sizes: What each of its ranks trains, by rank.
-        scenario: The case as that group sees it.
+        windows: Steps of one dp-cp group, as intervals of `records`.
+        sizes: Trained params of each rank.
+        scenario: The case as this group sees it.
     """
     forms: dict[tuple[int, bool], Counter[Call]] = {}
     for window in windows:
         if leaves_gathers(scenario, step=window.step):
             continue
         key = (window.rank, window.skipped)
+        # Forms depend on rank and skipping only, so compute each once.
         if key not in forms:
             forms[key] = calls_of_step(
                 sizes[window.rank], scenario=scenario, rank=window.rank, skipped=window.skipped
@@ -89,16 +90,16 @@ def check_volume(
         if made != forms[key]:
             yield finding_of(
                 window,
-                "this rank's collectives of the step are not those of the closed form: "
+                "this rank's collectives in the step differ from the closed form: "
                 f"{difference(made, forms[key], in_words=in_words)}",
             )
             return
 
 
 def leaves_gathers(scenario: Scenario, *, step: int) -> bool:
-    """True if a step gathers fewer params than it has, since some modules do not run in it.
+    """Return True if a stage-3 step may gather fewer params because some modules do not run.
 
-    Those that are gathered ahead of their use are gathered all the same.
+    Their number is not exact: prefetched params are gathered even if their module does not run.
     """
     return scenario.system.stage == 3 and bool(skipped_at(scenario.model, step=step))
 
@@ -106,7 +107,7 @@ def leaves_gathers(scenario: Scenario, *, step: int) -> bool:
 def finding_of(
     window: StepWindow, message: str, *, check: Check = Check.INVARIANT_VOLUME
 ) -> Finding:
-    """What is wrong with the calls of a rank's step."""
+    """Build a finding about a rank's calls in a step."""
     return Finding(check=check, step=window.step, rank=window.world_rank, message=message)
 
 
@@ -116,12 +117,12 @@ _Kind = TypeVar("_Kind", bound=tuple[object, ...])
 def difference(
     made: Counter[_Kind], owed: Counter[_Kind], *, in_words: Callable[[_Kind], str]
 ) -> str:
-    """Which calls are too many and which are missing.
+    """Describe surplus and missing calls.
 
     Args:
-        made: By kind of call how many there were.
-        owed: The same of those that there have to be.
-        in_words: Says a kind.
+        made: Number of calls by kind.
+        owed: Expected number of calls by kind.
+        in_words: Formats a kind.
     """
 
     def listed(calls: Counter[_Kind]) -> str:
@@ -133,22 +134,22 @@ def difference(
 
 
 def rounds_of_sums(scenario: Scenario) -> int:
-    """How often a step sums over ranks: once, or once a micro-batch."""
+    """Return the number of rounds of sums in a step: one, or one per micro-batch."""
     return 1 if scenario.system.sync == "last" else scenario.run.micro_batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldSize:
-    """A tensor of a module as far as it may be moved."""
+    """Sizes of a param or buffer that may be communicated."""
 
     elems: int
     row_elems: int
-    """Of a row of its dim 0; 1 without dims, or without elements."""
+    """Elements per row of dim 0; 1 for scalars and empty tensors."""
     elem_bytes: int
 
 
 def held_sizes_of(module: nn.Module) -> tuple[HeldSize, ...]:
-    """All params and buffers of a module, trained or not; before anybody wrapped it."""
+    """Return the sizes of all params and buffers of a bare module, trained or not."""
     tensors = (*module.parameters(), *module.buffers())
     return tuple(
         HeldSize(
@@ -161,36 +162,39 @@ def held_sizes_of(module: nn.Module) -> tuple[HeldSize, ...]:
 
 
 def control_elems(sizes: Sequence[HeldSize | ParamSize]) -> int:
-    """Elements of a control message at most: a few numbers, or a few a param, as norms are."""
+    """Return the largest length of a control message: a few numbers, and a few per param."""
+    # Norms by param, flags and counts are control; anything longer may be data.
     return _CONTROL_ELEMS + _CONTROL_ELEMS_A_PARAM * len(sizes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Messages:
-    """What one rank called in one step; of floating-point numbers, as params and gradients are."""
+    """Floating-point calls of one rank in one step, without control messages."""
 
     reduced: tuple[CollectiveRecord, ...]
-    """Sums over ranks that are no control messages."""
+    """Sums over ranks."""
     gathered: tuple[CollectiveRecord, ...]
-    """What brings a rank what others have, and is no control message."""
+    """Calls that bring a rank elements of other ranks."""
 
 
 def messages_of(
     window: StepWindow, records: Sequence[CollectiveRecord], *, control: int
 ) -> Messages:
-    """Sort the calls of a step.
+    """Sort the calls of a step by purpose.
 
     Args:
-        window: Where they lie.
+        window: Interval of the step in the log.
         records: All calls of the world.
-        control: Elements of a control message at most.
+        control: Largest length of a control message in elements.
     """
     reduced: list[CollectiveRecord] = []
     gathered: list[CollectiveRecord] = []
     for record in window.records(records):
         if "float" not in record.dtype or max(record.elems, record.output_elems) <= control:
+            # Integers are counts or fp8 bytes, never gradients or plain params.
             continue
         if record.kind in _REDUCING and record.detail.partition(" ")[0] in _SUMS:
+            # `detail` begins with the reduce op; a maximum is no sum of gradients.
             reduced.append(record)
         elif record.kind in _GATHERING:
             gathered.append(record)

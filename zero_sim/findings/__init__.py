@@ -1,1 +1,1 @@
-"""Findings as records: what differs, how and where, and the result of a case."""
+"""Records of findings and results, and the comparisons that fill them."""

@@ -1,4 +1,4 @@
-"""The buffer map of a finding: the flat buffer that it lies in, built from what its owners report.
+"""The buffer map of a finding: its flat buffer, built from the places that ranks report.
 
 Integers and names only; `zero_sim.report` draws it.
 """
@@ -14,10 +14,10 @@ from zero_sim.findings.records import BufferMap, Finding, MappedBucket, MappedPi
 from zero_sim.targets import Place
 
 PIECES_MAX = 512
-"""Pieces told of in one buffer map; of a larger buffer, those around the first difference."""
+"""Largest number of pieces in a map. Of a larger buffer, it shows those around the difference."""
 
 DIFFER_MAX = 512
-"""Spans marked in one strip."""
+"""Largest number of marked spans in a map."""
 
 Span = tuple[int, int]
 
@@ -25,16 +25,15 @@ Span = tuple[int, int]
 def build_buffer_map(
     first: Finding, *, found: Sequence[Finding], places: Mapping[int, Sequence[Place]]
 ) -> BufferMap | None:
-    """The buffer map of a finding.
+    """Return the buffer map of a finding.
 
     Args:
         first: The finding to show.
-        found: All findings of its check, it among them: what else differs is marked, too.
-        places: What each rank owns, by the rank's name in findings, for all ranks that share the
-            finding's param.
+        found: All findings of its check, including `first`; the map marks all their differences.
+        places: Places of all ranks that share the finding's param, by rank as in findings.
 
     Returns:
-        None where it lies in no buffer that any rank told of.
+        None if no rank reports a flat buffer that contains the finding.
     """
     owned = [
         located
@@ -42,9 +41,11 @@ def build_buffer_map(
         for place in places[rank]
         for located in _locate(rank, place)
     ]
+    # Rank order, so that the map does not depend on the order of reports.
     inside = _buffer_of(first, owned)
     if not inside:
         return None
+    # A param may also have parts in other buffers; their differences are not marked here.
     own, elsewhere = _spans_by_param(inside), _spans_by_param(set(owned).difference(inside))
     outside = {name: _without(spans, own.get(name, ())) for name, spans in elsewhere.items()}
     pieces = _pieces(inside)
@@ -54,8 +55,11 @@ def build_buffer_map(
     differ = _flat(found, pieces, outside)
     if not differ:
         return None
+        # All differences lie in other buffers.
     elems = max(bucket.stop for bucket in buckets)
+    # Center on the finding itself. If it lies outside all pieces, on any difference.
     start, stop = _window(pieces, differ=_flat([first], pieces, outside) or differ, elems=elems)
+    # Empty buckets and shards at the ends meet no window, but belong to a whole map.
     whole = (start, stop) == (0, elems)
     return BufferMap(
         check=first.check,
@@ -70,13 +74,14 @@ def build_buffer_map(
         unowned=_cut(unowned, start, stop),
         differ=_cut(differ, start, stop)[:DIFFER_MAX],
         differ_cut=len(_cut(differ, start, stop)) > DIFFER_MAX
+        # Findings keep at most SPANS_MAX spans, so such a finding may have more.
         or any(len(finding.differ_spans) == SPANS_MAX for finding in found),
         differ_ranks=tuple(sorted({f.rank for f in found if f.rank is not None})),
     )
 
 
 class _Located(NamedTuple):
-    """A place of which the engine told where in the buffer it is."""
+    """A place with a reported position in the flat buffer."""
 
     rank: int
     place: Place
@@ -88,24 +93,25 @@ class _Located(NamedTuple):
 
 
 def _buffer_of(first: Finding, owned: Sequence[_Located]) -> list[_Located]:
-    """All that lies in one flat buffer with the first element that differs."""
+    """Return the places in the flat buffer that contains the first differing element."""
     of_param = [each for each in owned if each.place.param == first.param]
     offset = first.offset_in_param or 0
     holding = [each for each in of_param if each.place.start <= offset < each.place.stop]
-    # What no rank owns is shown where the rest of its param lies.
+    # Prefer the rank that owns this element over others that own the param.
+    # An unowned element has no place: show the buffer with the rest of its param.
     at = next(iter(holding or of_param), None)
     if at is None:
         return []
     inside = [each for each in owned if each.place.buffer == at.place.buffer]
     spans = sorted((bucket.start, bucket.stop) for bucket in _buckets(inside))
     if any(stop > start for (_, stop), (start, _) in pairwise(spans)):
-        # Offsets begin anew in each bucket, so that each of them is a buffer of its own.
+        # Overlapping buckets: offsets restart in each, so treat each as a buffer of its own.
         return [each for each in inside if each.bucket == at.bucket]
     return inside
 
 
 def _spans_by_param(located: Iterable[_Located]) -> dict[str, list[Span]]:
-    """Elements of each param that lie somewhere."""
+    """Return the reported spans of each param, merged."""
     spans: dict[str, list[Span]] = {}
     for each in located:
         spans.setdefault(each.place.param, []).append((each.place.start, each.place.stop))
@@ -114,6 +120,7 @@ def _spans_by_param(located: Iterable[_Located]) -> dict[str, list[Span]]:
 
 def _locate(rank: int, place: Place) -> Iterator[_Located]:
     reported = (place.flat_start, place.bucket, place.shard, place.shard_start, place.shard_stop)
+    # Positions are optional in the protocol; a place without all of them cannot be drawn.
     known = [value for value in reported if value is not None]
     if len(known) == len(reported):
         yield _Located(rank, place, *known)
@@ -121,6 +128,7 @@ def _locate(rank: int, place: Place) -> Iterator[_Located]:
 
 def _pieces(inside: Iterable[_Located]) -> list[MappedPiece]:
     spans = {
+        # A set, because replicas report the same piece.
         (
             at.flat_start,
             at.flat_start + at.place.stop - at.place.start,
@@ -140,6 +148,7 @@ def _buckets(inside: Iterable[_Located]) -> list[MappedBucket]:
     spans: dict[int, Span] = {}
     for at in inside:
         start, stop = at.place.bucket_start, at.place.bucket_stop
+        # Without reported bucket bounds, a bucket extends over the reported shards.
         if start is None or stop is None:
             start, stop = at.shard_start, at.shard_stop
         known = spans.get(at.bucket, (start, stop))
@@ -148,6 +157,7 @@ def _buckets(inside: Iterable[_Located]) -> list[MappedBucket]:
 
 
 def _shards(inside: Iterable[_Located]) -> list[MappedShard]:
+    # Replicas report the same shard, so it may have several ranks.
     ranks: dict[tuple[int, int, int, int], list[int]] = {}
     for at in inside:
         holders = ranks.setdefault((at.shard_start, at.shard_stop, at.bucket, at.shard), [])
@@ -163,7 +173,7 @@ def _shards(inside: Iterable[_Located]) -> list[MappedShard]:
 def _gaps(
     places: Sequence[Place], pieces: Sequence[MappedPiece], buckets: Sequence[MappedBucket]
 ) -> tuple[list[Span], list[Span]]:
-    """What no piece covers: padding, and what should have an owner and has none."""
+    """Return the elements outside all pieces: padding, and elements without an owner."""
     covered = _merged((piece.start, piece.stop) for piece in pieces)
     gaps = _without(_merged((bucket.start, bucket.stop) for bucket in buckets), covered)
     reported = [
@@ -171,7 +181,7 @@ def _gaps(
         for place in places
         if place.padding_start is not None and place.bucket_stop is not None
     ]
-    # Who does not tell of padding has said nothing of where it must not be.
+    # Without complete reports of padding, gaps look like padding, so count all of them as padding.
     padding = _merged(reported) if len(reported) == len(places) else gaps
     return padding, _without(gaps, padding)
 
@@ -181,7 +191,7 @@ def _flat(
     pieces: Sequence[MappedPiece],
     outside: Mapping[str, Sequence[Span]],
 ) -> list[Span]:
-    """Where in the buffer the elements lie that differ, but for those that lie outside of it."""
+    """Return the differing elements as offsets in the buffer, without those in other buffers."""
     of_param: dict[str, list[MappedPiece]] = {}
     for piece in pieces:
         of_param.setdefault(piece.param, []).append(piece)
@@ -205,15 +215,17 @@ def _place_span(span: Span, pieces: Sequence[MappedPiece]) -> list[Span]:
         if start < end:
             found.append((start + shift, end + shift))
             left = _without(left, [(start, end)])
-    # What nobody owns lies where it would if the param were in one piece.
+    # Elements without an owner: place them as if the param were contiguous.
     shift = pieces[0].start - pieces[0].param_start
     return found + [(start + shift, stop + shift) for start, stop in left if start + shift >= 0]
 
 
 def _window(pieces: Sequence[MappedPiece], *, differ: Sequence[Span], elems: int) -> Span:
     if len(pieces) <= PIECES_MAX:
+        # Small enough: show the whole buffer.
         return 0, elems
     at = sum(piece.start <= differ[0][0] for piece in pieces) - 1
+    # Otherwise the piece with the first difference in the middle, clipped at both ends.
     low = max(0, min(at - PIECES_MAX // 2, len(pieces) - PIECES_MAX))
     high = low + PIECES_MAX
     start = 0 if low == 0 else pieces[low].start
@@ -226,6 +238,7 @@ def _meets(part: MappedBucket | MappedShard | MappedPiece, start: int, stop: int
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
     found: list[Span] = []
+    # Sorted, so touching or overlapping spans are neighbours.
     for start, stop in sorted(span for span in spans if span[0] < span[1]):
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(stop, found[-1][1]))
@@ -235,12 +248,13 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def _without(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
-    """What of some spans lies in no hole; both sorted and disjoint."""
+    """Return spans minus holes; both sorted and disjoint."""
     found: list[Span] = []
     first = 0
     for begin, stop in spans:
         start = begin
         while first < len(holes) and holes[first][1] <= start:
+            # Both are sorted, so holes before this span are before all later ones, too.
             first += 1
         for hole_start, hole_stop in holes[first:]:
             if hole_start >= stop:

@@ -1,9 +1,13 @@
-"""Comparison of two tensors: whether they hold the same bits, and where they first do not.
+"""Exact comparison of two tensors, and the position of the first difference.
 
 [Note: the rule for equality]
-Two elements are equal if their bits are, with two exceptions: +0 and -0 are equal, since whether an
-accumulator starts from zero or from its first term decides the sign of a zero and nothing else; and
-all NaNs are equal, since their payloads carry no meaning. There is no tolerance.
+Elements are equal if their bits are equal, with two exceptions:
+
+- +0 equals -0. The sign of a zero only depends on whether an accumulator starts from zero or from
+  its first term.
+- NaN equals NaN, because payloads have no meaning.
+
+There is no tolerance.
 """
 
 from __future__ import annotations
@@ -15,30 +19,35 @@ import torch
 from torch import Tensor
 
 SPANS_MAX = 64
-"""Spans kept of what differs: enough to draw it."""
+"""Largest number of differing spans that are kept: enough to draw them."""
 
 _INT_OF = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Where and how two tensors of one shape and dtype differ."""
+    """Position and size of the difference of two tensors of one shape and dtype."""
 
     first: int
     """Flat index of the first element that differs."""
     expected: float
     got: float
     ulp: int | None
-    """Values of the dtype from one to the other; None where one is NaN, and for integers."""
+    """Distance in representable values; None for NaN and integers."""
     differ_count: int
     compared_count: int
     spans: tuple[tuple[int, int], ...]
-    """Half-open spans of elements that differ, at most `SPANS_MAX` of them."""
+    """Half-open spans of differing elements; the first `SPANS_MAX`."""
 
 
 def same_bits(expected: Tensor, got: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal under [Note: the rule for equality]."""
-    # torch.equal is that rule but for NaN, and a hundred times faster than looking at bits.
+    """Return True if two tensors are equal: [Note: the rule for equality].
+
+    Args:
+        expected: Any shape and dtype.
+        got: Same shape and dtype.
+    """
+    # torch.equal implements the rule except for NaN, and is a hundred times faster than bits.
     return torch.equal(expected, got) or not bool(unequal(expected, got).any())
 
 
@@ -46,11 +55,12 @@ def find_difference(expected: Tensor, got: Tensor) -> Difference | None:
     """Compare two tensors of one shape and dtype.
 
     Returns:
-        None where they are equal under [Note: the rule for equality].
+        None if they are equal: [Note: the rule for equality].
     """
     if torch.equal(expected, got):
         return None
     differs = unequal(expected, got).reshape(-1)
+    # torch.equal is False for equal NaNs, so there may still be no difference.
     differ_count = int(differs.sum())
     if differ_count == 0:
         return None
@@ -68,32 +78,35 @@ def find_difference(expected: Tensor, got: Tensor) -> Difference | None:
 
 
 def relative_difference(expected: Tensor, got: Tensor) -> float:
-    """Return the largest difference, as a part of the largest magnitude on either side.
+    """Return the largest difference relative to the largest magnitude in either tensor.
 
     Args:
         expected: Any shape and dtype.
-        got: Of the same number of elements.
+        got: Same number of elements.
 
     Returns:
-        At most 2; infinity if there is a NaN or an infinity.
+        At most 2; infinity if any element is NaN or infinite.
     """
     a, b = expected.reshape(-1).double(), got.reshape(-1).double()
     most = torch.cat([a, b]).abs().max() if a.numel() else a.sum()
     if not bool(most.isfinite()):
         return math.inf
+    # Two zero tensors do not differ; avoid 0/0.
     return float((a - b).abs().max() / most) if most else 0.0
 
 
 def spans_of(differs: Tensor) -> tuple[tuple[int, int], ...]:
-    """Half-open spans of the elements of a 1-D mask that are set, the first `SPANS_MAX` of them."""
+    """Return half-open spans of set elements in a 1-D mask; the first `SPANS_MAX`."""
+    # Pad with zeros on both sides, so spans at either end have edges, too.  # [numel + 2]
     edges = torch.zeros(differs.numel() + 2, dtype=torch.int8)
     edges[1:-1] = differs
     bounds = (edges[1:] != edges[:-1]).nonzero().reshape(-1)[: 2 * SPANS_MAX].tolist()
+    # Edges alternate between start and stop.
     return tuple(zip(bounds[::2], bounds[1::2], strict=True))
 
 
 def unequal(expected: Tensor, got: Tensor) -> Tensor:
-    """Which elements of two tensors of one shape and dtype are not equal, as a mask."""
+    """Return a mask of the unequal elements of two tensors of one shape and dtype."""
     if not expected.is_floating_point():
         return expected != got
     both_nan = expected.isnan() & got.isnan()
@@ -101,6 +114,7 @@ def unequal(expected: Tensor, got: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    # -0 becomes +0 before bits are compared.
     plus_zero = torch.where(tensor == 0, torch.zeros_like(tensor), tensor)
     return plus_zero.contiguous().view(_INT_OF[tensor.element_size()])
 
@@ -112,7 +126,11 @@ def _ulp(a: Tensor, b: Tensor) -> int | None:
 
 
 def places_of(values: Tensor) -> Tensor:
-    """Each value's place in the ordered line of all values of its dtype, zero at 0; int64."""
+    """Return each value's index in the ordered values of its dtype, as int64; 0 for zero.
+
+    The difference of two indices is their distance in ulp.
+    """
+    # IEEE 754 formats order like sign and magnitude, so negative values count down from 0.
     bits = _bits(values).to(torch.int64)
     magnitude_mask = (1 << (8 * values.element_size() - 1)) - 1
     return torch.where(bits < 0, -(bits & magnitude_mask), bits)

@@ -1,7 +1,7 @@
-"""The way of an error through a step, and findings put in that order.
+"""Order of findings along the dataflow of a step.
 
-What is wrong first makes wrong what is computed from it: a gradient its norm, the norm what is
-clipped by it, the state of the optimizer a master, a master the working param. Look at the first.
+An error propagates: from a gradient to the norm, to clipped gradients, to optimizer state, to the
+master, to the working param. So the earliest finding is closest to its cause.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from zero_sim.scenario.checks import Check
 
 
 class Phase(StrEnum):
-    """A phase of a step. What goes wrong in one makes wrong what the later ones compute."""
+    """A phase of a step. An error in one phase affects all later ones."""
 
     LOAD = "load"
-    """Before the first step, of a case that is reloaded."""
+    """Before the first step of a case that is reloaded."""
     FORWARD = "forward"
     BACKWARD = "backward"
     REDUCE = "reduce"
@@ -34,6 +34,7 @@ _FLOW: tuple[tuple[Phase, tuple[Check, ...]], ...] = (
         Phase.FORWARD,
         (
             Check.INVARIANT_OWNERSHIP,
+            # Before any arithmetic: who owns what, start values, cleared gradients.
             Check.INVARIANT_START,
             Check.INVARIANT_ZERO_GRADIENTS,
             Check.EQUALITY_PARAMS,
@@ -42,7 +43,9 @@ _FLOW: tuple[tuple[Phase, tuple[Check, ...]], ...] = (
     ),
     (Phase.BACKWARD, ()),
     (Phase.REDUCE, (Check.EQUALITY_GRAD, Check.INVARIANT_REPLICAS, Check.INVARIANT_PADDING)),
+    # Replicas and padding before the norm, because the norm reads both.
     (
+        # A check may occur in several phases; its finding's phase selects the position.
         Phase.NORM,
         (
             Check.EQUALITY_NORM,
@@ -64,7 +67,7 @@ _FLOW: tuple[tuple[Phase, tuple[Check, ...]], ...] = (
         ),
     ),
 )
-"""The phases of a step, and within each what is checked, in the order of computation."""
+"""Phases of a step, each with its checks, in order of computation."""
 
 _PHASES: dict[str, int] = {phase: place for place, (phase, _) in enumerate(_FLOW)}
 _CHECKS: dict[tuple[str, str], int] = {
@@ -73,14 +76,15 @@ _CHECKS: dict[tuple[str, str], int] = {
 _UNKNOWN_CHECK = len(_CHECKS)
 _DETAIL_LINES = 12
 _KEYED = (Check.EQUALITY_STATE, Check.EQUALITY_LAYOUT, Check.EQUALITY_LOAD)
-"""Checks of several things of one param; which of them, the message says."""
+"""Checks of several tensors per param; the message names which."""
 
 
 def earliest_first(found: Iterable[Finding]) -> list[Finding]:
-    """Findings in the order in which an error travels: step, phase, what is checked, rank."""
+    """Sort findings along the dataflow: by step, phase, check and rank."""
 
     def place(finding: Finding) -> tuple[int, int, int, int]:
         phase = finding.phase or ""
+        # Findings without a phase, such as those about calls, sort before all phases.
         return (
             finding.step or 0,
             _PHASES.get(phase, -1),
@@ -92,18 +96,20 @@ def earliest_first(found: Iterable[Finding]) -> list[Finding]:
 
 
 def sort_and_merge(found: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Keep the first finding of each check, in the order in which an error travels.
+    """Keep the earliest finding of each check, in order of dataflow.
 
-    The others of the same check are summed up in its `detail`: how much differs on which rank.
+    The others of the same check are summarised in its `detail`: differing elements by rank.
     """
     merged: dict[str, list[Finding]] = {}
     for finding in earliest_first(found):
+        # Groups keep the order of their earliest findings.
         merged.setdefault(finding.check, []).append(finding)
     return tuple(replace(group[0], detail=_summary(group)) for group in merged.values())
 
 
 def of_first_step(found: Sequence[Finding]) -> list[Finding]:
-    """Findings of the first step in which anything is wrong; what has no step stays."""
+    """Return the findings of the first step with any; findings without a step stay."""
+    # Later steps start from wrong state, so their findings are consequences.
     first = min((finding.step for finding in found if finding.step is not None), default=None)
     return [finding for finding in found if finding.step in (None, first)]
 
@@ -120,11 +126,11 @@ def _summary(group: Sequence[Finding]) -> str:
             if finding.differ_count
             else ""
         )
-        # What differs, without what is known of how.
+        # The subject of the message, without its explanation after the colon.
         what = finding.message.partition(": ")[0]
         key = f" ({what})" if finding.check in _KEYED else ""
         line = f"  {' '.join(places)}{count}{key}"
-        # Stretches of one param look alike.
+        # Several spans of one param would repeat the same line.
         lines += [line] if places and line not in lines else []
     if len(group) > _DETAIL_LINES:
         lines.append(f"  and {len(group) - _DETAIL_LINES} more")

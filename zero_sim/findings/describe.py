@@ -1,4 +1,4 @@
-"""Turns what a check saw into the record that a person reads."""
+"""Constructors of findings: from the observation of a check to the record that reports show."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from zero_sim.scenario.checks import Check
 from zero_sim.targets import Place
 
 EVIDENCE_ELEMS_MAX = 1024
-"""Elements kept of a tensor that differs: enough to see a pattern, never a whole model."""
+"""Elements kept of a differing tensor: enough for a pattern, not a whole model."""
 
 
 def loss(step: int, rank: int, micro: int) -> Finding:
-    """A loss, before it is compared."""
+    """Return a template for the comparison of a loss."""
     return Finding(
         check=Check.EQUALITY_LOSS,
         message=f"the loss of micro-batch {micro} differs",
@@ -34,16 +34,17 @@ def loss(step: int, rank: int, micro: int) -> Finding:
 
 
 def evaluated_loss(step: int, rank: int) -> Finding:
-    """A loss under `no_grad`, before it is compared."""
+    """Return a template for the comparison of a loss under `no_grad`."""
     message = (
-        "a forward under no_grad has another loss than the forward of micro-batch 0, "
-        "which has the same params and the same batch"
+        "the loss of a forward under no_grad differs from that of micro-batch 0, which has the "
+        "same params and the same batch"
     )
     return replace(loss(step, rank, 0), message=message)
 
 
 _COMPARED = {
     Check.EQUALITY_LOAD: (Phase.LOAD, "{key} is not what was saved"),
+    # `{key}` is filled in by `owned`.
     Check.EQUALITY_PARAMS: (Phase.GATHER, "the working param differs"),
     Check.EQUALITY_GRAD: (Phase.REDUCE, "the reduced gradient differs"),
     Check.EQUALITY_SCALE: (Phase.WRITE_BACK, "the scale of the fp8 param differs"),
@@ -52,16 +53,17 @@ _COMPARED = {
     Check.EQUALITY_STATE: (Phase.OPTIMIZER, "optimizer state {key!r} differs"),
     Check.INVARIANT_ONE_DEVICE: (
         Phase.REDUCE,
-        "ranks that all saw the same data do not have the gradient of one device",
+        "ranks with the same data do not have the gradient of one device",
     ),
     Check.INVARIANT_CAST: (Phase.WRITE_BACK, "the working param is not its master, cast"),
 }
-"""Phase and message of each check of what a rank has."""
+"""Phase and message of each comparison of a tensor."""
 
 
 def _compared(check: Check, step: int, rank: int, param: str | None = None) -> Finding:
     phase, message = _COMPARED[check]
     is_whole = check in (Check.EQUALITY_PARAMS, Check.EQUALITY_GRAD)
+    # Whole tensors start at element 0; other templates get an offset later, or have none.
     return Finding(
         check=check,
         message=message,
@@ -74,13 +76,13 @@ def _compared(check: Check, step: int, rank: int, param: str | None = None) -> F
 
 
 param = partial(_compared, Check.EQUALITY_PARAMS)
-"""A working param, before it is compared."""
+"""Template for the comparison of a working param."""
 gradient = partial(_compared, Check.EQUALITY_GRAD)
-"""The reduced gradient of a whole param, before it is compared."""
+"""Template for the comparison of the reduced gradient of a whole param."""
 scale = partial(_compared, Check.EQUALITY_SCALE)
-"""The scale of a param in fp8, before it is compared."""
+"""Template for the comparison of an fp8 param's scale."""
 norm = partial(_compared, Check.EQUALITY_NORM)
-"""The norm of the gradient, before it is compared."""
+"""Template for the comparison of the gradient norm."""
 
 _SAID = {
     "loss_scale": Check.EQUALITY_LOSS_SCALE,
@@ -88,11 +90,11 @@ _SAID = {
     "skipped": Check.EQUALITY_SKIPPED,
     "zeros": Check.EQUALITY_ZEROS,
 }
-"""What checks each thing that an engine says of a step."""
+"""Check of each value that an engine reports for a step."""
 
 
 def misreported(name: str, step: int, rank: int, *, expected: object, got: object) -> Finding:
-    """Something that the engine says of the step is not so."""
+    """Return a finding for a wrong report of the engine about a step."""
     return Finding(
         check=_SAID[name],
         step=step,
@@ -104,12 +106,18 @@ def misreported(name: str, step: int, rank: int, *, expected: object, got: objec
 
 
 def wrongly_raised(step: int, rank: int, *, raised: str) -> Finding:
-    """A step that raised without a cause, or returned with one."""
+    """Return a finding for a step that raised without a cause, or should have raised.
+
+    Args:
+        step: Index of the step.
+        rank: Rank that took it.
+        raised: The exception as text; empty if the step returned.
+    """
     message = (
-        f"step() raised though every gradient is finite: {raised}"
+        f"expected step() to return, because every gradient is finite, but it raised: {raised}"
         if raised
-        else "step() returned though a gradient is not finite, and the target declares "
-        "nonfinite = 'raises'"
+        else "expected step() to raise on a gradient that is not finite, because the target "
+        "declares nonfinite = 'raises', but it returned"
     )
     return Finding(
         check=Check.EQUALITY_SKIPPED,
@@ -124,31 +132,31 @@ def wrongly_raised(step: int, rank: int, *, raised: str) -> Finding:
 def misreported_range(
     name: str, step: int, rank: int, *, ends: tuple[float, float], got: float
 ) -> Finding:
-    """Something that the engine says of the step does not lie where it must."""
+    """Return a finding for a report of the engine outside of its interval."""
     low, high = ends
     return Finding(
         check=_SAID[name],
         step=step,
         phase=Phase.NORM,
         rank=rank,
-        message=f"the step's {name}: expected {low!r} to {high!r}, whatever the order of addition, "
+        message=f"the step's {name}: expected {low!r} to {high!r} for any order of addition, "
         f"got {got!r}",
         manner="smaller" if got < low else "larger" if got > high else "values",
     )
 
 
 def missing(at: Finding, message: str) -> Finding:
-    """A finding for what one side has and the other has not.
+    """Return a finding for a value that only one side has.
 
     Args:
-        at: Of what, before it is compared.
-        message: Who has it not.
+        at: Template of the comparison.
+        message: Which side lacks it.
     """
     return replace(at, message=message, manner=_behind(at.manner, "missing"))
 
 
 def owned(check: Check, key: str, step: int, rank: int, place: Place) -> Finding:
-    """Something a rank owns, before it is compared; offsets are of the part's first element."""
+    """Return a template for a comparison of a place; offsets are of its first element."""
     phase, message = _COMPARED[check]
     return Finding(
         check=check,
@@ -175,16 +183,17 @@ def differing(
     hint: str = "",
     explain: Callable[[Ratio | None], str] = lambda ratio: "",
 ) -> Finding:
-    """Fill in the first element that differs, its values and how many more there are.
+    """Fill in the first differing element, its values, and the number of differences.
 
     Args:
-        at: The finding, of the first element that was compared.
+        at: Template, with the offset of the first compared element.
         expected: Any shape.
-        got: What came.
-        hint: What is known of it besides; said where no one factor explains it.
-        explain: Gives the cause of a factor, as in `3 x the mean: ...`; empty if there is none.
+        got: Tensor of the system.
+        hint: Recognised value, used if no single factor explains the difference.
+        explain: Returns the cause of a factor, such as `3 x the mean: ...`; empty if unknown.
     """
     if expected.dtype != got.dtype or expected.numel() != got.numel():
+        # Not comparable element by element.
         return replace(
             at,
             message=f"{at.message}: expected {expected.numel()} elements of {expected.dtype}, "
@@ -197,7 +206,7 @@ def differing(
     first = difference.first
     return replace(
         at,
-        # One number has many factors: that it is known to be another one tells more.
+        # Any pair of numbers has a factor, so for a scalar a recognised value is worth more.
         message=_with_cause(
             at.message,
             None if hint and not expected.dim() else find_ratio(expected, got),
@@ -206,8 +215,10 @@ def differing(
         ),
         offset_in_param=None if at.offset_in_param is None else at.offset_in_param + first,
         flat_offset=None if at.flat_offset is None else at.flat_offset + first,
+        # Hex floats are exact; decimals below are for reading.
         expected=_hex(difference.expected) + _byte(expected, first),
         got=_hex(difference.got) + _byte(got, first),
+        # repr is the shortest decimal that round-trips.
         expected_value=repr(difference.expected),
         got_value=repr(difference.got),
         ulp=difference.ulp,
@@ -230,26 +241,33 @@ def _with_cause(
 def outside(
     at: Finding, interval: Interval, inside: Tensor, got: Tensor, *, cause: str = ""
 ) -> Finding:
-    """Fill in the first element that no order of addition gives.
+    """Fill in the first element that no order of addition can produce.
 
     Args:
-        at: The finding, of the part's first element.
-        interval: 1D: what is owed of the part.
-        inside: 1D, bool: which elements lie within it.
-        got: 1D.
-        cause: Of a factor, as `explain` of `differing` gives it.
+        at: Template, with the offset of the first compared element.
+        interval: Bounds by element. # 1D
+        inside: True for elements within the bounds. # 1D, bool
+        got: # 1D
+        cause: Cause of a factor, as returned by `explain` of `differing`.
     """
     stray = ~inside
     first = int(stray.nonzero()[0])
     low, high = float(interval.low[first]), float(interval.high[first])
+    # An interval of one value: the sum is the same in every order.
     is_one = low == high
+    # Evidence needs a single expected tensor.
     middle = ((interval.low + interval.high) / 2).to(got.dtype)
-    orders = "every order of addition gives" if is_one else "any order of addition can give"
+    orders = (
+        "the value that every order of addition gives"
+        if is_one
+        else "all values that an order of addition can give"
+    )
     return replace(
+        # An interval has no single value, so no factor or sign can be derived.
         at,
         message=f"{at.message.removesuffix(' differs')} is {cause}"
         if cause
-        else f"{at.message} from what {orders}",
+        else f"{at.message} from {orders}",
         offset_in_param=None if at.offset_in_param is None else at.offset_in_param + first,
         flat_offset=None if at.flat_offset is None else at.flat_offset + first,
         expected=_hex(low) if is_one else f"[{_hex(low)}, {_hex(high)}]",
@@ -270,25 +288,28 @@ def _moved(spans: Sequence[tuple[int, int]], *, by: int) -> tuple[tuple[int, int
 
 def _evidence(first: int, expected: Tensor, got: Tensor) -> Evidence:
     start = max(0, first - EVIDENCE_ELEMS_MAX // 2)
+    # Centered on the first difference.
     stop = start + EVIDENCE_ELEMS_MAX
-    # Views of live state, which the next step overwrites; and results travel, but devices do not.
+    # Copies, because views of live state change in the next step; on the CPU, because results are
+    # sent to processes without the device.
     sides = (tensor.detach().reshape(-1)[start:stop] for tensor in (expected, got))
     kept = (side.to("cpu", copy=True) for side in sides)
     return Evidence(start=start, expected=next(kept), got=next(kept))
 
 
 def _manner_said(expected: object, got: object) -> str:
-    """How something that is said of a step differs from what is so."""
+    """Return the manner in which a reported value differs from the expected one."""
     if got is None:
         return "missing"
     numbers = all(isinstance(each, int | float) for each in (expected, got))
     if isinstance(got, bool) or not numbers:
         return str(got).lower()
+        # Flags and text have no order, so the value itself is the manner.
     return "smaller" if got < expected else "larger"  # pyrefly: ignore
 
 
 def _behind(key: str, manner: str) -> str:
-    """A manner behind the key of what differs, if it has one."""
+    """Append a manner to the key of the compared tensor, if there is one."""
     return f"{key} {manner}".strip()
 
 
@@ -297,19 +318,21 @@ def _hex(value: float) -> str:
 
 
 def _byte(values: Tensor, index: int) -> str:
-    """The byte of an fp8 number, which is what travels and what tells the two formats apart."""
+    """Return the byte of an fp8 number, which also distinguishes the two fp8 formats."""
+    # fp8 is the only floating-point dtype of one byte.
     if not values.is_floating_point() or values.element_size() != 1:
         return ""
     return f" = byte {int(values.reshape(-1)[index].view(torch.uint8)):#04x}"
 
 
 def with_index(finding: Finding, shapes: dict[str, tuple[int, ...]]) -> Finding:
-    """Add the index in the param's own shape, where only the flat offset is known."""
+    """Add the index in the param's shape if only the flat offset is known."""
     if finding.index is not None or finding.param not in shapes or finding.offset_in_param is None:
         return finding
     shape = shapes[finding.param]
     numel = torch.Size(shape).numel()
     if finding.offset_in_param >= numel:
+        # The offset may lie in padding, beyond the param.
         return finding
     index = torch.unravel_index(torch.tensor(finding.offset_in_param), shape) if shape else ()
     return replace(finding, index=tuple(int(i) for i in index))
@@ -319,28 +342,39 @@ Manner = Literal[
     "shape", "missing", "nonfinite", "finite", "zeros", "nonzeros", "sign", "one-ulp",
     "smaller", "larger", "moved", "values",
 ]  # fmt: skip
-"""`shape`: of another dtype or number of elements; `missing`: one side has nothing. Of elements
-that differ, the first that is true: `nonfinite` where one is NaN or infinite and should not be,
-`finite` the other way round; all of them `zeros`, or `nonzeros` where zeros belong; all `sign`: the
-other sign; all `one-ulp` away; all `smaller` or `larger` by one factor; all `moved`: what belongs
-elsewhere in the tensor; else `values`."""
+"""Manner of a difference; the first that applies:
+
+    shape      another dtype or number of elements
+    missing    only one side has a value
+    finite     expected NaN or infinity, got finite values
+    nonfinite  an unexpected NaN or infinity
+    zeros      all differing elements are zero
+    nonzeros   zeros are expected in all of them
+    sign       all have the opposite sign
+    one-ulp    all are at most one representable value away
+    smaller    all are scaled down by one factor
+    larger     all are scaled up by one factor
+    moved      all are values from elsewhere in the tensor
+    values     anything else
+"""
 
 _FACTOR_MAX = 4096
-"""Of one element alone anything is a factor: a whole number up to this, or one divided by it."""
+"""Largest whole factor, or its inverse, accepted for a single element. Any pair has some factor."""
 
 
 def manner_of(expected: Tensor, got: Tensor) -> Manner:
-    """The manner in which two tensors differ, which do.
+    """Return the manner in which two tensors differ.
 
     Args:
-        expected: Of any shape and dtype.
-        got: What came in its place.
+        expected: Any shape and dtype.
+        got: Tensor of the system; differs in at least one element.
     """
     if expected.dtype != got.dtype or expected.numel() != got.numel():
         return "shape"
     expected, got = expected.detach().reshape(-1), got.detach().reshape(-1)
     differs = unequal(expected, got)
     if not expected.is_floating_point():
+        # Integers have no NaN and no rounding.
         return _of_values(expected[differs].double(), got[differs].double(), expected, eps=0.0)
     wanted, came = expected[differs].double(), got[differs].double()
     if not bool(wanted.isfinite().all()):
@@ -348,6 +382,7 @@ def manner_of(expected: Tensor, got: Tensor) -> Manner:
     if not bool(came.isfinite().all()):
         return "nonfinite"
     apart = (places_of(expected[differs]) - places_of(got[differs])).abs()
+    # Distance in representable values of the dtype.
     is_near = bool((apart <= 1).all())
     return _of_values(
         wanted, came, expected.double(), eps=torch.finfo(expected.dtype).eps, is_near=is_near
@@ -357,7 +392,7 @@ def manner_of(expected: Tensor, got: Tensor) -> Manner:
 def _of_values(
     wanted: Tensor, came: Tensor, expected: Tensor, *, eps: float, is_near: bool = False
 ) -> Manner:
-    """The manner of finite elements that differ, in fp64; `eps` of the dtype that they had."""
+    """Return the manner of finite differing elements, in fp64; `eps` is that of their dtype."""
     if not bool(came.any()):
         return "zeros"
     if not bool(wanted.any()):
@@ -369,24 +404,27 @@ def _of_values(
     factor = _factor(wanted, came, eps=eps)
     if factor is not None:
         return "smaller" if abs(factor) < 1 else "larger"
+    # Nonzero values only, and more than one element: zeros and single values match by chance.
     if wanted.numel() > 1 and bool(torch.isin(came, expected[expected != 0]).all()):
         return "moved"
     return "values"
 
 
 def _factor(wanted: Tensor, came: Tensor, *, eps: float) -> float | None:
-    """By what all elements are multiplied, rounded twice at most; None where by several factors."""
+    """Return the common factor of all elements, up to two roundings; None if there is none."""
     if not bool(wanted.all()):
         return None
-    # The largest is the one whose rounding says least.
+    # The relative effect of rounding is smallest for the largest element.
     largest = int(wanted.abs().argmax())
     factor = float(came[largest] / wanted[largest])
     inverse = 1 / factor if factor else 0.0
     nearest = float(round(inverse)) if abs(factor) < 1 else float(round(factor))
     exact = (1 / nearest if nearest else 0.0) if abs(factor) < 1 else nearest
+    # A whole factor needs no second value; for any other, one distinct value is no evidence.
     is_whole = 1 < abs(nearest) <= _FACTOR_MAX and abs(factor - exact) <= 2 * eps * abs(factor)
     if not is_whole and wanted.unique().numel() < 2:
         return None
     factor = exact if is_whole else factor
+    # Allow for two roundings of each element.
     off = (came - factor * wanted).abs()
     return factor if bool((off <= 2 * eps * (factor * wanted).abs()).all()) else None

@@ -1,11 +1,11 @@
-"""The one factor by which everything is off, as by a wrong or missing divisor, if there is one.
+"""The common factor of all elements, as caused by a wrong or missing divisor.
 
 [Note: rounded ratios]
-A number of a dtype stands for all real numbers that round to it: those within half a unit in its
-last place, and half a unit of fp32 more where it was added or divided in fp32 first. A factor r
-explains what came if for every element some real number that the expected value stands for, times
-r, is one that the value which came stands for. It is named if it is a whole number or the inverse
-of one, and neither the next smaller nor the next larger one explains all elements as well.
+A number of a dtype represents all real numbers that round to it: those within half a unit in its
+last place, plus half a unit of fp32 if it was added or divided in fp32 first. A factor r explains a
+difference if, for every element, r times some real number represented by the expected value is
+represented by the observed one. It is reported if it is a whole number or the inverse of one, and
+neither of its neighbours explains all elements too.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 _NUMBER_MAX = 2.0**53
-"""Among larger ones fp64 does not have every whole number."""
+"""Limit of factors: beyond it, fp64 skips whole numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
-    """One factor between all expected elements and those that came."""
+    """A common factor from expected to observed elements."""
 
     number: int
-    """The factor or, if it is a fraction, its inverse."""
+    """The factor or, for a fraction, its inverse."""
     is_multiple: bool
     is_rounded: bool
-    """True if it holds for the real numbers that the elements stand for, not for these alone."""
+    """True if the factor holds up to rounding only, not for the values themselves."""
 
     def __str__(self) -> str:
         if self.is_multiple:
@@ -44,23 +44,24 @@ def ratio_in_words(ratio: Ratio | None) -> str:
 
 
 def find_ratio(expected: Tensor, got: Tensor) -> Ratio | None:
-    """Find the factor, a whole number or the inverse of one; see [Note: rounded ratios].
+    """Find a factor that is a whole number or the inverse of one; see [Note: rounded ratios].
 
     Args:
         expected: Any shape, floating-point.
-        got: Of the same shape and dtype.
+        got: Same shape and dtype.
     """
     if not expected.is_floating_point() or not bool(expected.any()) or not bool(got.any()):
         return None
     wanted, came = expected.reshape(-1).double(), got.reshape(-1).double()
     if not bool((wanted.isfinite() & came.isfinite()).all()):
         return None
-    # Where the expected value is largest, its roundings leave the least room.
+    # Relative rounding is smallest at the largest value, so it gives the best estimate.
     largest = int(wanted.abs().argmax())
     top, bottom = float(came[largest]), float(wanted[largest])
     if top == 0:
         return None
     is_multiple = abs(top) >= abs(bottom)
+    # A factor of 1 explains nothing.
     quotient = top / bottom if is_multiple else bottom / top
     if abs(quotient) > _NUMBER_MAX or round(quotient) == 1:
         return None
@@ -69,7 +70,7 @@ def find_ratio(expected: Tensor, got: Tensor) -> Ratio | None:
     def explains(count: int, *, slack: float) -> bool:
         if count == 0:
             return False
-        # Multiplied out, so that no quotient is rounded.
+        # Multiply instead of divide, so that no quotient is rounded.
         left, right = (came, wanted * count) if is_multiple else (came * count, wanted)
         room = slack * (
             _half_units(came, got.dtype) + _half_units(wanted, got.dtype) * abs(count)
@@ -79,6 +80,7 @@ def find_ratio(expected: Tensor, got: Tensor) -> Ratio | None:
         return bool(((left - right).abs() <= room).all())
 
     if explains(number, slack=0):
+        # Exact first; then up to rounding, if no neighbouring factor fits as well.
         return Ratio(number=number, is_multiple=is_multiple, is_rounded=False)
     rivals = (number - 1, number + 1)
     if explains(number, slack=1) and not any(explains(each, slack=1) for each in rivals):
@@ -87,10 +89,13 @@ def find_ratio(expected: Tensor, got: Tensor) -> Ratio | None:
 
 
 def _half_units(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far from each value the real numbers may lie that it stands for, at most."""
+    """Return the largest distance from each value to the real numbers that it represents."""
     total = torch.zeros_like(values)
+    # Rounding to the dtype, and an earlier one in fp32.
     for each in (dtype, torch.float32):
         info = torch.finfo(each)
+        # frexp returns a significand in [0.5, 1), so the unit is that of exponent - 1. Subnormals
+        # share the unit of the smallest normal number.
         exponent = torch.frexp(values.abs().clamp_min(info.smallest_normal)).exponent - 1
         total += torch.exp2(exponent.double()) * (info.eps / 2)
     return total

@@ -1,4 +1,4 @@
-"""Records of the judge: verdicts, findings and results. Every report reads these."""
+"""Records of verdicts, findings and results. All reports read these."""
 
 from __future__ import annotations
 
@@ -20,99 +20,100 @@ else:
     Tensor = Any
 
 Verdict = Literal["pass", "fail", "inconclusive", "error"]
-"""`pass`: all that was observed is right; see `Scope`. `fail`: the system under test is wrong.
-`inconclusive`: nothing was wrong, but the case could not have shown it. `error`: it was not
-judged."""
+"""`pass`: everything observed is right; see `Scope`. `fail`: the system under test is wrong.
+`inconclusive`: no finding, but the case could not have shown one. `error`: the case was not judged.
+"""
 Scope = Literal["full", "params-only"]
-"""`full`: an averaged gradient or optimizer state was compared. `params-only`: neither was, and
-most optimizers hide a wrong factor of the gradient from params."""
+"""`full`: an averaged gradient or optimizer state was compared. `params-only`: neither was. Most
+optimizers hide a wrong factor of the gradient from the params."""
 
 
 TAKEN = "not declared, so taken: "
-"""Beginning of a note on a rule that was worked out."""
-UNOBSERVED = "not observed, since the target does not tell it: "
-"""Beginning of a note on what was not observed, separated by commas."""
+"""Prefix of notes on rules that were worked out."""
+UNOBSERVED = "not observed, because the target does not report it: "
+"""Prefix of the note that lists unobserved items, separated by commas."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Evidence:
-    """What was compared around the first element that differs."""
+    """Compared elements around the first difference."""
 
     start: int
-    """Offset of the first of these elements in what was compared, flattened."""
+    """Offset of the first of these elements in the compared tensor, flattened."""
     expected: Tensor  # 1D
     got: Tensor  # 1D
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that the judge saw, with every coordinate that it has; None where it has not."""
+    """One violation of a check, with its coordinates; None for those that do not apply."""
 
     check: str
-    """A `Check`; of a bundle that another version wrote, perhaps one of its own."""
+    """A `Check`; in a bundle of another version possibly an unknown one."""
     message: str
-    """What is wrong, in one sentence."""
+    """The violation, in one sentence."""
     step: int | None = None
     """Optimizer step, counted from 0."""
     phase: str | None = None
-    """A `Phase` of the step; of an error that nobody foresaw, its type."""
+    """A `Phase` of the step; for unexpected errors, the exception's type."""
     rank: int | None = None
     param: str | None = None
     """Name of the param in the model."""
     index: tuple[int, ...] | None = None
     """Index within the param's shape."""
     offset_in_param: int | None = None
-    """The same as an offset into the flattened param, in elements."""
+    """The same element as an offset in the flattened param."""
     flat_offset: int | None = None
     """Offset in the flat buffer, in elements."""
     bucket: int | None = None
     shard: int | None = None
     shard_start: int | None = None
-    """First element of that shard in the flat buffer."""
+    """First element of the shard in the flat buffer."""
     shard_stop: int | None = None
-    """One past its last element."""
+    """One past the shard's last element."""
     expected: str | None = None
-    """What the reference has, as a hex float; of fp8, before its scale, with its byte behind it."""
+    """Value of the reference, as a hex float. For fp8: before scaling, followed by its byte."""
     got: str | None = None
-    """What the system has, in the same form."""
+    """Value of the system, in the same form."""
     expected_value: str | None = None
-    """The same in decimal."""
+    """`expected` in decimal."""
     got_value: str | None = None
-    """The same in decimal."""
+    """`got` in decimal."""
     ulp: int | None = None
-    """Representable numbers between the two."""
+    """Distance of the two in representable numbers."""
     differ_count: int | None = None
-    """Elements that differ, of `compared_count`."""
+    """Number of differing elements, out of `compared_count`."""
     compared_count: int | None = None
-    """Elements compared in this check."""
+    """Number of elements compared."""
     differ_spans: tuple[tuple[int, int], ...] = ()
-    """Half-open spans of what differs, in elements of the flattened param; where there is no param,
-    of what was compared. Only the first ones where there are many."""
+    """Half-open spans of differing elements in the flattened param, or in the compared tensor if
+    there is no param. Only the first ones if there are many."""
     manner: str = ""
-    """In which way values differ, one of those in `zero_sim.findings.describe`, behind the key of
-    what differs where there are several; empty of what is no comparison of values."""
+    """Manner of the difference, as in `zero_sim.findings.describe`, after the key of the compared
+    tensor if there are several. Empty for findings without a comparison of values."""
     call_start: int | None = None
-    """Calls that the world had logged when the step of this finding began on its rank."""
+    """Number of calls in the world's log when this step began on the rank."""
     call_stop: int | None = None
-    """Calls that the world had logged when it was found."""
+    """Number of calls in the world's log when the finding was made."""
     detail: str = ""
-    """More lines: a table, a traceback."""
+    """Further lines: a table, a traceback."""
+    # Excluded from equality, because == on tensors gives a tensor.
     evidence: Evidence | None = field(default=None, compare=False, repr=False)
-    """The tensors themselves, as far as they are kept."""
+    """The tensors around the first difference, if kept."""
 
     @property
     def identity(self) -> tuple[str, int | None, int | None, str | None]:
-        """What makes two findings the same failure: check, step, rank and param."""
+        """Key of equal failures: check, step, rank and param."""
         return self.check, self.step, self.rank, self.param
 
     def as_dict(self) -> dict[str, object]:
-        """Everything but the evidence, ready for JSON."""
+        """Return all fields but the evidence, as JSON values."""
         return _plain(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MappedBucket:
-    """A bucket in the strip."""
+    """A bucket in a buffer map."""
 
     index: int
     start: int
@@ -121,7 +122,7 @@ class MappedBucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MappedShard:
-    """A shard of a bucket, and who holds it."""
+    """A shard of a bucket, and the ranks that hold it."""
 
     index: int
     bucket: int
@@ -132,89 +133,89 @@ class MappedShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MappedPiece:
-    """A part of a param that lies inside one shard."""
+    """The part of a param inside one shard."""
 
     param: str
     start: int
     stop: int
     param_start: int
-    """Offset of its first element in the flattened param."""
+    """Offset of the first element in the flattened param."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferMap:
-    """A flat buffer in which a finding lies: integers and names to draw it from.
+    """A flat buffer with a finding, as integers and names.
 
-    All spans are half-open and count elements from the start of the buffer.
+    Spans are half-open and count elements from the start of the buffer.
     """
 
     check: str
-    """The check of the finding that it shows."""
+    """Check of the finding."""
     buffer: int
     elems: int
-    """Elements of the whole buffer, as far as its owners tell."""
+    """Length of the buffer, as reported by its owners."""
     start: int
     stop: int
-    """The part of it that is told of here; the whole, unless there is too much in it."""
+    """The mapped part of the buffer, with `start`: all of it, unless it has too many pieces."""
     buckets: tuple[MappedBucket, ...]
     shards: tuple[MappedShard, ...]
     pieces: tuple[MappedPiece, ...]
     """In buffer order."""
     padding: tuple[tuple[int, int], ...]
-    """What belongs to no param."""
+    """Elements of no param."""
     unowned: tuple[tuple[int, int], ...]
-    """What belongs to a param and to no rank."""
+    """Elements of a param without an owner."""
     differ: tuple[tuple[int, int], ...]
-    """What differs on any rank; only the first spans where there are many."""
+    """Differing elements on any rank; only the first spans if there are many."""
     differ_cut: bool
-    """Whether there are more than these."""
+    """True if there are more."""
     differ_ranks: tuple[int, ...]
-    """The ranks that see a difference."""
+    """Ranks with a difference."""
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
+        """Return all fields, as JSON values."""
         return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseResult:
-    """What came of one case."""
+    """Result of one case."""
 
     id: str
     verdict: Verdict
     seconds: float
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
-    """What a reader should know beside the verdict, one sentence each."""
+    """Remarks for the reader, one sentence each."""
     compared_elems: int = 0
-    """Elements compared bit for bit, over all steps, ranks and kinds of state."""
+    """Elements compared bit for bit, over all steps, ranks and tensors."""
     owed: Mapping[str, int] = field(default_factory=dict)
-    """Elements of reduced gradients, over all steps, by why their bits are owed: `order-free`,
-    `one-sum`, `modelled-order` or `bound`; see `zero_sim.judge.guarantee`."""
+    """Elements of reduced gradients over all steps, by guarantee: `order-free`, `one-sum`,
+    `modelled-order` or `bound`; see `zero_sim.judge.guarantee`."""
     unobserved: tuple[str, ...] = ()
-    """What the target does not tell, so that nothing is said of it."""
+    """Items that the target does not report, so they were not compared."""
     scope: Scope = "full"
-    """How much a pass covers."""
+    """Coverage of a pass."""
     collectives: int = 0
-    """Collectives that the world recorded, without those that only the judge caused."""
+    """Number of collectives recorded by the world, without those of the judge."""
     log_digest: str = ""
-    """Digest of the event log: equal for two runs of one seed."""
+    """Digest of the event log; equal for two runs with one seed."""
     error: str = ""
-    """Why the case was not judged; for verdict `error`."""
+    """Reason why the case was not judged, for verdict `error`."""
     strip: BufferMap | None = None
-    """The flat buffer of the first finding that lies in one."""
+    """Buffer map of the first finding that lies in a flat buffer."""
     twin: Scenario | None = field(default=None, compare=False, repr=False)
-    """The variant with SGD in which the findings were made; None if it is the case itself."""
+    """SGD variant in which the findings were made; None for the case itself."""
     logs: tuple[EventLog, ...] = field(default=(), compare=False, repr=False)
-    """The event log of each world that the case ran in; kept where it failed, or on demand."""
+    """Event log of each world of the case; kept if it failed, or on request."""
 
     @property
     def passes_by_params_only(self) -> bool:
-        """True if it passes with neither an averaged gradient nor optimizer state compared."""
+        """True if the case passes without an averaged gradient or optimizer state compared."""
         return self.verdict == "pass" and self.scope == "params-only"
 
     def as_dict(self) -> dict[str, object]:
-        """Everything but the event logs and the twin, ready for JSON."""
+        """Return all fields but event logs and twin, as JSON values."""
         return {
             **_plain(self),
             "findings": [finding.as_dict() for finding in self.findings],
@@ -223,47 +224,50 @@ class CaseResult:
 
 
 def taken_notes(result: CaseResult) -> tuple[str, ...]:
-    """Notes on rules that were worked out because the target declares none."""
+    """Return notes on rules that were worked out because the target declares none."""
     return tuple(note for note in result.notes if note.startswith(TAKEN))
 
 
 def not_judged(
     case_id: str, error: str, finding: Finding | None = None, *, seconds: float = 0.0
 ) -> CaseResult:
-    """The result of a case of which nothing can be said.
+    """Return the result of a case that was not judged.
 
     Args:
-        case_id: Of the case.
-        error: Why it was not judged, in one sentence.
-        finding: What is wrong with us; None where the case was refused.
-        seconds: What it took.
+        case_id: Id of the case.
+        error: Reason, in one sentence.
+        finding: Internal error; None if the case was refused.
+        seconds: Duration.
     """
     findings = () if finding is None else (finding,)
     return CaseResult(id=case_id, verdict="error", seconds=seconds, error=error, findings=findings)
 
 
 def unforeseen(error: Exception, *, id: str, seconds: float = 0.0) -> CaseResult:
-    """The result of a case whose judging raised what it should not.
+    """Return the result of a case whose judging raised an unexpected error.
 
     Args:
-        error: What it raised, and what is being handled.
-        id: Of the case.
-        seconds: What it took.
+        error: The exception; call this while it is being handled.
+        id: Id of the case.
+        seconds: Duration.
     """
+    # `format_exc` reads the exception that is being handled.
     finding = Finding(
         check=Check.INTERNAL_ERROR,
         phase=type(error).__name__,
-        message="zero_sim raised an error that it did not foresee; please report it",
+        message="zero_sim raised an unexpected error; please report it",
         detail=traceback.format_exc(),
     )
     return not_judged(id, f"{type(error).__name__}: {error}", finding, seconds=seconds)
 
 
 def _plain(record: Finding | CaseResult) -> dict[str, object]:
+    # Tensors, logs and scenarios have no JSON form.
     names = [column.name for column in dataclasses.fields(record)]
     values = {
         name: getattr(record, name) for name in names if name not in ("evidence", "logs", "twin")
     }
+    # Lists, because JSON has no tuples.
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
     }

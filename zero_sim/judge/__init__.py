@@ -1,1 +1,1 @@
-"""The judge: everything a rank holds against the reference, and the verdict."""
+"""The judge: compares all state of every rank with the reference, and reaches the verdict."""

@@ -1,9 +1,13 @@
-"""Bits that a target's elementwise rule gives a system, where a loop ends elsewhere than here.
+"""Adoption of other bits of a target's elementwise rule, which depend on the ends of its loops.
 
-[Note: which bits are adopted]
-An element may have the bits of the rule in any tensor (`reference.cuts`). Its owner decides: master
-and state have to be of one such tensor. A rank that shows the working param earlier decides its
-value, to which the owner's has to cast. All others, and all later steps, are held to that.
+[Note: adopted bits]
+Vectorised loops compute their last elements differently, so the bits of an element depend on the
+tensor that contains it. An element may have the rule's bits in any tensor (`reference.cuts`):
+
+1. Its owner decides; master and state must have the bits of a single such tensor.
+2. If a rank reports the working param earlier, that fixes its value. The owner's master must then
+   cast to it.
+3. All other ranks and all later steps are compared with the decision.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ Values = Mapping[str, Tensor]  # each 1D
 
 
 class Adoption:
-    """Lets a reference go on with the bits of a system.
+    """Adopts bits of the system in the reference's state, before a comparison.
 
     Args:
         source: Steps of the reference.
@@ -33,15 +37,15 @@ class Adoption:
         self._source = source
         self._step = -1
         self._owned: dict[str, Tensor] = {}  # each 1D, bool
-        """By param: elements whose owner was seen in this step."""
+        """Elements whose owner was observed in this step, by param."""
         self._cast: dict[str, Tensor] = {}  # each 1D, bool
-        """By param: elements whose working param was seen in this step."""
+        """Elements whose working param was observed in this step, by param."""
 
     def see_part(self, part: OwnedPart, expected: ReferenceStep) -> bool:
-        """Adopt bits before a part is compared; False if it cannot be compared after that.
+        """Adopt bits before a part is compared; return False if it can no longer be compared.
 
         Args:
-            part: As its engine shows it.
+            part: The part, as reported by its engine.
             expected: The step; its masters, state and params change.
         """
         if not self._follows(expected):
@@ -50,10 +54,12 @@ class Adoption:
         name, span = place.param, slice(place.start, place.stop)
         owned, cast = self._seen(expected, name)
         whole = expected.masters[name]
+        # The key "" stands for the master.
         wanted = {"": whole.reshape(-1)[span]} | {
             key: cut_state(value, master=whole, start=place.start, stop=place.stop)
             for key, value in expected.state[name].items()
         }
+        # All tensors of the part must have the bits of one cut.
         shown = {"": part.master, **part.state}
         apart = elements_apart(wanted, shown)
         cut = self._cut_step(expected, name, apart, owned[span])
@@ -61,6 +67,7 @@ class Adoption:
             working = expected.params[name].reshape(-1)
 
             def holds(elems: Tensor, values: Values) -> Tensor:
+                # The owner must agree with itself in all keys, and with a rank observed earlier.
                 held = same_as(shown, elems - place.start, values)
                 now = same_elements(values[""].to(working.dtype), working[elems]).cpu()
                 return held & (now | ~cast[elems])
@@ -71,11 +78,11 @@ class Adoption:
         return self._source.uncertified_step is None
 
     def see_param(self, name: str, got: Tensor, expected: ReferenceStep) -> bool:
-        """Adopt bits before a working param is compared; False if it cannot be after that.
+        """Adopt bits before a working param is compared; return False if it no longer can be.
 
         Args:
-            name: Of the param.
-            got: As a rank has it.
+            name: Name of the param.
+            got: Its values on some rank.
             expected: The step; its masters, state and params change.
         """
         if not self._follows(expected) or name not in expected.masters:
@@ -83,6 +90,7 @@ class Adoption:
         owned, cast = self._seen(expected, name)
         apart = elements_apart({"": expected.params[name].reshape(-1)}, {"": got.reshape(-1)})
         cut = self._cut_step(expected, name, apart, owned | cast)
+        # Only the cast of the master is visible here, not master and state.
         if cut is not None and apart is not None:
             flat = got.reshape(-1)
 
@@ -90,23 +98,28 @@ class Adoption:
                 return same_elements(values[""].to(flat.dtype), flat[elems]).cpu()
 
             self._adopt(expected, name, apart, cut.bits_elsewhere(apart, holds=holds))
+        # A rank has the whole working param, so all of it is decided.
         cast[:] = True
         return self._source.uncertified_step is None
 
     def _follows(self, expected: ReferenceStep) -> bool:
+        # Only a target's own rule has bits that the reference cannot predict.
         return not expected.skipped and self._source.has_own_rule
 
     def _seen(self, expected: ReferenceStep, name: str) -> tuple[Tensor, Tensor]:
+        # Decisions hold for one step; the next one starts from the adopted bits.
         if expected.step != self._step:
             self._step = expected.step
             self._owned.clear()
             self._cast.clear()
+        # Masks of whole params, because parts of several ranks share the decision.
         new = torch.zeros(expected.masters[name].numel(), dtype=torch.bool)
         return self._owned.setdefault(name, new), self._cast.setdefault(name, new.clone())
 
     def _cut_step(
         self, expected: ReferenceStep, name: str, apart: Tensor | None, decided: Tensor
     ) -> CutStep | None:
+        # If any differing element was decided earlier, the difference is a finding.
         if apart is None or not apart.numel() or bool(decided[apart].any()):
             return None
         return self._source.reference.cut_step(expected, name=name)
@@ -122,8 +135,8 @@ def adopt_bits(follower: Follower, part: OwnedPart) -> None:
     """Adopt bits of a part that a follower has just stepped.
 
     Args:
-        follower: It may change.
-        part: As its engine shows it.
+        follower: State of the part; it may change.
+        part: The part, as reported by its engine.
     """
     shown = {"": part.master, **part.state}
     apart = elements_apart({"": follower.master, **follower.state}, shown)
@@ -136,11 +149,11 @@ def adopt_bits(follower: Follower, part: OwnedPart) -> None:
 
 
 def elements_apart(wanted: Values, shown: Values) -> Tensor | None:
-    """Return which elements differ in any key, 1D; None if something else differs.
+    """Return the indices of elements that differ in any key; None if keys, dtypes or sizes differ.
 
     Args:
-        wanted: As expected, 1D, or for what no element has its own of any shape.
-        shown: As a system has it.
+        wanted: Expected tensors by key; 1D, or any shape for those without a value per element.
+        shown: Tensors of the system by key.
     """
     elems = wanted[""].numel()
     apart = torch.zeros(elems, dtype=torch.bool)
@@ -150,18 +163,19 @@ def elements_apart(wanted: Values, shown: Values) -> Tensor | None:
             return None
         if one.numel() != other.numel():
             return None
+        # Counters and factors of matrices have another shape and are not compared by element.
         if one.shape == apart.shape and not torch.equal(one, other):
             apart |= ~same_elements(one, other).cpu()
     return apart.nonzero().reshape(-1)
 
 
 def same_as(shown: Values, elems: Tensor, values: Values) -> Tensor:
-    """Return which elements have given values in all keys.
+    """Return a mask of the elements with the given values in all keys.
 
     Args:
-        shown: As a system has it, 1D.
-        elems: 1D, elements of it.
-        values: For these.
+        shown: Tensors of the system by key. # each 1D
+        elems: Indices into them. # 1D
+        values: Values to compare with, one per index.
     """
     same = torch.ones_like(elems, dtype=torch.bool)
     for key, value in values.items():

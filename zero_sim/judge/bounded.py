@@ -1,18 +1,19 @@
-"""The comparison where the order of addition is unknown: bounds of sums, the bits of all else.
+"""Comparison for an unknown order of addition: bounds for sums, exact bits for the rest.
 
-[Note: what is owed where the order is not known]
-Step by step, each of these is checked, and together they leave the sums no other freedom:
+[Note: unknown order]
+After each step, all of this is checked. Together the checks leave freedom only in the sums:
 
-1. Every rank is replayed from the working params that the system showed after the step before. So
-   its losses are owed bit for bit, and its local gradients are known.
-2. A reduced gradient lies within the bound that is proven from these; where no order can change it,
-   it is owed bit for bit.
-3. Ranks that hold the same sum hold the same bits of it: one rank finishes it and copies travel.
-4. Master and optimizer state follow bit for bit from the gradient that the system showed.
-5. The norm lies within what the bounds of the gradients leave it, is one number on all ranks, and
-   is that of the gradients that they show. What is clipped by it is clipped by what ranks say.
-6. A working param is its master, cast, on the rank that owns it; and the same on all ranks. It is
-   these that the next step is replayed from.
+1. Each rank is replayed from the working params that the system reported after the previous step.
+   So its losses must match bit for bit, and its local gradients are known.
+2. A reduced gradient lies within the bound proven from the local gradients. If no order changes the
+   sum, it must match bit for bit.
+3. Ranks with the same sum have the same bits of it, because one rank completes it and copies are
+   sent.
+4. Master and optimizer state follow bit for bit from the reported gradient.
+5. The norm lies in the interval that the gradients' bounds imply. It is equal on all ranks, and is
+   the norm of the reported gradients. Clipping uses the reported norm.
+6. On its owner, a working param is its master, cast; it is equal on all ranks. The next step is
+   replayed from it.
 """
 
 from __future__ import annotations
@@ -40,21 +41,22 @@ from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import GRADIENTS, PARTS
 
 _NOT_TOLD = (
-    "the order of addition is not known, so that an update can only be followed from the gradient "
-    "that was reduced, and the target does not tell its {what}"
+    "the order of addition is unknown, so an update can only be followed from the reduced "
+    "gradient, and the target does not report its {what}"
 )
 
 
 class BoundedComparison(Steps):
-    """Holds a group to what every order of addition gives.
+    """Compares a group with every result that some order of addition can give.
 
-    See [Note: what is owed where the order is not known].
+    See [Note: unknown order].
 
     Args:
-        group: The judged group, and what is known of it.
-        reference: Its oracle, at the step before the first one.
+        group: The judged group.
+        reference: Its oracle, before the first step.
     """
 
+    # The replay needs the params that ranks report after the previous step.
     steps_unseen = False
 
     def __init__(self, group: JudgedGroup, *, reference: BoundedReference) -> None:
@@ -65,34 +67,35 @@ class BoundedComparison(Steps):
         self._last_step: int | None = None
         self._ledger = Ledger(group.world_ranks)
         self._followers: dict[tuple[str, int, int], tuple[int, Follower]] = {}
-        """By part of a param: after how many steps, and its master and state."""
+        """Number of steps taken, and master and state, by part of a param."""
         self._norms: dict[int, Tensor | None] = {}
-        """By rank: the norm that it said last."""
+        """Last reported norm, by rank."""
         self._width = Width()
         self._unfollowed = ""
         self._copies: list[Copy] = []
         self._part_stats: list[PartStats] = []
         self._reported_stats: list[ReportedStats] = []
         world, system = group.scenario.world, group.scenario.system
+        # At stage 0 every rank has all state, so each is a replica of its own.
         self._replica_count = world.size if system.stage == 0 else system.redundancy
 
     def follows(self, step: int) -> bool:
-        """Whether there was nothing before a step that could not be followed."""
+        """Return True if all earlier steps could be followed."""
         return self.uncertified_step is None or step <= self.uncertified_step
 
     def start_from(self, params: Mapping[str, Tensor]) -> None:
-        """Begin with start values that the system drew."""
+        """Use start values that the system drew."""
         self._reference.start_from(params)
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Tell where each rank's working params lie, before the first step."""
+        """Set the addresses of each rank's working params, before the first step."""
         self._reference.set_addresses(addresses)
 
     def advance(self, *, told: Tensor | None = None) -> None:
-        """Replay the next step from the params that were shown after the last one.
+        """Replay the next step from the params reported after the last one.
 
         Args:
-            told: Not used: what a rank reports of its norm is read where it is compared.
+            told: Not used: reported norms are read in the comparison.
         """
         taken = self._step()
         if self.on_step is not None:
@@ -100,6 +103,7 @@ class BoundedComparison(Steps):
 
     def _step(self) -> BoundedStep:
         if self._last_step is not None:
+            # Not the reference's own params: sums may differ within their bounds.
             self._reference.adopt(self._ledger.params_of(self._last_step))
         taken = self._reference.replay_step()
         self._last_step = taken.step
@@ -108,22 +112,23 @@ class BoundedComparison(Steps):
         if self._unfollowed:
             self.uncertified_step = taken.step
         elif taken.norm.isfinite():
+            # Other steps have no finite bounds.
             self._width += _width_of(taken)
         return taken
 
     def forget(self, step: int) -> None:
-        """Forget a step that every rank was shown with, but for the params to go on from."""
+        """Drop a step that all ranks were compared with, except the params that follow from it."""
         super().forget(step)
         self._ledger.forget(before=step)
 
     def scale_names(self, step: int) -> Sequence[str]:
-        """Return none: params in fp8 are judged only where the order is known."""
+        """Return nothing: fp8 params are only judged with a known order."""
         return ()
 
     def compare_scales(
         self, scales: Mapping[str, Tensor | None], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare nothing; see `scale_names`."""
+        """Yield nothing; see `scale_names`."""
         yield from ()
 
     def compare_losses(
@@ -133,14 +138,14 @@ class BoundedComparison(Steps):
         return compare_losses(losses, self.steps[step], reads=reads, group=self._group, rank=rank)
 
     def compare_loaded(self, engine: CompletedEngine, *, rank: int) -> Iterator[Finding]:
-        """None: a case whose order is not known goes on in no other world."""
+        """Yield nothing: a case with an unknown order does not continue in another world."""
         yield from ()
 
     def note_agreed(self, part: OwnedPart, *, rank: int, step: int) -> None:
-        """Do nothing: no steps come from elsewhere."""
+        """Do nothing: no steps come from another process."""
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
-        """Return what was seen with what ranks showed, compared where all of them did."""
+        """Return the report with digests of the ranks' reports, compared if all ranks are here."""
         digests = RankDigests(
             copies=tuple(self._copies),
             part_stats=tuple(self._part_stats),
@@ -148,47 +153,52 @@ class BoundedComparison(Steps):
         )
         judged = replace(judged, width=self._width, unfollowed=self._unfollowed, digests=digests)
         return with_digests(judged) if self._group.sees_all else judged
+        # Otherwise other processes have the rest; the merge of their reports compares them.
 
     def _why_not_followed(self, taken: BoundedStep) -> str:
-        """Why what comes of a step cannot be judged; empty where it can."""
+        """Return the reason why the rest of a step cannot be judged; empty if it can."""
         if PARTS in self._group.unobserved:
             return _NOT_TOLD.format(what=PARTS)
         narrow = any(grad.dtype is not torch.float32 for grad in taken.grads.values())
+        # A narrow gradient that was divided and rounded does not determine the sum before it.
         if self._tells_divided(taken) and narrow:
             return (
-                "the order of addition is not known, so that an update can only be followed from "
-                "the gradient that was reduced, and the target tells it after a division that "
-                "rounds. Try system.divide = 'pre'"
+                "the order of addition is unknown, so an update can only be followed from the "
+                "reduced gradient, and the target reports it after a division that rounds. Set "
+                "system.divide = 'pre'"
             )
         if taken.overflow == "possible":
             return (
-                "gradients are so large that whether their sum overflows depends on the order of "
-                "addition, which is not known. Try smaller ones, or a smaller loss scale"
+                "whether the sum of gradients overflows depends on the order of addition, which is "
+                "unknown. Use smaller gradients or a smaller loss scale"
             )
         return ""
 
     def _tells_divided(self, taken: BoundedStep) -> bool:
-        """Whether the gradients that are told are divided already, by more than 1."""
+        """Return True if reported gradients are already divided, by more than 1."""
         return taken.divisor != 1 and self._group.tells_divided
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare norm and zeros with what the bounds leave them."""
+        """Compare norm and zeros with the intervals that the bounds leave."""
         expected = self.steps[step]
         self._norms[rank] = result.norm
         if expected.overflow != "never":
+            # With an overflow the step is skipped and nothing is measured.
             return
         norm, zeros = result.norm, result.zeros
         if norm is not None:
             self._comparer.elems += 1
             low, high = expected.norm_min, expected.norm
-            # Rounding keeps an order, so a norm in fp64 is between the ends as they are rounded.
+            # Rounding is monotonic, so an fp64 norm lies between the rounded ends.
             if not bool(low <= norm.to(high.dtype) <= high):
                 ends = low.item(), high.item()
                 yield findings.misreported_range("norm", step, rank, ends=ends, got=norm.item())
+            # A norm is one number, so it must be equal on all ranks.
             yield from self._compare_copies("norm", norm, step=step, rank=rank)
         if zeros is not None and not expected.zeros_min <= zeros <= expected.zeros:
             ends = expected.zeros_min, expected.zeros
             yield findings.misreported_range("zeros", step, rank, ends=ends, got=zeros)
+        # Compared with the norm of all parts, once every part was observed.
         self._reported_stats.append(
             ReportedStats(
                 step=step,
@@ -200,17 +210,18 @@ class BoundedComparison(Steps):
         )
 
     def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare a part's gradient with its bounds, and what follows from it bit for bit."""
+        """Compare a part's gradient with its bounds, and everything after it bit for bit."""
         expected, place = self.steps[step], part.place
         name, start, stop = place.param, place.start, place.stop
         at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, place)
         wanted = expected.grads[name].reshape(-1)[start:stop]
         bound, grad = expected.bounds[name].cut(start, stop), part.grad
         if grad is None and bool(((bound.low == 0) & (bound.high == 0)).all()):
-            # None stands for zeros, as of a param that is frozen or that no rank used.
+            # Engines report None for zeros, for example for a param that is frozen or unused.
             grad, part = wanted, replace(part, grad=wanted)
         if grad is None:
             if self._group.telling[rank] and bool(bound.signed.any()):
+                # `signed`: the bound excludes zero, so a missing gradient cannot be zeros.
                 yield findings.missing(at, "the system has no gradient of this param")
                 return
             self._group.unobserved.add(GRADIENTS)
@@ -224,21 +235,26 @@ class BoundedComparison(Steps):
         of_sum = bound
         divisor = expected.divisor if self._tells_divided(expected) else 1
         if divisor != 1:
+            # Reported after the division, so divide the bound as well.
             bound = of_sum.divided_by(divisor)
         inside = bound.holds(grad)
         if not bool(inside.all()):
             cause = self._factors(expected).explain_within(of_sum, grad, divisor=divisor)
             found = findings.outside(at, bound, inside, grad, cause=cause)
+            # Perhaps it fits the bounds on the other side of the division.
             hint = told_within_bounds(
                 of_sum, grad, divisor=expected.divisor, divided=self._group.tells_divided
             )
             yield replace(found, detail=hint)
         if self._replica_count > 1 or place.replicas > 1:
+            # Without replicas no other rank has this part.
             yield from self._compare_copies(
                 "grad", grad, step=step, rank=rank, param=name, start=start
             )
         follower = self._follow(rank, part, expected)
+        # From here on exact: update rules are deterministic given the gradient.
         if self._reference.cut_dependence:
+            # Bits of the rule depend on the tensor's ends, so nothing after this is known.
             self._unfollowed = self._reference.cut_dependence
             self.uncertified_step = step
             return
@@ -256,7 +272,7 @@ class BoundedComparison(Steps):
         )
 
     def _follow(self, rank: int, part: OwnedPart, expected: BoundedStep) -> Follower:
-        """Return a part's follower, after the step; the first rank to be seen takes it."""
+        """Return a part's follower after the step; the first observed rank advances it."""
         place = part.place
         key = place.param, place.start, place.stop
         if key not in self._followers:
@@ -264,8 +280,10 @@ class BoundedComparison(Steps):
             self._followers[key] = self._group.first_step, follower
         steps, follower = self._followers[key]
         if steps <= expected.step:
+            # Replicas share a follower, so only the first of them steps it.
             if place.param in expected.active and not expected.skipped:
-                assert part.grad is not None, "gradients are told after a step"
+                assert part.grad is not None, "gradients are reported after a step"
+                # By the reported gradient and norm, which are checked separately.
                 measured = follower.step(
                     part.grad,
                     update=expected.update,
@@ -283,7 +301,7 @@ class BoundedComparison(Steps):
                     )
                 )
                 if follower.cut_step is not None:
-                    # Here, because hardly any case needs it.
+                    # Imported here, because few cases need it.
                     from zero_sim.judge.adopting import adopt_bits
 
                     adopt_bits(follower, part)
@@ -293,13 +311,14 @@ class BoundedComparison(Steps):
     def compare_reported(
         self, engine: CompletedEngine, *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare nothing: what tells no parts is not followed."""
+        """Yield nothing: a target without parts cannot be followed."""
         yield from ()
 
     def compare_params(
         self, params: Mapping[str, Tensor], *, rank: int, step: int
     ) -> Iterator[Finding]:
         """Compare the working params of ranks with each other."""
+        # Sums have no expected bits, so params have none either.
         for name, like in self.steps[step].params_before.items():
             got = params.get(name)
             at = findings.param(step, rank, name)
@@ -322,7 +341,7 @@ class BoundedComparison(Steps):
         param: str = "",
         start: int = 0,
     ) -> Iterator[Finding]:
-        """Compare what a rank holds with what others do, those that are judged elsewhere later."""
+        """Compare a tensor with other ranks' here, and keep its digest for those elsewhere."""
         yield from self._ledger.compare(what, held, step=step, rank=rank, param=param, start=start)
         if not self._group.sees_all:
             self._copies.append(
@@ -338,7 +357,8 @@ class BoundedComparison(Steps):
 
 
 def _width_of(taken: BoundedStep) -> Width:
-    """How much the bounds of a step allow."""
+    """Return the freedom that the bounds of a step leave."""
+    # Only intervals of more than one value leave freedom.
     bounds = [(b, b.low != b.high) for b in taken.bounds.values()]
     return Width(
         reach=max((bound.reach for bound, loose in bounds if bool(loose.any())), default=0.0),

@@ -1,8 +1,7 @@
-"""The comparison with the reference, one seam whether the order of addition is known or not.
+"""Comparison with the reference, behind one protocol for known and unknown orders of addition.
 
-Where the order is known, the reference tells the bits of all there is (`judge.exact`). Where
-it is not, sums owe a place between two numbers, and all that follows from them its bits
-(`judge.bounded`). A judge knows no difference between the two.
+With a known order, the reference computes all bits (`judge.exact`). With an unknown order, sums
+must lie in proven intervals, and everything after them must match bit for bit (`judge.bounded`).
 """
 
 from __future__ import annotations
@@ -34,18 +33,19 @@ from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import GRADIENTS
 from zero_sim.workloads import Workload
 
-_DIFFERS = Finding(check=Check.EQUALITY_PARAMS, message="not as another process has it")
+# Digests cannot locate a difference. The judge replaces this finding by those of a full comparison.
+_DIFFERS = Finding(check=Check.EQUALITY_PARAMS, message="differs from another process")
 
 
 class DigestComparison:
-    """Compares a group with digests of steps that another process takes; as `Comparing`.
+    """Compares a group with digests of steps that another process computed.
 
-    Digests show that all is as expected, or that something may not be, and never how it differs. So
-    its findings are bare: they only make the judge fall back to a reference of this process's own.
+    Digests show that a tensor may differ, but not how. So findings are bare, and only make the
+    judge fall back to a reference in this process.
 
     Args:
-        group: The judged group, and what is known of it.
-        steps: Digests of the steps that ranks are compared with.
+        group: The judged group.
+        steps: Digests of the expected steps.
     """
 
     def __init__(self, group: JudgedGroup, *, steps: Mapping[int, StepDigests]) -> None:
@@ -53,8 +53,9 @@ class DigestComparison:
         self._steps = steps
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare norm and zeros; the norm only if every order of addition gives it."""
+        """Compare norm and zeros; the norm only if it is equal for every order of addition."""
         expected = self._steps[step]
+        # The digest is missing if the norm depends on the order of addition.
         if result.norm is not None and key_of("norm") in expected.digests:
             yield from self._compare(expected, result.norm, "norm")
         if result.zeros is not None and result.zeros != expected.zeros:
@@ -75,11 +76,13 @@ class DigestComparison:
         if part.grad is not None and key in expected.digests:
             yield from self._compare(expected, part.grad, "grad", *at)
         elif key in expected.digests and key not in expected.zero_grads:
+            # A missing gradient is zeros, or not reported at all by this engine.
             if self._group.telling[rank]:
                 yield _DIFFERS
             else:
                 self._group.unobserved.add(GRADIENTS)
         yield from self._compare(expected, part.master, "master", *at)
+        # A missing key would escape the loop below.
         if expected.state_keys.get(place.param) != sorted(part.state):
             yield _DIFFERS
         for name, value in part.state.items():
@@ -94,6 +97,7 @@ class DigestComparison:
         if not self._group.shows_grads_of_params:
             return
         reported = engine.gradients()
+        # Only params that this rank trains: it has no experts of other ranks.
         for name in self._group.ownership.held[rank]:
             key = key_of("whole grad", name)
             if name in reported and key in expected.digests:
@@ -102,15 +106,16 @@ class DigestComparison:
                 yield _DIFFERS
 
     def scale_names(self, step: int) -> Sequence[str]:
-        """Return the names of params in fp8."""
+        """Return the names of fp8 params."""
         return self._steps[step].scale_names
 
     def compare_scales(
         self, scales: Mapping[str, Tensor | None], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare the scales of params in fp8."""
+        """Compare the scales of fp8 params."""
         for name, scale in scales.items():
             if scale is None:
+                # An fp8 param has no value without its scale.
                 yield _DIFFERS
             else:
                 yield from self._compare(self._steps[step], scale, "scale", name)
@@ -118,7 +123,7 @@ class DigestComparison:
     def compare_params(
         self, params: Mapping[str, Tensor], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare the working params that a rank holds, those that others own included."""
+        """Compare all working params that a rank holds, including those of other owners."""
         expected = self._steps[step]
         for name in self._group.ownership.held[rank]:
             if name in params:
@@ -131,6 +136,7 @@ class DigestComparison:
     ) -> Iterator[Finding]:
         if not expected.agrees(got, what, *where):
             yield _DIFFERS
+        # Count even if it differs: falling back restores the count.
         self._group.comparer.elems += got.numel()
 
 
@@ -138,14 +144,14 @@ AnyReference = Reference | BoundedReference
 
 
 class Comparing(Protocol):
-    """What one group of ranks owes after a step.
+    """Comparison of a group's state after a step.
 
-    In all methods `rank` is a rank within the judged group, and `step` the index of a step that was
-    taken, from 0. What is compared is as the engine of that rank shows it, by the names of params.
+    In all methods, `rank` is a rank of the judged group and `step` the index of a step, from 0.
+    Engines report tensors under the names of params.
     """
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare what was measured of the whole gradient."""
+        """Compare measures of the whole gradient: norm and zeros."""
         ...
 
     def compare_losses(
@@ -155,65 +161,66 @@ class Comparing(Protocol):
         ...
 
     def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare a part that a rank owns: its gradient, its master, its optimizer state."""
+        """Compare a part that a rank owns: gradient, master and optimizer state."""
         ...
 
     def compare_reported(
         self, engine: CompletedEngine, *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare gradients of whole params, where the target declares that it shows them."""
+        """Compare gradients of whole params, if the target declares that it reports them."""
         ...
 
     def scale_names(self, step: int) -> Iterable[str]:
-        """Return the names of params in fp8."""
+        """Return the names of fp8 params."""
         ...
 
     def compare_scales(
         self, scales: Mapping[str, Tensor | None], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare the scales of params in fp8; None for one that the rank has not."""
+        """Compare the scales of fp8 params; None if the rank lacks one."""
         ...
 
     def compare_params(
         self, params: Mapping[str, Tensor], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare the working params that a rank holds, those that others own included."""
+        """Compare all working params that a rank holds, including those of other owners."""
         ...
 
 
 class Comparison(Comparing, Protocol):
-    """The same with a reference of this process, which knows more than digests."""
+    """Comparison with a reference in this process, which has more than digests."""
 
     def compare_loaded(self, engine: CompletedEngine, *, rank: int) -> Iterator[Finding]:
-        """Compare all that a rank goes on with after a load, before its first step."""
+        """Compare all loaded state of a rank, before its first step."""
         ...
 
     def note_agreed(self, part: OwnedPart, *, rank: int, step: int) -> None:
-        """Note a part that agreed with a step from elsewhere."""
+        """Record a part that agreed with a shared step."""
         ...
 
     def forget(self, step: int) -> None:
-        """Forget a step that every rank was compared with."""
+        """Drop a step that all ranks were compared with."""
         ...
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
-        """Return what was seen of a run with what only this knows."""
+        """Return the report with results that only this comparison has."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owed:
-    """Expected steps of a group, and the comparisons with them."""
+    """Expected steps of a group, and comparisons with them."""
 
     steps: Steps
     exact: Comparison
-    """Comparison with steps of a reference of this process."""
+    """Comparison with a reference in this process."""
     digests: Comparing | None = None
     """Comparison with digests; None if the group has none."""
 
     @property
     def comparison(self) -> Comparing:
-        """The comparison for the steps as they are now."""
+        """The comparison that fits the current kind of steps."""
+        # Steps stop being digests once the group falls back to its own reference.
         if self.digests is None or not self.steps.has_digests:
             return self.exact
         return self.digests
@@ -226,14 +233,15 @@ def owed_of(
     order_seed: int,
     shared: SharedSteps | None = None,
 ) -> Owed:
-    """Return what a group owes by a reference.
+    """Return the expected steps of a group and their comparisons.
 
     Args:
-        group: The judged group, and what is known of it.
-        reference: The oracle, at the step before the first one.
+        group: The judged group.
+        reference: The oracle, before the first step.
         order_seed: Seed of the world, from which orders are drawn.
         shared: Steps of references elsewhere; None to take all steps here.
     """
+    # Steps with an unknown order depend on this system's sums, so they cannot be shared.
     if isinstance(reference, BoundedReference):
         bounded = BoundedComparison(group, reference=reference)
         return Owed(steps=bounded, exact=bounded)
@@ -255,23 +263,24 @@ def take_reference(
     weights_only: bool = False,
     rules: Rules | None = None,
 ) -> AnyReference:
-    """Build the reference that fits what is known of the order, or go on with the one there is.
+    """Build the reference for a world, or continue with the previous one.
 
     Args:
-        scenario: The case, as the reference is to replay it.
-        before: The reference of the world before this one, if there was one.
+        scenario: The case, as replayed by the reference.
+        before: Reference of the previous world; None in the first.
         workload: The case's workload.
         uncounted: As for `Reference`.
         elsewhere: As for `Reference`.
         weights_only: As for `Reference.continue_as`.
-        rules: As for `Reference`; where the order is not known, of these only how it clips is read,
-            which is no form that takes the root.
+        rules: As for `Reference`. With an unknown order only the clipping rule applies, in a form
+            without a root.
 
     Raises:
-        ModelError: The model has nothing to train.
-        UsageError: The reference cannot go on in this world.
+        ModelError: If the model has no trained params.
+        UsageError: If the reference cannot continue in this world.
     """
     if before is None:
+        # First world of the case.
         if scenario.world.order_known:
             return Reference(
                 scenario,
@@ -283,8 +292,9 @@ def take_reference(
         return BoundedReference(scenario, workload=workload, rules=rules)
     if isinstance(before, BoundedReference):
         raise UsageError(
-            "expected a known order of addition in a case that goes on in another world, got "
-            "world.order_known = false. Try leaving out one of the two."
+            "expected a known order of addition, because the case continues in another world, got "
+            "world.order_known = false. Remove one of the two."
         )
+    # The oracle keeps its own state; the system's comes from a checkpoint.
     before.continue_as(scenario, workload=workload, weights_only=weights_only, rules=rules)
     return before

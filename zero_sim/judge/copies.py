@@ -1,8 +1,8 @@
-"""Ranks that hold the same thing must hold the same bits, whatever these are.
+"""Copies of one tensor on several ranks must have equal bits.
 
-Where the order of addition is not known, no reference can say which bits those are; but one rank
-finishes each sum and copies of it travel, in every algorithm there is. Where each rank is judged in
-a process of its own, judges tell hashes of what their rank holds, which are compared at the end.
+With an unknown order of addition, no reference knows these bits. But in every algorithm one rank
+completes each sum and copies of it are sent. If ranks are judged in separate processes, judges
+exchange hashes, which are compared at the end.
 """
 
 from __future__ import annotations
@@ -28,33 +28,34 @@ _SAID: dict[What, tuple[Phase, str]] = {
     "norm": (Phase.NORM, "the norm of the gradient"),
     "params": (Phase.GATHER, "the working param"),
 }
-"""Phase and name of each."""
+"""Phase and name of each kind of tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """What one rank holds after a step, as a hash."""
+    """Hash of a tensor that one rank has after a step."""
 
     step: int
     what: What
     param: str
-    """Empty for a norm."""
+    """Name of the param; empty for a norm."""
     start: int
-    """First of the flattened param's elements that it is about."""
+    """Offset in the flattened param."""
     rank: int
     """Rank in the world."""
     digest: str
 
     @property
     def key(self) -> tuple[int, What, str, int]:
-        """What it is a copy of."""
+        """Key of the copied tensor."""
         return self.step, self.what, self.param, self.start
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Hash a tensor so that equal ones, as `verify.compare` has it, have one hash."""
+    """Hash a tensor; tensors that are equal by the rule for equality have equal hashes."""
     flat = tensor.detach().reshape(-1)
     if flat.is_floating_point():
+        # +0 and -0 are equal, and so are all NaNs.
         flat = torch.where(flat == 0, torch.zeros_like(flat), flat)
         flat = torch.where(flat.isnan(), torch.full_like(flat, torch.nan), flat)
     data = flat.contiguous().view(torch.uint8).cpu().numpy().tobytes()
@@ -62,10 +63,10 @@ def digest_of(tensor: Tensor) -> str:
 
 
 class Ledger:
-    """What the first rank to be seen holds after a step, for the others to be compared with.
+    """Tensors of the first observed rank after each step, to compare other ranks with.
 
     Args:
-        world_ranks: The ranks of the group, as messages name them.
+        world_ranks: World ranks of the group, for messages.
     """
 
     def __init__(self, world_ranks: Sequence[int]) -> None:
@@ -75,18 +76,20 @@ class Ledger:
     def compare(
         self, what: What, tensor: Tensor, *, step: int, rank: int, param: str = "", start: int = 0
     ) -> Iterator[Finding]:
-        """Give a finding where a rank holds something else than the first one that was seen.
+        """Yield a finding if a rank's tensor differs from that of the first observed rank.
 
         Args:
-            what: What is held.
-            tensor: It; copied where this rank is the first.
-            step: After which step.
-            rank: The rank that holds it.
-            param: Of which param it is, if of one.
-            start: First element of it that it is about.
+            what: Kind of the tensor.
+            tensor: Its values; copied if this rank is the first.
+            step: The step after which it was observed.
+            rank: The rank that has it.
+            param: Name of the param, if it belongs to one.
+            start: Offset of its first element in the flattened param.
         """
+        # The first rank to report a tensor keeps it for the others.
         kept = self._first.setdefault((step, what, param, start), (rank, tensor))
         if kept[1] is tensor:
+            # Clone: the next step overwrites live state.
             self._first[step, what, param, start] = (rank, tensor.detach().clone())
         elif kept[1].shape != tensor.shape or not same_bits(kept[1], tensor):
             other = self._world_ranks[kept[0]]
@@ -94,7 +97,7 @@ class Ledger:
             yield findings.differing(at, kept[1], tensor)
 
     def params_of(self, step: int) -> dict[str, Tensor]:
-        """The working params after a step, as far as any rank was seen with them."""
+        """Return the working params after a step, if any rank was observed with them."""
         return {
             param: tensor
             for (when, what, param, _), (_, tensor) in self._first.items()
@@ -102,23 +105,24 @@ class Ledger:
         }
 
     def forget(self, *, before: int) -> None:
-        """Forget the steps before one."""
+        """Drop all steps before one."""
         self._first = {key: kept for key, kept in self._first.items() if key[0] >= before}
 
 
 def compare_copies(copies: Iterable[Copy]) -> Iterator[Finding]:
-    """Give a finding for each rank that holds something else than most of the others do.
+    """Yield a finding for each rank that differs from most of the others.
 
     Args:
-        copies: What judges told of their ranks.
+        copies: Hashes from all judges.
     """
     held: dict[tuple[int, What, str, int], dict[str, list[int]]] = {}
     for copy in copies:
         held.setdefault(copy.key, {}).setdefault(copy.digest, []).append(copy.rank)
+    # Sorted, so that the result does not depend on the order of reports.
     for (step, what, param, start), ranks_of in sorted(held.items()):
         if len(ranks_of) == 1:
             continue
-        # Of equally many, those with the lowest rank are taken at their word.
+        # In a tie, the group with the lowest rank counts as right.
         parties = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), min(ranks)))
         for rank in sorted(rank for ranks in parties[1:] for rank in ranks):
             other = min(parties[0])
@@ -129,7 +133,7 @@ def _finding(what: What, *, step: int, rank: int, other: int, param: str, start:
     phase, name = _SAID[what]
     at = Finding(
         check=Check.INVARIANT_REPLICAS,
-        message=f"{name} is not what rank {other} holds",
+        message=f"{name} differs from that of rank {other}",
         step=step,
         phase=phase,
         rank=rank,

@@ -1,4 +1,4 @@
-"""Steps as the reference took them: how much they would have shown, and if they train at all."""
+"""Coverage of a run: steps taken by the reference, and the evidence that they give."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ UNMOVED = "updates of some params, all of which were rounded away"
 
 
 class Coverage:
-    """Sums up the steps that were taken.
+    """Accumulates coverage over the steps of a run.
 
     Args:
-        scenario: The case, as the reference replays it.
-        first_step: The first step that is judged.
+        scenario: The case, as replayed by the reference.
+        first_step: The first judged step.
     """
 
     def __init__(self, scenario: Scenario, *, first_step: int) -> None:
         self._scenario = scenario
         self.taken_step = first_step - 1
-        """The last step that was taken."""
+        """The last step taken."""
         self.nonzero_fraction_max = 0.0
         self.same_data = scenario.world.size > 1
-        """True if all ranks saw the same data in every step."""
+        """True if all ranks had the same data in every step."""
         self.has_stepped = False
-        """True if any step was taken, and on finite gradients: others prove nothing."""
+        """True if some step updated params on finite gradients; others prove nothing."""
         self.owed: Counter[Guarantee] = Counter()
-        """Elements of the reduced gradients of all steps, by why they are owed."""
+        """Elements of reduced gradients over all steps, by guarantee."""
         self._unmoved: frozenset[str] | None = None
-        """Params that kept their values in all steps; None before the first one."""
+        """Params that kept their values in all steps; None before the first."""
 
     @property
     def unobserved(self) -> frozenset[str]:
@@ -44,15 +44,18 @@ class Coverage:
         return frozenset({UNMOVED} if self._unmoved else ())
 
     def note(self, taken: AnyStep) -> None:
-        """Note a step."""
+        """Add a step."""
         self.taken_step = taken.step
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
         unmoved = frozenset(taken.unmoved)
         self._unmoved = unmoved if self._unmoved is None else self._unmoved & unmoved
+        # A param must stay in every step to count as unmoved.
         is_finite = math.isfinite(taken.norm)
+        # Elements of a step with infinite or NaN gradients prove nothing.
         if is_finite:
             self.owed += owed_by(taken, scenario=self._scenario)
         self.has_stepped |= not taken.skipped and is_finite
+        # Equal digests of all ranks' batches mean equal data.
         self.same_data &= len(set(taken.data_digests.values())) == 1
 
 
@@ -62,29 +65,29 @@ def check_trainable(
     *,
     world_ranks: Sequence[int],
 ) -> None:
-    """Check that the reference has taken a step with finite numbers.
+    """Check that the reference took a step with finite numbers.
 
-    If it cannot train a case, no claim is made about a system.
+    If the reference cannot train a case, nothing can be concluded about the system.
 
     Args:
-        taken: The step as the reference took it; one in digests is finite.
-        scenario: The case that is judged.
-        world_ranks: The ranks of the group, as messages name them.
+        taken: The step as the reference took it; digests are always finite.
+        scenario: The judged case.
+        world_ranks: World ranks of the group, for messages.
 
     Raises:
-        UntrainableError: A gradient is not finite and nothing skips the step, or a master is not
-            finite that another step goes on from.
+        UntrainableError: If a gradient is not finite and the step is not skipped, or if a master is
+            not finite and another step follows.
     """
-    # With loss scaling, or where a target declares so, an overflow is expected to be skipped.
+    # With loss scaling, or if the target declares it, a step with an overflow is skipped.
     may_skip = scenario.optimizer.loss_scale is not None or taken.skipped
     if taken.nonfinite is not None and not may_skip:
         raise UntrainableError(_of_gradient(taken.nonfinite, taken.step, scenario, world_ranks))
-    # After the last step nothing goes on from a master, and an overflow is compared as any value.
+    # No step continues from the last master, so an overflow there is compared like any value.
     goes_on = taken.step + 1 < scenario.run.steps
     if goes_on and isinstance(taken, ReferenceStep) and taken.lost is not None:
         raise UntrainableError(
-            "expected a case that the reference can train with finite numbers, got a master of "
-            f"param {taken.lost!r} that is infinite or NaN after step {taken.step}. Try a smaller "
+            "expected a case that the reference can train with finite numbers, got an infinite or "
+            f"NaN master of param {taken.lost!r} after step {taken.step}. Try a smaller "
             f"optimizer.lr than {scenario.optimizer.lr:g}, or fewer run.steps."
         )
 
@@ -93,13 +96,14 @@ def _of_gradient(
     found: NonFinite, step: int, scenario: Scenario, world_ranks: Sequence[int]
 ) -> str:
     planted = scenario.data.nan
+    # A planted NaN needs other advice than a run that diverges.
     advice = (
-        "data.nan plants it: try optimizer.loss_scale, with which such a step is skipped, a target "
-        "that skips it or raises and declares Numerics(nonfinite='skipped') or 'raises', or leave "
-        "data.nan out."
+        "data.nan plants it: set optimizer.loss_scale so that the step is skipped, use a target "
+        "that declares Numerics(nonfinite='skipped') or 'raises', or remove "
+        "data.nan."
         if planted is not None and planted.step <= step
         else f"Try a smaller optimizer.lr than {scenario.optimizer.lr:g}, fewer run.steps, or "
-        "optimizer.loss_scale, with which such a step is skipped."
+        "optimizer.loss_scale, which skips such a step."
     )
     return (
         "expected a case that the reference can train with finite numbers, got "

@@ -1,10 +1,10 @@
-"""Start values that a system draws itself: ranks and modules must draw different numbers.
+"""Check of start values drawn by the system: ranks and modules must draw different numbers.
 
 [Note: chance]
-Two draws are said to be one if their first values agree bit for bit: 2 of fp32, 6 of 16 bits. A
-draw of fp32 has 24 random bits, one of 16 bits 8 or more, so that independent draws agree with a
-chance below 2^-47. Shorter parts are not compared, nor first values that no generator gave: equal
-ones, and -1, 0 and 1, as of zeros, ones and unit matrices.
+Two draws count as one if their first values agree bit for bit: 2 values of fp32, or 6 of 16 bits. A
+value of fp32 has 24 random bits and one of 16 bits at least 8, so independent draws agree with
+probability below 2^-47. Shorter parts are not compared. Neither are first values that no generator
+produces: equal values, and -1, 0 and 1, as in zeros, ones and identity matrices.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _NEEDED_16_BITS = 6
 def check_drawn(
     values: Mapping[str, Tensor], places: Mapping[int, Sequence[Place]], *, step: int
 ) -> Iterator[Finding]:
-    """Check that no two params, nor parts of different ranks, begin with the same draws.
+    """Check that no two params, and no parts of different ranks, begin with the same draws.
 
     Args:
-        values: Start values by param, whole.
-        places: By rank: what it owns.
-        step: The step that comes next, for the finding.
+        values: Start values of whole params.
+        places: Places that each rank owns.
+        step: The next step, for findings.
     """
+    # Besides whole params, the parts of each rank: if ranks draw their shards with one seed, these
+    # begin alike.
     parts: list[tuple[str, int, int, int | None]] = [
         (name, 0, value.numel(), None) for name, value in values.items()
     ]
@@ -45,8 +47,10 @@ def check_drawn(
             continue
         on = "" if rank is None else f" of rank {rank}"
         words = f"param {name!r}[{start}:{stop}]{on}"
+        # Compare bits, not numbers: the bound on chance counts random bits.
         key = head.dtype, head.view(torch.uint8).cpu().numpy().tobytes()
         other, begin, others_words = first.setdefault(key, (name, start, words))
+        # The start of a param is the start of its first part, too; that is no repetition.
         if (other, begin) != (name, start):
             yield Finding(
                 check=Check.INVARIANT_START,
@@ -60,7 +64,7 @@ def check_drawn(
 
 
 def _is_drawn(head: Tensor) -> bool:
-    """Return True if first values are as many as needed, and such as a generator gives."""
+    """Return True if the values are numerous and distinct enough for a generator's output."""
     distinct = set(head.tolist())
     needed = _NEEDED.get(head.dtype, _NEEDED_16_BITS)
     return len(distinct) == needed and not distinct & {-1.0, 0.0, 1.0}

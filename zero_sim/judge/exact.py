@@ -1,4 +1,4 @@
-"""The comparison where the order of addition is known: every bit, as the reference computes it."""
+"""Comparison for a known order of addition: every bit, as computed by the reference."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class ExactComparison:
-    """Holds a group to the bits that its reference computes.
+    """Compares a group with the bits that its reference computes.
 
     Args:
-        group: The judged group, and what is known of it.
+        group: The judged group.
         source: Steps of its reference.
     """
 
@@ -48,23 +48,23 @@ class ExactComparison:
         self._explanations = Explanations(group, reference=lambda: source.reference)
         self._adoption: Adoption | None = None
         if group.scenario.optimizer.name == "own":
-            # Here, because hardly any case needs it.
+            # Imported here, because few cases need it.
             from zero_sim.judge.adopting import Adoption
 
             self._adoption = Adoption(source)
 
     def forget(self, step: int) -> None:
-        """Forget a step that every rank was compared with."""
+        """Drop a step that all ranks were compared with."""
         self._explanations.forget(step)
 
     def scale_names(self, step: int) -> Iterable[str]:
-        """Return the names of params in fp8."""
+        """Return the names of fp8 params."""
         return self._steps[step].scales
 
     def compare_scales(
         self, scales: Mapping[str, Tensor | None], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare the scales of params in fp8 after a step."""
+        """Compare the scales of fp8 params after a step."""
         expected = self._steps[step].scales
         for name, scale in scales.items():
             at = findings.scale(step, rank, name)
@@ -80,20 +80,22 @@ class ExactComparison:
         return compare_losses(losses, self._steps[step], reads=reads, group=self._group, rank=rank)
 
     def compare_loaded(self, engine: CompletedEngine, *, rank: int) -> Iterator[Finding]:
-        """Compare all that a rank goes on with after a load, before its first step."""
+        """Compare all loaded state of a rank, before its first step."""
         standing = self._source.reference.standing()
-        # Ranks that wait for none of the others may be steps ahead of them.
+        # Ranks need not wait for each other. If one has stepped already, so has the reference.
         if standing.next_step == self._group.first_step:
             yield from compare_loaded(self._group, engine, standing=standing, rank=rank)
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare norm and zeros; the norm only where every order of adding gives it."""
+        """Compare norm and zeros; the norm only if every order of addition gives it."""
         expected = self._steps[step]
         norm = result.norm if expected.measured.norm_certified else None
         if self._group.numerics.norm == "told":
+            # The reference clips by the reported norm, so it cannot judge it.
             self._group.unobserved.add("norm")
             norm = None
         if norm is not None and norm.dtype == torch.float64:
+            # In fp64 first, with all its digits; then in fp32, like other norms.
             yield from self._compare_wide(expected, norm, rank=rank)
             norm = norm.to(torch.float32)
         if norm is not None and self._comparer.differs(expected.measured.norm, norm):
@@ -105,11 +107,12 @@ class ExactComparison:
                 known=lambda: known,
                 factors=self._factors_of(expected, is_mean=True, noun="that of the {}"),
             )
-            # A norm of one shard may have the bits of a rule, too, where others are empty.
+            # Where other shards are empty, the norm of one shard may also fit some rule.
             is_known = any(same_bits(each.values, norm) for each in known)
             explainer = None if is_known else self._explanations.of(expected)
             rule = "" if explainer is None else explainer.explain_norm(norm)
             yield replace(found, detail="\n".join(filter(None, [found.detail, rule])))
+            # A known value is a better explanation than a rule.
         zeros = expected.measured.zeros
         if result.zeros is not None and result.zeros != zeros:
             yield findings.misreported("zeros", step, rank, expected=zeros, got=result.zeros)
@@ -117,30 +120,32 @@ class ExactComparison:
     def _compare_wide(
         self, expected: ReferenceStep, norm: Tensor, *, rank: int
     ) -> Iterator[Finding]:
-        """Compare a norm in fp64 that has the expected bits in fp32."""
+        """Compare an fp64 norm that has the expected bits in fp32."""
         rounded = norm.to(torch.float32)
         if not expected.measured.finite or not same_bits(expected.norm, rounded):
-            return  # Compared in fp32.
+            return  # The comparison in fp32 reports it.
         low, high = wide_ends(self._group.numerics.norm, expected.measured)
-        # An engine may also report a Python number that was fp32.
+        # An engine may also convert an fp32 norm to a Python number.
         if not low <= norm.item() <= high and norm.item() != rounded.item():
             wanted = norm.new_tensor((low + high) / 2)
             yield findings.differing(findings.norm(expected.step, rank), wanted, norm)
 
     def _known_norms(self, expected: ReferenceStep, *, rank: int) -> Iterator[Known]:
-        """Norms that may stand in place of that of the whole gradient: those of one shard."""
+        """Yield norms that may be reported instead of the whole gradient's: those of one shard."""
         if self._group.scenario.world.size == 1:
             return
-        # Not `stepped`, which is clipped.
+        # Recompute from `grads`, because `stepped` is clipped.
         whole = {name: expected.update.apply(expected.grads[name]) for name in expected.stepped}
         shards = self._group.scenario.world.size // self._group.scenario.system.redundancy
+        # Without reported places, `norms_of_shard` assumes common forms of shards.
         holding = self._group.ownership.holding_of(rank)
         if holding and sum(each.stop - each.start for each in holding) >= sum(
             grad.numel() for grad in whole.values()
         ):
-            return  # It has all of it, so that its norm is that of the whole gradient.
+            return  # This rank has everything, so its norm is the right one.
         what = "the norm of this rank's shard alone: the squares were not added over the ranks"
         for norm in norms_of_shard(whole, holding, rank=rank % shards, shard_count=shards):
+            # Several candidates: ways to take a norm, and forms of the shard if it is not reported.
             if not same_bits(norm, expected.norm):
                 yield Known(what=what, values=norm)
 
@@ -156,9 +161,11 @@ class ExactComparison:
 
         yield from self._compare_grad(part, expected, rank=rank, step=step, cut=cut)
         if expected.one_device is not None and part.grad is not None:
+            # `expect.one_device`: all ranks have the same data, so the mean is known exactly.
             one = cut(expected.one_device[name])
             yield from self._compare_with_one(one, part, divisor=expected.divisor, at=(step, rank))
         if self._adoption is not None and not self._adoption.see_part(part, expected):
+            # Adopt before the comparison; if that fails, nothing after this update is known.
             return
         whole_master = expected.masters[name]
         found = list(
@@ -184,7 +191,7 @@ class ExactComparison:
             self._explanations.note(expected, *part_seen(part, rank=rank), agrees=agrees)
 
     def note_agreed(self, part: OwnedPart, *, rank: int, step: int) -> None:
-        """Note a part that was found to be as it is owed in another way."""
+        """Record a part that agreed with a shared step, so without a comparison here."""
         expected, place = self._steps[step], part.place
         self._note_part(expected, part, rank=rank, agrees=True)
         if part.grad is not None:
@@ -203,15 +210,16 @@ class ExactComparison:
         step: int,
         cut: Callable[[Tensor], Tensor],
     ) -> Iterator[Finding]:
-        """Compare a part's reduced gradient, where it is told."""
+        """Compare a part's reduced gradient, if it is reported."""
         name, wanted = part.place.param, self._as_reported(expected, part.place.param)
         if wanted is None:
-            return  # Nothing was stepped, so that nobody was given anything.
+            return  # The step was skipped, so no gradient was passed on.
         grad = cut(wanted)
         at = partial(findings.owned, Check.EQUALITY_GRAD, "", step, rank, part.place)
         if part.grad is None:
-            # None stands for zeros, as of a param that is frozen or that no rank used.
+            # Engines report None for zeros, for example for a param that is frozen or unused.
             if grad.any() and not self._group.telling[rank]:
+                # This rank reports no gradients at all: unobserved instead of wrong.
                 self._group.unobserved.add(GRADIENTS)
             elif grad.any():
                 yield findings.missing(at(), "the system has no gradient of this param")
@@ -224,6 +232,7 @@ class ExactComparison:
             )
             factors = self._factors(expected)
             found = self._group.differing(at(), grad, part.grad, known=known, factors=factors)
+            # Perhaps the bits of another point of the step: then propose that declaration.
             side = told_otherwise(expected, name, cut, part.grad, numerics=self._group.numerics)
             yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
 
@@ -234,6 +243,7 @@ class ExactComparison:
         assert part.grad is not None
         got, owed = part.grad, one
         if divisor != 1:
+            # The reported value is a sum, so divide it here, in fp32 as the reference does.
             owed = one.to(torch.float32)
             got = got if self._group.tells_divided else quotient(got.to(torch.float32), divisor)
         if self._comparer.differs(owed, got):
@@ -241,20 +251,20 @@ class ExactComparison:
             found = self._group.differing(found, owed, got)
             ranks = self._group.scenario.world.size
             share = f"{found.differ_count} of {found.compared_count} elements differ"
-            why = f"what is divided by {ranks}, or added {ranks} times, may be rounded on the way"
+            why = f"dividing by {ranks}, or adding {ranks} times, may round"
             yield replace(found, message=f"{found.message}; {share}: {why}")
 
     def compare_reported(
         self, engine: CompletedEngine, *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare gradients of whole params, where the target declares that it shows them."""
+        """Compare gradients of whole params, if the target declares that it reports them."""
         group = self._group
         if PARTS in group.unobserved:
             group.note_unreported(divisor=self._steps[step].divisor)
         if not group.shows_grads_of_params:
             return
         reported = engine.gradients()
-        # In the order of the params: that of a set is another one in every process.
+        # In order of the params, because sets have another order in each process.
         for name in (
             each for each in self._steps[step].grads if each in group.ownership.held[rank]
         ):
@@ -268,6 +278,7 @@ class ExactComparison:
                 continue
             differs = self._comparer.differs(wanted, got)
             self._note_grad(self._steps[step], name, got, rank=rank, cut=_whole, agrees=not differs)
+            # Note agreeing gradients, too: a rule must fit all of them.
             if differs:
                 at = findings.gradient(step, rank, name)
                 known = partial(self._known_grads, self._steps[step], rank=rank, name=name, start=0)
@@ -279,16 +290,18 @@ class ExactComparison:
     def _known_grads(
         self, expected: ReferenceStep, *, rank: int, name: str, start: int
     ) -> Iterator[Known]:
-        """What may stand in place of a reduced gradient: a rank's own, or another param's."""
+        """Yield candidates for a reduced gradient: a rank's local one, or another param's."""
         explainer = self._explanations.of(expected)
         if explainer is not None:
             yield from explainer.known_grads(name, rank=rank, start=start)
+        # Gradients of all params, because a system may swap them.
         told = {each: self._as_reported(expected, each) for each in expected.grads}
         yield from _of_params({n: v for n, v in told.items() if v is not None}, start=start)
 
     def _factors(self, expected: ReferenceStep) -> FactorCauses:
-        """Causes of a factor of reduced gradients as the target reports them."""
+        """Return causes of a common factor in gradients, as the target reports them."""
         division = expected.update.division
+        # Reported as a sum if a division follows, after the point of the report.
         is_sum = division.rest != 1 and not self._group.tells_divided and not division.each_round
         return self._factors_of(expected, is_mean=not is_sum)
 
@@ -304,7 +317,7 @@ class ExactComparison:
         )
 
     def _as_reported(self, expected: ReferenceStep, name: str) -> Tensor | None:
-        """A reduced gradient as the target is to tell it; None where it is given none."""
+        """Return a reduced gradient in the target's form; None if the target reports none."""
         dtype = self._group.numerics.told_dtype
         return told_as(expected, name, point=self._told_at, dtype=dtype)
 
@@ -318,7 +331,7 @@ class ExactComparison:
         cut: Callable[[Tensor], Tensor],
         agrees: bool,
     ) -> None:
-        """Note a gradient for the explanations; not one that is clipped, which none explains."""
+        """Record a gradient for explanations, unless it is clipped: no rule explains that."""
         if self._told_at != "after-clip":
             numerics = self._group.numerics
             seen, shown = grad_seen(name, got, cut=cut, rank=rank, numerics=numerics)
@@ -327,7 +340,7 @@ class ExactComparison:
     def compare_params(
         self, params: Mapping[str, Tensor], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare the working params that a rank holds, those that others own included."""
+        """Compare all working params that a rank holds, including those of other owners."""
         for name, value in self._steps[step].params.items():
             if name not in self._group.ownership.held[rank]:
                 continue
@@ -342,15 +355,17 @@ class ExactComparison:
             if differs:
                 at = findings.param(step, rank, name)
                 if PARTS in self._group.unobserved:
+                    # Without parts, params are the only evidence of how layouts differ.
                     at = self._group.of_layouts(at)
                 known = partial(_known_params, self._steps[step], name=name)
                 yield self._group.differing(at, value, params[name], known=known)
             if not self._steps[step].skipped:
+                # A skipped step computes nothing that a rule could explain.
                 seen, got = param_seen(name, params[name], rank=rank)
                 self._explanations.note(self._steps[step], seen, got, agrees=not differs)
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
-        """Return what was seen with the rules that would fit what differs."""
+        """Return the report with the rules that fit the differences."""
         rules = self._explanations.tried(judged.bad_step)
         return replace(judged, rules=rules, unfollowed=self._source.unfollowed)
 
@@ -360,30 +375,32 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _of_params(values: Mapping[str, Tensor], *, start: int) -> Iterator[Known]:
-    """What any param should have, to be looked for at its own place and at any other."""
+    """Yield the expected values of all params, as candidates at this and other positions."""
     for name, value in values.items():
-        what = f"what param {name!r} should have"
+        what = f"the expected value of param {name!r}"
         yield Known(what=what, values=value, start=start, name=name)
 
 
 def _known_params(expected: ReferenceStep, *, name: str) -> Iterator[Known]:
-    """What may stand in place of a working param: what was there, or another param."""
+    """Yield candidates for a working param: its previous value, or another param's."""
     if name in expected.params_before:
-        yield Known(what="what it was before the step", values=expected.params_before[name])
+        yield Known(what="that from before the step", values=expected.params_before[name])
     yield from _of_params(expected.params, start=0)
 
 
 def _known_updates(expected: ReferenceStep, key: str, *, name: str, start: int) -> Iterator[Known]:
-    """What may stand in place of a master, or of the optimizer state of a key."""
+    """Yield candidates for a master, or for the optimizer state of a key."""
     if key:
+        # An empty key stands for the master.
         for other, value in expected.state[name].items():
             if value.dim() and other != key:
-                what = f"what optimizer state {other!r} should have"
+                what = f"the expected optimizer state {other!r}"
                 yield Known(what=what, values=value, start=start)
+        # Then the same key of other params; counters have no elements to recognise.
         of_key = {each: state[key] for each, state in expected.state.items() if key in state}
         yield from _of_params({n: v for n, v in of_key.items() if v.dim()}, start=start)
         return
     if name in expected.masters_before:
         before = expected.masters_before[name]
-        yield Known(what="what it was before the step", values=before, start=start)
+        yield Known(what="that from before the step", values=before, start=start)
     yield from _of_params(expected.masters, start=start)

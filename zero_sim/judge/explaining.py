@@ -1,8 +1,8 @@
-"""Seam between the comparison and the explanations of what differs.
+"""Seam between comparison and explanation of differences.
 
-Explanations take the step again, by other rules. They live in a wing (`zero_sim.rules`), which the
-judge does not import: whoever opens a judge hands in the name of an explainer. It is loaded once
-something differs.
+An explanation repeats the step by other rules. That code is in a wing (`zero_sim.rules`), which the
+judge does not import: the caller passes the name of an explainer, which is loaded if something
+differs.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ from zero_sim.targets import Numerics, OwnedPart
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """A place in a rank's state: part of a gradient, a master with its state, or a param."""
+    """A comparison on a rank: part of a gradient, a master with its state, or a param."""
 
     what: What
     rank: int
-    """The rank, within the group."""
+    """Rank in the group."""
     pick: Callable[[StepAgain], Mapping[str, Tensor]]
-    """Returns the tensors there, by name, for a step by any rules."""
+    """Returns the compared tensors by name, from a step by any rules."""
 
 
 class Explainer(Protocol):
     """Explains the differences in one step."""
 
     def look(self, seen: Seen, got: Mapping[str, Tensor], *, agrees: bool) -> None:
-        """Note another place.
+        """Add a comparison.
 
         Args:
-            seen: The place.
-            got: The rank's tensors there, named as by `seen.pick`.
+            seen: The comparison.
+            got: The rank's tensors, under the names of `seen.pick`.
             agrees: True if they are as expected.
         """
         ...
 
     def known_grads(self, name: str, *, rank: int, start: int) -> Iterator[Known]:
-        """Return gradients without some terms, which may stand in place of a reduced one.
+        """Yield gradients without some of their terms, as candidates for a reduced gradient.
 
         Args:
-            name: The param.
-            rank: The observed rank, within the group.
-            start: Offset where the compared part begins.
+            name: Name of the param.
+            rank: The observed rank, in the group.
+            start: Offset of the compared part.
         """
         ...
 
     def explain_norm(self, norm: Tensor) -> str:
-        """Return the rules by which a norm is right; empty if there are none.
+        """Return the rules that give this norm, as text; empty if there are none.
 
         Args:
-            norm: 0-D fp32, of a rank.
+            norm: Norm reported by a rank. # 0D, fp32
         """
         ...
 
     def tried(self) -> RulesTried | None:
-        """Return what came of trying rules; None if no gradient and no update differs."""
+        """Return the result of trying rules; None if no gradient and no update differs."""
         ...
 
 
@@ -74,7 +74,7 @@ class Explanations:
     """The explainers of all steps of a group.
 
     Args:
-        group: The judged group, and what is known of it.
+        group: The judged group.
         reference: Returns its oracle.
     """
 
@@ -82,41 +82,46 @@ class Explanations:
         self._group = group
         self._reference = reference
         self._agreed: dict[int, list[Seen]] = {}
-        """Agreeing places, by step, until something differs."""
+        """Agreeing comparisons by step, until something differs."""
         self._explainers: dict[int, Explainer] = {}
 
     def note(
         self, expected: ReferenceStep, seen: Seen, got: Mapping[str, Tensor], *, agrees: bool
     ) -> None:
-        """Note a compared place.
+        """Record a comparison.
 
         Args:
-            expected: The step as the reference took it.
-            seen: The place.
-            got: The rank's tensors there.
+            expected: The step as taken by the reference.
+            seen: The comparison.
+            got: The rank's tensors.
             agrees: True if they are as expected.
         """
+        # Until something differs, keep only the comparison, not its tensors: they are live state.
         if agrees and expected.step not in self._explainers:
             if expected.start is not None:
+                # Without the start state the step cannot be repeated.
                 self._agreed.setdefault(expected.step, []).append(seen)
             return
         explainer = self.of(expected)
+        # None if the case has no explainer, or no state to repeat the step from.
         if explainer is not None:
             explainer.look(seen, got, agrees=agrees)
 
     def of(self, expected: ReferenceStep) -> Explainer | None:
-        """Return the explainer of a step; None if it cannot be explained.
+        """Return the explainer of a step; None if the step cannot be explained.
 
         Args:
-            expected: The step, in which something differs.
+            expected: A step with a difference.
         """
         step, name = expected.step, self._group.explainer
         if step not in self._explainers and name and expected.start is not None:
+            # Imported here, so that a case that passes does not load the wing.
             module, _, attribute = name.partition(":")
             explainer: Callable[..., Explainer] = getattr(
                 importlib.import_module(module), attribute
             )
             self._explainers[step] = explainer(
+                # Agreeing comparisons of this step come first: rules must keep their bits.
                 expected,
                 reference=self._reference(),
                 group=self._group,
@@ -125,21 +130,21 @@ class Explanations:
         return self._explainers.get(step)
 
     def forget(self, step: int) -> None:
-        """Forget a step in which nothing differs."""
+        """Drop a step without differences."""
         self._agreed.pop(step, None)
 
     def tried(self, step: int | None) -> RulesTried | None:
-        """Return what came of trying rules on a step; None if nothing differs there."""
+        """Return the result of trying rules on a step; None if nothing differs in it."""
         explainer = None if step is None else self._explainers.get(step)
         return None if explainer is None else explainer.tried()
 
 
 def part_seen(part: OwnedPart, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]]:
-    """Return the place where a part's master and state are, and their values.
+    """Return the comparison of a part's master and state, and the values.
 
     Args:
-        part: An owned part, as the engine shows it.
-        rank: The rank, within the group.
+        part: The part, as reported by the engine.
+        rank: Rank in the group.
     """
     place = part.place
 
@@ -149,6 +154,7 @@ def part_seen(part: OwnedPart, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]
         held = {name: cut(value) for name, value in state.items()}
         return {"master": master.reshape(-1)[place.start : place.stop], **held}
 
+    # Master and state come from one update, so one comparison covers both.
     seen = Seen(what="update", rank=rank, pick=pick)
     return seen, {"master": part.master, **part.state}
 
@@ -161,13 +167,13 @@ def grad_seen(
     rank: int,
     numerics: Numerics,
 ) -> tuple[Seen, Mapping[str, Tensor]]:
-    """Return the same of a reduced gradient.
+    """Return the comparison of a reduced gradient, and its values.
 
     Args:
-        name: The param.
+        name: Name of the param.
         got: The reported gradient.
-        cut: Cuts a whole one to the same size.
-        rank: The rank, within the group.
+        cut: Cuts a whole gradient to the reported part.
+        rank: Rank in the group.
         numerics: Declared by the target.
     """
 
@@ -178,12 +184,12 @@ def grad_seen(
 
 
 def param_seen(name: str, got: Tensor, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]]:
-    """Return the same of a working param.
+    """Return the comparison of a working param, and its values.
 
     Args:
-        name: The working param.
+        name: Name of the param.
         got: Its values on the rank.
-        rank: The rank, within the group.
+        rank: Rank in the group.
     """
     seen = Seen(what="update", rank=rank, pick=lambda by: {name: by.step.params[name]})
     return seen, {name: got}

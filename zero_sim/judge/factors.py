@@ -1,7 +1,6 @@
-"""Causes of a gradient that is a whole multiple or fraction of the expected one.
+"""Causes of gradients that are a whole multiple or fraction of the expected ones.
 
-A sum that nobody divided, or that was divided twice, is off by a number that the case has: its
-ranks, its micro-batches, its replicas.
+A missing or repeated division changes a sum by a count of the case: ranks, micro-batches, replicas.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from zero_sim.reference import Interval
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FactorCauses:
-    """The numbers of a step that a wrong divisor may come from."""
+    """Counts of a step that a wrong divisor may be."""
 
     counts: Mapping[str, int]
-    """By name, as in `3 ranks`; without those that are 1."""
+    """Counts by description, such as `3 ranks`; without counts of 1."""
     divisor: float
-    """What the mean is divided by; 1 if nothing is divided."""
+    """Divisor of the mean; 1 if the sum is not divided."""
     is_mean: bool
-    """True if the expected value is of the mean, False if it is of the sum."""
+    """True if the expected value is the mean, False if it is the sum."""
     noun: str = "the {}"
-    """The expected value, around `mean` or `sum`."""
+    """Phrase for the expected value; `{}` becomes `mean` or `sum`."""
 
     @classmethod
     def of(
@@ -38,17 +37,19 @@ class FactorCauses:
         is_mean: bool = True,
         noun: str = "the {}",
     ) -> FactorCauses:
-        """Return those of a step.
+        """Build the counts of a step.
 
         Args:
             losses: Rank and micro-batch of each loss.
-            divisor: What the sum over them is divided by in all.
-            replicas: Number of replicas that the ranks form.
-            is_mean: False if the sum is compared, not the mean.
+            divisor: Total divisor of the sum over them.
+            replicas: Number of replicas.
+            is_mean: False if the sum is compared instead of the mean.
             noun: As the field.
         """
+        # Ranks without data have no loss, so count those that have.
         ranks = {rank for rank, _ in losses}
         micros = {sum(each == rank for each, _ in losses) for rank in ranks}
+        # Ranks may have different numbers of micro-batches.
         most = max(micros, default=0)
         each = f"{most} micro-batches"
         counts = {f"{len(ranks)} ranks": len(ranks), each: most}
@@ -57,8 +58,9 @@ class FactorCauses:
             counts |= {all_of_them: len(losses), f"{replicas} replicas": replicas}
             counts |= {f"{len(ranks) // replicas} ranks of a replica": len(ranks) // replicas}
         known: dict[int, str] = {}
+        # Equal counts cannot be told apart, so they share a description.
         for name, count in counts.items():
-            # With one micro-batch a rank, that many micro-batches are that many ranks.
+            # With one micro-batch per rank, both numbers are the number of ranks.
             if count > 1 and (count not in known or name == each):
                 known[count] = f"{known[count]} or {name}" if count in known else name
         return cls(
@@ -69,10 +71,10 @@ class FactorCauses:
         )
 
     def explain(self, ratio: Ratio | None) -> str:
-        """Return the factor and its likeliest cause, as in `3 x the mean: ...`; empty if unknown.
+        """Return a factor with its likeliest cause, as `3 x the mean: ...`; empty if unknown.
 
         Args:
-            ratio: The factor between the expected and the actual value.
+            ratio: Factor from the expected to the actual value.
         """
         name = next((n for n, c in self.counts.items() if ratio and c == ratio.number), None)
         if ratio is None or name is None:
@@ -83,21 +85,24 @@ class FactorCauses:
         return f"{ratio} {times} {expected}{rounded}: {self._cause(name, ratio)}"
 
     def explain_within(self, bound: Interval, got: Tensor, *, divisor: float) -> str:
-        """Return the same of a sum that is bounded; empty if not exactly one factor fits.
+        """Return the same for a bounded sum; empty unless exactly one factor fits.
 
         Args:
-            bound: 1D; of the sum.
-            got: 1D.
-            divisor: What that is yet to be divided by.
+            bound: Bound of the sum. # 1D
+            got: Reported gradient. # 1D
+            divisor: Division that follows the sum.
         """
         if not bool(got.any()):
+            # Zeros lie in any interval around zero, whatever the factor.
             return ""
+        # A missing division multiplies by a count, a repeated one divides by it.
         factors = [(count, is_multiple) for count in self.counts.values() for is_multiple in (1, 0)]
         fitting = [
             Ratio(number=count, is_multiple=bool(is_multiple), is_rounded=False)
             for count, is_multiple in factors
             if _holds(bound, got, divisor=divisor / count if is_multiple else divisor * count)
         ]
+        # Wide bounds may fit several factors; then none is named.
         return self.explain(fitting[0]) if len(fitting) == 1 else ""
 
     def _cause(self, name: str, ratio: Ratio) -> str:
@@ -117,9 +122,9 @@ class FactorCauses:
 
 
 def _holds(bound: Interval, got: Tensor, *, divisor: float) -> bool:
-    """Return whether what came lies within the quotients, rounded to its dtype.
+    """Return True if values lie within the quotients, rounded to their dtype.
 
-    Rounding never changes which of two numbers is larger, so that rounded ends are ends.
+    Rounding is monotonic, so rounded ends bound rounded values.
     """
     quotients = bound.divided_by(divisor)
     low, high = (end.to(got.dtype).double() for end in (quotients.low, quotients.high))

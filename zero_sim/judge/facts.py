@@ -1,7 +1,7 @@
-"""Facts of a rank's engine, reported before the first step: all that others need to judge.
+"""Facts about a rank's engine from before the first step, which other judges need.
 
-The order of a sum depends on where an element stands, and the bits of a product on where a param
-lies; so the oracle that replays all ranks has to hear it of all of them.
+The order of a sum depends on an element's position in a buffer, and the bits of a product on a
+param's address. So the oracle, which replays all ranks, needs both from each rank.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ _DIGEST_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """One rank's engine before the first step."""
+    """Facts about one rank's engine before the first step."""
 
     places: tuple[Place, ...]
-    """What it owns of the optimizer."""
+    """Places of optimizer state that the rank owns."""
     addresses: Addresses
-    """Where its working params lie."""
+    """Addresses and strides of the rank's working params."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of these params."""
+    """Shapes of the working params."""
     unreported: frozenset[str] = frozenset()
-    """What it does not tell, in words."""
+    """Items that the engine does not report."""
     tied_parts: Mapping[str, str] = field(default_factory=dict)
-    """First name of each tied param that it owns under another name, by that name."""
+    """First name of each tied param that the rank owns under another name, by that other name."""
     can_unwrap: bool = False
-    """True if it can give its module back."""
+    """True if the engine can unwrap its module."""
     start: Mapping[str, str] = field(default_factory=dict)
-    """By name: a digest of each param and buffer of its module; empty where nobody asked."""
+    """Digest of each param and buffer of its module, by name; empty if not requested."""
     drawn: Mapping[str, Tensor] = field(default_factory=dict)
-    """Copies of its working params if the system drew them; empty if it did not."""
+    """Copies of the working params if the system drew them; else empty."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return all fields as JSON values."""
         return {
+            # As lists, in the order of Place's fields; `from_dict` relies on it.
             "places": [list(dataclasses.astuple(place)) for place in self.places],
             "addresses": {
                 name: [layout.address, list(layout.strides)]
@@ -55,6 +56,7 @@ class Facts:
             "tied_parts": dict(self.tied_parts),
             "can_unwrap": self.can_unwrap,
             "start": dict(self.start),
+            # Hex, because JSON has no bytes.
             "drawn": {
                 name: [str(value.dtype).removeprefix("torch."), _bytes_of(value).hex()]
                 for name, value in self.drawn.items()
@@ -63,7 +65,7 @@ class Facts:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Facts:
-        """What `as_dict` gave."""
+        """Return the record of a result of `as_dict`."""
         names = [field.name for field in dataclasses.fields(Place)]
         return cls(
             places=tuple(
@@ -79,6 +81,7 @@ class Facts:
             can_unwrap=data["can_unwrap"],
             start=data["start"],
             drawn={
+                # frombuffer refuses empty buffers, and an empty param needs no start value.
                 name: torch.frombuffer(bytearray.fromhex(content), dtype=torch.uint8)
                 .view(getattr(torch, dtype))
                 .reshape(data["shapes"][name])
@@ -91,16 +94,17 @@ class Facts:
 def facts_of(
     engine: CompletedEngine, *, with_start: bool = False, with_drawn: bool = False
 ) -> Facts:
-    """Ask a rank's engine.
+    """Return the facts about a rank's engine.
 
     Args:
-        engine: The rank's engine, completed.
-        with_start: Whether to look at what it begins with, too.
-        with_drawn: True if the system drew its working params, which the reference takes.
+        engine: The rank's engine.
+        with_start: True to add digests of the start values.
+        with_drawn: True if the system drew its working params, so the reference copies them.
     """
     params = engine.params()
     begun = params if with_start or with_drawn else {}
     if with_start:
+        # Params last: an engine may hold other working params than its module.
         begun = {**engine.module_tensors(), **params}
     return Facts(
         places=tuple(part.place for part in engine.parts()),
@@ -120,5 +124,5 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    # As bytes, since numpy knows neither bf16 nor fp8.
+    # Through bytes, because numpy has neither bf16 nor fp8.
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()

@@ -1,8 +1,8 @@
-"""Params as the forward of a rank reads them, compared if the loss of that forward differs.
+"""Params as read by a rank's forward, compared if the loss of that forward differs.
 
-A system may give a forward other values than it reports in `params`: a gather that was wrong, came
-too late, or did not happen. Then the first number that differs is a loss, which names no param. So
-a case whose first finding is a loss is run once more with hooks that keep what the forward reads.
+A forward may read other values than the engine reports in `params`: a gather was wrong, late or
+missing. The first difference is then a loss, which names no param. So if the first finding of a
+case is a loss, the case is run again with hooks that keep what its forwards read.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from zero_sim.targets.bare_model import is_plain
 
 
 class ForwardReads(Observer):
-    """What the forward of one rank reads in one step and in the step before.
+    """Params read by one rank's forwards in a step and in the step before.
 
     Args:
-        module: The bare model, before a system has it.
-        step: The step whose loss differs.
-        rank_time: Blocks of the harness.
+        module: The bare model, before a system wraps it.
+        step: The step with a differing loss.
+        rank_time: Accounts for time of the harness.
     """
 
     def __init__(self, module: nn.Module, *, step: int, rank_time: RankTime) -> None:
         first = {param: name for name, param in module.named_parameters()}
-        # Systems put other tensors in place of params, but below the same attributes.
+        # Systems replace params by other tensors, but under the same attributes.
         self._attributes = {
             owner: [(attribute, first[param]) for attribute, param in named]
             for owner in module.modules()
@@ -45,39 +45,43 @@ class ForwardReads(Observer):
         self._step, self._rank_time = step, rank_time
         self._at: tuple[int, int] | None = None
         self._reads: dict[tuple[int, int], dict[str, Tensor]] = {}
-        """By step and micro-batch: copies of the params that its forward read, by name."""
+        """Copies of the params that a forward read, by step and micro-batch."""
         self._right: set[str] = set()
-        """Names of the params of which a hook saw the right values in the step before."""
+        """Params that a hook observed with the right values in the step before."""
 
     def watch(self) -> None:
-        """Set the hooks, after those of the system, which may gather in its own."""
+        """Register the hooks, after the system's own, which may gather."""
         for owner in self._attributes:
             owner.register_forward_pre_hook(self._read)
 
     def before_forward(self, step: int, micro: int) -> None:
-        """Note which forward comes next."""
+        """Record which forward comes next."""
+        # Only the two steps that matter, because copies of all params are large.
         self._at = (step, micro) if self._step - 1 <= step <= self._step else None
 
     def before_evaluation(self, step: int) -> None:
-        """Keep nothing of this forward, which is that of no micro-batch."""
+        """Ignore this forward: it belongs to no micro-batch."""
         self._at = None
 
     def _read(self, owner: nn.Module, args: object) -> None:
         if self._at is None:
             return
+        # Copying is the harness's time, not the system's.
         with self._rank_time.harness():
             kept = self._reads.setdefault(self._at, {})
             for attribute, name in self._attributes[owner]:
                 value = getattr(owner, attribute, None)
+                # A module may run several times; its first read counts. Freed and distributed
+                # params have no values here.
                 if name not in kept and isinstance(value, Tensor) and is_plain(value):
                     kept[name] = value.detach().clone()
 
     def note_right(self, step: int, params: Mapping[str, Tensor]) -> None:
-        """Note of a step which params the hooks saw as they are.
+        """Record the params that hooks observed with their right values.
 
         Args:
-            step: A step whose losses are right.
-            params: What the params were in that step.
+            step: A step with right losses.
+            params: Params of the reference in this step.
         """
         for (when, _), reads in self._reads.items():
             if when == step:
@@ -90,27 +94,27 @@ class ForwardReads(Observer):
         group: JudgedGroup,
         at: tuple[int, int, int],
     ) -> Iterator[Finding]:
-        """Compare what a forward read whose loss differs.
+        """Compare the params read by a forward with a differing loss.
 
         Args:
-            params: What the params are in that step.
+            params: Params of the reference in this step.
             group: The judged group.
             at: Step, rank and micro-batch of the loss.
         """
         step, rank, micro = at
         for name, got in self._reads.get((step, micro), {}).items():
-            # A system that gathers after the hooks is seen with other values in every step.
+            # If a system gathers after the hooks, they observe other values in every step.
             is_seen = step == group.first_step or name in self._right
             if not is_seen or _agrees(params.get(name), got) is not False:
                 continue
             found = replace(
                 findings.param(step, rank, name),
                 phase=Phase.FORWARD,
-                message=f"the forward of micro-batch {micro} read other values of this param than "
-                "it has: a gather or a copy of it was wrong, came too late, or is missing",
+                message=f"the forward of micro-batch {micro} read other values of this param: "
+                "a gather or a copy of it was wrong, late or missing",
             )
             known = [
-                Known(what="what the forward read in the step before", values=before[name])
+                Known(what="that read in the step before", values=before[name])
                 for before in [self._reads.get((step - 1, 0), {})]
                 if name in before
             ]
@@ -118,7 +122,7 @@ class ForwardReads(Observer):
 
 
 def _agrees(wanted: Tensor | None, got: Tensor) -> bool | None:
-    """Whether values are the wanted ones; None if they cannot be compared, as in another dtype."""
+    """Return True if values are equal; None if they cannot be compared, as in another dtype."""
     if wanted is None or wanted.dtype != got.dtype or wanted.numel() != got.numel():
         return None
     return same_bits(wanted, got)
@@ -135,11 +139,11 @@ def compare_losses(
     """Compare a rank's losses, and if one differs the params that its forward read.
 
     Args:
-        losses: By micro-batch.
-        taken: The expected step; without params from before it if these are not kept.
-        reads: What the rank's forwards read; None if that is not recorded.
+        losses: Loss of each micro-batch.
+        taken: The expected step; `params_before` may be empty.
+        reads: Reads of the rank's forwards; None if not recorded.
         group: The judged group.
-        rank: The rank, within the group.
+        rank: Rank in the group.
     """
     expected, step = taken.losses, taken.step
     differ = [
@@ -148,8 +152,10 @@ def compare_losses(
         if group.comparer.differs(expected[rank, micro], loss)
     ]
     if reads is not None and not differ:
+        # Learn from right steps which params the hooks observe at all.
         reads.note_right(step, taken.params_before)
     for micro in differ:
+        # Params first: they explain the loss.
         if reads is not None:
             yield from reads.compare(taken.params_before, group=group, at=(step, rank, micro))
         at = findings.loss(step, rank, micro)
@@ -160,7 +166,7 @@ def compare_losses(
 def _known_losses(
     expected: Mapping[tuple[int, int], Tensor], group: JudgedGroup
 ) -> Iterator[Known]:
-    """Losses that may stand in place of another."""
+    """Yield the losses of all ranks and micro-batches, as candidates."""
     for (rank, micro), loss in expected.items():
         what = f"the loss of rank {group.world_ranks[rank]}, micro-batch {micro}"
         yield Known(what=what, values=loss)

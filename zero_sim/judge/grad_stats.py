@@ -1,8 +1,8 @@
-"""The norm and the zeros of the gradients that ranks show, beside what they say these are.
+"""Norm and zeros of the reported gradients, compared with the reported norm and zeros.
 
-Where the order of addition is not known, a bound leaves the norm some room; but ranks show all of
-the gradient, part by part, and that has one norm. Where each rank is judged in a process of its
-own, judges tell what their parts add to it.
+With an unknown order of addition, the bounds leave the norm an interval. But ranks report the whole
+gradient, part by part, and that has a single norm. If ranks are judged in separate processes,
+judges exchange the contributions of their parts.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from zero_sim.reference.gradient import root_of_squares
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartStats:
-    """What one part of a param adds to the measure of a step's gradient."""
+    """Contribution of a part of a param to norm and zeros of a step's gradient."""
 
     step: int
     param: str
     start: int
-    """First of the flattened param's elements."""
+    """Offset of the part in the flattened param."""
     squares: float
     """Sum of squares, in fp64."""
     terms: int
-    """Elements."""
+    """Number of elements."""
     zeros: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedStats:
-    """What a rank says of a whole step's gradient."""
+    """Norm and zeros of a step's gradient, as reported by a rank."""
 
     step: int
     rank: int
@@ -44,31 +44,34 @@ class ReportedStats:
     norm: float | None
     zeros: int | None
     terms: int
-    """Elements that are measured, by all ranks together."""
+    """Number of elements of the whole gradient, over all ranks."""
 
 
 def check_measures(
     part_stats: Iterable[PartStats], reported: Iterable[ReportedStats]
 ) -> Iterator[Finding]:
-    """Compare what ranks say of each step with what was seen of it, where no part is missing.
+    """Compare reported norm and zeros with those of all parts, for steps without missing parts.
 
     Args:
-        part_stats: What was seen of each part; copies of one part count once.
-        reported: What ranks say.
+        part_stats: Contributions of all parts; replicas of a part count once.
+        reported: Reports of all ranks.
     """
     parts: dict[int, dict[tuple[str, int], PartStats]] = {}
     for stats in part_stats:
+        # Keyed by position, so replicas of a part count once.
         parts.setdefault(stats.step, {})[stats.param, stats.start] = stats
     wholes = {step: _whole(seen.values()) for step, seen in parts.items()}
     for claimed in reported:
         whole = wholes.get(claimed.step)
+        # Some part is missing, so its sum of squares is too small.
         if whole is None or whole.terms != claimed.terms:
             continue
         if claimed.norm is not None and whole.norm is not None:
-            got = torch.tensor(claimed.norm, dtype=torch.float32)  # On the CPU, as the whole's is.
+            got = torch.tensor(claimed.norm, dtype=torch.float32)  # On the CPU, like the whole's.
             if not same_bits(whole.norm, got):
+                # The reported norm is not that of the reported gradients.
                 at = findings.norm(claimed.step, claimed.rank)
-                at = replace(at, message=f"{at.message} from that of the gradients that ranks show")
+                at = replace(at, message=f"{at.message} from that of the reported gradients")
                 yield findings.differing(at, whole.norm, got)
         if claimed.zeros is not None and claimed.zeros != whole.zeros:
             zeros = whole.zeros
@@ -79,15 +82,16 @@ def check_measures(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Whole:
-    """What all parts that were seen come to."""
+    """Sums over all parts of a step."""
 
     norm: Tensor | None  # 0D, fp32
-    """None where its rounding depends on the order in which squares are added."""
+    """None if its rounding depends on the order in which squares are added."""
     zeros: int
     terms: int
 
 
 def _whole(parts: Collection[PartStats]) -> _Whole:
+    # If certified, the norm does not depend on the order of the parts.
     terms = sum(stats.terms for stats in parts)
     norm, certified = root_of_squares(sum(stats.squares for stats in parts), terms=terms)
     return _Whole(

@@ -1,15 +1,15 @@
-"""Guarantees: why the bits of a reduced gradient are owed, by element. There is no tolerance.
+"""Guarantees: the reason why each element of a reduced gradient must match. There is no tolerance.
 
 - `order-free`: the oracle certified that every order of addition gives these bits, so every backend
-  owes them, whatever is known of it.
-- `one-sum`: no more than two numbers are ever added at once. IEEE addition commutes, so there is
-  only one order.
-- `modelled-order`: the bits follow from the order that the world names, and from nothing else.
-- `bound`: the order is not known, and what is owed is no bits but a place between two numbers,
-  which are proven from the data (`zero_sim.reference.bounding`).
+  must produce them.
+- `one-sum`: at most two numbers are added at once. IEEE addition commutes, so there is only one
+  order.
+- `modelled-order`: the bits follow from the order that the world declares.
+- `bound`: the order is unknown. The element must lie in an interval that is proven from the data
+  (`zero_sim.reference.bounding`).
 
-What comes after the sum is computed element by element, and owed with it: of a sum that lies
-within its bound, whatever it is.
+Everything after the sum is computed elementwise from it, so it has the same guarantee. With a
+bound, it follows exactly from the reported sum.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ Guarantee = Literal["order-free", "one-sum", "modelled-order", "bound"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Width:
-    """How much the bounds of a case allow."""
+    """Freedom that the bounds of a case leave."""
 
     reach: float = 0.0
-    """How far an order can end from the exact sum, as a part of the sum of magnitudes."""
+    """Largest distance of an order's result from the exact sum, relative to the sum of magnitudes.
+    """
     signless: int = 0
-    """Elements under a bound that holds zero, so that not even their sign is owed."""
+    """Elements whose interval contains zero, so that not even their sign is determined."""
 
     def __add__(self, other: Width) -> Width:
-        """Both together."""
+        """Return the freedom of both together."""
         return Width(reach=max(self.reach, other.reach), signless=self.signless + other.signless)
 
 
@@ -44,34 +45,37 @@ def count_guarantees(
     replica_count: int,
     order_known: bool = True,
 ) -> Counter[Guarantee]:
-    """How many elements of a step's reduced gradient stand under which row.
+    """Count the elements of a step's reduced gradient by guarantee.
 
     Args:
-        step: What the oracle computed. Where it did not look for a certificate, there is none.
-        rank_count: Ranks that the gradient is summed over.
-        replica_count: Blocks of ranks that are summed by themselves first.
-        order_known: Whether the judge is told the order of addition.
+        step: The step as computed by the oracle; `order_free` is None if nothing was certified.
+        rank_count: Number of ranks in the sum.
+        replica_count: Number of shard groups that are summed first.
+        order_known: True if the order of addition is known.
     """
     elems = sum(grad.numel() for grad in step.grads.values())
+    # None means that the oracle looked for no certificate, so nothing counts as order-free.
     certified = sum(int(mask.sum()) for mask in (step.order_free or {}).values())
+    # Two levels: within each shard group, then over the groups.
     few = max(rank_count // replica_count, replica_count) <= 2
     rest: Guarantee = "one-sum" if few else "modelled-order" if order_known else "bound"
     counts: Counter[Guarantee] = Counter({"order-free": certified, rest: elems - certified})
-    return +counts
+    return +counts  # Without zeros.
 
 
 def in_words(counts: Counter[Guarantee]) -> str:
-    """The counts as a reader's note."""
+    """Return the counts as a note for the reader."""
     parts = ", ".join(f"{count:,} {row}" for row, count in sorted(counts.items()))
-    return f"elements of reduced gradients by why they are owed: {parts}"
+    return f"elements of reduced gradients by guarantee: {parts}"
 
 
 def width_in_words(counts: Counter[Guarantee], width: Width) -> str:
-    """How much bounds allow, as a reader's note; empty where nothing stands under one."""
+    """Return the freedom of the bounds as a note; empty without bounded elements."""
     if not counts["bound"] or not width.reach:
+        # Exact bounds leave no freedom to report.
         return ""
     share = 1 - width.signless / counts["bound"]
     return (
-        f"bounds: a sum may end within {width.reach:.2g} x the sum of its terms' magnitudes of the "
-        f"exact one; {share:.1%} of the elements under a bound owe at least their sign"
+        f"bounds: a sum may differ from the exact one by {width.reach:.2g} x the sum of its terms' "
+        f"magnitudes; {share:.1%} of the bounded elements must have the right sign"
     )

@@ -1,8 +1,7 @@
-"""Harness time: the harness's own part of a rank's turn, kept apart from the system's.
+"""Accounting of harness time within a rank's turn.
 
-Judge and workload run in the ranks' threads, between the system's own calls. What fails there says
-nothing about the system, and how long it takes is not the system's time. Inside the judge, in turn,
-whatever it asks the engine is the system's again.
+Judge and workload run in the ranks' threads, between calls of the system. Their failures and their
+time must not be charged to the system. Calls of the engine within the judge are the system's time.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import Protocol
 from zero_sim.errors import EnvironmentProblem, UntrainableError, ZeroSimError
 
 OnError = Callable[[BaseException], None] | None
-"""Called with an exception that leaves a block; may raise another one."""
+"""Called with an exception that leaves a block; may raise another."""
 
 
 class PauseClock(Protocol):
-    """Makes blocks in which the calling rank's time is not its program's: `World.pause_clock`."""
+    """Makes blocks that stop the clock of the calling rank's program: `World.pause_clock`."""
 
     def __call__(
         self, pause: bool, *, watched: bool = True, on_error: OnError = None
@@ -28,15 +27,15 @@ class PauseClock(Protocol):
         """Make a block.
 
         Args:
-            pause: False if its time counts again, within a block in which it does not.
-            watched: False if no race is charged to the program.
+            pause: True to stop the clock; False to let it run within a block that stopped it.
+            watched: False to ignore races.
             on_error: Translates exceptions.
         """
         ...
 
 
 class JudgeFailed(ZeroSimError):
-    """The judge, the reference or the workload raised: nothing is said about the system."""
+    """The judge, the reference or the workload raised, so the system was not judged."""
 
     def __init__(self, error: Exception, traceback_text: str) -> None:
         self.error = error
@@ -45,24 +44,26 @@ class JudgeFailed(ZeroSimError):
 
 
 class _SystemRaised(Exception):
-    """An engine raised when the judge asked it something."""
+    """An engine raised in a call from the judge."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
         super().__init__(str(error))
 
 
+# Not errors of the harness: the user can fix both.
 _COME_THROUGH = (EnvironmentProblem, UntrainableError)
 
 
 @contextmanager
 def untimed(pause: bool, *, watched: bool = True, on_error: OnError = None) -> Iterator[None]:
-    """Make a block where no world counts time; as `PauseClock`."""
+    """Make a block without a clock, for worlds that measure no time; as `PauseClock`."""
     try:
         yield
     except BaseException as error:
         if on_error is not None:
             on_error(error)
+        # Reached if `on_error` did not raise another exception.
         raise
 
 
@@ -70,35 +71,38 @@ class RankTime:
     """Blocks of the harness within a rank's turn, and blocks of the engine within those.
 
     Args:
-        pause_clock: Makes all of them.
+        pause_clock: Makes the blocks.
     """
 
     def __init__(self, pause_clock: PauseClock = untimed) -> None:
         self._pause_clock = pause_clock
-        # What the judge reads is not charged to the system, whatever is in flight.
+        # Reads of the judge are not races of the system, even on buffers in flight.
         self.harness = partial(pause_clock, True, watched=False, on_error=_raise_as_harness)
-        """Make a block that is the harness's own.
+        """Make a block of the harness.
 
-        It raises JudgeFailed for any exception, except for what the machine lacks, what no system
-        could train, and what an engine raised in `engine`: these pass unchanged.
+        Exceptions become JudgeFailed, except missing resources, untrainable cases, and errors of an
+        engine in `engine`: these pass unchanged.
         """
         self.engine = partial(pause_clock, False, on_error=_raise_as_engine)
-        """Make a block for a query of an engine, inside `harness`: the system's own time again."""
+        """Make a block for a call of an engine, inside `harness`: the system's time again."""
 
     @contextmanager
     def caused_by_harness(self) -> Iterator[None]:
-        """Make a block of the system's own time whose calls the harness caused."""
+        """Make a block of system time for calls that the harness caused."""
         with self._pause_clock(True), self._pause_clock(False):
             yield
 
 
 def _raise_as_harness(error: BaseException) -> None:
     if isinstance(error, _SystemRaised):
+        # Unwrap what `_raise_as_engine` wrapped: the system's own error.
         raise error.error from error.error.__cause__
     if isinstance(error, Exception) and not isinstance(error, _COME_THROUGH):
+        # Only Exception: other exceptions stop the rank and are no failure of the judge.
         raise JudgeFailed(error, traceback.format_exc()) from error
 
 
 def _raise_as_engine(error: BaseException) -> None:
+    # Wrapped, so that the harness block around it can tell it from its own errors.
     if isinstance(error, Exception):
         raise _SystemRaised(error) from error

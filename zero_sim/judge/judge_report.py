@@ -1,7 +1,7 @@
-"""A judge's report of one run, as plain data: it can be sent, and merged with those of others.
+"""A judge's report of one run, as plain data that can be sent and merged.
 
-Where each rank is a process of its own, each has a judge of its own, with the same oracle or
-digests of it. What they say of the oracle is the same; what they say of the ranks adds up.
+If each rank is a process, each has a judge, with the same oracle or digests of it. Their reports
+agree about the oracle, and add up about the ranks.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from zero_sim.judge.rules_tried import RulesTried, rules_together, with_rules
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDigests:
-    """Digests of everything that some ranks showed if no reference knows the sums.
+    """Digests of ranks' reports, for runs in which no reference knows the sums.
 
-    Judges in processes of their own exchange them; they are compared once all are there.
+    Judges in separate processes exchange them; they are compared once all are there.
     """
 
     copies: tuple[Copy, ...] = ()
-    """What they hold that others, judged elsewhere, hold too."""
+    """Hashes of tensors that other ranks, judged elsewhere, have too."""
     part_stats: tuple[PartStats, ...] = ()
-    """What the parts that they own add to the measure of the gradient."""
+    """Contributions of owned parts to norm and zeros."""
     reported: tuple[ReportedStats, ...] = ()
-    """What they say of that measure."""
+    """Reported norm and zeros."""
 
     def check(self) -> Iterator[Finding]:
-        """Give a finding for each thing that does not agree; ranks are the world's."""
+        """Yield a finding for each disagreement, with world ranks."""
         yield from compare_copies(self.copies)
         yield from check_measures(self.part_stats, self.reported)
 
     @classmethod
     def together(cls, parts: Sequence[RankDigests]) -> RankDigests:
-        """What several judges were shown."""
+        """Merge the digests of several judges."""
         return cls(
             copies=tuple(dict.fromkeys(copy for part in parts for copy in part.copies)),
             part_stats=tuple(stats for part in parts for stats in part.part_stats),
@@ -49,55 +49,55 @@ class RankDigests:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeReport:
-    """What a judge has to say of one group in one segment."""
+    """Report of a judge on one group in one segment."""
 
     world_ranks: tuple[int, ...]
-    """The ranks of the group."""
+    """World ranks of the group."""
     first_step: int
     has_started: bool
-    """Whether every rank has built its engine."""
+    """True if every rank has built its engine."""
     compared_elems: int
     nonzero_fraction_max: float
-    """Largest share of gradient elements that were not zero in a step."""
+    """Largest share of nonzero gradient elements in a step."""
     same_data: bool
-    """Whether all ranks saw the same data in every step."""
+    """True if all ranks had the same data in every step."""
     has_stepped: bool
-    """Whether any step was taken, and on finite gradients."""
+    """True if some step was taken on finite gradients."""
     uncertified_step: int | None
-    """First step whose norm may round either way, so that nothing after clipping is owed."""
+    """First step whose norm may round either way, so nothing after its clipping is judged."""
     unobserved: frozenset[str]
-    """What the engine could tell and does not."""
+    """Items that the engine does not report."""
     owed: Counter[Guarantee]
-    """Elements of the reduced gradients of all steps, by why they are owed."""
+    """Elements of reduced gradients over all steps, by guarantee."""
     width: Width = field(default_factory=Width)
-    """How much the bounds allow of those that stand under one."""
+    """Freedom that the bounds leave to bounded elements."""
     unfollowed: str = ""
-    """Why the run could not be followed from some step on, where the order is not known."""
+    """Reason why the run could not be followed from some step on, with an unknown order."""
     digests: RankDigests = field(default_factory=RankDigests)
-    """What ranks showed of such a run, to be compared when all of it is there."""
+    """Digests of ranks' reports, with an unknown order."""
     rules: RulesTried | None = None
-    """What came of trying other rules on that step, if any would have given other bits."""
+    """Result of trying other rules on the bad step; None if no other rule gives other bits."""
     bad_step: int | None
-    """First step at which anything is wrong."""
+    """First step with a finding."""
     findings: tuple[Finding, ...]
-    """All that is wrong in that step, one by one."""
+    """All findings of that step, not merged."""
 
     def merged(self) -> tuple[Finding, ...]:
-        """One finding for each check, in the order in which an error travels."""
+        """Return one finding per check, in order of dataflow."""
         return with_rules(sort_and_merge(self.findings), self.rules)
 
 
 def merge_judge_reports(parts: Sequence[JudgeReport]) -> JudgeReport:
-    """What the judges of one group say together, each of which was shown other ranks.
+    """Merge the reports of judges that observed different ranks of one group.
 
     Args:
-        parts: Of the same group and segment; at least one.
+        parts: Reports on the same group and segment; at least one.
     """
     bad = min((part.bad_step for part in parts if part.bad_step is not None), default=None)
-    # What no single rank is to blame for, every judge has found.
+    # Findings without a rank are in every report; keep one.
     found = dict.fromkeys(finding for part in parts for finding in part.findings)
     merged = replace(
-        # Of one that got furthest, since a rank that failed has seen less of the data.
+        # From the judge that got furthest, because a failed rank has seen less data.
         max(parts, key=lambda part: part.owed.total()),
         has_started=all(part.has_started for part in parts),
         compared_elems=sum(part.compared_elems for part in parts),
@@ -105,6 +105,7 @@ def merge_judge_reports(parts: Sequence[JudgeReport]) -> JudgeReport:
         unfollowed=next((part.unfollowed for part in parts if part.unfollowed), ""),
         digests=RankDigests.together([part.digests for part in parts]),
         rules=rules_together([part.rules if part.bad_step == bad else None for part in parts]),
+        # Rules must fit all ranks, but only reports of the first bad step count.
         bad_step=bad,
         findings=tuple(found),
     )
@@ -112,11 +113,12 @@ def merge_judge_reports(parts: Sequence[JudgeReport]) -> JudgeReport:
 
 
 def with_digests(judged: JudgeReport) -> JudgeReport:
-    """Return what was seen with what the ranks showed compared; of the first bad step alone."""
+    """Return a report with its digests compared, reduced to the first bad step."""
     compared = tuple(judged.digests.check())
     steps = [judged.bad_step, *(finding.step for finding in compared)]
     bad = min((step for step in steps if step is not None), default=None)
     found = (*judged.findings, *compared)
+    # Later steps start from wrong state, so their findings are consequences.
     return replace(
         judged,
         bad_step=bad,

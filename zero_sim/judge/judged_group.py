@@ -1,4 +1,4 @@
-"""The group of ranks that is judged: what is known of it, and what is noted."""
+"""The judged group of ranks: its settings, and notes that its judge and comparisons share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zero_sim.targets.recorded import Record
 
 Guesses = Callable[[], Iterable[Known]]
-"""Gives what may have come in place of what was expected."""
+"""Returns candidates for the observed value."""
 
 
 class Comparer:
@@ -33,36 +33,40 @@ class Comparer:
 
     def __init__(self) -> None:
         self.elems = 0
-        """Compared so far, of whatever kind of state."""
+        """Number of elements compared so far."""
 
     def differs(self, expected: Tensor, got: Tensor) -> bool:
-        """Whether dtype, number of elements or bits are others than expected."""
+        """Return True if dtype, number of elements or bits differ."""
+        # Count first: a tensor of a wrong dtype was compared, too.
         self.elems += expected.numel()
         if expected.dtype != got.dtype or expected.numel() != got.numel():
             return True
-        # Nearly all tensors are equal; only others need the rule for NaN.
+        # torch.equal first: nearly all tensors are equal, and only others need the rule for NaN.
         return not torch.equal(expected, got) and not same_bits(expected, got)
 
 
 def beside(got: Tensor, expected: Tensor) -> Tensor:
-    """A tensor where another one is, if it has no dimensions.
+    """Move a tensor without dimensions to the device of another.
 
-    Step counts are on the CPU or on the device of their param, as an optimizer's options have it.
+    Step counts are on the CPU or on the param's device, depending on options of the optimizer.
     """
     return got if got.dim() else got.to(expected.device)
 
 
 def cut_state(state: Tensor, *, master: Tensor, start: int, stop: int) -> Tensor:
-    """Return the elements of a state tensor that a part of its master has, 1D.
+    """Return the elements of a state tensor that belong to a part of its master.
 
-    Only a state of the master's shape is cut. Counters, and state of another shape, such as factors
-    of a matrix, are the whole param's.
+    Only state of the master's shape is cut. Counters, and state of another shape such as factors of
+    a matrix, belong to the whole param.
 
     Args:
-        state: A state tensor of a whole param.
+        state: State tensor of a whole param.
         master: The whole master.
-        start: First of the part's flattened elements.
-        stop: One past the last one.
+        start: First element of the part, in the flattened param.
+        stop: One past its last element.
+
+    Returns:
+        1D, or 0D for counters.
     """
     if not state.dim():
         return state
@@ -72,7 +76,7 @@ def cut_state(state: Tensor, *, master: Tensor, start: int, stop: int) -> Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noted:
-    """What a judged group has noted at one time."""
+    """Snapshot of the notes of a judged group."""
 
     elems: int
     unobserved: frozenset[str]
@@ -82,69 +86,70 @@ class Noted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedGroup:
-    """A group of ranks with a judge: the judge and what it holds the ranks to share this."""
+    """A judged group of ranks, shared by its judge and comparisons."""
 
     scenario: Scenario
     numerics: Numerics
     ownership: Ownership
     world_ranks: Sequence[int]
-    """Its ranks, as findings name them."""
+    """World ranks of the group, for findings."""
     first_step: int
-    """The first step to judge."""
+    """The first judged step."""
     sees_all: bool
-    """Whether all of its ranks are shown to its judge."""
+    """True if the judge observes all ranks of the group."""
     explainer: str = ""
-    """`module:name` of the class that explains what differs; empty for no explanations."""
+    """`module:name` of the class that explains differences; empty for no explanations."""
     recorder: Record | None = None
-    """Takes the state after each step, to compare layouts; None if nothing is recorded."""
+    """Records the state after each step, to compare layouts; None if not needed."""
     comparer: Comparer = field(default_factory=Comparer)
     unobserved: set[str] = field(default_factory=set)
-    """What the engine could tell and does not, so that nothing is known of it; grows."""
+    """Items that the engine does not report; grows."""
     telling: dict[int, bool] = field(default_factory=dict)
-    """By rank: whether it tells the reduced gradient of any of its parts, in the step it is at."""
+    """True if a rank reports gradients of any of its parts in its current step, by rank."""
     _guessed: set[tuple[str, int | None, int | None]] = field(default_factory=set)
-    """Check, step and rank of the findings that were looked at for what came instead."""
+    """Check, step and rank of findings that candidates were searched for."""
 
     @property
     def tells_divided(self) -> bool:
-        """Whether the gradients that are told are divided already, where that comes after a sum."""
+        """True if reported gradients are already divided, for divisions after the sum."""
         return self.numerics.told_at != "before-division"
 
     @property
     def shows_grads_of_params(self) -> bool:
-        """Whether gradients of whole params are to be seen as they were summed."""
+        """True if gradients of whole params are reported as they were summed."""
         spec = self.scenario.optimizer
+        # Clipping and unscaling change the gradients, unless the target declares that it reports
+        # them after that.
         changed = spec.clip_norm or spec.clip_value or spec.loss_scale
         return self.numerics.grads_in_params and (self.numerics.is_told_wide or not changed)
 
     @property
     def compares_layouts(self) -> bool:
-        """True if masters and state are expected to be as another layout had them."""
+        """True if masters and state are compared with those of another layout."""
         return self.scenario.pair is not None and self.recorder is None
 
     def of_layouts(self, at: Finding) -> Finding:
-        """Return a finding on masters or state, under `equality.layout` if layouts are compared."""
+        """Return a finding with the check `equality.layout` if layouts are compared."""
         return replace(at, check=Check.EQUALITY_LAYOUT) if self.compares_layouts else at
 
     def note_unreported(self, *, divisor: float) -> None:
-        """Note that the gradient or its division is unobserved if no optimizer state shows them.
-
-        Only SGD's params show the size of a gradient: other optimizers step by a gradient over its
-        own length.
+        """Record that gradients or their division are unobserved, if no optimizer state shows them.
 
         Args:
             divisor: Divisor of the sum over ranks, 1 for none.
         """
         if PARTS not in self.unobserved:
+            # Masters and state show the size of the gradient.
             return
         if not self.shows_grads_of_params:
             self.unobserved.add(GRADIENTS)
         shows_mean = self.shows_grads_of_params and (self.tells_divided or divisor == 1)
+        # Only SGD's params show the size of a gradient. Other optimizers normalise it away.
         if not shows_mean and self.scenario.optimizer.name != "sgd":
             self.unobserved.add(DIVISION)
 
     def noted(self) -> Noted:
-        """What was noted so far, to be gone back to where a comparison begins again."""
+        """Return a snapshot of the notes, for a comparison that may be repeated."""
         return Noted(
             elems=self.comparer.elems,
             unobserved=frozenset(self.unobserved),
@@ -153,13 +158,14 @@ class JudgedGroup:
         )
 
     def go_back(self, noted: Noted) -> None:
-        """Note what was noted before and no more.
+        """Restore the notes of a snapshot.
 
         Args:
-            noted: From `noted`.
+            noted: Returned by `noted`.
         """
         self.comparer.elems = noted.elems
         for kept, before in ((self.unobserved, noted.unobserved), (self._guessed, noted.guessed)):
+            # In place, because the record is frozen.
             kept.intersection_update(before)
         self.telling.clear()
         self.telling.update(noted.telling)
@@ -173,16 +179,17 @@ class JudgedGroup:
         known: Guesses = tuple,
         factors: FactorCauses | None = None,
     ) -> Finding:
-        """Fill in a finding with what differs, and with what came instead where that is known.
+        """Fill in a finding with the difference, and with the observed value if it is recognised.
 
         Args:
-            at: The finding, of the first element that was compared.
+            at: Template, with the offset of the first compared element.
             expected: Any shape.
-            got: What came.
-            known: Gives what that might be; asked for the first finding of each check and rank.
-            factors: Of a gradient, or of its norm, the causes of a factor.
+            got: Tensor of the system.
+            known: Returns candidates; only called for the first finding of each check and rank.
+            factors: Causes of a common factor, for gradients and norms.
         """
         hint, key = "", (at.check, at.step, at.rank)
+        # Only once per check, step and rank: candidates may take a replay to compute.
         if key not in self._guessed and expected.dtype == got.dtype:
             self._guessed.add(key)
             if expected.numel() == got.numel():
@@ -194,12 +201,13 @@ class JudgedGroup:
     def _guess(self, expected: Tensor, got: Tensor, known: Guesses) -> str:
         what = recognize(expected, got, known=known())
         if what:
-            return f"what came {what}"
+            return f"the value {what}"
         timing = self.scenario.world.timing
+        # NaN may also be the system's own, so this is only a hint.
         if timing != "eager" and bool((got.isnan() & ~expected.isnan()).any()):
             return (
-                f"NaN came, which is what memory in flight holds under timing {timing!r}; it may "
-                "have been read before its wait"
+                f"it contains NaN, as memory in flight does under timing {timing!r}; it may have "
+                "been read before its wait"
             )
         return ""
 
@@ -213,17 +221,18 @@ class JudgedGroup:
         state: Mapping[str, Tensor],
         known: Callable[[str], Iterable[Known]] = lambda key: (),
     ) -> Iterator[Finding]:
-        """Compare what the optimizer made of a part of a param.
+        """Compare master and optimizer state of a part after an update.
 
         Args:
-            part: The part of a param that a rank owns, as its engine shows it.
-            rank: The rank that owns it.
-            step: After which step.
-            master: What it must be, cut to the part.
-            state: What the optimizer's state must be, by torch's key.
-            known: Gives what may have come instead, of a key, or of the master for an empty one.
+            part: The part, as reported by its engine.
+            rank: Its owner.
+            step: The step with this update.
+            master: Expected master, cut to the part.
+            state: Expected optimizer state by torch's key, cut to the part.
+            known: Returns candidates for a key; for an empty key, for the master.
         """
         place = part.place
+        # State before master, as in the dataflow: the master is computed from the state.
         compared = [
             (Check.EQUALITY_STATE, key, state[key], beside(part.state[key], state[key]))
             for key in sorted(state.keys() & part.state.keys())
@@ -233,6 +242,7 @@ class JudgedGroup:
             if self.comparer.differs(value, got):
                 at = self.of_layouts(findings.owned(check, key, step, rank, place))
                 yield self.differing(at, value, got, known=partial(known, key))
+        # A key on one side only is a finding; comparing common keys alone would hide it.
         for key in sorted(state.keys() ^ part.state.keys()):
             at = self.of_layouts(findings.owned(Check.EQUALITY_STATE, key, step, rank, place))
             side = "the other layout" if self.compares_layouts else "the reference"

@@ -1,6 +1,6 @@
-"""Loaded state of a rank, compared before its first forward after a checkpoint.
+"""Comparison of loaded state, before a rank's first forward after a checkpoint.
 
-Where a load goes wrong, everything after it is wrong: said here, it has the param and the key.
+A wrong load makes everything after it wrong. Found here, it is reported with param and key.
 """
 
 from __future__ import annotations
@@ -24,24 +24,22 @@ from zero_sim.targets.bare_model import names_like
 CHECK = Check.EQUALITY_LOAD
 
 _FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"})
-"""Settings that choose between ways of computing the same."""
+"""Settings that select among implementations of one computation, so they may differ."""
 
 
 def compare_loaded(
     group: JudgedGroup, engine: CompletedEngine, *, standing: Standing, rank: int
 ) -> Iterator[Finding]:
-    """Compare masters, state, working params, scales, buffers and settings, if they are told.
-
-    After a load of the weights alone an optimizer may have made its state already or not: that is
-    compared after the next step.
+    """Compare masters, state, working params, scales, buffers and settings, if reported.
 
     Args:
-        group: The judged group, and what is known of it.
+        group: The judged group.
         engine: The rank's engine.
-        standing: What the reference goes on with.
-        rank: The rank, within the group.
+        standing: State that the reference continues with.
+        rank: Rank in the group.
     """
     for part in engine.parts():
+        # Masters and state first: working params are computed from them.
         yield from _compare_part(group, part, standing=standing, rank=rank)
     params = engine.params()
     for name, wanted in standing.params.items():
@@ -54,6 +52,7 @@ def compare_loaded(
             known = partial(_others, standing.params)
             yield group.differing(at, wanted, params[name], known=known)
     for name, values, now in engine.untrained():
+        # Untrained params have no master, but a checkpoint contains them, too.
         if now is not None and group.comparer.differs(values, now):
             yield group.differing(_of_param(group, name, rank=rank), values, now)
     yield from _compare_scales(group, engine, standing=standing, rank=rank)
@@ -71,6 +70,7 @@ def _compare_part(
     place, step = part.place, group.first_step
 
     def others(values: Mapping[str, Tensor]) -> Iterator[Known]:
+        # Other params' values are candidates, because a load may swap params.
         return _others(values, start=place.start)
 
     name = place.param
@@ -81,12 +81,14 @@ def _compare_part(
         at = findings.owned(CHECK, "the fp32 master", step, rank, place)
 
         def known() -> Iterator[Known]:
+            # A master made from the working param has lost its lower bits.
             yield _narrowed(standing, name, start=place.start)
             yield from others(standing.masters)
 
         yield group.differing(replace(at, manner="master"), master, part.master, known=known)
     wanted = standing.state[name]
-    # Without any, the optimizer may have made its state already or not: seen after its next step.
+    # After a load of weights only, optimizers may create state now or in the next step. So compare
+    # it after that step.
     for key in sorted(wanted.keys() | part.state.keys()) if wanted else ():
         at = findings.owned(CHECK, f"optimizer state {key!r}", step, rank, place)
         at = replace(at, manner=key)
@@ -96,13 +98,14 @@ def _compare_part(
             yield findings.missing(at, message)
             continue
         value, got = cut(wanted[key]), beside(part.state[key], wanted[key])
+        # Counters may be on the CPU although params are on a device.
         if not group.comparer.differs(value, got):
             continue
 
         def known_state(key: str = key) -> Iterator[Known]:
             for other, stored in wanted.items():
                 if other != key and stored.dim():
-                    what = f"what optimizer state {other!r} should have"
+                    what = f"the expected optimizer state {other!r}"
                     yield Known(what=what, values=stored, start=place.start)
             of_key = {each: state[key] for each, state in standing.state.items() if key in state}
             yield from others({each: value for each, value in of_key.items() if value.dim()})
@@ -129,7 +132,7 @@ def _compare_buffers(
     held = engine.module_tensors() if standing.buffers else {}
     for name, wanted in standing.buffers.items():
         alike = names_like(held, name)
-        # Under another name, or in another dtype, it is compared by the loss of its forward alone.
+        # With another name or dtype, only the loss of the next forward shows a difference.
         got = held[alike[0]] if len(alike) == 1 else wanted
         if got.dtype == wanted.dtype and group.comparer.differs(wanted, got):
             message = "the buffer of the module is not what was saved"
@@ -142,6 +145,7 @@ def _compare_settings(
 ) -> Iterator[Finding]:
     for name, reported in settings.params.items():
         wanted = standing.settings.get(name, {})
+        # Compare what both report: engines may have settings of their own.
         for key in sorted(wanted.keys() & reported.keys() - _FREE):
             if reported[key] != wanted[key]:
                 yield _setting(
@@ -151,6 +155,7 @@ def _compare_settings(
         ("the loss scale", standing.loss_scale, settings.loss_scale),
         ("the count of good steps", standing.good_steps, settings.good_steps),
     ):
+        # None if the case has no loss scale.
         if expected is not None and got != expected:
             yield _setting(group, what, expected, got, rank=rank)
 
@@ -176,7 +181,7 @@ def _setting(
 
 
 def _of_param(group: JudgedGroup, name: str, *, rank: int) -> Finding:
-    """A whole working param, before it is compared."""
+    """Return a template for the comparison of a whole working param."""
     return Finding(
         check=CHECK,
         message="the working param is not what was saved",
@@ -190,12 +195,12 @@ def _of_param(group: JudgedGroup, name: str, *, rank: int) -> Finding:
 
 
 def _narrowed(standing: Standing, name: str, *, start: int) -> Known:
-    """The working param in fp32: a master that was made of it has lost its lower bits."""
+    """Return the working param in fp32, as a candidate for a master."""
     values = standing.params[name].float()
     return Known(what="the working param, without the lower bits", values=values, start=start)
 
 
 def _others(values: Mapping[str, Tensor], *, start: int = 0) -> Iterator[Known]:
     for name, value in values.items():
-        what = f"what param {name!r} should have"
+        what = f"the expected value of param {name!r}"
         yield Known(what=what, values=value, start=start, name=name)

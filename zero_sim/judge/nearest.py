@@ -1,6 +1,6 @@
-"""Distance of a target's own update rule from the optimizers that the reference knows.
+"""Distance of a target's own update rule from optimizers that the reference has.
 
-Nothing is judged by it: a reader sees whether a rule that is trusted is close to what it is called.
+Only informative: it shows readers how close a trusted rule is to its name.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from zero_sim.scenario.spec import OptimizerName, OptimizerSpec
 
 _STEPS = 3
 _ELEMS_MAX = 1 << 14
-"""Most elements of a model whose distance is measured."""
+"""Largest model whose distance is measured, in elements."""
 _LR = 0.1
-"""Learning rate, so large that updates change the leading bits of params."""
+"""Learning rate, large enough that updates change the leading bits of params."""
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 """Name, shape and dtype of each param."""
 
@@ -33,12 +33,12 @@ Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 def trust_in_words(
     rules: Rules, *, spec: OptimizerSpec, params: Mapping[str, Tensor]
 ) -> tuple[str, ...]:
-    """Return a note that an update rule is trusted, with its distance; empty if there is none.
+    """Return a note about a trusted update rule, with its distance; empty without such a rule.
 
     Args:
-        rules: The rules of the reference.
+        rules: Rules of the reference.
         spec: The optimizer of the case.
-        params: Initial values of all params by name.
+        params: Initial values of all params, by name.
     """
     if rules.own is None:
         return ()
@@ -46,8 +46,9 @@ def trust_in_words(
     if sum(param.numel() for param in params.values()) > _ELEMS_MAX:
         return (trusted,)
     shapes = tuple((name, tuple(param.shape), param.dtype) for name, param in params.items())
+    # Without warmup, clipping and scaling, to compare the bare update rules.
     plain = replace(spec, lr=_LR, warmup_steps=0, clip_norm=None, clip_value=None, loss_scale=None)
-    # A class of the target reads its settings there.
+    # A class of the target reads its settings from the scenario.
     own = replace(rules.own, scenario=replace(rules.own.scenario, optimizer=plain))
     name, ulp = _nearest(replace(rules, own=own), plain, shapes)
     return (
@@ -56,11 +57,13 @@ def trust_in_words(
     )
 
 
+# Cached, because cases of one target have the same params.
 @lru_cache(maxsize=64)
 def _nearest(rules: Rules, spec: OptimizerSpec, shapes: Shapes) -> tuple[str, int]:
     params, grads = _drawn(shapes)
-    # One alone, since each takes time in every case.
+    # Only the largest param, because every case takes this time.
     largest = max(shapes, key=lambda each: params[each[0]].numel())
+    # Isolated, because stepping must not change the thread's random state.
     with isolated():
         own = _stepped(rules, spec, params, grads)[largest[0]]
         known = _known(replace(rules, own=None), replace(spec, groups=()), largest)
@@ -72,7 +75,7 @@ def _nearest(rules: Rules, spec: OptimizerSpec, shapes: Shapes) -> tuple[str, in
 def _known(
     rules: Rules, spec: OptimizerSpec, shape: tuple[str, tuple[int, ...], torch.dtype]
 ) -> Mapping[str, Tensor]:
-    """Step one param by each optimizer that the reference knows."""
+    """Step one param by each optimizer of the reference, and return the masters by name."""
     params, grads = _drawn((shape,))
     return {
         name: _stepped(rules, replace(spec, name=name), params, grads)[shape[0]]
@@ -82,15 +85,16 @@ def _known(
 
 
 def _drawn(shapes: Shapes) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Draw params, and gradients of them for each step; those of a param depend on it alone."""
+    """Draw params and their gradients for each step; a param's draws depend on itself only."""
     params: dict[str, Tensor] = {}
     grads: list[dict[str, Tensor]] = [{} for _ in range(_STEPS)]
     for name, shape, dtype in shapes:
+        # A seed per param, so that `_known` can draw one of them again.
         draws = torch.Generator().manual_seed(0)
         params[name] = torch.randn(shape, generator=draws).to(dtype)
         for each in grads:
             drawn = torch.randn(shape, generator=draws)
-            # Far from zero, where what counts is how an optimizer adds its eps.
+            # Magnitude at least 1: near zero, optimizers differ mostly in how they add eps.
             each[name] = drawn + drawn.sign()
     return params, grads
 
@@ -108,14 +112,15 @@ def _stepped(
 
 
 def _ulp_between(first: Tensor, second: Tensor) -> int:
-    """Return the largest difference, in units in the last place of the largest magnitude.
+    """Return the largest difference in ulp of the largest magnitude.
 
-    Units of each element would be tiny near zero, where a difference of one rounding spans many.
+    Ulp of each element would be tiny near zero, where a single rounding spans many.
     """
     apart = relative_difference(first, second)
     if not math.isfinite(apart):
+        # NaN or infinity on either side: infinitely far.
         return sys.maxsize
     most = max(float(each.abs().max()) for each in (first, second)) if first.numel() else 0.0
     mantissa, _ = math.frexp(most)
-    # A number is 2 x mantissa units of its eps.
+    # mantissa is in [0.5, 1), so the largest magnitude is 2 * mantissa / eps ulp.
     return math.ceil(apart * 2 * mantissa / torch.finfo(first.dtype).eps)

@@ -1,4 +1,4 @@
-"""Ownership, rank by rank: who holds what, and where, as engines report before the first step."""
+"""Ownership of params by ranks, as engines report it before the first step."""
 
 from __future__ import annotations
 
@@ -27,65 +27,67 @@ _TIED = (
 
 
 class Ownership:
-    """The ranks of a group, and what each of them holds.
+    """The ranks of a group, and the params and places of each.
 
     Args:
-        scenario: The case that is judged.
-        held: For every rank, the names of the params that it is to hold. It is the reference that
-            knows that, never the system.
+        scenario: The judged case.
+        held: Names of the params that each rank must hold. From the reference, never from the
+            system.
     """
 
     def __init__(self, scenario: Scenario, *, held: Sequence[frozenset[str]]) -> None:
         self._scenario = scenario
         self.held = held
         self.places: dict[int, list[Place]] = {}
-        """By rank: what it owns of the optimizer."""
+        """Places of optimizer state that a rank owns, by rank."""
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """Of all working params."""
+        """Shapes of all working params."""
         self.can_unwrap = True
-        """False if the engine of any rank has no `unwrap`."""
+        """False if the engine of some rank has no `unwrap`."""
         self.arrangements: Arrangements | None = None
-        """How communicators add, by the ranks of each; None where nobody looked."""
+        """Observed arrangement of sums, by the ranks of a communicator; None if not observed."""
         self._addresses: dict[int, Addresses] = {}
         self._starts: dict[int, Mapping[str, str]] = {}
         self.drawn: dict[str, Tensor] = {}
-        """Start values of params, each from its first holder; empty unless the system drew them."""
+        """Start values drawn by the system, each from the first rank that holds the param."""
         self._tied_parts: dict[str, str] = {}
-        """Another name of each tied param that some rank owns under it, by its first name."""
+        """Other name of a tied param that some rank owns under it, by first name."""
 
     def note_facts(self, rank: int, facts: Facts) -> None:
-        """Note what a rank's engine says.
+        """Record the facts of a rank's engine.
 
         Args:
-            rank: The rank, within the group.
-            facts: What it says.
+            rank: Rank in the group.
+            facts: Its facts.
         """
         self.places[rank] = list(facts.places)
         self.can_unwrap &= facts.can_unwrap
         self._addresses[rank] = facts.addresses
         self._starts[rank] = facts.start
         self.shapes |= facts.shapes
+        # The first rank to report a param wins.
         self.drawn = {**facts.drawn, **self.drawn}
         self._tied_parts |= {name: other for other, name in facts.tied_parts.items()}
 
     @property
     def param_names(self) -> frozenset[str]:
-        """Names of the params that any rank of the group trains."""
+        """Names of the params that some rank of the group trains."""
         return frozenset[str]().union(*self.held)
 
     @property
     def are_all_there(self) -> bool:
-        """Whether every rank has built its engine and told of it."""
+        """True if every rank has built its engine and reported its facts."""
         return len(self.places) == self._scenario.world.size
 
     @property
     def addresses(self) -> list[Addresses]:
-        """Where the working params of each rank lie."""
+        """Addresses of each rank's working params, in rank order."""
         return [self._addresses[rank] for rank in sorted(self._addresses)]
 
     @cached_property
     def sharings(self) -> list[tuple[tuple[int, ...], frozenset[str]]]:
-        """The ranks that hold params together, and which: dense ones, and each share of experts."""
+        """Ranks that share params, with these params: the dense ones, and each group of experts."""
+        # Params with equal holders are sharded together.
         names_of: dict[tuple[int, ...], set[str]] = {}
         for name in self.param_names:
             ranks = tuple(rank for rank, names in enumerate(self.held) if name in names)
@@ -93,7 +95,7 @@ class Ownership:
         return [(ranks, frozenset(names)) for ranks, names in sorted(names_of.items())]
 
     def places_beside(self, param: str | None) -> dict[int, list[Place]]:
-        """What each of the ranks that hold a param owns, by rank; empty if none holds it.
+        """Return the places of all ranks that hold a param, by rank; empty if no rank holds it.
 
         Args:
             param: Its name.
@@ -102,13 +104,14 @@ class Ownership:
         return {rank: self.places[rank] for rank in ranks if rank in self.places}
 
     def check(self, step: int, *, tell_parts: bool) -> Iterator[Finding]:
-        """Check that each element of a param has one owner a replica, and that holders begin alike.
+        """Check that each element has one owner per replica, and that ranks start equal.
 
         Args:
-            step: The step before which this is.
-            tell_parts: Whether engines say what they own.
+            step: The next step, for findings.
+            tell_parts: True if engines report owned parts.
         """
         named = {
+            # Names of working params and of owned state: a rank may have one without the other.
             rank: {**addresses, **{place.param: None for place in self.places[rank]}}
             for rank, addresses in self._addresses.items()
         }
@@ -121,38 +124,39 @@ class Ownership:
                 shapes={name: shape for name, shape in self.shapes.items() if name in names},
                 step=step,
             ):
+                # A tied param registered twice is the most common cause, so name it.
                 other = self._tied_parts.get(finding.param or "")
                 why = self._who_owns() if other is None else _TIED.format(other=other)
                 yield replace(finding, message=f"{finding.message}; {why}")
 
     def _who_owns(self) -> str:
-        """Who is to own what, by what the case asks for, and how a target says otherwise."""
+        """Return the expected ownership, and how a target declares another one."""
         system = self._scenario.system
         if system.stage == 0:
             return (
-                "expected parts() of every rank to give each element once: at system.stage = 0 "
-                "every rank keeps all optimizer state; a target that shards it "
+                "expected parts() of every rank to return each element once: at system.stage = 0 "
+                "every rank keeps all optimizer state. A target that shards it "
                 "declares Capabilities(stages=(1,))"
             )
         copies = (
-            f"with system.redundancy = {system.redundancy}, each block of "
-            f"{self._scenario.world.size // system.redundancy} consecutive ranks shares it out"
+            f"with system.redundancy = {system.redundancy}, each shard group of "
+            f"{self._scenario.world.size // system.redundancy} consecutive ranks shares it"
             if system.redundancy > 1
-            else "with system.redundancy = 1, all ranks together share it out"
+            else "with system.redundancy = 1, all ranks share it"
         )
         return (
-            "expected parts() of the ranks that share state to give each element once: at "
-            f"system.stage = {system.stage} {copies}; a target that keeps all of it on every rank "
-            "declares Capabilities(stages=(0,)), and one that keeps several copies follows "
-            "scenario.system.redundancy and declares follows=('system.redundancy',); a param that "
-            "is replicated beside sharded ones has Place(replicas=...)"
+            "expected parts() of the ranks that share state to return each element once: at "
+            f"system.stage = {system.stage} {copies}. A target that keeps all of it on every rank "
+            "declares Capabilities(stages=(0,)). One that keeps several replicas follows "
+            "scenario.system.redundancy and declares follows=('system.redundancy',). Places of a "
+            "param that is replicated beside sharded ones have Place(replicas=...)"
         )
 
     def orders(self) -> Orders:
-        """Where every element of every param stands in the calls that add it."""
+        """Return the position of every element in the calls that add it, by param."""
         orders = {name: [] for name in self.shapes}
         for ranks, names in self.sharings:
-            # Replicas say the same; one of them is enough.
+            # Replicas are laid out alike; use the first.
             places = _once(self._replicas(ranks, names)[0])
             orders |= sum_spans(
                 chain.from_iterable(places.values()),
@@ -163,7 +167,7 @@ class Ownership:
         return orders
 
     def holdings(self) -> list[list[Holding]]:
-        """What each rank of one replica owns, for norms that ranks take of that."""
+        """Return what each rank of one replica owns, for norms over its shard."""
         by_rank: dict[int, list[Holding]] = {}
         for ranks, names in self.sharings:
             for rank, places in _once(self._replicas(ranks, names)[0]).items():
@@ -171,34 +175,38 @@ class Ownership:
         return [by_rank[rank] for rank in sorted(by_rank)]
 
     def holding_of(self, rank: int) -> list[Holding]:
-        """Return what a rank owns; nothing if it has not reported that yet."""
+        """Return what a rank owns; empty if it has not reported yet."""
         return list(map(_holding, self.places.get(rank, ())))
 
     def calls(self) -> Iterator[tuple[tuple[int, ...], SumSite]]:
-        """The calls that add gradients: the ranks of the communicator, and a site in each call."""
+        """Yield the calls that add gradients: communicator ranks, and a position in the call."""
         replica_count = self._scenario.system.redundancy
         for ranks, names in self.sharings:
             blocks, shards = members_of(ranks, replica_count=replica_count)
+            # Replicas make the same calls; use the first.
             places = _once(self._replicas(ranks, names)[0])
             for spans in sum_spans(
                 chain.from_iterable(places.values()), replica_count=replica_count
             ).values():
                 for span in spans:
                     yield from ((block, span.site) for block in blocks)
+                    # Every shard group makes the same call.
                     if span.replica_site is not None:
+                        # The second sum is over the ranks that hold this shard in each group.
                         shard = 0 if span.site.kind == "all_reduce" else span.site.ends_on
                         yield shards[shard], span.replica_site
 
     def _replicas(
         self, ranks: Sequence[int], names: Collection[str]
     ) -> list[dict[int, list[Place]]]:
-        """The ranks that hold all state of some params between them, replica by replica.
+        """Return the places of each replica of some params' state, by rank.
 
         Args:
-            ranks: All that hold these params.
-            names: The params; places of others are left out.
+            ranks: All ranks that hold these params.
+            names: The params; places of others are omitted.
         """
         system = self._scenario.system
+        # At stage 0 every rank has all state, so each is a replica of its own.
         replica_count = len(ranks) if system.stage == 0 else system.redundancy
         share = len(ranks) // replica_count
         return [
@@ -211,7 +219,7 @@ class Ownership:
 
 
 def _once(held: Mapping[int, Sequence[Place]]) -> dict[int, list[Place]]:
-    """What each rank owns, with a replicated part only on the first rank that has it."""
+    """Return the places of each rank, with replicated parts only at their first rank."""
     seen: set[tuple[str, int]] = set()
     once: dict[int, list[Place]] = {}
     for rank, places in held.items():
@@ -225,6 +233,7 @@ def _once(held: Mapping[int, Sequence[Place]]) -> dict[int, list[Place]]:
 
 
 def _holding(place: Place) -> Holding:
+    # Offsets in the shard, if the engine reports enough; norms by shard need them.
     offset = elems = None
     if place.flat_start is not None and place.shard_start is not None:
         offset = place.flat_start - place.shard_start
@@ -246,14 +255,14 @@ def check_ownership(
     shapes: Mapping[str, tuple[int, ...]],
     step: int,
 ) -> Iterator[Finding]:
-    """Check that the ranks of every replica own each element as often as its place says.
+    """Check that ranks of each replica own each element once, or as often as its place declares.
 
-    That is once, but for small params which several ranks keep; see `Place.replicas`.
+    Small params may be kept by several ranks; see `Place.replicas`.
 
     Args:
-        replicas: What each rank owns, by rank, for each replica of the optimizer state.
-        shapes: Shape of every trainable param.
-        step: The step that comes next, for the finding.
+        replicas: Places by rank, for each replica of the optimizer state.
+        shapes: Shapes of all trained params.
+        step: The next step, for findings.
     """
     for places in replicas:
         owned = [(rank, place) for rank in sorted(places) for place in places[rank]]
@@ -264,30 +273,31 @@ def check_ownership(
 def check_held(
     names: Mapping[int, Iterable[str]], *, held: Sequence[Collection[str]], step: int
 ) -> Iterator[Finding]:
-    """Check that no rank holds a param that is not its own to train, such as another's expert.
+    """Check that no rank holds a foreign param, such as an expert of another rank.
 
     Args:
         names: Names of the params that each rank has, by rank.
-        held: Names of those that it is to have, in rank order.
-        step: The step that comes next, for the finding.
+        held: Names that it must have, in rank order.
+        step: The next step, for findings.
     """
     for rank in sorted(names):
         for name in names[rank]:
             if name not in held[rank]:
                 yield replace(
-                    _ownership(name, 0, "this rank holds a param that is not among its own"),
+                    _ownership(name, 0, "this rank holds a param of other ranks"),
                     step=step,
                     rank=rank,
                 )
 
 
 def check_start(starts: Mapping[int, Mapping[str, str]], *, step: int) -> Iterator[Finding]:
-    """Check that ranks which hold the same param or buffer begin with the same values of it.
+    """Check that all holders of a param or buffer start with equal values.
 
     Args:
-        starts: By rank and name, a digest of what the rank has.
-        step: The step that comes next, for the finding.
+        starts: Digests by name, by rank.
+        step: The next step, for findings.
     """
+    # Compare with the first rank that has the name, because all must start equal.
     first: dict[str, int] = {}
     for rank in sorted(starts):
         for name, digest in starts[rank].items():
@@ -298,13 +308,14 @@ def check_start(starts: Mapping[int, Mapping[str, str]], *, step: int) -> Iterat
                     step=step,
                     rank=rank,
                     param=name,
-                    message=f"before the step this rank has other values of it than rank {holder}",
+                    message=f"this rank starts with other values than rank {holder}",
                 )
 
 
 def _check_cover(
     owned: Sequence[tuple[int, Place]], *, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Finding]:
+    # Params without places are checked, too: their elements have no owner.
     by_param: dict[str, list[tuple[int, Place]]] = {name: [] for name in shapes}
     for rank, place in owned:
         by_param.setdefault(place.param, []).append((rank, place))
@@ -312,6 +323,7 @@ def _check_cover(
         numel = prod(shapes.get(name, (0,)))
         spans = [(place.start, place.stop, rank) for rank, place in held]
         for start, stop, ranks in _stretches(spans, numel=numel):
+            # All places of these elements must agree on the number of replicas.
             said = {p.replicas for _, p in held if p.start < stop and start < p.stop} or {1}
             if said != {len(ranks)} or len(set(ranks)) != len(ranks):
                 of = "" if ranks else f" of {numel}"
@@ -321,6 +333,7 @@ def _check_cover(
                 yield _ownership(name, start, says, stop=stop)
         last, rank = max(((stop, rank) for _, stop, rank in spans), default=(0, 0))
         if last > numel:
+            # Too long for its param: `_stretches` clips such places.
             says = f"rank {rank} owns elements up to {last} of a param with {numel}"
             yield _ownership(name, numel, says)
 
@@ -328,14 +341,16 @@ def _check_cover(
 def _stretches(
     spans: Iterable[tuple[int, int, int]], *, numel: int
 ) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Return the elements of a param in stretches, each with the ranks that own it.
+    """Return the elements of a param as intervals of equal owners: (start, stop, ranks).
 
     Args:
-        spans: Start, stop and rank of each part.
+        spans: Start, stop and rank of each place.
         numel: Number of elements.
     """
+    # Sweep over the edges, with the current owners. A rank may occur twice.
     edges: dict[int, list[tuple[bool, int]]] = {0: [], numel: []}
     for start, stop, rank in spans:
+        # Empty places own nothing. `_check_cover` reports places beyond the param.
         if start < min(stop, numel):
             edges.setdefault(start, []).append((True, rank))
             edges.setdefault(min(stop, numel), []).append((False, rank))
@@ -349,12 +364,13 @@ def _stretches(
                 owners.remove(rank)
         ranks = tuple(sorted(owners))
         before = found.pop() if found and found[-1][2] == ranks else (start, start, ranks)
+        # Merge neighbours with equal owners into one interval.
         found.append((before[0], stop, ranks))
     return found
 
 
 def _owners(ranks: Sequence[int]) -> str:
-    """Return the owners of elements that are not owned once, in words."""
+    """Describe the owners of elements with a wrong number of them."""
     each = sorted(set(ranks))
     if not each:
         return "no rank"

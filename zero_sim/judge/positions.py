@@ -1,6 +1,6 @@
 """Positions of elements in the calls that reduce them, which most orders of addition depend on.
 
-The reference knows no buffers; where the order model needs positions, it is told them as facts that
+The reference has no buffers. If the order model needs positions, they are passed in as facts that
 were observed on the running system.
 """
 
@@ -19,22 +19,23 @@ from zero_sim.targets import Place
 from zero_sim.targets.adapt import PARTS
 
 Arrangements = Mapping[tuple[int, ...], Arrangement]
-"""How communicators add, by the ranks of each, where that was observed."""
+"""Observed arrangements of sums, by the ranks of a communicator."""
 
 
 def members_of(
     ranks: Sequence[int], *, replica_count: int
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The communicators that sum what some ranks hold together.
+    """Return the communicators that sum the gradients of some shared params.
 
     Args:
-        ranks: All that hold some params.
-        replica_count: Number of blocks that they are cut into.
+        ranks: All ranks that hold the params.
+        replica_count: Number of shard groups.
 
     Returns:
-        The ranks of each block, and for each shard the ranks that hold it, one of each block.
+        The ranks of each shard group; and for each shard, its rank in every group.
     """
     share = len(ranks) // replica_count
+    # Shard groups are consecutive ranks.
     blocks = [tuple(ranks[start : start + share]) for start in range(0, len(ranks), share)]
     return blocks, [tuple(ranks[shard::share]) for shard in range(share)]
 
@@ -46,30 +47,33 @@ def sum_spans(
     ranks: Sequence[int] = (),
     arrangements: Arrangements | None = None,
 ) -> dict[str, list[SumSpan]]:
-    """Where every element of every param stands in the sums over the ranks.
+    """Return the positions of all elements in the sums over ranks.
 
     Args:
-        places: What the ranks of one replica own, each element once.
-        replica_count: Number of blocks of ranks, whose shards are summed by a second call: an
-            all-reduce, or where blocks share the state what reduced the shards.
-        ranks: All ranks that hold the params; only read where arrangements are given.
-        arrangements: Of all communicators of three ranks or more; None where ranks add in order.
+        places: Places of one replica, each element once.
+        replica_count: Number of shard groups. Their shards are summed by a second call: an
+            all-reduce, or the call that reduced the shards if groups share the state.
+        ranks: All ranks that hold the params; only needed with arrangements.
+        arrangements: Arrangement of each communicator of three or more ranks; None if ranks are
+            added in order.
 
     Returns:
-        By param, spans of its flattened elements.
+        Spans of the flattened elements, by param.
     """
     spans: dict[str, list[SumSpan]] = {}
     blocks, shards = members_of(ranks, replica_count=replica_count) if arrangements else ([], [])
     seen = arrangements or {}
 
     def of(groups: Sequence[tuple[int, ...]]) -> tuple[Arrangement, ...]:
-        # Two ranks add in one order only, whatever is said of them.
+        # Two ranks have a single order, whatever was observed.
         return tuple(seen.get(group) or in_order(len(group)) for group in groups)
 
     for place in places:
         site = replace(_site_of(place), arrangements=of(blocks))
+        # The sum over replicas follows the one in the shard group.
         over = _replica_site_of(place) if replica_count > 1 else None
         if over is not None and shards:
+            # An all-reduce ends on all ranks, so any shard's communicator will do.
             whole = site.kind == "all_reduce"
             over = replace(over, arrangements=of([shards[0 if whole else site.ends_on]]))
         spans.setdefault(place.param, []).append(
@@ -79,21 +83,23 @@ def sum_spans(
 
 
 def check_reported(facts: Facts, *, scenario: Scenario, target_name: str) -> None:
-    """Check that an engine tells all that the order of addition depends on.
+    """Check that an engine reports everything that the order of addition depends on.
 
     Args:
-        facts: What a rank's engine says before the first step.
-        scenario: The case, whose order of addition counts.
-        target_name: Of the target that built it.
+        facts: Facts of a rank's engine.
+        scenario: The case with its order of addition.
+        target_name: Name of the target.
 
     Raises:
-        UsageError: It does not, and the order depends on it.
+        UsageError: If a field is missing and the order depends on it.
     """
     world = scenario.world
+    # Orders such as `linear` add each element alike, so positions do not matter.
     if not world.order_known or world.order in POSITION_FREE:
         return
     got = "an engine without `parts`"
     if PARTS not in facts.unreported:
+        # `sum_spans` raises for the first missing field.
         try:
             sum_spans(facts.places, replica_count=scenario.system.redundancy)
         except _Unreported as unreported:
@@ -101,14 +107,15 @@ def check_reported(facts: Facts, *, scenario: Scenario, target_name: str) -> Non
         else:
             return
     raise UsageError(
-        f"expected target {target_name!r} to tell where its gradients lie in the calls that "
-        f"reduce them, because sums in world.order = {world.order!r} depend on it, got {got}. Try "
-        "`parts` with places that tell it (zero_sim.targets.Place), or world.order = 'linear'."
+        f"expected target {target_name!r} to report the positions of its gradients in the calls "
+        f"that reduce them, because sums in world.order = {world.order!r} depend on them, got "
+        f"{got}. Implement `parts` with full places (zero_sim.targets.Place), or set "
+        "world.order = 'linear'."
     )
 
 
 class _Unreported(UsageError):
-    """An order depends on a field of a place that is not told."""
+    """A place lacks a field that the order of addition depends on."""
 
     def __init__(self, field: str, param: str) -> None:
         self.field = field
@@ -119,12 +126,13 @@ class _Unreported(UsageError):
 def _site_of(place: Place) -> SumSite:
     shard, kind = _reported(place, "shard"), place.reduced_by
     if kind == "reduce_scatter_list":
-        # Every rank's entry is a tensor of its own.
+        # Each rank's entry is a tensor of its own, so positions are within the shard.
         return SumSite(kind="reduce_scatter_list", **_in_shard(place), ends_on=shard)
     return SumSite(
         kind=kind or "all_reduce",
         elems=_reported(place, "call_elems"),
         offset=_reported(place, "call_offset"),
+        # An all-reduce ends on every rank, so the shard does not matter.
         ends_on=0 if kind == "all_reduce" else shard,
         joined_elems=place.joined_elems,
         joined_offset=place.joined_offset,
@@ -133,6 +141,7 @@ def _site_of(place: Place) -> SumSite:
 
 def _replica_site_of(place: Place) -> SumSite:
     if place.copies_at is None:
+        # By default, replicas sum the shard alone.
         return SumSite(kind="all_reduce", **_in_shard(place))
     elems, offset = place.copies_at
     return SumSite(kind="all_reduce", elems=elems, offset=offset)

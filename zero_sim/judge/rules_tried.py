@@ -1,4 +1,4 @@
-"""Records of the rules that were tried on a step, and what they add to a finding."""
+"""Results of trying other rules on a step, and their text in a finding."""
 
 from __future__ import annotations
 
@@ -11,46 +11,48 @@ from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 
 UPDATED = (Check.EQUALITY_MASTER, Check.EQUALITY_STATE, Check.EQUALITY_PARAMS)
-"""Checks of what comes of an update; what differs before it has another cause."""
+"""Checks that an update affects; a difference in an earlier check has another cause."""
 _MANY = 3
+# Number of fitting rules from which a finding warns that the case hardly tells them apart.
 _SEVERAL = 2
 _ADVICE = re.compile(r"^If [a-z ]+ intended, declare (Numerics\(.*\))$\n?", flags=re.MULTILINE)
 _AMBIGUOUS = (
-    "a case that so many fit tells them hardly apart, and a fault may have these bits as well: "
-    "`zero-sim rules` asks more of them"
+    # `zero_sim.rules.declared` finds the end of the rules by these first words.
+    "a case that fits so many rules hardly tells them apart, and a fault may have these bits as "
+    "well: `zero-sim rules` tries more cases"
 )
-_READ_SETTINGS = "The engine has to read all settings from scenario.optimizer, and lr_factor"
+_READ_SETTINGS = "Read all settings, and lr_factor, from scenario.optimizer in the engine"
 
 What = Literal["gradient", "mistake", "update"]
-"""Computed by the rules; a `mistake` is an update by no rule. Sorted by what is computed first."""
+"""Quantity that the rules compute; a `mistake` is an update by no rule. Sorted by dataflow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RulesTried:
-    """What came of trying other rules on a step."""
+    """Result of trying other rules on a step."""
 
     assumed: str
-    """The rule that the reference followed, as a target declares it."""
+    """Rule that the reference followed, as a target declares it."""
     tried: int
-    """How many others give other bits."""
+    """Number of other rules that give other bits."""
     fitting: tuple[str, ...]
-    """Those that give all bits that were observed."""
+    """Rules that give all observed bits."""
     what: What = "update"
-    """What is computed by them."""
+    """Quantity that they compute."""
     blind: str = ""
-    """Why the case does not tell rules apart, so that none is proposed; empty if it does."""
+    """Reason why the case cannot tell rules apart, so none is proposed; empty if it can."""
     factor: str = ""
-    """The factor between the gradient by the fitting rules and the expected one, and its cause;
-    empty if it is not the same by all of them."""
+    """Factor from the expected gradient to that of the fitting rules, with its cause; empty if the
+    rules differ in it."""
     also: RulesTried | None = None
-    """Of a mistake: what came of trying rules."""
+    """Result of trying rules, for a mistake."""
 
     @property
     def cause(self) -> str:
-        """The cause, as the end of a message; empty if there is none or more than one."""
+        """Cause as the end of a message; empty unless there is exactly one."""
         is_only = self.also is None or not self.also.fitting
         if self.what == "mistake" and is_only and (len(self.fitting) == 1 or self._is_of_settings):
-            return f"what came is the step {self.fitting[0]}"
+            return f"the system took the step {self.fitting[0]}"
         if self.what == "update" and self.factor:
             behind = (
                 "its bits are those of a step by" if self.blind else "the gradient behind it is"
@@ -60,16 +62,16 @@ class RulesTried:
 
     @property
     def _is_of_settings(self) -> bool:
-        """True if several settings fit: of these the fewest explain what came."""
+        """True if several settings fit; the fewest of them explain the difference."""
         return bool(self.fitting) and all(" in place of " in each for each in self.fitting)
 
     def in_words(self) -> str:
-        """A sentence for the reader of a finding; empty where there is nothing to say."""
+        """Return sentences for the reader of a finding; empty if there are none."""
         if self.what == "mistake":
             return self._mistakes_in_words()
         said = f"the reference computed the {self.what} with {self.assumed}"
         if not self.fitting:
-            # Most gradients that are wrong are so by no rule, and the reader knows that.
+            # Most wrong gradients fit no rule; only clipping is worth a sentence.
             if not self.assumed.startswith("clip"):
                 return ""
             many = {0: "every known rule gives", 1: "the one other known rule does not give"}.get(
@@ -77,8 +79,9 @@ class RulesTried:
             )
             bits = "the same bits here" if not self.tried else "all the bits that the system has"
             return f"{said}; {many} {bits}"
+        # Declarations are Python arguments, so without spaces around "=".
         first = self.fitting[0].replace(" = ", "=")
-        # Of one thing, its name is said once.
+        # If all rules are values of one setting, print its name once.
         names = {rule.partition(" = ")[0] for rule in self.fitting}
         is_one = len(names) == 1 and not any("," in rule for rule in self.fitting)
         lead = f"{next(iter(names))} = " if is_one else ""
@@ -99,16 +102,17 @@ class RulesTried:
 
 
 def with_rules(found: tuple[Finding, ...], tried: RulesTried | None) -> tuple[Finding, ...]:
-    """Return findings, the first one with what is known of rules, if that is what differs.
+    """Add the result of trying rules to the first finding, if it is about them.
 
     Args:
-        found: The earliest first.
-        tried: What came of trying other rules; None where there is one only.
+        found: Findings, earliest first.
+        tried: Result of trying rules; None if there was no other rule.
     """
     if tried is None or not found:
         return found
     meant = (Check.EQUALITY_GRAD,) if tried.what == "gradient" else UPDATED
     if found[0].check not in meant:
+        # Something earlier differs, so rules do not explain it.
         return found
     detail = _with_one_advice("\n".join(filter(None, [found[0].detail, tried.in_words()])))
     message = f"{found[0].message}: {tried.cause}" if tried.cause else found[0].message
@@ -116,21 +120,22 @@ def with_rules(found: tuple[Finding, ...], tried: RulesTried | None) -> tuple[Fi
 
 
 def _with_one_advice(detail: str) -> str:
-    """Return the detail of a finding with several proposals as alternatives, in its last line."""
+    """Return a detail with its proposals merged into one last line."""
     said = _ADVICE.findall(detail)
     if len(said) < _SEVERAL:
         return detail
+    # Move all proposals to the end, as alternatives in one line.
     others = _ADVICE.sub("", detail).rstrip()
     return f"{others}\nIf this is intended, declare one of: {', '.join(said)}"
 
 
 def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
-    """What judges say together, each of which was shown other ranks of one bad step.
+    """Merge the results of judges that observed different ranks of one bad step.
 
     Args:
-        reported: By judge; None of one to whom nothing differed.
+        reported: Result of each judge; None from one without differences.
     """
-    # A gradient comes before what is made of it.
+    # Sorted: a gradient comes before the update that uses it.
     said = sorted(filter(None, reported), key=lambda each: each.what)
     first = next(iter(said), None)
     if first is None:
@@ -140,8 +145,9 @@ def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
     also = [each.also for each in alike if each is not None]
     return replace(
         first,
+        # A rule must fit the observations of every judge.
         fitting=tuple(r for r in first.fitting if all(r in f for f in fitting)),
         also=rules_together(also),
-        # One rank that shows enough is enough; empty text sorts first.
+        # One rank with enough evidence suffices; the empty text sorts first.
         blind=min(each.blind for each in alike if each is not None),
     )

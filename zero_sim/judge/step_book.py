@@ -1,4 +1,4 @@
-"""Book of a run: where the steps of each rank lie in the event log, and the first bad step."""
+"""Book of a run: positions of ranks' steps in the event log, and the first bad step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zero_sim.findings.records import Finding
 
 
 class StepBook:
-    """Notes when ranks begin and end their steps, in calls of the event log.
+    """Records when ranks begin and end their steps, as numbers of calls in the event log.
 
     Args:
-        world_ranks: The ranks of the group, as findings name them.
-        first_step: The first step that is judged.
-        calls_made: Returns how many calls the world has logged; None if there is no log.
+        world_ranks: World ranks of the group, for findings.
+        first_step: The first judged step.
+        calls_made: Returns the number of calls in the world's log; None without a log.
     """
 
     def __init__(
@@ -28,36 +28,37 @@ class StepBook:
         calls_made: Callable[[], int] | None,
     ) -> None:
         self.windows: list[StepWindow] = []
-        """Where the steps of all ranks lie in the log."""
+        """Steps of all ranks, as intervals of the log."""
         self.begun_step = first_step - 1
-        """The last step that any rank has begun."""
+        """Last step that some rank has begun."""
         self.skipped: dict[int, bool] = {}
-        """By step: True if nothing was updated in it."""
+        """True if a step updated nothing, by step."""
         self._world_ranks = world_ranks
         self._calls_made = calls_made
+        # `int()` is 0: without a log, all intervals are empty.
         self._count = calls_made or int
         self._ends: dict[int, int] = {}
-        """By rank: where its last step ended."""
+        """End of each rank's last step."""
         self._starts: dict[tuple[int, int], int] = {}
-        """By rank and step: where its first backward began."""
+        """Start of the first backward, by rank and step."""
         self._aside: dict[int, list[tuple[int, int]]] = {}
-        """By rank: stretches of the log, since its last step, that belong to no step."""
+        """Intervals since a rank's last step that belong to no step, by rank."""
 
     def begin(self, rank: int) -> None:
-        """Note that the first step of a rank comes next."""
+        """Record that a rank's first step comes next."""
         self._ends[rank] = self._count()
 
     def begin_backward(self, rank: int, step: int) -> None:
-        """Note that the first backward of a step comes next."""
+        """Record that the first backward of a step comes next."""
         self.begun_step = max(self.begun_step, step)
         if self._calls_made is not None:
             self._starts[rank, step] = self._calls_made()
-            # Params of the step before may be looked at in this one.
+            # Keep the previous step: its params may be compared during this one.
             self._starts.pop((rank, step - 2), None)
 
     @contextmanager
     def aside(self, rank: int) -> Iterator[None]:
-        """A block in which what a rank calls belongs to no step: for the judge, or a checkpoint."""
+        """Make a block whose calls belong to no step: for the judge, or a checkpoint."""
         start = self._count()
         yield
         stop = self._count()
@@ -65,7 +66,8 @@ class StepBook:
             self._aside.setdefault(rank, []).append((start, stop))
 
     def end(self, rank: int, step: int) -> None:
-        """Note what the rank called since its last step ended."""
+        """Record the end of a step, with the rank's calls since the previous one."""
+        # From the end of the last step: calls in between belong to this one, unless set aside.
         start, stop = self._ends.get(rank, 0), self._count()
         self._ends[rank] = stop
         self.windows.append(
@@ -81,42 +83,44 @@ class StepBook:
         )
 
     def dated(self, finding: Finding) -> Finding:
-        """Return a finding with its place in the event log."""
+        """Return a finding with its interval in the event log."""
         if self._calls_made is None:
             return finding
         started = None
+        # Findings about the whole group have no start.
         if finding.rank is not None and finding.step is not None:
             started = self._starts.get((finding.rank, finding.step))
         return replace(finding, call_start=started, call_stop=self._calls_made())
 
 
 class FirstBadStep:
-    """Findings of the first step at which anything is wrong.
+    """Findings of the first bad step.
 
     Args:
-        first_step: The first step that is judged; more than 0 after a checkpoint was reloaded.
-        book: Dates findings.
+        first_step: The first judged step; more than 0 after a checkpoint was reloaded.
+        book: Locates findings in the event log.
     """
 
     def __init__(self, *, first_step: int, book: StepBook) -> None:
         self.step: int | None = None
-        """The step; None as long as nothing is wrong."""
+        """The step; None if there are no findings."""
         self.findings: list[Finding] = []
         self._first_step = first_step
         self._book = book
 
     def is_before(self, step: int) -> bool:
-        """Return whether anything was wrong before a step."""
+        """Return True if an earlier step has findings."""
         return self.step is not None and self.step < step
 
     def report(self, step: int, found: Iterator[Finding]) -> None:
-        """Add findings, if they are of the first bad step.
+        """Add findings if they belong to the first bad step.
 
         Args:
-            step: After which step.
-            found: Findings; ranks are those of the group.
+            step: The step after which they were made.
+            found: Findings, with group ranks.
         """
         for finding in found:
+            # In the first step after a load, the load is the likely cause.
             is_first = self._first_step and finding.step == self._first_step
             if is_first and finding.phase != Phase.LOAD:
                 message = f"{finding.message}, in the first step after the checkpoint was loaded"
@@ -124,5 +128,5 @@ class FirstBadStep:
             self.findings.append(self._book.dated(finding))
             self.step = step if self.step is None else min(self.step, step)
         if self.step is not None:
-            # Only the first bad step tells where it began.
+            # Ranks may be a step apart, so a finding of an earlier step can come later.
             self.findings = [each for each in self.findings if each.step in (None, self.step)]

@@ -1,12 +1,12 @@
-"""Digests of all that one step owes: what judges need of a reference that another process has.
+"""Digests of a step's expected tensors, for judges in other processes.
 
-Where each rank is judged in a process of its own, one of them computes the reference's steps and
-tells the others these. Who holds the same bits has the same digests; whoever has not computes the
-reference anew and compares element by element, so that digests never decide what a finding says.
+If each rank is judged in its own process, one process computes the reference's steps and sends
+digests of them. A rank with equal bits has equal digests. Otherwise its judge computes the
+reference itself and compares element by element, so digests never shape the content of a finding.
 
 [Note: equal digests]
-Elements that are equal under [Note: the rule for equality] have one digest, but for NaNs: where one
-is owed, ranks compare with a reference of their own.
+Elements that are equal by [Note: the rule for equality] have equal digests, except NaNs: if NaN is
+expected, ranks compare with a reference of their own.
 """
 
 from __future__ import annotations
@@ -28,37 +28,38 @@ from zero_sim.scenario.spec import Scenario
 
 _DIGEST_BYTES = 16
 _CHUNK_ELEMS = 1 << 15
-"""What is looked at together: little enough to stay in the cache."""
+"""Elements hashed at once; few enough to stay in the cache."""
 _BITS_OF = {
     dtype.itemsize: (dtype, torch.iinfo(dtype).min)
     for dtype in (torch.int16, torch.int32, torch.int64)
 }
-"""By bytes of an element: integers as wide, and the one whose bits are those of minus zero."""
+"""Integer dtype of a width in bytes, and the integer with the bits of minus zero."""
 
 
 def key_of(what: str, *where: object) -> str:
-    """Return the key of a tensor among the digests of a step.
+    """Return the key of a tensor among a step's digests.
 
     Args:
         what: `loss`, `norm`, `grad`, `whole grad`, `master`, `state`, `scale` or `param`.
-        where: Rank and micro-batch; or the name of a param, then half-open elements of it, if what
-            a rank owns is part of one, and torch's key of a state.
+        where: For a loss, rank and micro-batch. Otherwise the param; for a part, start and stop;
+            for state, torch's key.
     """
     return " ".join(map(str, (what, *where)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDigests:
-    """Everything that one step owes a group; tensors as digests."""
+    """Expected results of a step for a group, with tensors as digests."""
 
+    # As in `ReferenceStep`. Steps for which these do not hold are not sent as digests.
     nonfinite: ClassVar[None] = None
     clip_certified: ClassVar[bool] = True
     cut_dependence: ClassVar[str] = ""
 
     step: int
-    """Optimizer step, from 0."""
+    """Index of the optimizer step, from 0."""
     norm: float
-    """As in `ReferenceStep`, as are all up to `data_digests`."""
+    """As in `ReferenceStep`; so are all fields up to `data_digests`."""
     zeros: int
     skipped: bool
     loss_scale: float | None
@@ -66,39 +67,40 @@ class StepDigests:
     nonzero_fraction: float
     data_digests: Mapping[str, str]
     owed: Mapping[Guarantee, int]
-    """Elements of the reduced gradients, by why they are owed."""
+    """Elements of reduced gradients, by guarantee."""
     digests: Mapping[str, str]
-    """By key; without gradients that the target is to report none of, and without a norm that
+    """Digests by key; without gradients that the target does not report, and without a norm that
     depends on the order of addition."""
     zero_grads: Sequence[str]
-    """Keys of gradients whose elements are all zero."""
+    """Keys of gradients that are all zero."""
     state_keys: Mapping[str, Sequence[str]]
-    """By param torch's keys of its state, sorted."""
+    """Torch's keys of optimizer state, sorted, by param."""
     scale_names: Sequence[str]
-    """Names of the params in fp8."""
+    """Names of fp8 params."""
     unmoved: Sequence[str] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
+        """Return all fields as JSON values."""
         return asdict(self)
 
     def agrees(self, got: Tensor, what: str, *where: object) -> bool:
-        """Return whether a tensor has the digest of a key."""
+        """Return True if a tensor has the digest of a key."""
         return self.digests.get(key_of(what, *where)) == digest_of(got)
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Hash dtype, number of elements and bits of a tensor, as [Note: equal digests] has it."""
+    """Hash dtype, number of elements and bits of a tensor; see [Note: equal digests]."""
+    # With dtype and length, because other tensors can have the same bytes.
     flat = tensor.detach().reshape(-1).contiguous().cpu()
     hashed = hashlib.sha256(f"{tensor.dtype} {flat.numel()} ".encode())
     as_int, minus_zero = torch.uint8, -1
     if flat.is_floating_point():
-        # By their bits, which no mode of the processor for numbers near zero changes.
+        # As integers, because flush-to-zero modes affect comparisons of floats.
         as_int, minus_zero = _BITS_OF.get(flat.element_size(), (as_int, minus_zero))
     bits = flat.view(as_int).numpy()
     for start in range(0, bits.size, _CHUNK_ELEMS):
         chunk = bits[start : start + _CHUNK_ELEMS]
-        # Its bits are those of the least integer.
+        # Minus zero has the bits of the least integer. Hash it as plus zero; copy only if needed.
         if chunk.min() == minus_zero:
             chunk = chunk.copy()
             chunk[chunk == minus_zero] = 0
@@ -107,22 +109,24 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def digests_of(taken: ReferenceStep, *, group: JudgedGroup) -> StepDigests | None:
-    """Hash all that a step owes the ranks of a group, each of which has told what it owns.
+    """Hash all expected tensors of a step for the ranks of a group.
 
     Args:
-        taken: The step, as the reference has just taken it.
-        group: What is known of the ranks that owe it.
+        taken: The step as the reference has just taken it.
+        group: The judged group; all ranks have reported their places.
 
     Returns:
-        None where digests are not enough: something is not finite, or not certified.
+        None if digests are not enough: a value is not finite or not certified.
     """
+    # A digest cannot express that several results are allowed.
     is_plain = taken.nonfinite is None and taken.lost is None and bool(taken.norm.isfinite())
     if not is_plain or not taken.clip_certified or taken.one_device is not None:
         return None
     hashed = _Hashed(taken=taken, group=group)
     places = [place for owned in group.ownership.places.values() for place in owned]
+    # Replicas own equal parts; hash each once.
     for name, start, stop in dict.fromkeys((each.param, each.start, each.stop) for each in places):
-        # What is none of the model's is for invariants to find.
+        # Unknown params are left to the check of ownership.
         if name in taken.masters:
             hashed.add_part(name, start, stop)
     for name in taken.grads if group.shows_grads_of_params else ():
@@ -156,11 +160,11 @@ def digests_of(taken: ReferenceStep, *, group: JudgedGroup) -> StepDigests | Non
 def owed_by(
     taken: ReferenceStep | BoundedStep | StepDigests, *, scenario: Scenario
 ) -> Counter[Guarantee]:
-    """How many elements of a step's reduced gradients are owed, by why.
+    """Count the elements of a step's reduced gradients by guarantee.
 
     Args:
-        taken: One that the reference of this process, or of another one, has taken.
-        scenario: The case, as the reference replays it.
+        taken: A step of this process's reference or of another one.
+        scenario: The case, as replayed by the reference.
     """
     if isinstance(taken, StepDigests):
         return Counter(taken.owed)
@@ -174,7 +178,7 @@ def owed_by(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Hashed:
-    """Digests of a step so far."""
+    """Digests of a step, under construction."""
 
     taken: ReferenceStep
     group: JudgedGroup
@@ -185,7 +189,7 @@ class _Hashed:
         self.digests[key_of(what, *where)] = digest_of(tensor)
 
     def add_part(self, name: str, start: int, stop: int) -> None:
-        """Hash all of a part that a rank owns."""
+        """Hash gradient, master and state of a part."""
         self.add_grad("grad", name, start, stop)
         master = self.taken.masters[name]
         self.add(master.reshape(-1)[start:stop], "master", name, start, stop)
@@ -194,7 +198,7 @@ class _Hashed:
             self.add(cut, "state", name, start, stop, key)
 
     def add_grad(self, what: str, name: str, *span: int) -> None:
-        """Hash a gradient as the target is to report it, if it is to."""
+        """Hash a gradient in the target's form, if the target reports it."""
         numerics = self.group.numerics
         told = told_as(self.taken, name, point=numerics.told_at, dtype=numerics.told_dtype)
         if told is None:
@@ -202,4 +206,5 @@ class _Hashed:
         cut = told.reshape(-1)[slice(*span) if span else slice(None)]
         self.add(cut, what, name, *span)
         if not cut.any():
+            # Engines may report None for these.
             self.zero_grads.append(key_of(what, name, *span))

@@ -1,8 +1,8 @@
-"""Source of the steps that a group of ranks is expected to take, where the order is known.
+"""Source of the expected steps of a group, for a known order of addition.
 
-The steps may come from elsewhere: from another process, or from an earlier case of a family. Where
-they come from never changes what is found. At the first thing that does not agree, or that digests
-do not cover, the group's own reference takes all steps so far, and goes on with them.
+Steps may be shared: by another process, or by an earlier case of a family. The source never changes
+the findings. At the first disagreement, or where digests are not enough, the group's own reference
+takes all steps so far and continues.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from zero_sim.targets.adapt import PARTS
 
 AnyStep = ReferenceStep | BoundedStep | StepDigests
 _BY_ELEMENTS = ("params",)
-"""Models that compute element by element, so that where params lie in memory changes no bits."""
+"""Models that compute elementwise, so addresses of params in memory change no bits."""
 
 
 class SharedSteps(Protocol):
-    """Steps of references elsewhere, of all groups that share a norm."""
+    """Steps of references elsewhere, for all groups that share a norm."""
 
     @property
     def are_digests(self) -> bool:
-        """True if they are digests, which are compared without a reference."""
+        """True if steps are digests, which are compared without a reference."""
         ...
 
     def find(
         self, step: int, *, placed: Hashable
     ) -> Sequence[ReferenceStep] | Sequence[StepDigests] | None:
-        """Return a step, group by group; None if it has to be taken here.
+        """Return a step of each group; None if it must be taken here.
 
         Args:
             step: Index of the step, from 0.
-            placed: How params lie in memory, which can change the bits of a product.
+            placed: Addresses of params in memory, which can change the bits of a product.
         """
         ...
 
     def begin(self, step: int) -> None:
-        """Note that a step is being taken here."""
+        """Record that a step is being taken here."""
         ...
 
     def keep(
@@ -61,27 +61,27 @@ class SharedSteps(Protocol):
         ...
 
     def stop(self, step: int) -> None:
-        """Keep no more steps, from this one on."""
+        """Keep no steps from this one on."""
         ...
 
 
 class Steps:
-    """Expected steps of one group of ranks, one after another; base of their sources."""
+    """Expected steps of one group of ranks, in order; base of all sources."""
 
     steps_unseen = True
-    """True if a step can be taken before the ranks were seen after the one before."""
+    """True if a step can be taken before ranks were observed after the previous one."""
 
     def __init__(self, *, uncertified_step: int | None = None) -> None:
         self.steps: dict[int, Any] = {}
-        """Steps that were taken and that some rank is yet to be compared with, by index."""
+        """Steps that were taken and not yet compared on all ranks, by index."""
         self.is_local = True
-        """True once the group's own reference takes the steps."""
+        """True if the group's own reference takes the steps."""
         self.uncertified_step = uncertified_step
-        """Step from whose update on nothing is owed; None as long as all is."""
+        """First step whose update cannot be predicted; None if all can."""
         self.peers: Sequence[Any] = (self,)
-        """Those of all groups that share a norm."""
+        """Steps of all groups that share a norm."""
         self.on_step: Callable[[AnyStep], None] | None = None
-        """Called with every step, once all peers have it."""
+        """Called with each step, once all peers have it."""
 
     @property
     def has_digests(self) -> bool:
@@ -89,11 +89,11 @@ class Steps:
         return False
 
     def follows(self, step: int) -> bool:
-        """Return whether a step can be taken at all."""
+        """Return True if a step can be taken."""
         return True
 
     def start_from(self, params: Mapping[str, Tensor]) -> None:
-        """Begin with start values that the system drew, before `set_addresses`.
+        """Use start values that the system drew; call before `set_addresses`.
 
         Args:
             params: The values by name.
@@ -101,20 +101,21 @@ class Steps:
         raise NotImplementedError
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Note where each rank's working params lie, before the first step.
+        """Set the addresses of each rank's working params, before the first step.
 
         Args:
-            addresses: By rank.
+            addresses: Addresses by rank.
         """
         raise NotImplementedError
 
     def get(self, step: int, *, told: Tensor | None = None) -> AnyStep:
-        """Return a step; the next one is taken if it was not yet.
+        """Return a step; take the next one if needed.
 
         Args:
             step: Index of the step, from 0.
-            told: Norm that a rank reports of it, 0-D fp32, for numerics that follow it.
+            told: Norm that a rank reports for it, for numerics that follow it. # 0D, fp32
         """
+        # The first rank to need a step takes it; the others find it.
         if step not in self.steps:
             self.advance(told=told)
         return self.steps[step]
@@ -124,23 +125,22 @@ class Steps:
         raise NotImplementedError
 
     def fall_back(self) -> None:
-        """Take all steps so far with the groups' own references, and go on with these."""
+        """Take all steps so far with the groups' own references, and continue with these."""
 
     def stop_sharing(self, step: int) -> None:
         """Let other processes take their own steps, from this one on."""
 
     def forget(self, step: int) -> None:
-        """Forget a step that every rank was compared with."""
+        """Drop a step that all ranks were compared with."""
         self.steps.pop(step, None)
 
 
 class StepSource(Steps):
-    """Expected steps of a group whose order of addition is known.
+    """Expected steps of a group with a known order of addition.
 
     Args:
-        group: The judged group, and what is known of it.
-        reference: Its oracle, at the step before the first one; one that is late is built once a
-            step is taken with it.
+        group: The judged group.
+        reference: Its oracle, before the first step. A late one is built when first needed.
         order_seed: Seed of the world, from which orders are drawn.
         shared: Steps of references elsewhere; None to take all steps here.
     """
@@ -153,6 +153,7 @@ class StepSource(Steps):
         order_seed: int,
         shared: SharedSteps | None = None,
     ) -> None:
+        # A late reference has taken no step yet, so nothing is uncertified.
         is_certified = isinstance(reference, LateReference) or reference.certified
         super().__init__(uncertified_step=None if is_certified else group.first_step)
         self.is_local = shared is None
@@ -164,11 +165,11 @@ class StepSource(Steps):
         self._placed: Hashable = None
         self._next_step = group.first_step
         self.unfollowed = ""
-        """Why no update is known from the uncertified step on, if not because of its norm."""
+        """Reason why updates cannot be predicted, if not because of the norm."""
 
     @property
     def reference(self) -> Reference:
-        """The group's own reference; it lags behind while steps come from elsewhere."""
+        """The group's own reference; it lags behind while steps are shared."""
         if isinstance(self._given, LateReference):
             self._given = self._given.build()
         return self._given
@@ -179,14 +180,15 @@ class StepSource(Steps):
         return self._shared is not None and self._shared.are_digests and not self.is_local
 
     def start_from(self, params: Mapping[str, Tensor]) -> None:
-        """Begin with start values that the system drew; then no steps come from elsewhere."""
+        """Use start values that the system drew; steps are then not shared."""
         self.reference.start_from(params)
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Note where each rank's working params lie, before the first step."""
+        """Set the addresses of each rank's working params, before the first step."""
         by_elements = self._group.scenario.model.name in _BY_ELEMENTS
         self._addresses, self._placed = addresses, placed_as(None if by_elements else addresses)
         if self.is_local:
+            # With shared steps, the reference may never be built.
             self._place_params()
 
     def advance(self, *, told: Tensor | None = None) -> None:
@@ -194,21 +196,25 @@ class StepSource(Steps):
         step, shared, placed = self._next_step, self._shared, None
         if shared is not None:
             placed = tuple(each._placed for each in self.peers)
+            # Bits may depend on addresses, so shared steps must come from equal ones.
             found = None if self.is_local else shared.find(step, placed=placed)
             if found is not None:
                 self._note(found)
                 return
             shared.begin(step)
+            # Not available: take this and all later steps here.
             self.fall_back()
         taken = self._take(told)
+        # For other processes or later cases.
         if shared is not None:
             shared.keep(taken, groups=[each._group for each in self.peers], placed=placed)
         self._note(taken)
 
     def fall_back(self) -> None:
-        """Take all steps so far with the groups' own references, and go on with these."""
+        """Take all steps so far with the groups' own references, and continue with these."""
         if self.is_local:
             return
+        # Peers step together, so all of them fall back together.
         shown = [frozenset(each.steps) for each in self.peers]
         for each in self.peers:
             each.is_local = True
@@ -217,6 +223,7 @@ class StepSource(Steps):
                 each._place_params()
         for step in range(self._group.first_step, self._next_step):
             for each, own, steps in zip(self.peers, self._take(), shown, strict=True):
+                # Steps that all ranks have passed are not needed again.
                 if step in steps:
                     each.steps[step] = own
 
@@ -227,23 +234,24 @@ class StepSource(Steps):
 
     @property
     def has_own_rule(self) -> bool:
-        """True if the reference steps by a rule of the target, here."""
+        """True if this process's reference steps by a rule of the target."""
         return self.is_local and self._group.scenario.optimizer.name == "own"
 
     def adopt(self, step: int, name: str, index: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Go on with other bits of the target's rule; arguments as for `Reference.adopt`."""
+        """Continue with other bits of the target's rule; arguments as for `Reference.adopt`."""
         if step + 1 == self._next_step:
+            # The reference is still at this step, so its state can be changed.
             self.reference.adopt(name, index, values)
             return
-        # Ranks that wait for none of the others: the reference has gone on without these.
+        # Ranks need not wait for each other, so the reference is already past this step.
         self.uncertified_step = step
         self.unfollowed = (
-            "the bits of the target's rule depend on where a tensor is cut, and a rank was seen "
-            "after others had gone on. Try world.timing = 'eager', or fewer ranks"
+            "the bits of the target's rule depend on where a tensor is cut, and a rank was "
+            "observed after others had continued. Set world.timing = 'eager', or use fewer ranks"
         )
 
     def _take(self, told: Tensor | None = None) -> Sequence[ReferenceStep]:
-        """Take a step with the own references."""
+        """Take a step with the peers' own references."""
         taken = step_together(
             [each.reference for each in self.peers],
             [each._prepare() for each in self.peers],
@@ -255,7 +263,8 @@ class StepSource(Steps):
         return taken
 
     def _prepare(self) -> Orders | None:
-        """Save the steps that some rank has yet to see; return what the ring's order depends on."""
+        """Freeze steps that some rank is yet to be compared with; return the positions of sums."""
+        # The reference overwrites its tensors in the next step.
         for earlier, kept in self.steps.items():
             self.steps[earlier] = frozen(kept)
         if self._group.scenario.world.order in POSITION_FREE:
@@ -265,6 +274,7 @@ class StepSource(Steps):
     def _note(self, taken: Sequence[ReferenceStep] | Sequence[StepDigests]) -> None:
         for each, own in zip(self.peers, taken, strict=True):
             each.steps[own.step] = own
+            # First all peers, because `on_step` may be called only once all have the step.
             each._next_step = own.step + 1
             each._note_certified(own)
         for each, own in zip(self.peers, taken, strict=True):
@@ -273,6 +283,7 @@ class StepSource(Steps):
 
     def _note_certified(self, taken: ReferenceStep | StepDigests) -> None:
         if not taken.clip_certified and self.uncertified_step is None:
+            # Keep the first such step; nothing after it can be predicted either.
             self.uncertified_step = taken.step
             self.unfollowed = taken.cut_dependence
 
@@ -280,4 +291,5 @@ class StepSource(Steps):
         assert self._addresses is not None
         self.reference.set_addresses(self._addresses)
         self.reference.set_holdings(self._group.ownership.holdings)
+        # Other bits can be adopted only if masters and state of all ranks are observed.
         self.reference.sees_all = self._group.sees_all and PARTS not in self._group.unobserved

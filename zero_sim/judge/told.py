@@ -1,4 +1,4 @@
-"""Gradients as a target tells them: at which point of the step, and in which dtype."""
+"""Gradients in the form in which a target reports them: point of the step, and dtype."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ _IN: Mapping[ToldDtype, str] = {
 def told_as(
     expected: ReferenceStep, name: str, *, point: GradsTold, dtype: ToldDtype
 ) -> Tensor | None:
-    """A reduced gradient at a point and in a dtype; None where there is none at that point.
+    """Return a reduced gradient at a point and in a dtype; None if there is none at that point.
 
     Args:
-        expected: The step as the reference took it.
-        name: The param.
-        point: At which point of the step.
-        dtype: In which dtype.
+        expected: The step as taken by the reference.
+        name: Name of the param.
+        point: Point of the step.
+        dtype: Dtype of the report.
     """
+    # dtype = "param" means that of the working param.
     like = expected.params[name].dtype
     if point == "after-unscale":
+        # A skipped step neither unscales nor clips.
         if expected.skipped:
             return None
         wide = expected.update.apply(expected.grads[name])
@@ -45,15 +47,16 @@ def told_as(
     if name in expected.stepped:
         stepped = expected.stepped[name]
         return stepped.to(like) if dtype == "param" else stepped
+    # Params without a gradient in this step report zeros.
     return None if expected.skipped else torch.zeros_like(expected.masters[name])
 
 
 def sum_as_reported(by: StepAgain, name: str, *, numerics: Numerics) -> Tensor:
-    """Return a reduced gradient by other rules as the target reports it.
+    """Return a reduced gradient by other rules, in the target's form.
 
     Args:
         by: The step by these rules.
-        name: The param.
+        name: Name of the param.
         numerics: Declared by the target.
     """
     taken = by.again.taken
@@ -76,15 +79,16 @@ def told_otherwise(
     *,
     numerics: Numerics,
 ) -> str:
-    """What to declare, if a gradient is told at another point or in another dtype.
+    """Return the declaration that fits a gradient, if it has another point or dtype; else "".
 
     Args:
-        expected: The step as the reference took it.
-        name: The param.
-        cut: Cuts a whole gradient to what was told.
-        got: What was told.
-        numerics: What the target declares.
+        expected: The step as taken by the reference.
+        name: Name of the param.
+        cut: Cuts a whole gradient to the reported part.
+        got: The reported gradient.
+        numerics: Declared by the target.
     """
+    # Try every other declaration, and propose the first with equal bits.
     for point in get_args(GradsTold):
         for dtype in get_args(ToldDtype):
             other = told_as(expected, name, point=point, dtype=dtype)
@@ -97,33 +101,34 @@ def told_otherwise(
             what += f", in {_IN[dtype]}" if dtype != numerics.told_dtype else ""
             return _declare(what, ", ".join(said))
     told = told_as(expected, name, point="before-division", dtype=numerics.told_dtype)
+    # No exact match. Perhaps reported after a division that rounds in another way.
     if told is None or numerics.told_at != "before-division" or expected.divisor == 1:
         return ""
     told = cut(told)
     alike = told.numel() == got.numel() and told.dtype == got.dtype
     ratio = find_ratio(told, got) if alike else None
     if ratio and ratio.is_rounded and not ratio.is_multiple and ratio.number == expected.divisor:
-        # The target divides by another rule, too.
+        # The target also divides by another rule.
         what = f"its values {_where('after-division', expected.divisor)}, but for rounding"
         return _declare(what, "grads_told='after-division'")
     return ""
 
 
 def told_within_bounds(bound: Interval, got: Tensor, *, divisor: float, divided: bool) -> str:
-    """What to declare if a gradient lies within its bounds on the other side of the division.
+    """Return the declaration to make if a gradient fits its bounds before or after the division.
 
     Args:
-        bound: 1D; bound of the sum before it is divided.
-        got: 1D; gradient that lies outside of its bounds.
+        bound: Bound of the sum before its division. # 1D
+        got: Gradient outside its bounds. # 1D
         divisor: Divisor of the sum.
-        divided: True if the target declares that it reports gradients after the division.
+        divided: True if the target declares reports after the division.
     """
     if divisor == 1:
         return ""
     point: GradsTold = "before-division" if divided else "after-division"
     if not divided:
         bound = bound.divided_by(divisor)
-        # Rounding keeps the order of numbers, so rounded ends bound rounded quotients.
+        # Rounding is monotonic, so rounded ends bound rounded quotients.
         low, high = (end.to(got.dtype).double() for end in (bound.low, bound.high))
         bound = replace(bound, low=low, high=high)
     if not bool(bound.holds(got).all()):
@@ -142,10 +147,12 @@ def _declare(what: str, said: str) -> str:
 def _in_dtype(
     grad: Tensor, division: Division, point: GradsTold, dtype: ToldDtype, like: torch.dtype
 ) -> Tensor:
-    """A sum, divided where that comes after it; as fp32, where it is told so and not rounded."""
+    """Return a sum, divided if the division comes after it, in the dtype of the report."""
     if dtype == "fp32" and not division.is_rounded:
+        # Widen before the division, unless the target rounds the quotient first.
         grad = grad.to(torch.float32)
     if point != "before-division" and not division.each_round:
+        # With `each_round`, every round's sum is divided already.
         grad = division.after(grad)
     if dtype == "sum":
         return grad

@@ -1,7 +1,7 @@
-"""Trajectories: steps that a reference took, kept for other systems that owe the same.
+"""Trajectories: steps that a reference took, kept for other systems with the same expectations.
 
-A family of cases has one model, data and optimizer, and many systems. Whatever its bits follow from
-is the same for all of them, so that the steps of the first one's reference judge the others too.
+A family of cases has one model, data and optimizer, and many systems. If everything that determines
+the bits is equal, the steps of the first case's reference also judge the others.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from torch import Tensor
 from zero_sim.reference import Addresses, Reference, ReferenceStep
 
 _KEPT_MAX = 8
-"""Trajectories of as many references; those of a family that is over are not asked for again."""
+"""Number of trajectories that are kept. Finished families are not requested again."""
 
 
 def frozen(step: ReferenceStep) -> ReferenceStep:
-    """A copy that survives the reference's next step.
+    """Return a copy of a step that the reference's next step does not overwrite.
 
     Args:
-        step: As the reference has just taken it.
+        step: The step as the reference has just taken it.
     """
 
     def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
+    # Only tensors that the reference updates in place.
     return replace(
         step,
         grads=copied(step.grads),
@@ -41,52 +42,55 @@ def frozen(step: ReferenceStep) -> ReferenceStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LateReference:
-    """A reference that is built once a step is to be taken with it, which may be never."""
+    """A reference that is built when first needed, which may be never."""
 
     build: Callable[[], Reference]
     held: Sequence[frozenset[str]]
-    """As of the reference."""
+    """As in the reference."""
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """The steps of the references of all groups of a case that share a norm."""
+    """Steps of the references of all groups of a case that share a norm."""
 
     held: dict[int, Sequence[frozenset[str]]] = field(default_factory=dict)
-    """By number of the group, for every rank of it the names of the params that it holds; of groups
-    that had a reference."""
+    """Names of the params that each rank holds, by number of the group; for groups with a
+    reference."""
     _steps: dict[tuple[Hashable, int], Sequence[ReferenceStep]] = field(default_factory=dict)
 
+    # Part of `SharedSteps`: whole tensors, not digests.
     are_digests: bool = field(default=False, init=False)
 
     def find(self, step: int, *, placed: Hashable) -> Sequence[ReferenceStep] | None:
-        """Return a step, group by group; None if no reference took it."""
+        """Return a step of each group; None if no reference took it."""
         return self._steps.get((placed, step))
 
     def begin(self, step: int) -> None:
-        """Do nothing: cases come one after another."""
+        """Do nothing: cases run one after another."""
 
     def stop(self, step: int) -> None:
-        """Do nothing: steps of a broken system's reference are as good as any."""
+        """Do nothing: the reference's steps are right even if the system is broken."""
 
     def keep(self, taken: Sequence[ReferenceStep], *, groups: object, placed: Hashable) -> None:
-        """Keep a step without what only explains findings: who has one computes it anew."""
+        """Keep a step, without the start state: cases that explain a finding compute it anew."""
         bare = [replace(frozen(each), start=None) for each in taken]
+        # Equal inputs give equal steps, so the first is as good as any.
         self._steps.setdefault((placed, taken[0].step), bare)
 
 
 class Trajectories:
-    """The last few trajectories of this process, by what their references compute from."""
+    """The most recent trajectories of this process, by inputs of their references."""
 
     def __init__(self) -> None:
         self._by_key: OrderedDict[Hashable, Trajectory] = OrderedDict()
 
     def of(self, key: Hashable) -> Trajectory:
-        """The trajectory of all references that compute from the same; a new one at first.
+        """Return the trajectory for equal inputs of a reference; a new one if there is none.
 
         Args:
-            key: What they compute from.
+            key: Everything that the reference computes from.
         """
+        # Drop the least recently used.
         found = self._by_key.setdefault(key, Trajectory())
         self._by_key.move_to_end(key)
         if len(self._by_key) > _KEPT_MAX:
@@ -95,9 +99,10 @@ class Trajectories:
 
 
 def placed_as(addresses: Sequence[Addresses] | None) -> Hashable:
-    """How the params of a group's ranks lie in memory, to be compared with how others' do.
+    """Return a key for the addresses of a group's params, to compare with other runs.
 
     Args:
-        addresses: By rank; None where that changes no bits.
+        addresses: Addresses by rank; None if they change no bits.
     """
+    # Sets, because the order of params in a dict changes no bits.
     return None if addresses is None else tuple(frozenset(each.items()) for each in addresses)

@@ -1,4 +1,4 @@
-"""The verdict: from the reports of all judges, on whatever backend, to the result of a case."""
+"""The verdict: from reports of all judges to the result of a case, on any backend."""
 
 from __future__ import annotations
 
@@ -22,37 +22,38 @@ from zero_sim.workloads import EXACT_MODELS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observations:
-    """Everything that is known of a case that ran."""
+    """Observations of a case that ran."""
 
     judged: Sequence[JudgeReport]
-    """What the judges saw, of each group and segment."""
+    """Reports of the judges of each group and segment."""
     failures: Sequence[Finding] = ()
-    """What else went wrong, the first cause first."""
+    """Other failures, first cause first."""
     faults: Sequence[FaultRecord] = ()
-    """What came of the planned ones."""
+    """Outcomes of planned faults."""
     accuracy: float | None = None
-    """On held-out data, after the last step."""
+    """Accuracy on held-out data, after the last step."""
     said: Sequence[str] = ()
-    """What the system has to say of the run."""
+    """Notes of the system about the run."""
     notes: Sequence[str] = ()
-    """What the backend has to say of it."""
+    """Notes of the backend about the run."""
     buffer_maps: Sequence[BufferMap | None] = ()
-    """Of each judge, the buffer of its first finding."""
+    """Buffer map of each judge's first finding."""
     collectives: int = 0
     log_digest: str = ""
 
     def findings(self) -> tuple[Finding, ...]:
-        """Everything that is wrong, the earliest first."""
-        # Groups of ranks that share a norm see each other's mistakes, and some a step later.
+        """Return all findings, earliest first."""
+        # Groups that share a norm see each other's mistakes, some of them a step later.
         found = of_first_step([finding for judged in self.judged for finding in judged.findings])
         bad = min(
             (judged.bad_step for judged in self.judged if judged.bad_step is not None), default=None
         )
+        # Only rules of the first bad step explain its findings.
         rules = rules_together([judged.rules for judged in self.judged if judged.bad_step == bad])
         return (*with_rules(sort_and_merge(found), rules), *self.failures)
 
     def buffer_map(self) -> BufferMap | None:
-        """The buffer of the first finding that lies in one."""
+        """Return the flat buffer of the first finding that lies in one."""
         drawn = [
             (judged, buffer_map)
             for judged, buffer_map in zip(self.judged, self.buffer_maps, strict=False)
@@ -61,26 +62,31 @@ class Observations:
         for finding in self.findings():
             for judged, buffer_map in drawn:
                 identities = [each.identity for each in judged.findings]
-                # Another group has another buffer, though the same check finds something there.
+                # Another group has another buffer, even if the same check has a finding there.
                 if buffer_map.check == finding.check and finding.identity in identities:
                     return buffer_map
         return None
 
 
 def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
-    """Judge a case; the result says nothing of its time.
+    """Return the result of a case, without its duration.
 
     Args:
-        scenario: The case that is judged.
-        observations: What came of it.
+        scenario: The judged case.
+        observations: Observations of the run.
     """
     found = _with_settings(observations.findings(), scenario)
     if not found:
+        # Accuracy only if all is equal: a finding explains a low accuracy.
         found = tuple(_check_accuracy(scenario, observations.accuracy))
-    # A run that went wrong has said nothing yet about how much a pass would have meant.
+    # After a finding, the strength of a pass does not matter.
     doubts = () if found else _doubts(scenario, observations)
     verdict, findings, reached = settle(
-        scenario.expect.finding, found=found, doubts=doubts, faults=observations.faults
+        # With `expect.finding`, a finding can be a pass.
+        scenario.expect.finding,
+        found=found,
+        doubts=doubts,
+        faults=observations.faults,
     )
     unobserved = _unobserved(observations)
     owed = sum((judged.owed for judged in observations.judged), start=Counter[Guarantee]())
@@ -106,10 +112,11 @@ def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
 
 
 def _with_settings(found: Sequence[Finding], scenario: Scenario) -> tuple[Finding, ...]:
-    """Findings, the first one of an update with what the reference stepped with."""
+    """Return findings, the first one about an update with the reference's optimizer settings."""
     if any(each.check == Check.EQUALITY_LAYOUT for each in found):
-        # The settings are those of both layouts.
+        # Both layouts have the same settings; show the layouts instead.
         return tuple(_with_layouts(each, scenario) for each in found)
+    # Only for updates: settings do not explain a wrong gradient.
     first = next((finding for finding in found if finding.check in UPDATED), None)
     if first is None or first.step is None:
         return tuple(found)
@@ -120,7 +127,7 @@ def _with_settings(found: Sequence[Finding], scenario: Scenario) -> tuple[Findin
 
 
 def _with_layouts(finding: Finding, scenario: Scenario) -> Finding:
-    """Return a finding, with both layouts if it is on these."""
+    """Return a finding with both layouts in its detail, if it compares layouts."""
     if finding.check != Check.EQUALITY_LAYOUT:
         return finding
     detail = "\n".join(filter(None, [layouts_in_words(scenario), finding.detail]))
@@ -134,7 +141,7 @@ def _notes(observations: Observations, *, agreed: bool) -> Iterator[str]:
     if unobserved := _unobserved(observations):
         yield f"{UNOBSERVED}{', '.join(unobserved)}"
     for record in observations.faults:
-        # Where all agreed, each of the others is a finding of its own.
+        # If all agreed, faults other than `slow` are findings of their own.
         if not agreed or (record.fired and record.kind == "slow"):
             yield f"planned fault{'' if record.fired else ' that never happened'}: {record}"
 
@@ -146,6 +153,7 @@ def _unobserved(observations: Observations) -> tuple[str, ...]:
 
 
 def _scope(unobserved: Collection[str]) -> Scope:
+    # Params alone hide a wrong factor of the gradient from most optimizers.
     is_hidden = PARTS in unobserved and not {GRADIENTS, DIVISION}.isdisjoint(unobserved)
     return "params-only" if is_hidden else "full"
 
@@ -165,7 +173,7 @@ def _check_accuracy(scenario: Scenario, reached: float | None) -> list[Finding]:
 
 
 def _doubts(scenario: Scenario, observations: Observations) -> tuple[Finding, ...]:
-    """Why equality would mean little, though nothing is wrong."""
+    """Return reasons why a pass would prove little."""
     return (
         *check_meaning(scenario, observations.judged),
         *check_faults(observations.faults),
@@ -182,18 +190,20 @@ def settle(
     """Settle a case.
 
     Args:
-        wanted: The check, or the area of checks, that must find something; None for none.
-        found: What is wrong, of the first bad step.
-        doubts: Where nothing is wrong, why that means little.
-        faults: What came of the planned faults.
+        wanted: Check, or area of checks, that is expected to have a finding; None for none.
+        found: Findings of the first bad step.
+        doubts: Reasons why a pass would prove little.
+        faults: Outcomes of planned faults.
 
     Returns:
-        The verdict, the findings to show and the notes to add.
+        Verdict, findings to show, and notes to add.
     """
     if wanted is None:
+        # A finding outweighs a doubt.
         verdict: Verdict = "fail" if found else "inconclusive" if doubts else "pass"
         return verdict, (*found, *doubts), ()
-    # What is found before any planned fault happens is not that fault's doing.
+    # `wanted` may be an area, such as `equality`.
+    # A finding before any planned fault was not caused by it.
     explained = not faults or any(record.fired for record in faults)
     matching = [
         finding
@@ -204,7 +214,7 @@ def settle(
         return "pass", (), tuple(f"found, as expected: {_in_a_line(f)}" for f in matching)
     missing = Finding(
         check=Check.EXPECT_FINDING,
-        message=f"expected {wanted} to find something, got {_summary(found, doubts)}"
+        message=f"expected a finding of {wanted}, got {_summary(found, doubts)}"
         + ("" if explained else ", before any planned fault happened"),
     )
     return "fail", (missing, *found, *doubts), ()
@@ -229,27 +239,28 @@ def _in_a_line(finding: Finding) -> str:
 
 
 def check_meaning(scenario: Scenario, judges: Sequence[JudgeReport]) -> Iterator[Finding]:
-    """Yield guards against an empty pass: why equality would mean little, though nothing is wrong.
+    """Yield guards against an empty pass: reasons why equality would prove little.
 
-    Each cell and segment is checked by itself, because one proves nothing about another: so the
-    worst counts. Of each kind the first judge's doubt, of gradients the one with the fewest.
+    Each cell and segment counts alone, because it proves nothing about another. So of each kind,
+    the first judge's doubt is reported; for gradients, that with the fewest nonzero elements.
     """
     if scenario.data.ranks == "distinct":
+        # Same data can be intended: then `data.ranks` is "same".
         for judge in [judge for judge in judges if judge.same_data][:1]:
             yield Finding(
                 check=Check.GUARD_SAME_DATA,
-                message=f"all ranks saw the same data in every step{_where(judge, judges)}, which "
-                "hides most bugs of a reduction; feed distinct data, or say "
-                'data.ranks = "same" if that is the point',
+                message=f"all ranks had the same data in every step{_where(judge, judges)}, which "
+                "hides most bugs of a reduction. Use distinct data, or set "
+                'data.ranks = "same" if this is intended',
             )
     least = min(judges, key=lambda judge: judge.nonzero_fraction_max)
     is_low = least.nonzero_fraction_max < scenario.expect.nonzero_min
     if is_low and not scenario.world.order_known:
         yield Finding(
             check=Check.GUARD_WIDE_BOUNDS,
-            message=f"at most {least.nonzero_fraction_max:.0%} of the gradient elements owe "
-            f"anything but zero in any step{_where(least, judges)}, expected at least "
-            f"{scenario.expect.nonzero_min:.0%}: what lies within bounds that wide proves nothing",
+            message=f"at most {least.nonzero_fraction_max:.0%} of the gradient elements must be "
+            f"nonzero in any step{_where(least, judges)}, expected at least "
+            f"{scenario.expect.nonzero_min:.0%}: values within bounds that wide prove nothing",
         )
     elif is_low:
         yield Finding(
@@ -262,19 +273,21 @@ def check_meaning(scenario: Scenario, judges: Sequence[JudgeReport]) -> Iterator
         yield Finding(
             check=Check.GUARD_NOTHING_STEPPED,
             message="every step was skipped or had gradients that are not finite"
-            f"{_where(judge, judges)}, so that no update was compared; take more steps, or plant "
-            "the overflow in one of several",
+            f"{_where(judge, judges)}, so no update was compared. Run more steps, or plant "
+            "the overflow in only one of them",
         )
     owed = sum((judge.owed for judge in judges), start=Counter[Guarantee]())
     depending = owed.total() - owed["order-free"]
+    # These models give exact sums, unless a case exceeds the exact range of its dtype.
     if scenario.model.name in EXACT_MODELS and depending:
         yield Finding(
             check=Check.GUARD_NOT_ORDER_FREE,
             message=f"{depending} of {owed.total()} elements of reduced gradients depend on the "
-            "order of addition, though this model is there to have none: fewer ranks, rows or "
-            "micro-batches, or a division after the sum, keep it within its budget",
+            "order of addition, but this model must have none. Use fewer ranks, rows or "
+            "micro-batches, or divide after the sum",
         )
     for judge in judges:
+        # One doubt per group: its own reason, or that of an uncertified norm.
         if judge.unfollowed:
             yield Finding(
                 check=Check.GUARD_NOT_FOLLOWED,
@@ -285,15 +298,16 @@ def check_meaning(scenario: Scenario, judges: Sequence[JudgeReport]) -> Iterator
             yield Finding(
                 check=Check.GUARD_NORM_NOT_CERTIFIED,
                 step=judge.uncertified_step,
-                message="the norm lies so close to the middle of two fp32 values that its rounding "
-                "depends on the order of the sum; nothing clipped by it is owed. Try another seed",
+                message="the norm is so close to the middle of two fp32 values that its rounding "
+                "depends on the order of the sum, so nothing after clipping is judged. Use another "
+                "seed",
             )
 
 
 def check_faults(records: Iterable[FaultRecord]) -> Iterator[Finding]:
-    """Give a doubt for each planned fault of a case in which nothing was found.
+    """Yield a doubt for each planned fault of a case without findings.
 
-    A rank that is slow owes nothing but agreement, so that one which was says nothing here.
+    Slow ranks are expected to change nothing, so they give no doubt.
     """
     for record in records:
         if not record.fired:
@@ -306,13 +320,12 @@ def check_faults(records: Iterable[FaultRecord]) -> Iterator[Finding]:
             yield Finding(
                 check=Check.GUARD_FAULT_UNNOTICED,
                 rank=record.rank,
-                message="a planned fault happened and everything agreed bit for bit all the same: "
-                f"{record}",
+                message=f"a planned fault happened, but everything agreed bit for bit: {record}",
             )
 
 
 def _where(judge: JudgeReport, judges: Sequence[JudgeReport]) -> str:
-    """Which cell and segment a judge saw, where there are several."""
+    """Return the cell and segment of a judge as text; empty if there is only one."""
     if len(judges) == 1:
         return ""
     ranks = ", ".join(map(str, judge.world_ranks))

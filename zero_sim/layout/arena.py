@@ -1,4 +1,4 @@
-"""Places of several things in one arena: which stretch each has whenever it is there."""
+"""Byte spans of several buffers that share one arena."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero_sim.layout.integers import round_up
 from zero_sim.layout.span import Span
 
 PLACE_BYTES = 512
-"""Every place begins at a multiple of it, as what torch's allocator for CUDA gives does."""
+"""Alignment in bytes of every span. torch's CUDA allocator rounds requests to the same multiple."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,22 +22,25 @@ class ArenaPlan:
 
 
 def plan_arena(sizes: Sequence[int], *, at_a_time: int | None) -> ArenaPlan:
-    """Return the shortest arena for things that come one behind the other, and their places.
+    """Return the shortest arena for buffers that are needed one after another, and their spans.
 
     Args:
-        sizes: Bytes of each, in the order in which they come.
-        at_a_time: How many are there at the same time at most: 1, or 2 neighbours, or all of them
-            where None.
+        sizes: Bytes of each buffer, in order of use.
+        at_a_time: Largest number of consecutive buffers in memory together: 1, 2, or None for all.
     """
     rounded = [round_up(size, PLACE_BYTES) for size in sizes]
     if at_a_time is None:
+        # All at once: one after the other, nothing is reused.
         starts = [*accumulate(rounded, initial=0)]
         size = starts[-1]
     else:
+        # With 2, odd buffers sit at the end and even ones at the start. Neighbours then never
+        # overlap if the arena is as long as the largest pair.
         pairs = [a + b for a, b in pairwise(rounded)] if at_a_time > 1 else []
         size = max([*rounded, *pairs], default=0)
         starts = [size - own if turn % 2 else 0 for turn, own in enumerate(rounded)]
     return ArenaPlan(
         size=size,
+        # Only starts are aligned; each span has the buffer's own length.
         places=tuple(Span(start, start + own) for start, own in zip(starts, sizes, strict=False)),
     )

@@ -1,8 +1,8 @@
-"""Grad units: whose gradients one reduce buffer takes at a time, and who owns what of them.
+"""Grad units: gradients that share one reduce buffer, and the owners of their elements.
 
-A layout says where params lie. Gradients may travel in another order and in pieces of another size:
-in that in which backward is expected to give them, as many as fit into a buffer of fixed length.
-The elements of such a buffer that lie behind each other and have one owner are a *run*.
+A layout says where params lie. Gradients may travel in another order and in larger or smaller
+pieces: in the order in which backward should produce them, as many as fit a buffer of fixed length.
+A *run* is a contiguous part of such a buffer with a single owner.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from zero_sim.layout.span import Span
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradRun:
-    """Elements of one grad unit, one behind the other, that one shard owns."""
+    """Contiguous elements of a grad unit that one shard owns."""
 
     shard: int
     span: Span
-    """From the start of the unit."""
+    """Elements, counted from the start of the unit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedGrad:
-    """A param's gradient and its place."""
+    """A param's gradient and its span in a unit."""
 
     name: str
     """Name of the param."""
     span: Span
-    """From the start of the unit."""
+    """Elements, counted from the start of the unit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,15 +38,15 @@ class GradUnitPlan:
     """Gradients that are reduced together."""
 
     lane: Hashable
-    """What they have in common: only such gradients share a buffer."""
+    """Key of the buffer; only gradients with equal keys share one."""
     turn: int
-    """How many units of the lane come before it."""
+    """Index of the unit in its lane, from 0."""
     grads: tuple[PlacedGrad, ...]
-    """One behind the other, as they are expected to come; there is no padding."""
+    """Contiguous, in order of expected arrival, without padding."""
     runs: tuple[GradRun, ...]
-    """One behind the other; together they are the unit."""
+    """Contiguous; together they cover the unit."""
     is_large: bool
-    """Whether its one gradient is longer than a buffer."""
+    """True if the unit is a single gradient that is longer than a buffer."""
 
     @property
     def numel(self) -> int:
@@ -61,34 +61,36 @@ def plan_grad_units(
     arrivals: Sequence[str],
     buffer_elems: int,
 ) -> tuple[GradUnitPlan, ...]:
-    """Cut gradients into units that a reduce buffer takes.
+    """Cut gradients into units that fit a reduce buffer.
 
-    Every rank computes the same units, whatever gradients it gets, so that ranks meet in their
-    collectives.
+    All ranks compute the same units, whichever gradients they produce, so their collectives match.
 
     Args:
         plans: All buffers of params.
-        lanes: For each of them what its gradients have in common with those of others.
-        arrivals: Names of all params, in the order in which their gradients are expected.
-        buffer_elems: Elements of a reduce buffer, at least 1.
+        lanes: Key of each buffer in `plans`; gradients of buffers with equal keys share units.
+        arrivals: Names of all params, in the expected order of their gradients.
+        buffer_elems: Length of a reduce buffer in elements, at least 1.
 
     Returns:
-        The units in the order in which they are complete. Params without elements are in none.
+        Units in order of completion. Params without elements are in none.
 
     Source:
-        DeepSpeed's stages 1 and 2 (`reduce_independent_p_g_buckets_and_remove_grads`): a gradient
-        that does not fit any more goes into the next buffer, a longer one by itself. There the
-        order is that in which gradients come, here the expected one.
+        DeepSpeed, stages 1 and 2 (`reduce_independent_p_g_buckets_and_remove_grads`): a gradient
+        that no longer fits opens the next buffer, and a longer one gets its own. DeepSpeed uses the
+        order of arrival; here it is the expected order, because ranks may differ in the former.
     """
     homes = {placed.name: index for index, plan in enumerate(plans) for placed in plan.params}
     owners = _owners_of(plans)
     cut: dict[Hashable, list[list[str]]] = {}
     for name in arrivals:
+        # Ranks may get gradients in other orders; the plan must be equal on all of them.
         elems = _elems(owners[name])
+        # An empty gradient moves nothing, and an empty unit would issue a collective.
         if not elems:
             continue
         units = cut.setdefault(lanes[homes[name]], [[]])
         held = sum(_elems(owners[other]) for other in units[-1])
+        # Greedy, as upstream: only the open unit may take the gradient, never an earlier one.
         if units[-1] and held + elems > buffer_elems:
             units.append([])
         units[-1].append(name)
@@ -98,11 +100,12 @@ def plan_grad_units(
         for lane, units in cut.items()
         for turn, names in enumerate(units)
     ]
+    # A unit is complete when its last gradient arrives, whichever lane it belongs to.
     return tuple(sorted(made, key=lambda unit: place[unit.grads[-1].name]))
 
 
 def _owners_of(plans: Sequence[BufferPlan]) -> dict[str, list[tuple[int, int]]]:
-    """By param: shards and how many elements each owns of it, in the order of elements."""
+    """Return (shard, owned elements) of each param, in order of the param's elements."""
     owners: dict[str, list[tuple[int, int]]] = {
         placed.name: [] for plan in plans for placed in plan.params
     }
@@ -131,6 +134,7 @@ def _plan_unit(
     for name in names:
         grads.append(PlacedGrad(name=name, span=Span(start, start + _elems(owners[name]))))
         start = grads[-1].span.stop
+    # Order of elements in the unit, so equal neighbours merge into one run across params.
     owned = [each for name in names for each in owners[name]]
     return GradUnitPlan(
         lane=lane,
@@ -142,6 +146,7 @@ def _plan_unit(
 
 
 def _runs(owned: Sequence[tuple[int, int]]) -> Iterator[GradRun]:
+    # Consecutive fragments of one shard become one run: one copy instead of several.
     start, index = 0, 0
     while index < len(owned):
         shard, stop = owned[index][0], start

@@ -1,4 +1,4 @@
-"""Integer division with its intent spelled out: up, or to a multiple."""
+"""Integer division with an explicit direction of rounding."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ def ceil_div(value: int, /, divisor: int) -> int:
     """Return `value / divisor` rounded up.
 
     Args:
-        value: What is divided; not negative.
-        divisor: What it is divided by; positive.
+        value: Dividend, at least 0.
+        divisor: Divisor, at least 1.
 
     Raises:
         LayoutError: If `value < 0` or `divisor < 1`.
     """
+    # A negative size is a mistake of the caller, which `//` would hide.
     if value < 0:
         raise LayoutError(f"expected a size of at least 0, got {value}.")
     if divisor < 1:
         raise LayoutError(f"expected a divisor of at least 1, got {divisor}.")
+    # `//` rounds towards minus infinity, so negating twice rounds up, without floats.
     return -(-value // divisor)
 
 
 def round_up(value: int, /, multiple: int) -> int:
-    """Return the least multiple of `multiple` that is not below `value`.
+    """Return the smallest multiple of `multiple` that is at least `value`.
 
     Raises:
         LayoutError: If `value < 0` or `multiple < 1`.

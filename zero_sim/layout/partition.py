@@ -1,11 +1,11 @@
-"""The partition of a unit: which rank owns which elements of it, as data.
+"""Rules that cut a unit into shards, as data.
 
-    padded     even shards, after padding that belongs to nobody
-    uneven     no padding: where the shard count leaves a remainder the first shards hold one more
-    rows       one param a unit, padded to whole rows: no row of dim 0 lies in two shards
-    one-owner  no padding, and one owner for all of a unit; units are dealt out in turn
+    padded     even shards, after padding that has no owner
+    uneven     no padding; the first shards take one extra element each until the remainder is spent
+    rows       one param per unit, padded to whole rows: no row of dim 0 spans two shards
+    one-owner  no padding; a single owner per unit, and units are assigned round-robin
 
-All are runs of a unit in the order of its shards, so that each shard is one slice of flat memory.
+Shards are contiguous and in order, so each is one slice of flat memory.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ PartitionRule = Literal["padded", "uneven", "rows", "one-owner"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """The shards of one unit, a run of its elements each; a shard may be empty.
+    """The shards of one unit, contiguous and possibly empty.
 
-    Source: even shards are those of ZeRO (arXiv 1910.02054), section 5; uneven ones those of
-    DeepSpeed's stages 1 and 2; whole units of one owner those of its figure of a layer's life, and
-    of torch's ZeroRedundancyOptimizer; rows those of FSDP2.
+    Source: even shards: ZeRO (arXiv 1910.02054), section 5. Uneven: DeepSpeed, stages 1 and 2.
+    One owner: the figure of a layer's life in the ZeRO paper, and torch's ZeroRedundancyOptimizer.
+    Rows: FSDP2.
     """
 
     numel: int
-    """Elements of the unit, with its padding."""
+    """Elements of the unit, padding included."""
     shard_count: int
     owner: int | None = None
-    """The shard that has all of them; None where they are spread as evenly as they can be."""
+    """Shard that takes all elements; None to spread them as evenly as possible."""
 
     @property
     def is_even(self) -> bool:
-        """Whether all shards are equally long."""
+        """True if all shards have the same length."""
         if self.owner is not None:
             return self.shard_count == 1 or self.numel == 0
         return self.numel % self.shard_count == 0
@@ -46,12 +46,14 @@ class Partition:
     def start(self, shard: int) -> int:
         """Return the first element of a shard, counted from the start of the unit."""
         if self.owner is not None:
+            # Shards after the owner start at the end, so every shard but the owner is empty.
             return self.numel if shard > self.owner else 0
+        # The first `longer_count` shards have one element more.
         shortest, longer_count = divmod(self.numel, self.shard_count)
         return shard * shortest + min(shard, longer_count)
 
     def stop(self, shard: int) -> int:
-        """Return the element behind the last one of a shard."""
+        """Return one past the last element of a shard."""
         return self.start(shard + 1)
 
     def shard_of(self, offset: int) -> int:
@@ -60,8 +62,8 @@ class Partition:
             return self.owner
         shortest, longer_count = divmod(self.numel, self.shard_count)
         longer_elems = longer_count * (shortest + 1)
-        # Floor: the shard that holds it. Behind the longer shards a shard has at least one element,
-        # or there would be no element behind them.
+        # Below `longer_elems` shards have length shortest + 1, above it `shortest`. `shortest` is
+        # not 0 there: otherwise all elements would be in the longer shards.
         if offset < longer_elems:
             return offset // (shortest + 1)
         return longer_count + (offset - longer_elems) // shortest

@@ -1,12 +1,12 @@
-"""The layout as data: where every param, bucket and shard lies, and who owns which element.
+"""Layout records: positions of params, buckets and shards, and the owner of each element.
 
 A *buffer* is the flat memory of all params of one kind, dtype and group. It is cut into *buckets*,
 the units of communication; a bucket holds whole params and then padding. A bucket is cut into
-*shards*, one a rank, without regard for where params begin or end; the part of a param inside one
-shard is a *fragment*. Padding lies in a shard but belongs to nobody. The *partition* says how long
-each shard is (`zero_sim.layout.partition`).
+*shards*, one per rank, regardless of param boundaries. A *fragment* is the part of a param inside
+one shard. Padding lies in a shard but has no owner. The *partition* sets the length of each shard
+(`zero_sim.layout.partition`).
 
-All spans count elements from the start of the buffer unless their name says otherwise.
+Spans count elements from the start of the buffer unless their name says otherwise.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from zero_sim.layout.span import Span
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferKey:
-    """What the params of one buffer have in common."""
+    """Key of a buffer: properties that all its params share."""
 
     kind: str
     dtype: str
     group: int = 0
-    """Number of the param group, where each has buffers of its own."""
+    """Param group, if each has buffers of its own; else 0."""
 
     def __str__(self) -> str:
+        # Group 0 is omitted, because most models have no param groups.
         of_group = f"/group {self.group}" if self.group else ""
         return f"{self.kind}/{self.dtype}{of_group}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedParam:
-    """A param and its place."""
+    """A param and its position."""
 
     spec: ParamSpec
     bucket: int
-    """Index of the one bucket that holds the whole param."""
+    """Index of the bucket; a param is never split across buckets."""
     span: Span
 
     @property
@@ -52,7 +53,7 @@ class PlacedParam:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fragment:
-    """The part of one param that lies in one shard; never empty."""
+    """The non-empty part of a param inside one shard."""
 
     param: str
     """Name of the param."""
@@ -62,57 +63,59 @@ class Fragment:
     in_param: Span
     """Elements of the flattened param, in logical (row-major) order."""
     in_shard: Span
-    """Elements counted from the start of the shard of this bucket."""
+    """Elements, counted from the start of the shard in this bucket."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketPlan:
-    """One bucket: whole params, then padding, in shards."""
+    """A bucket: whole params, then padding, cut into shards."""
 
     index: int
     span: Span
-    """The bucket with its padding."""
+    """Padding included."""
     params: tuple[PlacedParam, ...]
     padding: Span
-    """The tail of the bucket that belongs to no param; often empty."""
+    """Tail of the bucket that belongs to no param; often empty."""
     partition: Partition
 
     @property
     def shard_count(self) -> int:
-        """Number of shards, one for each rank that owns a part."""
+        """Number of shards: the size of the group that shards the bucket."""
         return self.partition.shard_count
 
     @property
     def payload(self) -> Span:
         """The elements that belong to params."""
+        # Padding is always the tail of a bucket, so the payload is a prefix.
         return Span(self.span.start, self.padding.start)
 
     @property
     def is_even(self) -> bool:
-        """Whether all shards are equally long."""
+        """True if all shards have the same length."""
         return self.partition.is_even
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """Number of elements of each shard, padding included."""
+        """Number of elements of each shard, including padding."""
         return self.partition.sizes
 
     def shard_span(self, shard: int) -> Span:
-        """Return where a shard lies.
+        """Return the span of a shard.
 
         Raises:
-            LayoutError: If there is no such shard.
+            LayoutError: If the shard index is out of range.
         """
         if not 0 <= shard < self.shard_count:
             raise LayoutError(
                 f"expected a shard index of 0 to {self.shard_count - 1}, got shard={shard} "
                 f"in bucket {self.index}."
             )
+        # Partitions count from the start of the bucket.
         start = self.span.start
         return Span(start + self.partition.start(shard), start + self.partition.stop(shard))
 
     def shard_of(self, element: int) -> int:
-        """Return the shard that holds an element of the bucket, padding included.
+        """Return the index of the shard that contains an element, padding included.
 
         Raises:
             LayoutError: If the element lies outside the bucket.
@@ -126,13 +129,15 @@ class BucketPlan:
     def fragments(self, shard: int) -> Iterator[Fragment]:
         """Yield the non-empty fragments inside a shard, in buffer order."""
         shard_span = self.shard_span(shard)
-        # The last param that starts at or before the shard is the only one that can reach into it
-        # from the left; searching for it keeps a thousand ranks from walking all params each.
+        # Only the last param that starts at or before the shard can reach into it from the left.
+        # Bisecting for it keeps a thousand ranks from walking all params each.
         first = bisect_right(self.params, shard_span.start, key=lambda param: param.span.start)
         for param in self.params[max(0, first - 1) :]:
             if param.span.start >= shard_span.stop:
+                # Params are in buffer order, so no later one reaches into the shard.
                 break
             in_buffer = param.span.intersect(shard_span)
+            # Empty params lie somewhere but own nothing.
             if in_buffer.empty:
                 continue
             yield Fragment(
@@ -152,13 +157,14 @@ class BufferPlan:
     key: BufferKey
     policy: LayoutPolicy
     params: tuple[PlacedParam, ...]
-    """In buffer order; disjoint; each inside one bucket."""
+    """In buffer order, disjoint, each inside one bucket."""
     buckets: tuple[BucketPlan, ...]
-    """At least one; adjacent; together they are the buffer."""
+    """At least one; adjacent; together they cover the buffer."""
 
     @property
     def span(self) -> Span:
         """The whole buffer, padding included."""
+        # Buckets are adjacent, so the last one ends the buffer.
         return Span(0, self.buckets[-1].span.stop)
 
     @property
@@ -168,14 +174,14 @@ class BufferPlan:
 
     @property
     def padding_elems(self) -> int:
-        """Number of elements that belong to nobody."""
+        """Number of elements without an owner."""
         return sum(bucket.padding.numel for bucket in self.buckets)
 
     def shard_span(self, *, bucket: int, shard: int) -> Span:
-        """Return where a shard of a bucket lies.
+        """Return the span of a shard of a bucket.
 
         Raises:
-            LayoutError: If there is no such bucket or shard.
+            LayoutError: If the bucket or shard index is out of range.
         """
         if not 0 <= bucket < len(self.buckets):
             raise LayoutError(
@@ -185,17 +191,18 @@ class BufferPlan:
         return self.buckets[bucket].shard_span(shard)
 
     def fragments(self, shard: int) -> tuple[Fragment, ...]:
-        """Return everything that the owner of a shard index owns, in buffer order.
+        """Return all fragments of a shard index, over all buckets, in buffer order.
 
-        Empty for an owner that owns nothing, as happens with more ranks than elements.
+        Empty if the shard owns nothing, for example with more ranks than elements.
 
         Raises:
-            LayoutError: If there is no such shard.
+            LayoutError: If the shard index is out of range.
         """
+        # A shard index owns one shard of every bucket.
         return tuple(fragment for bucket in self.buckets for fragment in bucket.fragments(shard))
 
     def owner(self, element: int) -> int | None:
-        """Return the shard index that owns an element; None for padding, which nobody owns.
+        """Return the shard index that owns an element; None for padding.
 
         Raises:
             LayoutError: If the element lies outside the buffer.
@@ -204,9 +211,10 @@ class BufferPlan:
             raise LayoutError(
                 f"expected an element of {self.span}, got {element} in buffer {self.key}."
             )
-        # Only the last bucket can be empty (then it is the only one), so every start is distinct.
+        # Only a lone last bucket can be empty, so all starts are distinct and bisecting is safe.
         index = bisect_right(self.buckets, element, key=lambda bucket: bucket.span.start) - 1
         bucket = self.buckets[index]
+        # Padding lies in some shard but has no owner.
         if bucket.padding.contains(element):
             return None
         return bucket.shard_of(element)

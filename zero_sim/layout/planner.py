@@ -1,4 +1,7 @@
-"""Params and a policy in, buffer plans out: the arithmetic of ZeRO without a single tensor."""
+"""Layout planning, from params and a policy to buffer plans, without tensors.
+
+This is the arithmetic of ZeRO's partitioning.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +19,25 @@ from zero_sim.layout.span import Span
 def plan_buffers(params: Iterable[ParamSpec], *, policy: LayoutPolicy) -> tuple[BufferPlan, ...]:
     """Place params into one buffer for each (kind, dtype, group).
 
-    Every rank that is given the same params and policy computes the same plan, which is what lets
-    ranks agree on collectives without talking to each other.
+    Ranks with equal params and policy compute equal plans, so their collectives match without any
+    communication.
 
     Args:
         params: Params in registration order, with unique names.
         policy: Shards, alignment, bucket size, order and partition.
 
     Returns:
-        The buffers, in the order in which their first param is registered, whatever
-        `policy.param_order` does inside a buffer.
+        Buffers in order of the registration of their first param. `policy.param_order` only affects
+        the order inside a buffer.
 
     Raises:
-        LayoutError: If there are no params, two of the same name, or one of a dtype whose size is
-            not known where the policy aligns to bytes.
+        LayoutError: If there are no params, two params share a name, or the policy aligns to
+            bytes and the size of a dtype is unknown.
 
     Source:
-        ZeRO (arXiv 1910.02054), section 5: equal partitions by rank of the flattened params. Unlike
-        torch's ZeroRedundancyOptimizer, which gives whole params to ranks, and of which only the
-        dealing in turn is here. Other partitions: `zero_sim.layout.partition`.
+        ZeRO (arXiv 1910.02054), section 5: equal partitions of the flattened params. Torch's
+        ZeroRedundancyOptimizer instead assigns whole params to ranks; only its round-robin variant
+        is available here. Other partitions: `zero_sim.layout.partition`.
     """
     groups: dict[BufferKey, list[ParamSpec]] = {}
     names: set[str] = set()
@@ -54,6 +57,7 @@ def plan_buffers(params: Iterable[ParamSpec], *, policy: LayoutPolicy) -> tuple[
 
 
 def _plan_buffer(key: BufferKey, specs: list[ParamSpec], *, policy: LayoutPolicy) -> BufferPlan:
+    # Reversed because backward produces gradients last layer first: bucket 0 is then ready first.
     ordered = specs if policy.param_order == "registration" else specs[::-1]
     buckets: list[BucketPlan] = []
     start = 0
@@ -70,15 +74,12 @@ def _plan_buffer(key: BufferKey, specs: list[ParamSpec], *, policy: LayoutPolicy
 
 
 def _cut_into_buckets(specs: list[ParamSpec], *, bucket_elems: int | None) -> list[list[ParamSpec]]:
-    """Close a bucket as soon as it holds `bucket_elems`; a param is never split over two.
-
-    An empty param never opens a bucket of its own behind a full one, so that adding one changes no
-    collective.
-    """
+    """Close a bucket once it holds `bucket_elems` or more; a param is never split."""
     buckets: list[list[ParamSpec]] = [[]]
     held_elems = 0
     for spec in specs:
         is_full = bucket_elems is not None and held_elems >= bucket_elems
+        # An empty param joins the full bucket, because a bucket of its own would add a collective.
         if is_full and spec.numel > 0:
             buckets.append([])
             held_elems = 0
@@ -92,20 +93,23 @@ def _plan_bucket(
 ) -> BucketPlan:
     placed: list[PlacedParam] = []
     end = start
+    # Params are adjacent: no alignment between them, only at shard boundaries.
     for spec in specs:
         span = Span(end, end + spec.numel)
         placed.append(PlacedParam(spec=spec, bucket=index, span=span))
         end = span.stop
-    # Padding each bucket, not the buffer once, is what makes every shard of every bucket even and
-    # aligned: a bucket starts where the last one's padding ends.
+    # Pad each bucket, not the whole buffer. A bucket starts where the previous padding ends, so
+    # this makes the shards of every bucket even and aligned.
     shard_count, owner = policy.shard_count, None
     stop = end
     if policy.partition == "padded":
         stop = start + round_up(end - start, shard_count * policy.shard_multiple(dtype))
     elif policy.partition == "rows":
         stop = start + round_up(end - start, shard_count * _row_elems(specs))
+        # The bucket is a single param (LayoutPolicy checks), so its rows have one length.
     elif policy.partition == "one-owner":
         owner = index % shard_count
+        # Round-robin by bucket index, as in torch's ZeroRedundancyOptimizer with overlap.
     return BucketPlan(
         index=index,
         span=Span(start, stop),
@@ -116,6 +120,6 @@ def _plan_bucket(
 
 
 def _row_elems(specs: list[ParamSpec]) -> int:
-    """Elements of a row of dim 0 of the one param that has any; 1 for a param without dims."""
+    """Return elements per row of dim 0; 1 for a scalar or an empty param."""
     shapes = [spec.shape for spec in specs if spec.numel]
     return max((math.prod(shape[1:]) for shape in shapes), default=1)

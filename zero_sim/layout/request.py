@@ -1,4 +1,4 @@
-"""The request for a layout: the params, and the policy that places them."""
+"""Inputs of a layout: the params, and the policy that places them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zero_sim.layout.partition import PartitionRule
 ParamOrder = Literal["registration", "reverse"]
 
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "fp8-e4m3": 1, "fp8-e5m2": 1}
-"""Size of an element by the name of its dtype; asked for only where a policy counts in bytes."""
+"""Bytes per element, by dtype name; needed only if a policy aligns to bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamSpec:
-    """One param as the layout sees it: a name and a number of elements of some kind and dtype.
+    """A param, reduced to name, shape, dtype and kind.
 
     Raises:
         LayoutError: If a dimension is negative or not an integer.
@@ -26,15 +26,16 @@ class ParamSpec:
     name: str
     """Unique among all params of the model."""
     shape: tuple[int, ...]
-    """Shape; `()` is one element, and a zero anywhere makes the param empty."""
+    """`()` is one element; a zero anywhere makes the param empty."""
     dtype: str
-    """Name of the dtype, such as `bf16`; only compared, unless the policy aligns to bytes."""
+    """Dtype name, such as `bf16`. Only compared, unless the policy aligns to bytes."""
     kind: str = "dense"
-    """Which ranks share the param, such as `dense` or `expert`; only ever compared."""
+    """`dense` or `expert`: selects the ranks that share the param. Only compared."""
     group: int = 0
-    """Which param group it is of, where each has buffers of its own; only ever compared."""
+    """Param group, if each has buffers of its own. Only compared."""
 
     def __post_init__(self) -> None:
+        # Without this check a wrong shape only shows up later, as a wrong offset.
         if not all(_is_count(dim) for dim in self.shape):
             raise LayoutError(
                 f"expected a shape of integers of at least 0, got shape={self.shape!r} "
@@ -49,25 +50,25 @@ class ParamSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutPolicy:
-    """How params are placed into buffers, buckets and shards.
+    """Rules for placing params into buffers, buckets and shards.
 
     Raises:
         LayoutError: If a field is out of range.
     """
 
     shard_count: int = 1
-    """Number of shards of every bucket: the size of the group that shards it."""
+    """Number of shards per bucket: the size of the sharding group."""
     align_elems: int = 1
-    """Every shard starts at a multiple of this many elements."""
+    """Alignment of shard starts, in elements."""
     align_bytes: int = 1
-    """Every shard starts at a multiple of this many bytes of the working param, too."""
+    """Alignment of shard starts, in bytes of the working param. Applies in addition."""
     bucket_elems: int | None = None
-    """A bucket closes once it holds at least this many elements; None for one bucket a buffer."""
+    """A bucket closes once it has at least this many elements; None for one bucket per buffer."""
     param_order: ParamOrder = "registration"
-    """Order of params in a buffer; `reverse` is roughly the order in which gradients come."""
+    """Order of params in a buffer. `reverse` approximates the order of gradients in backward."""
     partition: PartitionRule = "padded"
-    """How a bucket becomes shards; see `zero_sim.layout.partition`. With `rows` every param is a
-    bucket of its own."""
+    """Rule that cuts buckets into shards; see `zero_sim.layout.partition`. `rows` puts each param
+    into a bucket of its own."""
 
     def __post_init__(self) -> None:
         _check_at_least_one("shard_count", self.shard_count)
@@ -77,28 +78,31 @@ class LayoutPolicy:
             _check_at_least_one("bucket_elems", self.bucket_elems)
         _check_choice("param_order", self.param_order, get_args(ParamOrder))
         _check_choice("partition", self.partition, get_args(PartitionRule))
+        # Shards are aligned by padding, which only `padded` has.
         if self.partition != "padded" and (self.align_elems > 1 or self.align_bytes > 1):
             raise LayoutError(
-                f"expected no alignment with partition={self.partition!r}, as alignment is made by "
+                f"expected no alignment with partition={self.partition!r}, because alignment needs "
                 f"padding, got align_elems={self.align_elems}, align_bytes={self.align_bytes}. "
-                f"Try partition='padded'."
+                f"Remove the alignment, or use partition='padded'."
             )
+        # Rows of two params in one bucket could differ in length.
         if self.partition == "rows" and self.bucket_elems != 1:
             raise LayoutError(
-                f"expected bucket_elems=1 with partition='rows', which cuts each param by itself, "
-                f"got bucket_elems={self.bucket_elems}. Try bucket_elems=1."
+                f"expected bucket_elems=1 with partition='rows', because each param is cut alone, "
+                f"got bucket_elems={self.bucket_elems}. Set bucket_elems=1."
             )
 
     def shard_multiple(self, dtype: str) -> int:
-        """Return what every shard length is a multiple of, in elements of a dtype.
+        """Return the number of elements that divides every shard length, for a dtype.
 
-        The least common multiple of both alignments: a start is a multiple of `align_bytes` exactly
-        if it is a multiple of `align_bytes / gcd(align_bytes, element size)` elements.
+        This is the least common multiple of both alignments. A start is a multiple of `align_bytes`
+        exactly if it is a multiple of `align_bytes / gcd(align_bytes, element size)` elements.
 
         Raises:
-            LayoutError: If the policy aligns to bytes and the size of the dtype is not known.
+            LayoutError: If the policy aligns to bytes and the size of the dtype is unknown.
         """
         if self.align_bytes == 1:
+            # Do not look up the dtype: any name is valid if bytes do not matter.
             return self.align_elems
         elem_bytes = _DTYPE_BYTES.get(dtype)
         if elem_bytes is None:
@@ -111,11 +115,12 @@ class LayoutPolicy:
 
 
 def _is_count(value: object) -> bool:
-    # bool is an int to Python, but `True` as a size is a slip of the caller.
+    # bool is an int in Python, but `True` as a size is a mistake of the caller.
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _check_at_least_one(name: str, value: object) -> None:
+    # 0 is a count, but no shard, alignment or bucket has it.
     if not _is_count(value) or value == 0:
         raise LayoutError(
             f"expected {name} to be an integer of at least 1, got {name}={value!r} "

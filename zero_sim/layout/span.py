@@ -1,4 +1,4 @@
-"""Half-open ranges of elements: the one way in which this package says where something lies."""
+"""Half-open ranges of elements, used for every position in this package."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from zero_sim.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The elements `start, start + 1, ..., stop - 1`; `start == stop` is an empty span.
+    """The elements `start, start + 1, ..., stop - 1`.
 
-    An empty span still has a place: a zero-element param lies *somewhere*.
+    A span with `start == stop` is empty but still has a position, as params without elements do.
     """
 
     start: int
     stop: int
 
     def __post_init__(self) -> None:
+        # Checked once here, so that arithmetic on spans needs no checks.
         if not 0 <= self.start <= self.stop:
             raise LayoutError(
                 f"expected a span with 0 <= start <= stop, got [{self.start}, {self.stop})."
@@ -30,22 +31,24 @@ class Span:
 
     @property
     def empty(self) -> bool:
-        """Whether the span holds no element."""
+        """True if the span has no elements."""
         return self.start == self.stop
 
     def contains(self, other: int | Span) -> bool:
-        """Whether an element, or every element and both ends of a span, lie inside this span."""
+        """Return True if an element, or both ends of a span, lie inside this span."""
         if isinstance(other, Span):
+            # Both ends must lie inside, even for an empty span.
             return self.start <= other.start and other.stop <= self.stop
         return self.start <= other < self.stop
 
     def intersect(self, other: Span) -> Span:
-        """Return the elements in both spans; an empty span where there are none."""
+        """Return the elements in both spans; an empty span if there are none."""
         start = max(self.start, other.start)
+        # `max` keeps disjoint spans from giving stop < start, which Span refuses.
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, offset: int) -> Span:
-        """Return the span moved by `offset` elements; `shift(-origin)` counts from `origin`.
+        """Return the span moved by `offset` elements; `shift(-origin)` makes it relative to origin.
 
         Raises:
             LayoutError: If the result would begin before element 0.

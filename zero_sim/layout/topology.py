@@ -1,12 +1,12 @@
-"""WHO: ranks as coordinates (tp, cp, dp, pp), and the groups that follow from them. Integers only.
+"""Ranks as coordinates (tp, cp, dp, pp), and the groups that follow from them. Integers only.
 
-Tensor-parallel (tp) and pipeline-parallel (pp) ranks hold different params; context-parallel (cp)
-and data-parallel (dp) ranks hold the same params and see different data. So for fixed (tp, pp) the
-ranks over cp and dp, the *dp-cp group*, train one set of params, and share one optimizer state.
+Tensor-parallel (tp) and pipeline-parallel (pp) ranks hold different params. Context-parallel (cp)
+and data-parallel (dp) ranks hold the same params and see different data. So for fixed (tp, pp),
+the ranks over cp and dp train one set of params and share one optimizer state: the *dp-cp group*.
 
-Experts are the exception: with expert parallelism (ep) the ranks of a dp-cp group, in order, deal
-them out like cards. The ranks at places e, e + ep, e + 2 ep, ... have expert-parallel index e, hold
-the same experts and train them together, as the *expert data-parallel group* of that index.
+Experts are the exception: expert parallelism (ep) assigns them round-robin to the ranks of a dp-cp
+group. Group ranks e, e + ep, e + 2 ep, ... have expert-parallel index e. They hold the same experts
+and train them together, as the *expert data-parallel group* of that index.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ AXES = ("tp", "cp", "dp", "pp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """How many ranks each axis has, and in which order ranks are numbered.
+    """Number of ranks per axis, and the numbering of ranks.
 
     Raises:
-        UsageError: A size below 1, an order that is not a permutation of the axes, or an `ep` that
-            does not divide the ranks of a dp-cp group.
+        UsageError: If a size is below 1, the order is no permutation of the axes, or `ep` does not
+            divide the size of a dp-cp group.
     """
 
     tp: int = 1
@@ -34,19 +34,21 @@ class Topology:
     dp: int = 1
     pp: int = 1
     ep: int = 1
-    """No axis: how many ways each dp-cp group deals out the experts."""
+    """Number of expert-parallel indices per dp-cp group. Not an axis."""
     order: str = "tp-cp-dp-pp"
-    """Axes from the one in which neighbouring ranks differ to the slowest."""
+    """Axes from fastest to slowest: neighbouring ranks differ in the first."""
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "ep"):
             if getattr(self, axis) < 1:
+                # Checked before the sizes are used as divisors below.
                 raise UsageError(f"expected {axis} of at least 1, got {getattr(self, axis)}")
         if sorted(self.axes) != sorted(AXES):
             raise UsageError(
                 f"expected an order of {', '.join(AXES)} joined by hyphens, got {self.order!r}. "
                 "Try 'tp-cp-dp-pp'."
             )
+        # Each expert-parallel index needs the same number of ranks.
         if self.dp * self.cp % self.ep:
             raise UsageError(
                 f"expected ep to divide the {self.dp * self.cp} ranks of a dp-cp group, got "
@@ -64,24 +66,26 @@ class Topology:
         return prod(getattr(self, axis) for axis in AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of a rank on every axis.
+        """Return a rank's index on each axis.
 
         Raises:
-            UsageError: There is no such rank.
+            UsageError: If the rank is out of range.
         """
         if not 0 <= rank < self.world_size:
             raise UsageError(f"expected a rank of 0 to {self.world_size - 1}, got {rank}")
         place = {}
+        # Mixed radix: the fastest axis is the least significant digit.
         for axis in self.axes:
             rank, place[axis] = divmod(rank, getattr(self, axis))
         return place
 
     def rank_of(self, **place: int) -> int:
-        """The rank at a place; axes left out are 0.
+        """Return the rank at some coordinates; omitted axes are 0.
 
         Raises:
-            UsageError: A coordinate lies outside its axis.
+            UsageError: If a coordinate is outside its axis.
         """
+        # Inverse of `coordinates`.
         rank, stride = 0, 1
         for axis in self.axes:
             size, index = getattr(self, axis), place.get(axis, 0)
@@ -91,22 +95,25 @@ class Topology:
         return rank
 
     def groups_over(self, *varying: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks that differ on the given axes alone.
+        """Return all groups of ranks that differ only on the given axes.
 
         Returns:
-            Each group with its ranks ascending; groups ordered by their first rank.
+            Groups in order of their first rank, each with ascending ranks.
         """
+        # One group for each combination of the fixed axes.
         fixed = [axis for axis in AXES if axis not in varying]
         groups = []
         for place in product(*(range(getattr(self, axis)) for axis in fixed)):
             at = dict(zip(fixed, place, strict=True))
             members = (
+                # Combine each fixed place with all places on the varying axes.
                 self.rank_of(**at, **dict(zip(varying, inner, strict=True)))
                 for inner in product(*(range(getattr(self, axis)) for axis in varying))
             )
+            # Ascending, because torch.distributed numbers group ranks in ascending world rank.
             groups.append(tuple(sorted(members)))
         return tuple(sorted(groups))
 
     def dp_cp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The groups that each train one set of params: one for every (tp, pp)."""
+        """Return the groups that each train one set of params: one for every (tp, pp)."""
         return self.groups_over("dp", "cp")

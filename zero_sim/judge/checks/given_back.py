@@ -1,7 +1,7 @@
-"""A module that an engine gave back: whether it is as it was, but for the values of its params.
+"""Check of an unwrapped module: unchanged except for the values of its params.
 
-Hooks that stay behind fire in whatever uses the module next, and params that are views of somebody
-else's memory keep all of that alive, and are written with it.
+Hooks that remain fire in later uses of the module. Params that are views of foreign memory keep all
+of it alive, and change when it is written.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 
 Hook = tuple[str, str, int]
-"""Whose it is, of which kind, and its number, which no other hook of the process has."""
+"""Owner, kind and id of a hook; ids are unique in the process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleNote:
-    """What a module was made of before an engine had it."""
+    """Structure of a module before an engine wraps it."""
 
     classes: Mapping[str, type[nn.Module]]
     attributes: Mapping[str, frozenset[str]]
-    """By module and by param the names of what it has in its `__dict__`."""
+    """Names in the `__dict__` of each module and param."""
     params: Mapping[str, nn.Parameter]
     hooks: frozenset[Hook]
 
 
 def note_module(module: nn.Module) -> ModuleNote:
-    """Note what a module is made of."""
+    """Record the structure of a module."""
+    # With duplicates, because a tied param has a name in every module.
     modules = dict(module.named_modules(remove_duplicate=False))
     params = dict(module.named_parameters(remove_duplicate=False))
     everything: dict[str, object] = {f"module {name!r}": each for name, each in modules.items()}
@@ -47,7 +48,7 @@ def note_module(module: nn.Module) -> ModuleNote:
 
 
 def hooks_of(module: nn.Module) -> frozenset[Hook]:
-    """All hooks on a module, on those below it and on their params."""
+    """Return all hooks on a module, its submodules and their params."""
     return _hooks_on(
         dict(module.named_modules(remove_duplicate=False)),
         dict(module.named_parameters(remove_duplicate=False)),
@@ -60,10 +61,12 @@ def _hooks_on(
     found: set[Hook] = set()
     for name, each in modules.items():
         attributes = vars(each)
+        # torch keeps hooks in dicts by id; an empty dict is no hook.
         for kind in _hook_kinds():
             if hooks := attributes.get(kind):
                 found.update((f"module {name!r}", kind, number) for number in hooks)
     for name, param in params.items():
+        # Tensors keep their hooks in these private attributes.
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             if hooks := getattr(param, kind, None):
                 found.update((f"param {name!r}", kind, number) for number in hooks)
@@ -72,7 +75,7 @@ def _hooks_on(
 
 @cache
 def _hook_kinds() -> tuple[str, ...]:
-    """Where torch keeps the hooks of a module, as this version of it names that."""
+    """Return the attributes in which this version of torch keeps hooks of modules."""
     return tuple(kind for kind in vars(nn.Module()) if kind.endswith("_hooks"))
 
 
@@ -85,15 +88,15 @@ def check_given_back(
     step: int,
     rank: int,
 ) -> Iterator[Finding]:
-    """Check a module that an engine has let go of.
+    """Check a module after its engine has unwrapped it.
 
     Args:
-        module: What it gave back.
-        before: The module that it was built with.
-        held: By name the params that it trained, with the values that they had in it.
-        not_its_own: Hooks that are somebody else's.
-        step: The last step, for the finding.
-        rank: The rank, for the finding.
+        module: Returned by the engine.
+        before: Structure of the module that the engine was built with.
+        held: Trained params by name, with their values in the engine.
+        not_its_own: Hooks that the harness registered.
+        step: The last step, for findings.
+        rank: The rank, for findings.
     """
     now = note_module(module)
 
@@ -104,11 +107,12 @@ def check_given_back(
             rank=rank,
             phase=Phase.GATHER,
             param=param,
-            message=f"the module that was given back {message}",
+            message=f"the unwrapped module {message}",
         )
 
+    # Hooks of the harness are not the engine's.
     for whose, kind, _ in sorted(now.hooks - before.hooks - not_its_own):
-        yield wrong(f"has a hook that it had not before: {kind} of {whose}")
+        yield wrong(f"has a new hook: {kind} of {whose}")
     for whose, kind, _ in sorted(before.hooks - now.hooks):
         yield wrong(f"lacks a hook that it had before: {kind} of {whose}")
     for what, cls in before.classes.items():
@@ -126,6 +130,7 @@ def check_given_back(
 def _wrong_params(
     before: ModuleNote, now: ModuleNote, held: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, str]]:
+    # Storages by address, to find params that share one.
     owner_of: dict[int, nn.Parameter] = {}
     for name, expected in held.items():
         param = now.params.get(name)
@@ -134,10 +139,12 @@ def _wrong_params(
             continue
         own = param.numel() * param.element_size()
         memory = param.untyped_storage()
+        # An empty param owns no memory, and its address means nothing.
         shared_with = owner_of.setdefault(memory.data_ptr(), param) if own else param
         if memory.nbytes() != own or shared_with is not param:
             there = memory.nbytes()
-            yield f"has a param of {own} bytes in somebody else's memory, of {there} bytes", name
+            yield f"has a param of {own} bytes in a foreign storage of {there} bytes", name
+        # It keeps memory alive, and later training would accumulate into it.
         if param.grad is not None:
             yield "still has a gradient of a param", name
         if param.shape != expected.shape or param.dtype != expected.dtype:

@@ -1,4 +1,4 @@
-"""Records that checks are given: notes of one rank, and what it shows at one point of a step."""
+"""Inputs of checks: notes on a rank, and its reported state at one point of a step."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from zero_sim.targets.costs import Costs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankNotes:
-    """Notes taken before the first step: the module without an engine, costs, and recorders."""
+    """Notes from before the first step: the bare module, costs, and recorders."""
 
     sizes: Sequence[ParamSize]
-    """The params that the rank trains."""
+    """Trained params of the rank."""
     held_sizes: Sequence[HeldSize] = ()
-    """All that its module has, trained or not."""
+    """All params and buffers of its module, trained or not."""
     costs: Costs
-    """Declared by the target; the same for all ranks."""
+    """Declared by the target; equal for all ranks."""
     own_bytes: Mapping[str, int] | None = None
-    """Expected memory by a form of the target's own; None if it declares none."""
+    """Expected memory by the target's closed form; None if it declares none."""
     hook_trace: HookTrace | None = None
-    """None if nothing overlaps that costs depend on."""
+    """None if the costs of the case do not depend on overlap."""
     memory: MemoryRecorder | None = None
-    """None if memory within a step is not observed."""
+    """None if memory within a step is not recorded."""
     reads: ForwardReads | None = None
-    """None if the params that forwards read are not recorded."""
+    """None if reads of forwards are not recorded."""
 
 
+# For checks outside of a step.
 _NO_RESULT = StepResult()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """What one rank shows, and what is expected of it."""
+    """State of one rank, and the expectations for it."""
 
     rank: int
     """Rank in the judged group."""
@@ -53,16 +54,17 @@ class Shown:
     notes: RankNotes
     group: JudgedGroup
     owed: Owed
+    # Views, so checks must not keep them.
     parts: Sequence[OwnedPart] = ()
-    """Parts of params that the rank owns, after a step; views of live state."""
+    """Places that the rank owns, with values after a step; views of live state."""
     losses: Sequence[Tensor] = ()
-    """By micro-batch, after a step."""
+    """Losses by micro-batch, after a step."""
     params: Mapping[str, Tensor] = field(default_factory=dict)
-    """Working params by name, after their gathers."""
+    """Working params by name, once gathered."""
     result: StepResult = _NO_RESULT
     """Returned by the engine's step."""
 
     @property
     def comparison(self) -> Comparing:
-        """The comparison with the expected step; another one once steps are no digests any more."""
+        """The comparison for the expected steps, which may stop being digests during a step."""
         return self.owed.comparison

@@ -1,12 +1,11 @@
-"""Checks of a rank, and their table by point of a step, in order.
+"""Checks of a rank, and the table of their order at each point of a step.
 
-A check takes what a rank shows and yields findings. To add one, write a function here, or in a
-module beside this one if it is long, and name it in the table at the end. Findings travel in the
-order of the data flow, not in this one (`zero_sim.findings.dataflow`).
+A check takes a rank's state and yields findings. To add one, write a function here, or in a module
+of its own if it is long, and list it in the table at the end. Reports order findings by dataflow,
+not by this table (`zero_sim.findings.dataflow`).
 
-Beside these are checks of a whole group: who owns what (`Ownership.check`), what a load brought
-back (`judge.loaded`), a module that was given back (`checks.given_back`), and what calls cost
-(`zero_sim.cost`).
+Checks of a whole group are elsewhere: ownership (`Ownership.check`), loaded state (`judge.loaded`),
+unwrapped modules (`checks.given_back`) and costs (`zero_sim.cost`).
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ from zero_sim.targets.adapt import PARTS, UNTRAINED
 
 
 def check_scales_and_casts(shown: Shown) -> Iterator[Finding]:
-    """Compare scales of params in fp8, and check that working params are their masters, cast.
-
-    A cast is by the rank's own scale, since this is about what it holds, right or wrong.
-    """
+    """Compare scales of fp8 params, and check that working params are their masters, cast."""
     group, rank, step = shown.group, shown.rank, shown.step
     held, comparison = group.ownership.held[rank], shown.comparison
+    # Only held params: of others the rank has no scale.
     scales = shown.engine.scales([n for n in comparison.scale_names(step) if n in held])
     yield from comparison.compare_scales(scales, rank=rank, step=step)
     params = shown.params
@@ -39,6 +36,7 @@ def check_scales_and_casts(shown: Shown) -> Iterator[Finding]:
         if place.param not in params:
             continue
         working = params[place.param].reshape(-1)[place.start : place.stop]
+        # Cast by the rank's own scale. A wrong scale is a finding of its own above.
         scale = scales.get(place.param)
         cast = (
             part.master.to(working.dtype)
@@ -51,30 +49,31 @@ def check_scales_and_casts(shown: Shown) -> Iterator[Finding]:
 
 
 def check_repeated(shown: Shown) -> Iterator[Finding]:
-    """Check that a param that is told under two names, such as a tied one, is one param."""
+    """Check that a param reported under two names, such as a tied one, has one value."""
     params = shown.params
     for name, other, values in shown.engine.repeated():
         if shown.group.comparer.differs(params[name], values):
             at = findings.param(shown.step, shown.rank, name)
-            message = f"the engine has this param once more as {other!r}, with other values"
+            message = f"the engine also has this param as {other!r}, with other values"
             yield findings.differing(replace(at, message=message), params[name], values)
 
 
 def check_untrained(shown: Shown) -> Iterator[Finding]:
-    """Check that params which are never trained are what they were before the engine was built."""
+    """Check that untrained params kept the values from before the engine was built."""
     group = shown.group
     for name, values, now in shown.engine.untrained():
         if now is None:
+            # Not reported by the engine, so listed as not observed.
             group.unobserved.add(UNTRAINED)
         elif group.comparer.differs(values, now):
             at = findings.param(shown.step, shown.rank, name)
-            at = replace(at, message="nobody may change this param, which is never trained")
+            at = replace(at, message="this param is not trained and must not change")
             differing = group.differing(at, values, now)
             yield findings.with_index(differing, {name: tuple(values.shape)})
 
 
 def check_result(shown: Shown) -> Iterator[Finding]:
-    """Check that an engine says what it has to say, and no other things than happened."""
+    """Check that the engine's report of a step is complete and correct."""
     result, rank, step = shown.result, shown.rank, shown.step
     expected, optimizer = shown.owed.steps.get(step), shown.group.scenario.optimizer
     reported = {"norm": result.norm, "zeros": result.zeros, "skipped": result.skipped}
@@ -82,10 +81,13 @@ def check_result(shown: Shown) -> Iterator[Finding]:
     if result.raised is not None:
         if result.skipped != expected.skipped:
             yield findings.wrongly_raised(step, rank, raised=result.raised)
+        # A step that raised reports nothing about skipping.
         result = replace(result, skipped=None)
     if all(got is None for got in (result.norm, result.zeros, result.skipped, result.loss_scale)):
-        # It tells nothing of its steps; one that does so tells what it clips or scales by.
+        # The engine reports nothing about steps. If it did, it would have to report its clipping
+        # and scaling too.
         return
+    # An engine that clips or scales must report by how much, or it cannot be followed.
     if result.norm is None and optimizer.clip_norm is not None:
         yield findings.misreported("norm", step, rank, expected=float(expected.norm), got=None)
     if result.loss_scale is None and optimizer.loss_scale is not None:
@@ -97,10 +99,11 @@ def check_result(shown: Shown) -> Iterator[Finding]:
 
 
 def check_same_places(shown: Shown) -> Iterator[Finding]:
-    """Check that a rank still owns what it owned at the start: what is not told is not compared."""
+    """Check that a rank owns the same places as at the start: omitted ones escape comparison."""
     before = shown.group.ownership.places[shown.rank]
     now = [part.place for part in shown.parts]
     if before != now:
+        # Name the missing params, because their state would not be compared.
         gone = sorted({place.param for place in before} - {place.param for place in now})
         yield Finding(
             check=Check.INVARIANT_OWNERSHIP,
@@ -113,7 +116,8 @@ def check_same_places(shown: Shown) -> Iterator[Finding]:
 
 
 def check_zero_gradients(shown: Shown) -> Iterator[Finding]:
-    """Check that gradient buffers are zero before the first micro-batch of a step."""
+    """Check that gradient buffers are zero before the first micro-batch."""
+    # Stray values would be added to the gradients of this step.
     where = shown.engine.stray_gradients(padding_only=False)
     if where:
         yield Finding(
@@ -149,19 +153,19 @@ def _written_padding(what: str, where: str, shown: Shown, *, phase: Phase) -> It
 
 
 def compare_measured(shown: Shown) -> Iterator[Finding]:
-    """Compare the norm and the zeros of the whole gradient."""
+    """Compare norm and zeros of the whole gradient."""
     return shown.comparison.compare_measured(shown.result, rank=shown.rank, step=shown.step)
 
 
 def compare_losses(shown: Shown) -> Iterator[Finding]:
-    """Compare losses, and what a forward read whose loss differs."""
+    """Compare losses, and the params read by a forward whose loss differs."""
     return shown.comparison.compare_losses(
         shown.losses, reads=shown.notes.reads, rank=shown.rank, step=shown.step
     )
 
 
 def compare_parts(shown: Shown) -> Iterator[Finding]:
-    """Compare reduced gradients, masters and optimizer state, part by part."""
+    """Compare reduced gradients, masters and optimizer state of each part."""
     comparison = shown.comparison
     for part in shown.parts:
         yield from comparison.compare_part(part, rank=shown.rank, step=shown.step)
@@ -178,7 +182,7 @@ def compare_params(shown: Shown) -> Iterator[Finding]:
 
 
 def check_rank_memory(shown: Shown) -> Iterator[Finding]:
-    """Compare the memory that a rank holds with the form that its target declares."""
+    """Compare a rank's resident memory with the closed form of its target."""
     notes, group = shown.notes, shown.group
     held = shown.engine.held_bytes()
     if notes.own_bytes is not None:
@@ -188,15 +192,16 @@ def check_rank_memory(shown: Shown) -> Iterator[Finding]:
             notes.sizes,
             scenario=group.scenario,
             rank=shown.rank,
-            # What state an element has was compared with the reference before.
+            # The state's keys were already compared with the reference, so count them.
             stored=sum(
                 part.master.numel() * sum(value.dim() > 0 for value in part.state.values())
                 for part in shown.parts
             ),
         )
         if PARTS in group.unobserved:
-            del owed["state"]  # How much of it an element has only parts tell.
+            del owed["state"]  # Only parts show how much state an element has.
     yield from check_memory(held, owed, step=shown.step, rank=shown.rank)
+    # Peaks within the step, as recorded by hooks.
     if notes.memory is not None:
         yield from notes.memory.findings()
 
@@ -214,10 +219,10 @@ AFTER_STEP: Sequence[RankCheck] = (
     check_padding,
     compare_reported,
 )
-"""Compared once more with the own reference if they find anything with steps from elsewhere."""
+"""After a step. If shared steps give a finding, repeated with the group's own reference."""
 
 WEIGHED: Sequence[RankCheck] = (check_rank_memory,)
-"""After one step of a run, the weighed one."""
+"""After one step of the run, because measuring memory is slow."""
 
 AFTER_GATHER: Sequence[RankCheck] = (
     check_scales_and_casts,
@@ -225,13 +230,13 @@ AFTER_GATHER: Sequence[RankCheck] = (
     compare_params,
     check_param_padding,
 )
-"""As `AFTER_STEP`."""
+"""After the gathers; repeated like `AFTER_STEP`."""
 
 AFTER_GATHER_ALWAYS: Sequence[RankCheck] = (check_untrained,)
-"""These need no expected step."""
+"""After the gathers, without an expected step."""
 
 
 def run_checks(checks: Sequence[RankCheck], shown: Shown) -> Iterator[Finding]:
-    """Yield what checks find, one after another."""
+    """Yield the findings of checks, in order."""
     for check in checks:
         yield from check(shown)
