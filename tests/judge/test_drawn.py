@@ -82,7 +82,10 @@ class ByModule:
         self.seeded, self.anew = seeded, anew
 
     def build(self, module, *, scenario, group):
+        buffers = [each.clone() for each in module.buffers()]
         module.to("meta").to_empty(device="cpu")
+        for empty, kept in zip(module.buffers(), buffers, strict=True):
+            empty.copy_(kept)
         if self.seeded:
             torch.manual_seed(3)
         for param in module.parameters():

@@ -89,7 +89,7 @@ def option_problems(target: Target, scenario: Scenario) -> Iterator[Problem]:
 
     Args:
         target: The target that declares the options.
-        scenario: The case.
+        scenario: Sets some of them.
     """
     known, seen = options_of(target), set[str]()
     for index, said in enumerate(scenario.system.options):
