@@ -198,7 +198,7 @@ class ReplicaCheck:
         return _in_words(
             self.warnings,
             "equal on all ranks at first, then not",
-            f"This may be right, because {excuse}. If it is, name it",
+            f"It is no error, because {excuse}. If ranks may differ here, name it",
         )
 
     @property
