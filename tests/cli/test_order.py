@@ -28,7 +28,7 @@ def test_what_needs_an_order_is_left_out(invoke):
     Path("four.toml").write_text(FOUR)
     Path("reload.toml").write_text(FOUR + RELOAD)
     result = invoke("run", "four.toml", "reload.toml", "--order", "any")
-    assert_ended(result, 0, "1 case left out: its order must be known: it has a reload")
+    assert_ended(result, 0, "1 case left out: its order must be known, because it has a reload")
 
 
 def test_a_bundle_is_of_the_case_that_ran(invoke, broken):

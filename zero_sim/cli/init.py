@@ -16,7 +16,7 @@ _FILES = {
     "script": ("train.py",),
     "test": ("test_ranks.py",),
 }
-"""Files in `templates/` by the option that writes them."""
+"""Files of `templates/` by option."""
 _NEXT = {
     "engine": (
         "pytest test_engine.py",
@@ -55,7 +55,7 @@ def init(folder: Path, engine: bool, script: bool, test: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     templates = resources.files("zero_sim.cli").joinpath("templates")
     for name in names:
-        # Mode x, so that a file that another process has written meanwhile is not replaced.
+        # Mode x never replaces a file that another process wrote after the check above.
         with (folder / name).open("x", encoding="utf-8") as file:
             file.write(templates.joinpath(name).read_text("utf-8"))
         click.echo(f"wrote {folder / name}")
