@@ -102,9 +102,6 @@ def judge_script(
         seed: Seed of all runs.
         words: The script and its arguments, with `-m` before a module.
         allowed_drift: Name patterns of tensors that may differ among ranks.
-
-    Raises:
-        UsageError: Options are missing or contradict each other, or there is only one rank.
     """
     from zero_sim.against.account import account_of
     from zero_sim.against.precision import measure_precision
@@ -126,7 +123,6 @@ def judge_script(
             starts_alike=options.start_of_one,
             all_read_all=options.all_read_all,
         )
-        # Known only after the run, because a script may start its ranks itself.
         was_run = comparison.measurement is not None
         if was_run and options.against == "1" and comparison.side.world_size < 2:
             raise UsageError(_TOO_FEW_RANKS)

@@ -167,9 +167,8 @@ def fuzz(
     buckets. With --corpus, earlier findings are judged again first. Bundles of fixed findings move
     to the folder `fixed` in DIR.
 
-    Exit status: 0 no findings, 1 findings, 2 the usage is wrong, 3 a worker died or the file of a
-    shard is missing, 4 this machine cannot run it or store its results, 5 no case was run, 130
-    interrupted by Ctrl-C or SIGTERM. The corpus keeps all results up to an interrupt.
+    Exit status: 0 no findings, 1 findings, 2 the usage is wrong, 3 a worker died or a shard's file
+    is missing, 4 this machine cannot run it or store results, 5 no case was run, 130 interrupted.
 
     \b
     Examples:
@@ -184,8 +183,7 @@ def fuzz(
         from zero_sim.fuzz.records import Head, batch_cases
         from zero_sim.host.device import check_device
         from zero_sim.report.text import render_case
-    if scheduler is None:
-        # Before the folder is created. Workers of a cluster check their own devices.
+    if scheduler is None:  # Workers of a cluster check their own devices.
         check_device(device)
     head = Head(
         seed=seed,

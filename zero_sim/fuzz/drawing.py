@@ -1,4 +1,4 @@
-"""Draws values one after another, none of them twice."""
+"""Drawing of distinct values."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from zero_sim.fuzz.choices import Drawable, Rejected, Seeded
 Value = TypeVar("Value", bound=Hashable)
 
 _FRUITLESS_DRAWS_MAX = 10_000
-"""After so many in a row that gave nothing new, there is nothing else to draw."""
+"""Draws in a row without a new value after which there are taken to be no others."""
 
 
 def draws(values_from: Drawable[Value], *, seed: str, simplest: bool = True) -> Iterator[Value]:
-    """Values, each once, the simplest first, until there seem to be no others.
+    """Yield distinct values until there seem to be no others.
 
     Args:
-        values_from: What draws them; what it raises goes on to the caller.
-        seed: What they follow from: the same ones for the same seed. How many are taken does not
-            matter.
-        simplest: Whether the simplest one is there: it is the same for every seed.
+        values_from: Source of values. Its exceptions propagate.
+        seed: Determines the values, however many are taken.
+        simplest: True to begin with the simplest value, which is the same for every seed.
     """
     met: set[Value] = set()
     random = Random(seed)

@@ -1,4 +1,4 @@
-"""Layouts of a case: those that its system plans, planned anew."""
+"""Layouts of a case, planned again from its settings."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _DTYPES = {
 
 
 def layouts_of(scenario: Scenario) -> tuple[BufferPlan, ...]:
-    """The buffers of a rank's layout before a checkpoint, dense and expert ones.
+    """Return the dense and expert buffers of a rank's layout before a reload.
 
     Args:
         scenario: A valid case.
 
     Returns:
-        One plan a buffer; of stage 0, which shards nothing, with one shard.
+        One plan per buffer, with one shard at stage 0.
     """
     topology, system = scenario.topology, scenario.system
     holders = scenario.world.size // (topology.tp * topology.pp)
@@ -53,13 +53,13 @@ def layouts_of(scenario: Scenario) -> tuple[BufferPlan, ...]:
 
 
 def param_specs(model: ModelSpec, *, ep: int = 1) -> tuple[ParamSpec, ...]:
-    """The trained params of a model as a layout sees them, in registration order.
+    """Return the trained params of a model as layout specs, in registration order.
 
     Args:
         model: The model.
-        ep: Expert-parallel ways; the first share of the experts is taken.
+        ep: Expert-parallel ways; the params are those of the first expert-parallel rank.
     """
-    # Neither who reads a param, nor when it is frozen, nor which bits it starts from moves it.
+    # Settings that do not affect the layout are reset, so that more models share a cache entry.
     return _param_specs(replace(model, tied=(), unused=(), skip=(), one_rank=(), freeze=()), ep)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord, EventLog
 
 CALLS_MAX = 600
-"""Calls drawn; of a longer log, those around the finding."""
+"""Calls to draw. If the log is longer, those around the finding."""
 RANKS_MAX = 32
 
 _LANES_MAX = 8
@@ -27,17 +27,17 @@ _CHAR_WIDTH = 6
 def draw_timeline(
     log: EventLog, finding: Finding | None, *, suspects: Collection[int] = ()
 ) -> tuple[Markup, str]:
-    """The calls of all ranks around a finding.
+    """Draw the calls of all ranks around a finding.
 
     Args:
-        log: The log of the world that it was found in.
-        finding: The finding, whose step is shaded; None for the calls as they are, from the first.
-        suspects: Indices of calls in the log; they are marked, on all ranks that take part.
+        log: Log of the world of the finding.
+        finding: The finding, whose step is shaded; None to draw the first calls.
+        suspects: Indices of calls in the log, to be marked on all their ranks.
 
     Returns:
-        The picture, and a sentence that says what of the run it shows.
+        The picture, and the number of calls and ranks in it.
     """
-    # Findings and suspects name calls by their place in the log, so none may be missing here.
+    # Findings and suspects refer to calls by their position in the log, so read all calls.
     timeline = read_timeline(log, with_harness=True)
     first, last = _window(len(timeline.calls), finding)
     calls = [
@@ -89,7 +89,7 @@ def draw_timeline(
 
 
 def _key(record: CollectiveRecord) -> tuple[object, ...]:
-    """Key that the calls of one collective share."""
+    """Return the key that the calls of one collective share."""
     return record.group, record.group_ranks, record.sequence, record.kind
 
 
@@ -103,7 +103,7 @@ def _window(total: int, finding: Finding | None) -> tuple[int, int]:
 
 
 def _ranks(world_size: int, finding: Finding | None) -> list[int]:
-    """All ranks, or those around the finding's."""
+    """Return all ranks, or the `RANKS_MAX` around the finding's."""
     first = 0
     if world_size > RANKS_MAX and finding is not None and finding.rank is not None:
         first = max(0, min(finding.rank - RANKS_MAX // 2, world_size - RANKS_MAX))
@@ -111,16 +111,18 @@ def _ranks(world_size: int, finding: Finding | None) -> list[int]:
 
 
 def _end(call: CallSpan, stop: int) -> int:
-    """When a call is over; who never returned from it waits to the end."""
+    """Return the tick of a call's end; the end of the run if it never completed."""
+    # At least one tick, so that a call without a wait is visible.
     if call.land_tick is not None:
         return max(call.land_tick, call.issue_tick + 1)
     return call.issue_tick + 1 if call.completed else stop
 
 
 def _placed(calls: Sequence[CallSpan], rank: int, stop: int) -> Sequence[tuple[CallSpan, int, int]]:
-    """The calls of one rank, when each is over, and the lanes of those in flight together.
+    """Return the calls of one rank with their end ticks and lanes.
 
-    Of more than there are lanes for, the last one is shown until the next of them begins.
+    Calls in flight together get different lanes. If there are too few lanes, a call in the last
+    lane is drawn up to the start of the next one.
     """
     free = [0] * _LANES_MAX
     placed: list[tuple[CallSpan, int, int]] = []

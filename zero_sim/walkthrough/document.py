@@ -1,7 +1,7 @@
-"""Second pass through the ZeRO-1 step: the document's own figures, with its slips named.
+"""Second pass through the ZeRO-1 step: the document's own figures, and its slips.
 
-The document gives gradients for `W_q` without a loss. Everything else comes from running the system
-on these: once in fp32, because the document computes in decimals, and once in bf16.
+The document gives gradients for `W_q` without a loss. The system runs on these gradients, once in
+fp32, because the document computes in decimals, and once in bf16.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from zero_sim.workloads.transformer import (
 )
 
 _DEVIATION, _CUT = 0.398, (32, 32)
-"""The document's slips: a standard deviation, and where the boundary cuts `W_1`."""
+"""The document's slips: a standard deviation, and the elements of `W_1` on each rank."""
 
 
 def document_steps(first_pass: Sequence[RankStep]) -> list[Step]:
-    """Return the second pass.
+    """Return the steps of the second pass.
 
     Args:
-        first_pass: All ranks in the first pass, which has the same layout.
+        first_pass: All ranks of the first pass, which has the same layout.
     """
     in_fp32 = run_step(scenario_of("fp32"), loss_of=loss_of_given_grads)
     in_bf16 = run_step(scenario_of("bf16"), loss_of=loss_of_given_grads)
@@ -75,6 +75,7 @@ def _gradients(runs: Sequence[RankStep]) -> Step:
 
 
 def _one_element(run: RankStep) -> Step:
+    # Element 0 of the part is W_q[0, 0]. At step 1, bias correction divides by 1 - beta.
     part, spec = run.parts["W_q"], scenario_of("fp32").optimizer
     m, v = part.state["exp_avg"][0].item(), part.state["exp_avg_sq"][0].item()
     rows = [
@@ -99,8 +100,8 @@ def _after(in_fp32: RankStep, in_bf16: RankStep) -> Step:
                 "document.after", _to_three(values, printed), head=columns(WIDTH), title=title
             )
             for values, title in (
-                (exact, "Masters that begin with the given values in fp32"),
-                (rounded, "Masters that begin with bf16 params"),
+                (exact, "Masters that start with the given values in fp32"),
+                (rounded, "Masters that start with bf16 params"),
             )
         ],
         printed=f"{printed[place].item():.3f}",
@@ -111,6 +112,7 @@ def _after(in_fp32: RankStep, in_bf16: RankStep) -> Step:
 
 
 def _to_three(values: Tensor, printed: Tensor) -> list[list[Cell | str]]:
+    """Return values to three decimals, marked by whether they equal the document's."""
     rows: list[list[Cell | str]] = []
     for index, (got, wanted) in enumerate(zip(values.tolist(), printed.tolist(), strict=True)):
         row: list[Cell | str] = [f"row {index}"]
@@ -123,6 +125,7 @@ def _to_three(values: Tensor, printed: Tensor) -> list[list[Cell | str]]:
 
 
 def _slips(run: RankStep, first_pass: Sequence[RankStep]) -> Step:
+    # Repeat the document's computation with its slips, next to the values of the run.
     row = torch.tensor(INPUT[0])
     slipped = (row - row.mean()) / _DEVIATION
     query = slipped @ torch.tensor(GIVEN["W_q"])

@@ -1,4 +1,4 @@
-"""One step of any scenario: buffers, shards, buckets, every call in time and what is live."""
+"""One step of any scenario: buckets, shards, all calls over time, and live bytes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.walkthrough import prose
 
 CALLS_MAX = 200
-"""Calls told of one rank."""
+"""Calls to show of one rank."""
 _NAMES_SHOWN = 4
 
 
 def walk_step(scenario: Scenario) -> Walk:
-    """The walk of one case's second step, or of its only one.
+    """Return the walkthrough of a case's second step, or of its only one.
 
     Args:
         scenario: A validated case.
@@ -55,7 +55,7 @@ def _layout(measured: Measured) -> Step:
     forms = (
         "by the closed forms of its stage"
         if measured.is_costed
-        else "by the closed forms of the textbook's stage; this system has a layout of its own"
+        else "by the closed forms of the textbook's stage; this system's own layout may differ"
     )
     head = ("bucket", "params", "dtype", "elements", "padding", *(f"rank {rank}" for rank in ranks))
     return prose.step(
@@ -94,7 +94,7 @@ def _calls(measured: Measured) -> Step:
     ]
     traffic = measured.traffic(0, network=Network())
     left = len(records) - len(rows)
-    more = f" Of them the first {CALLS_MAX}." if left > 0 else ""
+    more = f" The table shows the first {CALLS_MAX}." if left > 0 else ""
     return prose.step(
         "step.calls",
         [prose.table("step.calls", rows)],
@@ -149,7 +149,7 @@ def _held(measured: Measured) -> Step:
         for ledger in measured.ledgers
     ]  # fmt: skip
     found = list(measured.differences()) if measured.is_costed else []
-    agree = f"Closed forms differ: {found[0]}." if found else "Closed forms say the same."
+    agree = f"Closed forms differ: {found[0]}." if found else "The closed forms agree."
     head = ("", *(name.replace("_", " ") for name in names), "peak", "at")
     table = prose.table("step.held", rows, head=head)
     return prose.step("step.held", [table], more=[agree] if measured.is_costed else [])

@@ -1,6 +1,6 @@
 """ZeRO-1 with the 260-parameter transformer on 2 ranks: a whole step, number by number.
 
-Every value is read from the system on each rank while it runs. A second pass takes the figures in
+Every value is read from the system on each rank during the run. A second pass uses the figures of
 the document that the model comes from.
 """
 
@@ -35,11 +35,11 @@ from zero_sim.workloads.transformer import GIVEN, HEADS, SHAPES, W_Q
 
 SCENARIO = scenario_of("bf16")
 _W_Q_AT = 8
-"""Where `W_q` begins in the flat buffer."""
+"""Offset of `W_q` in the flat buffer, in elements."""
 
 
 def walk_zero1() -> Walk:
-    """Return the walk."""
+    """Return the walkthrough."""
     runs = run_step(SCENARIO)
     steps = [
         _owners(runs),
@@ -94,7 +94,7 @@ def _owners(runs: Sequence[RankStep]) -> Step:
 
 
 def _start(runs: Sequence[RankStep]) -> Step:
-    """Everything that the step begins with, given or drawn."""
+    """Return the initial values, given or drawn."""
     names = [name for name, shape in SHAPES.items() for _ in range(torch.Size(shape).numel())]
 
     def mark_of(index: int) -> Mark:
@@ -118,7 +118,7 @@ def _start(runs: Sequence[RankStep]) -> Step:
 
 
 _DRAWN = ("W_o", "W_1", "W_2")
-"""Drawn params. All others are given, or begin with 1 (a norm's weight) or 0 (a bias)."""
+"""Drawn params. All others are given, or start with 1 (weight of a norm) or 0 (bias)."""
 
 _FORWARD: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
     ("norm_1", [("norm 1", "Normalised")]),
@@ -139,7 +139,7 @@ _FORWARD: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
     ),
     ("logits", [("logits", "Logits")]),
 )
-"""Tables in `prose.toml`, with the activations to show and their titles."""
+"""Tables of `prose.toml`, with the activations to show and their titles."""
 
 
 def _forward(runs: Sequence[RankStep]) -> list[Step]:
@@ -262,7 +262,7 @@ def _stepped(runs: Sequence[RankStep]) -> Step:
 
 
 def _half(runs: Sequence[RankStep]) -> Step:
-    """Working params between the optimizer and the all-gather."""
+    """Return the working params between the optimizer and the all-gather."""
     boundary = _totals(runs)[0]
     tables = []
     for rank, run in enumerate(runs):
@@ -333,17 +333,17 @@ def _traffic(runs: Sequence[RankStep]) -> Step:
 
 
 def _totals(runs: Sequence[RankStep]) -> list[int]:
-    """Count each rank's elements."""
+    """Return the number of elements that each rank owns."""
     return [sum(p.place.stop - p.place.start for p in run.parts.values()) for run in runs]
 
 
 def _owner_marks(runs: Sequence[RankStep]) -> MarkOf:
-    """Mark rank 0's elements and rank 1's."""
+    """Return marks for the elements of rank 0 and of rank 1."""
     first, _ = accumulate(_totals(runs))
     return lambda index: "own" if index < first else "sent"
 
 
 def _targets(run: RankStep) -> Tensor:
-    """Return a target for each token, shape (tokens,)."""
+    """Return the target of each token, shape (tokens,)."""
     assert run.batch.targets is not None
     return run.batch.targets[0]
