@@ -195,7 +195,7 @@ def test_what_is_no_module(invoke, name, said):
         ((), "expected --params, or a scenario file"),
         (("case.toml", "--params", "7"), "got both"),
         (("--params", "7"), "expected --ranks with --params"),
-        (("case.toml", "--dtype", "bf16"), "expected --dtype with --params alone"),
+        (("case.toml", "--dtype", "bf16"), "expected --dtype with --params only"),
         (("--params", "7", "--ranks", "8", "--redundancy", "3"), "divides the 8 ranks"),
         ((*COUNTED, "--optimizer", "lion"), "expected --optimizer to be one of adamw"),
         ((*COUNTED, "--curve"), "no --ranks, with --curve"),

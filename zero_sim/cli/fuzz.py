@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 EXIT_FOUND = 1
 EXIT_LOST = 3
 DEFAULT_CORPUS = Path(".zero-sim", "corpus")
+# Parameters that `--join` accepts.
 _WITH_JOIN = ("join", "corpus", "coverage", "as_json", "html")
-"""Parameters that `--join` accepts."""
 
 
 class _Shard(click.ParamType):

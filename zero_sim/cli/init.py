@@ -11,12 +11,12 @@ import click
 from zero_sim.cli.parts import FOLDER
 from zero_sim.errors import UsageError
 
+# Files of `templates/` by option.
 _FILES = {
     "engine": ("engine.py", "test_engine.py", "engine.toml"),
     "script": ("train.py",),
     "test": ("test_ranks.py",),
 }
-"""Files of `templates/` by option."""
 _NEXT = {
     "engine": (
         "pytest test_engine.py",

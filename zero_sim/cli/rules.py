@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from zero_sim.rules.report import FoundRules
 
 EXIT_WRONG = 1
+# Columns of a comment at most.
 _WIDTH = 88
-"""Columns of a comment at most."""
 
 
 @click.command()

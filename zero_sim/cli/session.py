@@ -49,8 +49,8 @@ _COVERED = "features and pairs of features are covered without it"
 
 Judge = Callable[["Scenario"], "CaseResult"]
 
+# Exit statuses, the gravest first.
 _GRAVITY = (1, 2, 4, 3, 0)
-"""Exit statuses, the gravest first."""
 _STATUS = {"pass": 0, "fail": 1, "error": 1, "inconclusive": 3}
 _DOTS = {"pass": ".", "fail": "F", "error": "E", "inconclusive": "?"}
 DOTS_A_ROW = 50
@@ -70,7 +70,7 @@ class Outputs:
         type=click.Path(path_type=Path),
         metavar="FILE",
         help="Write a Chrome trace. For several cases, FILE becomes a folder with a trace of each. "
-        "A pipe needs a reader.",
+        "Refuses a named pipe that has no reader.",
     )
     junit: Path | None = option(
         "--junit",
@@ -114,7 +114,7 @@ class Session:
     judged: list[_Judged] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
     traced: int = 0
-    """Trace files written."""
+    """Number of trace files written."""
     interrupted: bool = False
     started: float = field(default_factory=time.perf_counter)
     begun: datetime = field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))

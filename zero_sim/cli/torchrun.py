@@ -27,6 +27,7 @@ EXIT_FOUND = 1
 GPUS_OF_A_NODE = 2
 """Number of GPUs for `--nproc-per-node gpu` on a machine without GPUs."""
 _COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "show_default": True}
+# Options of torchrun about how processes start and find each other: accepted, without effect.
 _IGNORED = (
     "log-dir",
     "max-restarts",
@@ -39,7 +40,6 @@ _IGNORED = (
     "role",
     "start-method",
 )
-"""Options of torchrun about how processes start and find each other: accepted, without effect."""
 
 
 def _spelled(*names: str) -> list[str]:

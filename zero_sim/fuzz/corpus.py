@@ -42,12 +42,12 @@ _KEEP_REPORT = """
 INSERT INTO batches VALUES (?, ?, ?, ?) ON CONFLICT (batch, start) DO UPDATE
 SET cases = excluded.cases, report = excluded.report WHERE excluded.cases >= cases
 """
+# Magic bytes, rollback mode, and a page 1 without child pages, which could form a cycle.
 _HEAD_OF_OURS = (b"SQLite format 3\0", b"\1\1", b"\x0d")
-"""Magic bytes, rollback mode, and a page 1 without child pages, which could form a cycle."""
+# Last bytes of a rollback journal that names a super-journal; ours never do.
 _NAMES_SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
-"""Last bytes of a rollback journal that names a super-journal; ours never do."""
+# Errors of a file system without locks.
 _WITHOUT_LOCKS = (sqlite3.SQLITE_IOERR_RDLOCK, sqlite3.SQLITE_IOERR_LOCK)
-"""Errors of a file system without locks."""
 _ERROR_NUMBERS = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_IOERR: errno.EIO,

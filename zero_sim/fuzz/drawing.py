@@ -10,8 +10,8 @@ from zero_sim.fuzz.choices import Drawable, Rejected, Seeded
 
 Value = TypeVar("Value", bound=Hashable)
 
+# Draws in a row without a new value after which there are taken to be no others.
 _FRUITLESS_DRAWS_MAX = 10_000
-"""Draws in a row without a new value after which there are taken to be no others."""
 
 
 def draws(values_from: Drawable[Value], *, seed: str, simplest: bool = True) -> Iterator[Value]:

@@ -22,10 +22,10 @@ from zero_sim.targets import (
     with_options,
 )
 
+# Cases to draw without regard to refusals.
 _SAMPLE = 100
-"""Cases to draw without regard to refusals."""
+# Characters to print of a declared value.
 _VALUE_MAX = 120
-"""Characters to print of a declared value."""
 
 
 def why_none_fits(target: Target, *, options: Mapping[str, str] | None = None) -> str:

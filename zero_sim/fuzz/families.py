@@ -33,10 +33,10 @@ from zero_sim.workloads import params_of
 EFFORT_OF_A_FAMILY, EFFORT_OF_A_MEMBER = 2_400, 150
 """Effort of all members together, in the units of `fuzz.effort`: the larger of a fixed limit and
 the effort of the cheapest cases times the number of requested members."""
+# Redraw a sibling whose effort exceeds that of the first case by this factor.
 _DEARER = 1.5
-"""Redraw a sibling whose effort exceeds that of the first case by this factor."""
+# Draws per requested sibling; most draws fit the model and are new.
 _TRIES = 4
-"""Draws per requested sibling; most draws fit the model and are new."""
 
 
 def siblings(

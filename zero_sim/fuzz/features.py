@@ -25,9 +25,10 @@ LAYOUT = "layout: "
 """Prefix of the names of layout features."""
 _OPTIONS = "system.options."
 _OWN_MODELS = "model.name=own:"
+# Fields that are no features: expectations and the target.
 _ASSERTED = ("faults", "expect", "pair", "system.target")
-"""Fields that are no features: expectations and the target."""
 _NAMES_KEPT, _PAIRS_KEPT = 1 << 10, 1 << 15
+# Fields of `Capabilities` that list a setting's supported values, by path of the setting.
 _CAPABLE = {
     "model.name": "models",
     "model.dtype": "dtypes",
@@ -36,7 +37,6 @@ _CAPABLE = {
     "optimizer.name": "optimizers",
     "world.order": "known_orders",
 }
-"""Fields of `Capabilities` that list a setting's supported values, by path of the setting."""
 Plans = Sequence[BufferPlan]
 
 

@@ -29,11 +29,11 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import Key, Size, may_become, settings_of, size_of
 from zero_sim.targets import Target, import_target
 
+# Settings whose value does not matter for a finding.
 _NO_NEED = frozenset({"model.name", "system.target", "optimizer.lr", "data.rows"})
-"""Settings whose value does not matter for a finding."""
 # One cause that shows in many places must not use up the campaign's time.
+# Findings whose keys differ only in the place; further ones count as known.
 _OF_A_KIND_MAX = 4
-"""Findings whose keys differ only in the place; further ones count as known."""
 Outcome = Literal["fixed", "fails", "fails-otherwise", "unknown"]
 """`fixed`: the case passes; `fails`: same finding; `fails-otherwise`: another finding; `unknown`:
 the case could not be judged."""

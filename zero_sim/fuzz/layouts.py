@@ -19,8 +19,8 @@ PARAMS_MAX = 8
 _POLICY_BYTES = 4
 _PARAM_BYTES = 2
 _SIZES = (1, 0, *range(2, 41), 63, 64, 65, 1000)
+# Dimensions after the first one; None for a scalar.
 _COLUMNS: tuple[tuple[int, ...] | None, ...] = ((), (), (), (1,), (2,), (3,), (0,), None)
-"""Dimensions after the first one; None for a scalar."""
 _KINDS = ("dense", "dense", "expert")
 _DTYPES = ("fp32", "bf16")
 _SHARD_COUNTS = (1, 2, 3, 4, 5, 6, 7, 12, 64)

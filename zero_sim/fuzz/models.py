@@ -36,12 +36,12 @@ MODELS = _USUAL + _OTHERS
 """Models to draw from, with repetition for frequent ones; cases shrink to the first."""
 OWN_TIMES = 3
 """Repetitions of each model of the target's own, as often as a usual model."""
+# At least the number of choices for the shapes of a bare model.
 _PRICE = 4 * PARAMS_MAX
-"""At least the number of choices for the shapes of a bare model."""
 _OTHER_LOSSES: tuple[Literal["sum", "mean-of-ranks"], ...] = ("sum", "mean-of-ranks")
 _WITH_OTHER_LOSSES = ("mlp", "fp8", "params")
+# Steps at which a param is frozen; small, because most cases have few steps.
 _FROZEN_FROM = (0, 0, 1, 2)
-"""Steps at which a param is frozen; small, because most cases have few steps."""
 _BUFFERS: tuple[Literal["saved", "rebuilt"], ...] = ("saved", "saved", "saved", "rebuilt")
 _EXPERTS = (2, 2, 3, 4, 6)
 _MLP_PARAMS = ("0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias")

@@ -19,8 +19,8 @@ from zero_sim.untrusted import Unreadable, printable, read_regular
 
 OLD_SUFFIX = ".jsonl"
 OLD_FILES = "batches-{}-of-{}" + OLD_SUFFIX
+# Size limit; campaigns write no larger files.
 _FILE_BYTES_MAX = 1 << 30
-"""Size limit; campaigns write no larger files."""
 _COUNTS = {each.name for each in fields(Counts)}
 
 

@@ -21,13 +21,13 @@ from zero_sim.scenario.spec import (
 from zero_sim.workloads import EXACT_MODELS, params_of
 
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+# Suffixes of names of params, by model; for other models biases and weights.
 _ENDINGS: dict[AnyModelName, tuple[str, str]] = {
     "params": ("0", "1"),
     "bit-hash": ("0", "1"),
     "moe": ("1.linear.weight", "bias"),
     "unusual": ("twice", "unused"),
 }
-"""Suffixes of names of params, by model; for other models biases and weights."""
 _GROWTH_INTERVALS = (2, 2, 1, 3)
 _SETTINGS = (None, None, 0.0, 0.01)
 _DIFFERENT = tuple(itertools.permutations((0.01, 0.0, 0.05)))

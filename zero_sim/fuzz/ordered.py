@@ -9,8 +9,8 @@ from zero_sim.scenario.conditions import UNBOUNDED_MODELS
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.targets import UNKNOWN, Capabilities
 
+# Settings that cases with an unknown order cannot have; see `why_order_matters`.
 _NEEDS_ORDER = ("reload", "reload.async_steps", "topology.tp", "topology.pp")
-"""Settings that cases with an unknown order cannot have; see `why_order_matters`."""
 
 
 def within_order(able: Capabilities, order: str | None) -> Capabilities:

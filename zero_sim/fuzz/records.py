@@ -18,17 +18,17 @@ from zero_sim.shrink import Key
 from zero_sim.untrusted import printable
 
 BATCH_CASES = 50
+# Families of full size per batch; the end of a batch may cut the last one short.
 _FAMILIES = 8
-"""Families of full size per batch; the end of a batch may cut the last one short."""
 SHARDS_MAX = 1_000_000
 """Maximum number of shards; bounds the list of missing shards of a forged corpus."""
 _SEED_BYTES = 8
+# Largest integer of SQLite.
 _ROW_NUMBER_MAX = 2**63 - 1
-"""Largest integer of SQLite."""
+# Maximum number of features of a batch; a file with more is forged.
 _FEATURES_MAX = 1_000
-"""Maximum number of features of a batch; a file with more is forged."""
+# Maximum number of unobserved quantities of a batch; a file with more is forged.
 _UNOBSERVED_MAX = 1_000
-"""Maximum number of unobserved quantities of a batch; a file with more is forged."""
 _SHOWN_CHARS = 200
 
 _RowNumber = Annotated[int, Field(ge=0, le=_ROW_NUMBER_MAX)]

@@ -79,27 +79,27 @@ RANKS_MAX = 12
 STEPS_MAX = 4
 _MANY_RANKS = 11
 # Mostly few ranks and steps: nearly all faults show there, at a fraction of the time per case.
+# Maximum ranks of a case, by frequency; one case in 18 has shard indices of two digits.
 _RANKS_MOSTLY = [2] * 5 + [3] * 3 + [4] * 6 + [8] * 3 + [RANKS_MAX]
-"""Maximum ranks of a case, by frequency; one case in 18 has shard indices of two digits."""
 _FEW_RANKS = 4
+# Limits of estimated effort, by frequency. Mostly the small one, because rare combinations of
+# features occur sooner in many cheap cases than in a few expensive ones.
 _EFFORTS = [EFFORT_USUAL] * 7 + [EFFORT_MAX]
-"""Limits of estimated effort, by frequency. Mostly the small one, because rare combinations of
-features occur sooner in many cheap cases than in a few expensive ones."""
+# Ranks up to which a model may be split in two even if the case should have fewer.
 _RANKS_SPLIT = 4
-"""Ranks up to which a model may be split in two even if the case should have fewer."""
+# Maximum ranks after the reload of a case that is slow without it.
 _RANKS_AFTER_SLOW = 3
-"""Maximum ranks after the reload of a case that is slow without it."""
 # With other numbers of ranks, few cases have collectives both between and within replicas.
+# Numbers of ranks that allow several replicas, each sharded over several ranks, by frequency.
 _SQUARISH = (4, 4, 4, 4, 4, 6, 8, 8)
-"""Numbers of ranks that allow several replicas, each sharded over several ranks, by frequency."""
 _STEPS_MOSTLY = (2, 2, 2, STEPS_MAX)
+# Redraw a case whose estimated effort exceeds its limit by this factor.
 _DEAR = 3
-"""Redraw a case whose estimated effort exceeds its limit by this factor."""
+# Numbers of steps with a skipped one, whose consequences may need four steps to show.
 _STEPS_WITH_OVERFLOW = (2, 3, 4)
-"""Numbers of steps with a skipped one, whose consequences may need four steps to show."""
 _EVALUATIONS: tuple[Literal["between-steps", "within-step"], ...] = ("between-steps", "within-step")
+# Numbers of steps with a frozen param. To train it again and then reload takes at least three.
 _STEPS_WITH_FREEZE = (2, STEPS_MAX)
-"""Numbers of steps with a frozen param. To train it again and then reload takes at least three."""
 
 
 def scenarios(

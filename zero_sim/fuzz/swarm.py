@@ -20,9 +20,10 @@ from zero_sim.scenario.spec import ModelName, OptimizerName
 from zero_sim.targets import EVERYTHING, Capabilities
 
 _LEVELS = 8
+# Average share of features that a case has, out of `_LEVELS`; cases shrink to the first.
 _SHARES = (2, 1, 4, 6)
-"""Average share of features that a case has, out of `_LEVELS`; cases shrink to the first."""
 
+# Path of the setting of a feature, which a target must follow. Other features need no support.
 _PATHS = {
     "accumulation": "run.micro_batches",
     "aligned": "system.align_elems",
@@ -80,7 +81,6 @@ _PATHS = {
     "unused params": "model.unused",
     "warmup": "optimizer.warmup_steps",
 }
-"""Path of the setting of a feature, which a target must follow. Other features need no support."""
 
 
 @dataclass(frozen=True, slots=True)

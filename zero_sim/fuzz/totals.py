@@ -11,8 +11,8 @@ from zero_sim.fuzz.coverage import Coverage
 from zero_sim.fuzz.known import Rechecked
 from zero_sim.fuzz.records import BatchReport, Counts, Found
 
+# Fields of a finding that are reported next to its key.
 _SHOWN = ("message", "bundle", "seed", "case", "size", "scenario")
-"""Fields of a finding that are reported next to its key."""
 
 
 @dataclass(kw_only=True, slots=True)

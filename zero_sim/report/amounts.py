@@ -7,8 +7,8 @@ from collections.abc import Container, Iterable, Sequence
 # Fixed, so that output in logs and documents does not depend on a terminal.
 BAR_CHARS = 40
 """Characters of a full bar."""
+# Units with their sizes, and the smallest amount that is reported in each, in bytes.
 _TENS = (("GB", 10**9, 10**9), ("MB", 10**6, 10**7), ("kB", 10**3, 10**4), ("B", 1, 0))
-"""Units with their sizes, and the smallest amount that is reported in each, in bytes."""
 _TWOS = {"GB": ("GiB", 2**30), "MB": ("MiB", 2**20), "kB": ("KiB", 2**10)}
 
 

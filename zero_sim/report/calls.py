@@ -30,6 +30,7 @@ SUSPECTS_UNFOLDED = 12
 # Substrings of names: "reduce" fits all_reduce, reduce and reduce_scatter.
 _REDUCING, _GATHERING = ("reduce",), ("gather", "all_to_all", "broadcast")
 _CARRYING = (*_REDUCING, *_GATHERING, "scatter", "send", "recv")
+# Substrings of the names of collectives that carry the values compared in a phase.
 _MARKED: dict[str, tuple[str, ...]] = {
     Phase.BACKWARD: _REDUCING,
     Phase.REDUCE: _REDUCING,
@@ -37,7 +38,6 @@ _MARKED: dict[str, tuple[str, ...]] = {
     Phase.WRITE_BACK: _GATHERING,
     Phase.GATHER: _GATHERING,
 }
-"""Substrings of the names of collectives that carry the values compared in a phase."""
 
 _NOT_TOLD = (
     "the system reports only its params, so the update itself may be wrong; implement parts() to "

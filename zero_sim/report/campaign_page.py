@@ -21,8 +21,8 @@ CELL = 8
 """Side of a square of the heat map, in SVG units."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _VERDICTS = ("pass", "fail", "error", "inconclusive")
+# Lightness of a pair that occurred once, and of the most frequent pair, in percent.
 _LIGHT_MAX, _LIGHT_MIN = 88, 28
-"""Lightness of a pair that occurred once, and of the most frequent pair, in percent."""
 
 
 def write_campaign_page(

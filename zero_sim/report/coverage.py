@@ -12,8 +12,8 @@ from zero_sim.untrusted import printable
 
 _PAIRS_SHOWN = 15
 # If fewer cases are expected, absence of a pair means nothing.
+# Expected cases of a pair from which on its absence is reported.
 _EXPECTED_MIN = 1.0
-"""Expected cases of a pair from which on its absence is reported."""
 
 
 def render_coverage(

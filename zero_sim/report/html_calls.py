@@ -24,6 +24,7 @@ SUSPECTS_MAX = 16
 """Suspects in the matrix, the first ones."""
 CALLS_MAX = 500
 """Calls in the table. If the log is longer, those around the finding."""
+# Prefix of a collective's name, CSS class of its colour, and name in the legend.
 _KINDS = (
     ("reduce_scatter", "rs", "reduce_scatter"),
     ("all_reduce", "ar", "all_reduce"),
@@ -34,7 +35,6 @@ _KINDS = (
     ("recv", "mail", "send, recv"),
     ("", "other", "other"),
 )
-"""Prefix of a collective's name, CSS class of its colour, and name in the legend."""
 
 _Key = tuple[str, tuple[int, ...], int, str]
 

@@ -215,6 +215,7 @@ def _mutants() -> Node:
     }
 
 
+# Settings in each row of a calculator.
 _WAY: dict[str, Node] = {
     "model": _TEXT,
     "params": _COUNT,
@@ -223,7 +224,6 @@ _WAY: dict[str, Node] = {
     "redundancy": _COUNT,
     "bucket_elems": {"anyOf": [_COUNT, {"type": "null"}]},
 }
-"""Settings in each row of a calculator."""
 
 
 def _memory() -> Node:
@@ -409,8 +409,8 @@ def object_of(properties: Mapping[str, Node]) -> Node:
     }
 
 
+# Fields with tensors, event logs and cases, which `as_dict` omits.
 _NOT_TOLD = ("evidence", "logs", "twin")
-"""Fields with tensors, event logs and cases, which `as_dict` omits."""
 
 
 def record_schema(cls: type) -> Any:

@@ -19,11 +19,11 @@ DETAIL_ELEMS = 96
 """Elements of the second picture, which shows the first difference with its surroundings."""
 
 _TOP = 18
+# Pixels of a picture on a large screen and on a small one.
 _WIDE, _NARROW = 900, 260
-"""Pixels of a picture on a large screen and on a small one."""
 _CHAR_WIDTH = 7
+# Units of the view box of an SVG file; names of rows take up the left part.
 _FILE_WIDTH, _FILE_LEFT = 960, 64
-"""Units of the view box of an SVG file; names of rows take up the left part."""
 _ROWS = ("bucket", "rank", "param", "differs")
 _HEIGHT = _TOP + len(_ROWS) * (ROW + GAP)
 _BUCKET, _RANK, _PARAM, _DIFFERS = (_TOP + i * (ROW + GAP) for i in range(len(_ROWS)))

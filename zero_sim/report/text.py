@@ -41,6 +41,7 @@ _STOPPED = {
     None: "",
 }
 
+# Values compared after every step if a target reports them, in the order of computation.
 _OBSERVABLE = (
     "losses",
     "reduced gradients",
@@ -51,7 +52,6 @@ _OBSERVABLE = (
     "masters and optimizer state",
     "working params",
 )
-"""Values compared after every step if a target reports them, in the order of computation."""
 
 _ID_WIDTH_MAX = 72
 _ID_CHARS_MIN = 12

@@ -31,8 +31,8 @@ _NOBODY = "?"
 _PADDING = "."
 _SEVERAL = "+"
 _NOTHING = " "
+# Mark in the row of ranks for a shard that no rank reports, because its rank owns no element.
 _UNKNOWN = "-"
-"""Mark in the row of ranks for a shard that no rank reports, because its rank owns no element."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

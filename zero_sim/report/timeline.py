@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from zero_sim.sim import CollectiveRecord, EventLog
 from zero_sim.untrusted import printable
 
+# Digits of a rank; a longer number in a log is ignored.
 _RANK_CHARS_MAX = 9
-"""Digits of a rank; a longer number in a log is ignored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

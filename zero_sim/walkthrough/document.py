@@ -30,8 +30,8 @@ from zero_sim.workloads.transformer import (
     WIDTH,
 )
 
+# The document's slips: a standard deviation, and the elements of `W_1` on each rank.
 _DEVIATION, _CUT = 0.398, (32, 32)
-"""The document's slips: a standard deviation, and the elements of `W_1` on each rank."""
 
 
 def document_steps(first_pass: Sequence[RankStep]) -> list[Step]:

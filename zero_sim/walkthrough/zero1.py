@@ -34,8 +34,8 @@ from zero_sim.workloads import build_workload
 from zero_sim.workloads.transformer import GIVEN, HEADS, SHAPES, W_Q
 
 SCENARIO = scenario_of("bf16")
+# Offset of `W_q` in the flat buffer, in elements.
 _W_Q_AT = 8
-"""Offset of `W_q` in the flat buffer, in elements."""
 
 
 def walk_zero1() -> Walk:
@@ -117,9 +117,10 @@ def _start(runs: Sequence[RankStep]) -> Step:
     )
 
 
+# Drawn params. All others are given, or start with 1 (weight of a norm) or 0 (bias).
 _DRAWN = ("W_o", "W_1", "W_2")
-"""Drawn params. All others are given, or start with 1 (weight of a norm) or 0 (bias)."""
 
+# Tables of `prose.toml`, with the activations to show and their titles.
 _FORWARD: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
     ("norm_1", [("norm 1", "Normalised")]),
     ("projections", [("Q", "Q"), ("K", "K"), ("V", "V")]),
@@ -139,7 +140,6 @@ _FORWARD: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
     ),
     ("logits", [("logits", "Logits")]),
 )
-"""Tables of `prose.toml`, with the activations to show and their titles."""
 
 
 def _forward(runs: Sequence[RankStep]) -> list[Step]:
