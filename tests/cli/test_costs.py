@@ -198,7 +198,7 @@ def test_what_is_no_module(invoke, name, said):
         (("case.toml", "--dtype", "bf16"), "expected --dtype with --params only"),
         (("--params", "7", "--ranks", "8", "--redundancy", "3"), "divides the 8 ranks"),
         ((*COUNTED, "--optimizer", "lion"), "expected --optimizer to be one of adamw"),
-        ((*COUNTED, "--curve"), "no --ranks, with --curve"),
+        ((*COUNTED, "--curve"), "no --ranks with --curve"),
         (("--params", "1e12", "--ranks", "8", "--bucket-elems", "1"), "at most 100,000 buckets"),
         (("absent.toml",), "got nothing at this path"),
     ],

@@ -268,6 +268,7 @@ def replay_script(path: Path, *, trust: bool) -> int:
         )
         verdict = comparison.verdict
         text = render(verdict, account_of(comparison))
+    # The same outcome at the same first difference is the failure of the bundle.
     if verdict.outcome == "equal":
         head = "FIXED"
     elif (verdict.outcome, verdict.first) == (bundle.outcome, bundle.first):
@@ -298,6 +299,7 @@ def _sides(
         arguments=tuple(arguments),
         allowed_drift=allowed_drift,
     )
+    # The other run has the same script; only its world and arguments may differ.
     other = side
     if options.arguments_of_one is not None:
         other = replace(side, arguments=tuple(shlex.split(options.arguments_of_one)))
@@ -310,6 +312,8 @@ def _sides(
             else side
             for size in sizes
         ]
+        # A script may refuse to run on one GPU. The run on one rank is then repeated with as many
+        # GPUs as the largest run.
         spare = max(each.settings.ranks_per_node for each in sides)
         return replace(other, settings=one, spare_gpus=spare), sides
     if options.sizes is not None:

@@ -162,7 +162,6 @@ def memory(
     from zero_sim.calculators.rows import alone, memory_row
     from zero_sim.report.costs import render_curve, render_limits, render_memory
 
-    # Several --ranks alone: show the table by number of ranks, for a default number of params.
     is_counted = asked.params is not None
     if source is None and len(asked.ranks) > 1 and not (curve or measure):
         from zero_sim.calculators.limits import PARAMS

@@ -45,6 +45,7 @@ def explain(name: str, bundles: Path, as_json: bool) -> None:
                 f"{nearest(name, EXPLANATIONS)}.\n{error}"
             ) from None
         bundle = read_bundle(path)
+        # The first finding in the order of dataflow is nearest to the cause.
         check = bundle.findings[0].check
     explanation = explain_check(check)
     if as_json:

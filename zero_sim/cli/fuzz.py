@@ -299,6 +299,7 @@ def _fresh_folder(target: str, *, seed: int, device: str) -> Path:
     # Without --corpus, a campaign starts anew: a rerun that silently resumed would run no case.
     on = "" if device == "cpu" else f"-{device}"
     words = re.sub(r"[^\w.-]+", "_", f"{target}{on}")
+    # Numbered, so that campaigns with the same target and seed do not overwrite each other.
     number = 1
     while (DEFAULT_CORPUS / f"{words}-{seed}-{number}").exists():
         number += 1
@@ -334,6 +335,7 @@ class _Progress:
         """Show the progress."""
         now = time.monotonic()
         line = totals.progress(seconds=now - self._started)
+        # Elsewhere a new finding is shown at once, because a log has no line to rewrite.
         if takes_codes(sys.stderr):
             click.echo(f"\r\x1b[K{line}", err=True, nl=False)
         elif now - self._shown_at >= self.LINE_SECONDS or len(totals.found) > self._known:

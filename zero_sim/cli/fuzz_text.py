@@ -36,6 +36,7 @@ def _resume_command(plan: Plan) -> str:
         ("--cases", plan.cases, None),
         ("--seconds", plan.seconds, DEFAULT_SECONDS if plan.cases is None else None),
     ):
+        # Only non-default values, to keep the command short.
         if value != default:
             words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
     return shlex.join(["zero-sim", "fuzz", *words, *own_options_again(dict(plan.head.options))])
@@ -125,6 +126,7 @@ def _show_silent(totals: CampaignTotals) -> None:
             for what, count in sorted(totals.counts.unobserved.items())
         )
         click.echo(printable(f"Not observed, because the target does not report it: {silent}"))
+    # Rules that were inferred: the user should declare them if they are right.
     for taken in sorted(totals.counts.taken):
         click.echo(printable(taken))
 
@@ -177,9 +179,12 @@ def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage:
         coverage: True to print features and pairs that were drawn, and those that never were.
     """
     again = _resume_command(plan)
+    # Earlier findings, new findings, lost batches, coverage, totals; the verdict comes last, where
+    # a terminal still shows it.
     _show_rechecked(totals, plan=plan)
     for found in _largest_first(totals.found):
         _show_heading(found, totals)
+        # Cases are counted by key, so similar findings may share some; `_shares` checks this.
         count = sum(count for key, count in totals.counts.keys.items() if found.is_met_by(key))
         size = f"so far      {found.size}; " if found.as_met else f"smallest    {found.size}"
         if found.as_met:

@@ -46,6 +46,7 @@ def init(folder: Path, engine: bool, script: bool, test: bool) -> None:
     """
     chosen = {"engine": engine or not (script or test), "script": script, "test": test}
     kinds = [kind for kind, is_chosen in chosen.items() if is_chosen]
+    # Check all names before the first write, so that nothing is half done.
     names = [name for kind in kinds for name in _FILES[kind]]
     if existing := [name for name in names if (folder / name).exists()]:
         raise UsageError(

@@ -47,6 +47,7 @@ def tell_kept_names(name: str, *, packages: Sequence[str]) -> int:
 
 
 def _own_packages(target: Target) -> tuple[str, ...]:
+    # A target of a library names its package; any other is searched in its own one.
     library = getattr(target, "library", None)
     if library is not None:
         return (library.package.partition(".")[0],)
@@ -60,6 +61,7 @@ def _cases(target: Target) -> Iterator[Scenario]:
     from zero_sim.targets import capabilities_of, refusals
 
     able = capabilities_of(target)
+    # Two micro-batches if possible, so that state between them shows too.
     micro_batches = 2 if "run.micro_batches" in able.follows else 1
     order = (*able.known_orders, WorldSpec().order)[0]
     for stage in able.stages:

@@ -144,6 +144,7 @@ class Asked:
                     "--backend gloo, or remove --native."
                 )
             return
+        # Refuse options without effect on processes, because ignoring them would mislead.
         for name, given, why in (
             ("--device", self.device != "cpu", "gloo computes on the CPU, nccl on each rank's GPU"),
             ("--trace", traced, "only the simulated world records events"),
@@ -167,6 +168,7 @@ class Asked:
         known = get_args(OrderName)
         if self.order is None:
             return {}
+        # The world still adds in some order; `order_known` hides it from the judge only.
         if self.order in UNKNOWN_ORDER:
             return {"order": _OWN_ORDERS[self.backend], "order_known": False}
         if self.order not in known:
@@ -177,6 +179,7 @@ class Asked:
     @property
     def again(self) -> list[str]:
         """Command line words for the same verdict, other than target and stall limit."""
+        # Only non-default values, to keep the printed command short.
         words = [] if self.backend == "sim" else ["--backend", self.backend]
         if self.order is not None:
             words += ["--order", self.order]
@@ -195,6 +198,8 @@ class Asked:
 
     def as_asked(self, scenario: Scenario) -> Scenario:
         """Return the scenario with all overrides."""
+        # The stall limit is no part of `in_world`, because a bundle must not keep it: it depends on
+        # the machine.
         scenario = self.in_world(scenario)
         if self.stall_seconds is None:
             return scenario
@@ -237,6 +242,7 @@ class Asked:
         # Cases name their registered target; see `with_target`.
         target = import_target(imported(self.target) or scenario.system.target)
         problems = refusals(target, scenario)
+        # Blame --order only if the case fits the target without it.
         if problems and self.order is not None and not refusals(target, as_written):
             if self.order in UNKNOWN_ORDER:
                 paths = ", ".join(problem.path for problem in problems)

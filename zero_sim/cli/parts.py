@@ -20,6 +20,7 @@ from click.core import ParameterSource
 from zero_sim.errors import UsageError
 from zero_sim.report.commands import DEFAULT_BUNDLES
 
+# pytest's status if no test was collected, and the shell's after SIGINT (128 + 2).
 EXIT_NOTHING_SELECTED = 5
 EXIT_INTERRUPTED = 130
 
@@ -32,6 +33,7 @@ def a_number(_: click.Context, option: click.Parameter, value: float | None) -> 
     return value
 
 
+# Types and settings of options that several commands have, so that their help texts agree.
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 BUNDLES: dict[str, Any] = {
@@ -88,6 +90,7 @@ def takes(record: type[Any], name: str) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def packed(**values: Any) -> Any:
+            # click passes all options by name; those of the record are taken out.
             chosen = record(**{each.name: values.pop(each.name) for each in fields(record)})
             return command(**{name: chosen}, **values)
 

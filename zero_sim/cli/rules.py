@@ -103,6 +103,7 @@ def _record(
         return
     yield f"{name} = {record}("
     for field, value in said.items():
+        # The note belongs above its field, so that it survives pasting.
         yield from textwrap.wrap(
             notes.get(field, ""), _WIDTH, initial_indent="    # ", subsequent_indent="    # "
         )

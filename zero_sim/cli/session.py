@@ -126,6 +126,7 @@ class Session:
             UsageError: The target does not exist.
         """
         asked = [self.asked.as_asked(case.scenario) for case in cases]
+        # The first reason that applies; checks that import the target come last.
         reasons = [
             self.asked.why_order_needed(each)
             or why_left_out(each)
@@ -133,6 +134,7 @@ class Session:
             or self.asked.why_refused(each, as_written=case.scenario)
             for each, case in zip(asked, cases, strict=True)
         ]
+        # Skipped cases are counted by reason, so that a summary never hides them.
         self.passed_over.update(reason for reason in reasons if reason)
         able = [case for case, reason in zip(cases, reasons, strict=True) if not reason]
         return self._cover(able) if self.asked.covering else able
@@ -159,6 +161,7 @@ class Session:
         with packages_needed():
             from zero_sim.fuzz.coverage import covering
         asked = [self.asked.as_asked(case.scenario) for case in cases]
+        # The file as label: each file keeps at least one case.
         chosen = covering(asked, labels=[str(case.source) for case in cases])
         self.passed_over[_COVERED] += len(cases) - len(chosen)
         return [cases[index] for index in chosen]
@@ -167,9 +170,11 @@ class Session:
         self, cases: Sequence[Case], judging: Callable[[], AbstractContextManager[Judge]]
     ) -> int:
         """Judge the cases, print everything, and return the exit status."""
+        # Invalid files do not keep the valid ones from being judged.
         self.report_problems()
         if not cases and not self.errors:
             return self.finish_empty("no case that can be judged as asked")
+        # The judge opens only now, because it imports torch and starts worlds.
         if cases:
             with judging() as judge:
                 self.run_all(cases, judge)
@@ -179,6 +184,7 @@ class Session:
         """Report that there is nothing to run, and return the exit status."""
         left_out = "".join(f"; {line}" for line in left_out_lines(self.passed_over))
         click.echo(f"Nothing selected: {have}{left_out}.", err=True)
+        # JSON and JUnit are written even without a case: consumers expect a file.
         if self.outputs.as_json:
             echo_report(self.as_dict(status=EXIT_NOTHING_SELECTED))
         self._write_junit()
@@ -231,6 +237,7 @@ class Session:
         from zero_sim.report.text import id_width, render_case
         from zero_sim.scenario.dump import to_chosen_toml
 
+        # If a twin failed, it is the case to show and to reproduce.
         asked, scenario = self.asked, result.twin or case.scenario
         command = reproduce_command(
             case.source,
@@ -258,6 +265,7 @@ class Session:
         self.statuses.append(status)
         if not self.outputs.as_json and (self._shows_each or result.verdict != "pass"):
             self._end_row()
+            # All lines of a run have the same column of ids.
             width = id_width(case.id for case in self.selected)
             with_notes = self.outputs.verbose or len(self.selected) == 1
             columns = columns_of(sys.stdout)
@@ -281,6 +289,7 @@ class Session:
                 bad_files=len(self.errors),
                 left_out=self.left_out,
             )
+            # A single case has this in its notes.
             if len(results) > 1:
                 if observed := render_observed(results):
                     click.echo(observed)
@@ -333,6 +342,7 @@ class Session:
             )
             for case, each in zip(self.selected, self.judged, strict=False)
         ]
+        # Cases after an interrupt are skipped tests, so that counts of runs are comparable.
         left = [
             TestCase(name=case.id, source=str(case.source), outcome="skipped", message="not run")
             for case in self.selected[len(self.judged) :]
@@ -404,6 +414,7 @@ class Session:
 
 
 def _gravest(statuses: Sequence[int]) -> int:
+    # Several statuses may apply, but a process has only one.
     return min(statuses, key=_GRAVITY.index, default=0)
 
 
@@ -434,6 +445,7 @@ def progress(label: str) -> Iterator[None]:
         redirect_stdout=False,
         redirect_stderr=False,
     )
+    # No task length is known, so it shows elapsed time instead of a bar.
     progress.add_task(label)
     timer = threading.Timer(PROGRESS_AFTER_SECONDS, progress.start)
     timer.daemon = True

@@ -219,6 +219,7 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float, device: str) 
     with WorldPool() as pool:
         judge = partial(run_case, pool=pool, target=target, device=device)
         result = judge(scenario)
+        # The key is the finding without its numbers: smaller cases must have the same one.
         key = key_of(result)
         if key is None or result.verdict == "error":
             return _Done(scenario=scenario, result=result)
@@ -227,6 +228,7 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float, device: str) 
                 f"expected a finding that smaller cases can have, got {key.check}, which depends "
                 "on this case's size. Try `zero-sim run`."
             )
+        # The first interrupt only sets a flag, so that the current case ends and the best is kept.
         stop = Stop()
         with interrupts_ask(stop):
             reduced, best = shrink_finding(
@@ -245,6 +247,7 @@ def _write_bundle(done: _Done, folder: Path, *, ran: Ran) -> str:
     """Write a bundle of the smallest case and return its id; empty if none is written."""
     from zero_sim.bundle import write_bundle
 
+    # An inconclusive case has nothing to replay.
     if done.reduced is None or done.result.verdict != "fail":
         return ""
     try:

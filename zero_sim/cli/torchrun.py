@@ -308,8 +308,10 @@ def _run(
     with Launcher(script, settings) as launcher:
         check_found(settings.packages, folder=script.folder)
         for seed in seeds:
+            # A new watch per run, because replicas are compared within a run.
             watch = ScriptWatch(allowed=runs.allow_drift)
             launcher.guest = watch
+            # Only the first run prints its output; later ones would repeat it.
             with watch.watching():
                 run = launcher.run(seed=seed, quiet=first is not None)
             found = _tell_watched(watch, is_first=first is None)
@@ -319,6 +321,7 @@ def _run(
             if first is None:
                 first, of_first = run, watch
                 continue
+            # A failure of a later run is a difference from the first, so it is reported as one.
             difference = first_difference(first, run, ignored=runs.ignore)
             if difference:
                 _say(f"Error: runs with seeds {first.seed} and {seed} differ: {difference}")
@@ -350,6 +353,7 @@ def _tell_failure(run: ScriptRun) -> None:
     failure = run.failure
     if failure is None:
         return
+    # A script that exits by itself has no traceback of interest.
     if isinstance(getattr(failure, "error", None), SystemExit):
         _say(f"Error: {run.ending}")
     else:
@@ -363,6 +367,7 @@ def _finish(
     words: Sequence[str],
     runs: _RunOptions,
 ) -> int:
+    # --ignore only applies to comparisons, and is refused for a single run.
     ignored = runs.ignore if len(seeds) > 1 else None
     command = repeat_command(
         settings, seeds, words=words, ignored=ignored, allowed_drift=runs.allow_drift
@@ -392,6 +397,7 @@ def _summary(run: ScriptRun, settings: Settings, *, count: int, replicas: int) -
 
 def _ranks(run: ScriptRun, settings: Settings) -> str:
     """Return the number of ranks in words, for each world if the script starts its own."""
+    # Scripts that call mp.spawn may start several worlds, one after another.
     sizes = run.started or (settings.world_size,)
     return f"{', then '.join(map(str, sizes))} ranks"
 
@@ -415,6 +421,7 @@ def repeat_command(
     """
     from zero_sim.script.launch import Settings
 
+    # Settings that equal their default are left out of the command.
     usual = Settings(ranks_per_node=1)
     options = ["--nproc-per-node", str(settings.ranks_per_node)]
     for flag, name in (

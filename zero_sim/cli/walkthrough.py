@@ -47,6 +47,7 @@ def walkthrough(name: str, scenario: Path | None, case: str | None, html: Path |
         )
     if case is not None and scenario is None:
         raise UsageError("expected --case with --scenario, got no --scenario. Remove --case.")
+    # Usage errors first: the imports below take seconds.
     with packages_needed():
         from zero_sim import walkthrough as walks
         from zero_sim.report.walks import render_walk, write_walk

@@ -97,6 +97,7 @@ def run_batch(
             drawn = drawn.map(lambda scenario: with_options(scenario, options)).filter(
                 system.may_ask
             )
+        # Bundles and keys contain the name of the target.
         drawn = drawn.map(lambda scenario: _aimed(scenario, job.target))
         findings = _Findings(job=job, system=system, render=render, stop=stop)
         batch = _Batch(job=job, system=system, cases_from=drawn, findings=findings, stop=stop)
@@ -126,6 +127,7 @@ class _System:
                 target=self.target,
                 device=self.device,
                 trajectories=self.trajectories,
+                # Digests of logs take a few percent of a small case; only replays need them.
                 with_digest=False,
             )
         except ZeroSimError:
@@ -162,6 +164,7 @@ class _Findings:
     """New findings, shrunk."""
 
     def __post_init__(self) -> None:
+        # Findings of other batches, so that this one does not shrink them again.
         for each in self.job.known:
             self.known.add(each)
 
@@ -179,6 +182,7 @@ class _Findings:
         """Record a failing case; return True if it is the first with its key."""
         self.failed.append(failed)
         is_first = failed.key not in self.met
+        # Kept at once, because a second interrupt may come before it is shrunk.
         if is_first:
             self.met[failed.key] = replace(self._describe(failed, result), as_met=True)
         return is_first
@@ -216,6 +220,7 @@ class _Findings:
         # Judge again instead of keeping results, because event logs are large. Drawn cases are
         # deterministic, so the finding is the same.
         result = marked(self.system.judge(scenario), scenario)
+        # A finding that depends on the size, or that does not repeat, is kept with its own case.
         if not may_shrink(key) or key_of(result) != key:
             return self._written(failed, result)
         others = self.known.others(key, scenario)
@@ -235,6 +240,7 @@ class _Findings:
             right=right_judge(self.system.target, pool=self.system.pool, device=self.job.device),
         )
         one = self._written(failed._replace(scenario=reduced.scenario), marked(best, scenario))
+        # An interrupted search is continued when the campaign resumes.
         as_met = self.stop.asked and not reduced.complete
         return replace(one, complete=reduced.complete, as_met=as_met)
 
@@ -246,6 +252,7 @@ class _Findings:
         folder, ran = Path(self.job.bundles), Ran(target=imported, device=self.job.device)
         try:
             path = write_bundle(failed.scenario, result, folder=folder, ran=ran)
+        # A full disk costs the bundle, not the finding: the report contains its case as TOML.
         except OSError as error:
             return replace(found, unkept=error.strerror or str(error))
         return replace(found, bundle=path.name)
@@ -312,6 +319,7 @@ class _Batch:
 
     def _explore_all(self) -> None:
         """Draw the cases of the batch, the same in every run, and judge them."""
+        # Cases of an earlier run are drawn again and skipped, because draws depend on each other.
         for scenario in islice(self._drawn(), self.job.start, self.job.cases):
             if self.stop.now:
                 return
@@ -343,6 +351,7 @@ class _Batch:
         scenario, counts = drawn, self.counts
         result = self.system.judge(scenario)
         case = self.job.start + counts.cases
+        # A twin with one step of SGD also shows a wrong factor, which AdamW hides.
         if case % TWIN_EVERY == 0:
             judge = self.system.judge
             result = with_twin(result, scenario, judge=judge, find=lambda: self.system.target)
@@ -356,6 +365,7 @@ class _Batch:
         counts.taken.update(taken_notes(result))
         if result.verdict == "inconclusive" and result.findings:
             counts.unproved[str(result.findings[0].check)] += 1
+        # Features of the drawn case, not of its twin, which has another optimizer.
         note_features(self.cases_with, features_of(drawn), case=counts.cases)
         counts.cases += 1
         key = key_of(result)

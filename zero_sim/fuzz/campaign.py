@@ -142,6 +142,7 @@ class _Run:
 
     def recheck(self) -> None:
         """Judge findings of earlier runs again, and remove fixed ones."""
+        # Totals merge findings with the same smallest case, so each is judged once.
         earlier = CampaignTotals()
         earlier.note(self.corpus.kept.found.values())
         for one in recheck(
@@ -156,6 +157,7 @@ class _Run:
         for report, counts in self.corpus.kept.counted():
             if counts and self.plan.cases_of(report.index):
                 self.ran[report.index] = report.start + report.counts.cases
+                # A worker that died in an earlier run is no loss of this one.
                 self.totals.take(replace(report, lost=""))
         self.totals.note(self.corpus.kept.found.values())
         self.totals.earlier_cases = self.totals.counts.cases
@@ -208,6 +210,7 @@ class _Run:
     def _next_job(self, batches: Iterator[tuple[int, int]]) -> Job | None:
         for index, cases in batches:
             seed, start = batch_seed(self.plan.head.seed, index), self.ran.get(index, 0)
+            # A complete batch runs again without cases if its findings are not shrunk yet.
             left = tuple(one for one in self.totals.found if one.as_met and one.seed == seed)
             if start >= cases and not left:
                 continue
@@ -238,6 +241,7 @@ class _Run:
             report = replace(left, lost=report.lost)
         try:
             self.corpus.append(report)
+        # What was found is still shown, but nothing more is run: it could not be saved either.
         except (EnvironmentProblem, UsageError) as error:
             self.totals.unkept = error
         self.totals.take(report)
@@ -267,6 +271,7 @@ def _report(future: Future[BatchReport], job: Job) -> BatchReport:
     error = None if future.cancelled() else future.exception()
     if error is None and not future.cancelled():
         return future.result()
+    # Any other error of a worker is a bug in zero_sim or a usage error.
     if error is not None and not is_lost(error):
         raise error
     return BatchReport(

@@ -23,6 +23,7 @@ _RUN_VALUES = 6
 _ONE_RUN = settings(
     max_examples=_RUN_VALUES,
     phases=(Phase.generate,),
+    # No state between runs and no time limits: values depend on the seed alone.
     database=None,
     deadline=None,
     derandomize=False,

@@ -48,6 +48,7 @@ _HEAD_OF_OURS = (b"SQLite format 3\0", b"\1\1", b"\x0d")
 _NAMES_SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
 # Errors of a file system without locks.
 _WITHOUT_LOCKS = (sqlite3.SQLITE_IOERR_RDLOCK, sqlite3.SQLITE_IOERR_LOCK)
+# Primary codes of SQLite as errno, so that messages are those of any other file.
 _ERROR_NUMBERS = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_IOERR: errno.EIO,
@@ -159,6 +160,7 @@ class Corpus:
         number, count = self.kept.head.shard
         for path in sorted(self.folder.glob("unfinished-*.json")):
             index = path.stem.rpartition("-")[2]
+            # Other shards may share the folder, and their batches may be running.
             if index.isdecimal() and int(index) % count == number - 1:
                 # The batch will write this file again, so refuse a symlink now.
                 read_file(path)
@@ -189,6 +191,7 @@ def open_corpus(folder: Path, *, head: Head, parts: Sequence[Kept] = ()) -> Iter
         raise unwritten("a corpus", folder, error) from None
     converted = None
     with _connected(path, mode="rwc") as database:
+        # One transaction: a process killed here leaves an empty file, not half a corpus.
         with _transaction(database, path):
             if not _tables_in(database):
                 if not parts and os.path.lexists(old):
@@ -261,6 +264,7 @@ def _connected(path: Path, *, mode: str) -> Iterator[sqlite3.Connection]:
         UsageError: The file is not ours, or another process uses it.
         EnvironmentProblem: The disk fails.
     """
+    # Before SQLite opens any file.
     _require_files_ours(path)
     url = f"{path.absolute().as_uri()}?mode={mode}"
     with _errors_told(path):
@@ -278,8 +282,10 @@ def _connected(path: Path, *, mode: str) -> Iterator[sqlite3.Connection]:
 def _locked(url: str) -> sqlite3.Connection:
     """Open a connection that holds its locks from the first query to its end."""
     # trusted_schema = OFF and cell_size_check = ON: the file may be forged.
+    # No waiting for another process's lock, and explicit transactions only.
     database = sqlite3.connect(url, uri=True, timeout=0, isolation_level=None)
     try:
+        # The query below takes the lock, which EXCLUSIVE then keeps.
         for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "locking_mode = EXCLUSIVE"):
             database.execute(f"PRAGMA {pragma}")
         _tables_in(database)
@@ -335,6 +341,7 @@ def _insert(
         row = (each.index, each.start, each.counts.cases, to_json(replace(each, found=())))
         database.execute(_KEEP_REPORT, row)
     for one in found:
+        # Equal findings of several batches share a row.
         database.execute("INSERT OR IGNORE INTO findings VALUES (?)", (to_json(one),))
 
 
@@ -364,6 +371,7 @@ def _read(database: sqlite3.Connection, *, path: Path) -> Kept:
             for *row, text in database.execute("SELECT * FROM batches ORDER BY batch, start"):
                 where = ", batch {} from case {}".format(*row)
                 report = from_json(BatchReport, text)
+                # A row that contradicts the head or its own columns was not written by us.
                 if report.seed != batch_seed(head.seed, report.index):
                     raise ValueError(f"a batch of another seed than {head.seed}")
                 if row != [report.index, report.start, report.counts.cases]:

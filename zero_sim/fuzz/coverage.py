@@ -70,6 +70,7 @@ class Coverage:
         for name in names:
             self.features[name] += cases_with[name].bit_count()
         for pair in combinations(names, 2):
+            # Cases with both features, as a bit mask.
             both = cases_with[pair[0]] & cases_with[pair[1]]
             if both and may_meet(*pair):
                 self._meet(pair, both)
@@ -81,7 +82,7 @@ class Coverage:
             # The number of the case in the campaign: cases before this batch and the bit in it.
             self._alone[pair] = self.cases + both.bit_length()
         else:
-            self._alone.pop(pair, None)
+            self._alone.pop(pair, None)  # Met again, so no longer alone.
 
     def never(self, names: Collection[str]) -> list[str]:
         """Return the features that no case had.

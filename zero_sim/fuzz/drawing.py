@@ -28,6 +28,7 @@ def draws(values_from: Drawable[Value], *, seed: str, simplest: bool = True) -> 
     choices = Seeded(None if simplest else random)
     while fruitless <= _FRUITLESS_DRAWS_MAX:
         fruitless += 1
+        # Only the first draw may be the simplest one.
         try:
             value = values_from.drawn(choices)
         except Rejected:

@@ -69,6 +69,7 @@ def steps_within(
     least = replace(scenario, run=replace(scenario.run, steps=1))
     if least.reload is not None:
         least = replace(least, reload=replace(least.reload, step=1, async_steps=0))
+    # The effort beyond that of one step, divided by the effort of a further step on all ranks.
     left = effort_max - effort_of(least, sizes=sizes)
     return min(most, max(2, 1 + left // (least.world.size * _step_of_rank(least, sizes))))
 
@@ -83,6 +84,7 @@ def chunk_within(scenario: Scenario, *, sizes: Sequence[int]) -> int | None:
     elems = scenario.system.gather_chunk_elems
     if elems is None:
         return None
+    # A chunk takes the same stretch of every shard.
     stretch = -(-_shard_elems(scenario, sizes) // CHUNKS_MAX)
     return max(elems, stretch * _shards(scenario)) if stretch > 1 else elems
 
@@ -123,6 +125,7 @@ def _shards(scenario: Scenario) -> int:
 def _shard_elems(scenario: Scenario, sizes: Sequence[int]) -> int:
     """Return the elements of a shard of a bucket with padding, as if all buckets were equal."""
     system = scenario.system
+    # As in the layout: shards are multiples of both alignments, in elements.
     elem_bytes = _FP32_BYTES if scenario.model.dtype == "fp32" else _OTHER_BYTES
     aligned = system.align_bytes // math.gcd(system.align_bytes, elem_bytes)
     unit = math.lcm(system.align_elems, aligned)

@@ -37,6 +37,7 @@ def why_none_fits(target: Target, *, options: Mapping[str, str] | None = None) -
     """
     # Drop one declaration at a time: those whose absence admits a case are to blame.
     declared, lead = capabilities_of(target), f"no case fits target {target.name!r}"
+    # An empty list excludes everything by itself, and no case can be drawn without it.
     for each in fields(Capabilities):
         if each.default and getattr(declared, each.name) == ():
             return f"{lead}: Capabilities.{each.name} is empty. Add at least one value"
@@ -51,6 +52,7 @@ def why_none_fits(target: Target, *, options: Mapping[str, str] | None = None) -
         for name, without in _relaxed(target)
         if any(not refusals(without, case) for case in cases)
     ]
+    # Without the options of the command line, some case would fit.
     if options and any(not refusals(target, case) for case in plain):
         said = " ".join(f"--option {name}={value}" for name, value in options.items())
         blamed.append(said)

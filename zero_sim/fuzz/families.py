@@ -91,6 +91,7 @@ def _drawn_sibling(
 ) -> Scenario:
     own, topology = first.system, first.topology
     ranks = first.world.size // (topology.tp * topology.pp)
+    # No theme: siblings should differ in any way, whatever the first case is about.
     swarm = Swarm(choices, able=capabilities_of(target))
     system = drawn_system(
         choices,
@@ -105,6 +106,7 @@ def _drawn_sibling(
         system=replace(
             system,
             target=own.target,
+            # Settings of the system that the reference computes from stay the same.
             **computed_of_system(own),
         ),
         world=replace(world, order=first.world.order, order_known=first.world.order_known),

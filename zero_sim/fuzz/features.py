@@ -88,6 +88,7 @@ def setting_of(feature: str) -> str:
 @lru_cache(maxsize=_PAIRS_KEPT)
 def may_meet(one: str, other: str) -> bool:
     """Return True if two features can be a pair: not of one setting, nor a table and its field."""
+    # The shorter path is the table, if one contains the other.
     first, second = sorted((setting_of(one), setting_of(other)), key=len)
     return first != second and not second.startswith(f"{first}.")
 

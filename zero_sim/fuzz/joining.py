@@ -41,6 +41,7 @@ def join_corpora(places: Sequence[Path], *, into: Path) -> Joined:
     count = first.shard[1]
     by_number: dict[int, list[str]] = {}
     for path, part in parts.items():
+        # Heads must be equal except for the number of the shard.
         if replace(part.head, shard=(1, part.head.shard[1])) != replace(first, shard=(1, count)):
             raise UsageError(
                 f"expected shards of one campaign, got {printable(to_json(first))} in {where} and "

@@ -98,6 +98,7 @@ class Known:
 
     def explains(self, key: Key, scenario: Scenario) -> bool:
         """Return True if a case with this key shows this finding."""
+        # A key without a place may belong to any place.
         lies_there = not key.place or key == self.key or key.place in self.places
         return self.is_of_kind(key) and lies_there and self.needs.met_by(scenario)
 
@@ -176,6 +177,7 @@ def _judge(found: Found, *, target: Target, pool: WorldPool, device: str) -> Rec
         same = found.key[:2] == (Check.INTERNAL_ERROR, type(error).__name__)
         said = "" if same else f"{type(error).__name__}: {error}"
         return Rechecked(found=found, outcome="fails" if same else "fails-otherwise", said=said)
+    # The same finding up to its place, which may move even without shrinking.
     if may_become(found.key, result):
         return Rechecked(found=found, outcome="fails")
     if result.verdict == "pass":

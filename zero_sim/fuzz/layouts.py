@@ -45,8 +45,10 @@ def _unpacked(drawn: bytes) -> Layout:
     pairs = zip(param_bytes[::2], param_bytes[1::2], strict=False)
     specs = [_param(index, *pair) for index, pair in enumerate(pairs)]
     shards, elems, others, bucket = policy_bytes
+    # One byte has two values: the remainder is the partition, the quotient the alignment.
     elems, partition = divmod(elems, len(_PARTITIONS))
     others, order = divmod(others, len(_ORDERS))
+    # Only padded shards can be aligned, and `rows` takes one param per bucket.
     padded = _PARTITIONS[partition] == "padded"
     policy = LayoutPolicy(
         shard_count=_SHARD_COUNTS[shards % len(_SHARD_COUNTS)],

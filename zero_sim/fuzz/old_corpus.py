@@ -72,6 +72,7 @@ def read_file(path: Path) -> bytes:
 
 
 def _head(data: dict[str, Any]) -> Head:
+    # Fields that the first version had, and no longer exist.
     if (data.pop("format"), data.pop("version")) != ("zero_sim corpus", 1):
         raise ValueError("no head of a corpus")
     data["options"] = sorted(data.get("options", {}).items())

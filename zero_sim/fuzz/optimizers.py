@@ -48,6 +48,7 @@ def drawn_optimizer(
         swarm: Features of the case.
     """
     able = [each for each in OPTIMIZERS if each in swarm.able.optimizers] or swarm.able.optimizers
+    # The first optimizer is the usual one, to which cases shrink.
     others = [name for name in able if name in swarm.theme.optimizers] or able[1:]
     is_other = len(able) > 1 and swarm.on("any optimizer", often=True)
     name = choices.among(others) if is_other else able[0]

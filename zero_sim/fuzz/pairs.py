@@ -51,6 +51,7 @@ def with_second_layout(
     names = [name for name, path in PAIRED.items() if path in able.independent_of]
     if not names:
         choices.refuse()
+    # At least one property differs, and each further one in a third of the cases.
     surely = choices.among(names)
     chosen = {name for name in names if name == surely or choices.among((False, False, True))}
     pair: dict[str, Any] = {}

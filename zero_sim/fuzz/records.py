@@ -90,6 +90,7 @@ class Found:
 
     def is_met_by(self, key: str) -> bool:
         """Return True if cases with a key, in the form of a report, may show this finding."""
+        # Keys in reports are strings with the place last; an empty place fits any finding.
         kind, _, place = key.rpartition("|")
         return kind == "|".join(self.key[:-1]) and place in ("", *self.places)
 
@@ -246,6 +247,7 @@ def _checked(report: BatchReport) -> BatchReport:
 
 @cache
 def _adapter(record: type[_Record]) -> TypeAdapter[_Record]:
+    # Only reports have parts that may contradict each other.
     if record is BatchReport:
         return TypeAdapter(Annotated[record, AfterValidator(_checked)])
     return TypeAdapter(record)

@@ -33,6 +33,7 @@ def edge_size(choices: Choices, shard_count: int, *, align_elems: int = 1, least
     unit = shard_count * align_elems
     if choices.among((False, True)):
         return choices.integer(least, 3 * unit)
+    # 1 is first, so that cases shrink to it.
     edges = {0, 1, shard_count - 1, shard_count, shard_count + 1, unit - 1, unit, unit + 1}
     return choices.among([1, *sorted(size for size in edges - {1} if size >= least)])
 
@@ -91,6 +92,7 @@ def param_shapes(
         param_shape(choices, shard_count, align_elems=align_elems, empty=empty, scalars=scalars)
         for _ in range(choices.integer(1, params_max))
     ]
+    # A model without elements has no gradient to compare.
     if not any(map(math.prod, drawn)):
         drawn[-1] = (1,)
     return tuple(drawn)

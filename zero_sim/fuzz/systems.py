@@ -120,6 +120,7 @@ def drawn_system(
         swarm: Features of the case.
     """
     stage = _drawn_stage(choices, swarm)
+    # Each setting below is drawn only if those before it allow it; see scenario/applies.py.
     buffered = swarm.on("reduce buffers", fits=stage in (1, 2))
     uneven = swarm.on("uneven", fits=stage > 0 and align_elems == 1)
     sync = "every" if swarm.on("sync every") or (buffered and stage == 2) else "last"
@@ -231,6 +232,7 @@ def drawn_reload(
     both = len(swarm.able.stages) > 1
     stage = _other_stage(choices, system, swarm) if both and swarm.on("other stage") else None
     has_copies = stage is None and system.stage > 0 and swarm.follows("system.redundancy")
+    # Other partitions than padded exclude alignment.
     padded = system.align_elems == system.align_bytes == 1 and stage != 0
     redundancy = choices.among(divisors(ranks // ep)) if has_copies else 1
     buckets = bucket_size(choices, sizes) if swarm.on("other buckets") else None

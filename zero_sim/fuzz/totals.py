@@ -66,6 +66,7 @@ class CampaignTotals:
         A shrunk finding replaces those of its kind that are not shrunk.
         """
         for one in found:
+            # Of one kind: keys equal without their places.
             alike = [known for known in self.found if known.key[:-1] == one.key[:-1]]
             if one.as_met and alike:
                 continue

@@ -105,6 +105,7 @@ def calls_near(
     # A finding without a span ended the run, so the last calls of the log belong to its step.
     first = own[-OF_STEP:][0][0]
     start = first if finding.call_start is None else finding.call_start
+    # Calls by time: before the bad step, in it up to the finding, after the finding.
     before = [pair for pair in own if pair[0] < start]
     of_step = [pair for pair in own if start <= pair[0] < stop]
     after = [pair for pair in own if pair[0] >= max(start, stop)]
@@ -112,6 +113,7 @@ def calls_near(
         buffer_map if buffer_map is not None and buffer_map.check == finding.check else None
     )
     bucket = None if buffer_map is None else _bucket_of(finding, buffer_map)
+    # If only params were observed, a wrong update looks the same as a wrong gather.
     told = shows_grads or buffer_map is not None
     carrying = [pair for pair in of_step if _carries(pair[1], finding, told=told)]
     sizes = set() if buffer_map is None or bucket is None else _sizes(buffer_map, bucket)
@@ -174,6 +176,7 @@ def _why_no_suspect(finding: Finding, buffer_map: BufferMap | None, shows_grads:
 def _bucket_of(finding: Finding, buffer_map: BufferMap) -> MappedBucket | None:
     """Return the bucket of the first differing element; None if its offset is unknown."""
     offset = finding.flat_offset
+    # A finding without a flat offset may name an element of a param: look for its fragment.
     if offset is None and finding.offset_in_param is not None:
         at = finding.offset_in_param
         offset = next(
@@ -251,6 +254,7 @@ def render_calls(
             shown.append(("in", " ", f"... {cut} more of this step"))
             cut = 0
         shown.append((call.when, " ", _describe_call(call.record)))
+    # A label appears once for consecutive lines with the same time and mark.
     labels = {"before": "before", "in": "step", "after": "after"}
     said = None
     for when, mark, told in shown:
@@ -267,6 +271,7 @@ def _folded(calls: Sequence[NearCall]) -> Iterator[tuple[NearCall, str]]:
         return
     alike: dict[object, list[NearCall]] = {}
     for call in calls:
+        # Equal but for number and size: calls of one line in a loop over buckets.
         key = call.when, call.record._replace(sequence=0, elems=0, output_elems=0)
         alike.setdefault(key, []).append(call)
     for run in alike.values():

@@ -43,6 +43,7 @@ def write_campaign_page(
     verdicts = totals.counts.verdicts
     cases = max(sum(verdicts.values()), 1)
     known = [name for name in _VERDICTS if verdicts.get(name)]
+    # Features of the corpus too, because another version may have known others.
     rows = sorted(dict.fromkeys((*names, *totals.coverage.features)))
     page = pages.render(
         "campaign.html",

@@ -25,6 +25,7 @@ def render_memory(
     unit = unit_for(row.footprint.peak for row in rows)
     binary = binary_unit(unit)
     head = ["model", "stage", "N", "K", *names, f"total {unit[0]}"]
+    # Columns without values are omitted, so that the table fits a terminal.
     offloads = any(row.footprint.on_cpu for row in rows)
     head += [*([binary[0]] if binary else []), *(["on the CPU"] if offloads else [])]
     head += ["saved", "of one", "at most", "in"]
@@ -112,6 +113,7 @@ def render_waterfall(before: Mapping[str, int], after: Mapping[str, int], *, tit
     """Return the change from one total to another as bars of text."""
     bars = _waterfall(before, after)
     unit = unit_for(stop for _, _, stop in bars)
+    # Totals are drawn solid, changes hatched; all share one scale.
     most = max(max(start, stop) for _, start, stop in bars) or 1
     rows = [[title, "", unit[0]]]
     for index, (name, start, stop) in enumerate(bars):

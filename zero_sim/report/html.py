@@ -65,6 +65,7 @@ def render_page(bundles: Sequence[Bundle], *, bundles_folder: Path | None = None
 
 def _case(bundle: Bundle, *, bundles_folder: Path | None) -> dict[str, object]:
     first, ran = bundle.findings[0], bundle.ran
+    # The page leads with the first finding; its template shows the others in short.
     return {
         "bundle": bundle,
         "where": render_location(first),
@@ -102,6 +103,7 @@ def _strip(buffer_map: BufferMap, first: Finding) -> dict[str, object]:
 def _calls(bundle: Bundle) -> dict[str, object] | None:
     if not bundle.logs or not bundle.logs[-1].collectives:
         return None
+    # Findings end a run, so the last world of the case has the first finding.
     first, log = bundle.findings[0], bundle.logs[-1]
     shows_grads = observed_grads(bundle.notes)
     nearby = calls_near(log, first, bundle.strip, shows_grads=shows_grads)
@@ -132,6 +134,7 @@ def _values(bundle: Bundle) -> Iterator[tuple[str, Markup]]:
 def values_table(finding: Finding, evidence: Evidence) -> Markup:
     """Return a table of expected and observed values around the first difference."""
     differ, first = _differing(evidence)
+    # Offsets below refer to the evidence, which may be a part of a larger tensor.
     start = max(0, first - VALUES_BEFORE)
     stop = first + VALUES_AFTER
     expected, got = _numbers(evidence.expected[start:stop]), _numbers(evidence.got[start:stop])
@@ -155,6 +158,7 @@ def values_table(finding: Finding, evidence: Evidence) -> Markup:
 def _differing(evidence: Evidence) -> tuple[frozenset[int], int]:
     """Return the differing indices of the evidence, as far as they are recorded, and the first."""
     expected, got = evidence.expected, evidence.got
+    # Bounds have another dtype or length than the values, so no element is marked.
     if expected.dtype != got.dtype or expected.numel() != got.numel():
         return frozenset(), 0
     difference = find_difference(expected, got)

@@ -51,6 +51,7 @@ def legend(kinds: Iterable[str], *marks: tuple[str, str]) -> Markup:
         kinds: Names of the collectives.
         marks: CSS classes and meaning of each further mark.
     """
+    # Only colours that occur, in the fixed order of `_KINDS`.
     used = {class_of(kind) for kind in kinds}
     named = dict.fromkeys((class_, meaning) for _, class_, meaning in _KINDS if class_ in used)
     return pages.render("legend.html", entries=[*named, *marks])
@@ -106,6 +107,7 @@ def _ranks(
 
     Ranks that never came to a call go first, then ranks with a difference, then neighbours.
     """
+    # Without suspects, ranks in calls around the finding are the ones of interest.
     calls = suspects or nearby.others
     others = {rank for call in calls for rank in call.record.group_ranks} - {nearby.rank}
     absent = {
@@ -162,6 +164,7 @@ def _mark(
 ) -> tuple[int, str, str]:
     """Return a rank, the CSS class of its mark at a call (empty for none), and its meaning."""
     record = call.record
+    # A send and its receive are separate rows, so only the calling rank has a mark.
     if rank not in record.group_ranks or (record.kind in ("send", "recv") and rank != record.rank):
         return rank, "", ""
     if rank not in came:

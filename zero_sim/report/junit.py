@@ -107,6 +107,7 @@ def junit_xml(cases: Sequence[TestCase], *, seconds: float, started: str) -> byt
         "skipped": sum(case.outcome == "skipped" for case in cases),
     }
     sums = {name: str(count) for name, count in counts.items()} | {"time": f"{seconds:.3f}"}
+    # Totals on both levels, because some viewers read only one of them.
     root = ElementTree.Element("testsuites", {"name": SUITE, **sums})
     facts = {"name": SUITE, "timestamp": started, **sums}
     suite = ElementTree.SubElement(root, "testsuite", facts)
@@ -155,6 +156,7 @@ def _element(case: TestCase) -> ElementTree.Element:
         facts = {"message": printable(case.message)}
         if case.outcome != "skipped":
             facts["type"] = printable(case.kind)
+        # `printable` also spells out control characters, which XML 1.0 does not allow.
         outcome = ElementTree.SubElement(element, case.outcome, facts)
         outcome.text = printable(case.text, lines=True)
     # Passing cases too, because their notes list quantities that were not observed.

@@ -29,6 +29,7 @@ def render_memory_ledger(measured: Measured, row: MemoryRow) -> str:
     table = [
         ["rank 0", "closed form", f"measured {unit[0]}", "at the peak", "at most", "in", "when"]
     ]
+    # Categories of the closed forms first, then those that only the run has.
     for name in dict.fromkeys((*held, *ledger.categories)):
         most = ledger.peak_of(name)
         table.append(
@@ -124,6 +125,7 @@ def chosen_moments(samples: Sequence[Sample]) -> Sequence[Sample]:
     """Return all moments, or the `MOMENTS_MAX` with the largest changes of the total."""
     if len(samples) <= MOMENTS_MAX:
         return samples
+    # Always the first moment, then the largest changes, in order of time.
     places = range(1, len(samples))
     changes = sorted(places, key=lambda i: -abs(samples[i].total - samples[i - 1].total))
     return [samples[i] for i in sorted({0, *changes[: MOMENTS_MAX - 1]})]

@@ -48,6 +48,7 @@ def write_page(path: Path, page: str) -> None:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
+    # Strict, so that a missing variable is an error and not an empty place on the page.
     return jinja2.Environment(
         loader=jinja2.FunctionLoader(_source),
         autoescape=True,

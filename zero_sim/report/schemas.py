@@ -123,6 +123,7 @@ def _shrink() -> Node:
 
 
 def _fuzz() -> Node:
+    # Written by hand, because `CampaignTotals.as_dict` selects and renames fields.
     texts = ("check", "phase", "kind", "manner", "place", "message", "bundle", "size", "scenario")
     finding = dict.fromkeys(texts, _TEXT) | {"seed": _COUNT, "case": _COUNT}
     counts = ("cases", "earlier_cases", "batches")
@@ -172,6 +173,7 @@ def _fuzz() -> Node:
 def _coverage() -> Node:
     share: Node = {"type": ["number", "null"]}
     ids: Node = {"type": "object", "additionalProperties": list_of(_TEXT)}
+    # Two forms: the short one always, the long one with --coverage.
     always = {
         "cases": _described(_COUNT, "Cases with known features."),
         "features": _described(_COUNTS, "Cases by feature."),
@@ -433,6 +435,7 @@ def _inlined(node: Any, defs: Mapping[str, Node]) -> Any:
         return [_inlined(each, defs) for each in node]
     if not isinstance(node, dict):
         return node
+    # Inlined, so that a reader of one schema needs no other definitions.
     if "$ref" in node:
         found = defs[node["$ref"].rpartition("/")[2]]
         return _inlined({**found, **{k: v for k, v in node.items() if k != "$ref"}}, defs)

@@ -58,6 +58,7 @@ class _Span:
 def buffer_map_pictures(buffer_map: BufferMap) -> Markup:
     """Return the buffer map; if it is large, the first difference and its surroundings below it."""
     frames = [_Frame(start=buffer_map.start, stop=buffer_map.stop)]
+    # A second picture only if it shows clearly more detail than the first.
     if buffer_map.stop - buffer_map.start > 2 * DETAIL_ELEMS and buffer_map.differ:
         start = max(buffer_map.start, buffer_map.differ[0][0] - DETAIL_ELEMS // 4)
         start = max(buffer_map.start, min(start, buffer_map.stop - DETAIL_ELEMS))
@@ -124,6 +125,7 @@ def _parts(buffer_map: BufferMap) -> Iterator[_Span]:
         title += f"[{start}, {stop})"
         hue = _hue(shard.ranks[0])
         yield _Span(start=start, stop=stop, y=_RANK, title=title, label=ranks, hue=hue)
+    # Fragments of one param have the same colour, offset from those of ranks.
     numbers: dict[str, int] = {}
     for piece in buffer_map.pieces:
         start, stop, name = piece.start, piece.stop, piece.param
@@ -150,6 +152,7 @@ def _placed(span: _Span, frame: _Frame) -> dict[str, object]:
     """Return the variables of a span for the template."""
     # Positions are in percent, because the picture is as wide as the screen.
     left, width = frame.x(span.start), frame.x(span.stop) - frame.x(span.start)
+    # Characters that fit on a large screen; the template clips labels on smaller ones.
     room = int((width * _WIDE / 100 - 6) / _CHAR_WIDTH)
     label = span.label
     if room <= 0 or room < min(len(label), 4):

@@ -45,6 +45,7 @@ def draw_timeline(
         for index, call in enumerate(timeline.calls[first:last], start=first)
         if not call.of_harness or index in suspects
     ]
+    # Calls of the harness are not drawn, except suspects, so they are not counted.
     total = len(timeline.calls) - sum(call.of_harness for call in timeline.calls)
     ranks = _ranks(timeline.world_size, finding)
     start = calls[0].issue_tick if calls else 0
@@ -104,6 +105,7 @@ def _window(total: int, finding: Finding | None) -> tuple[int, int]:
 
 def _ranks(world_size: int, finding: Finding | None) -> list[int]:
     """Return all ranks, or the `RANKS_MAX` around the finding's."""
+    # The finding's rank is in the middle, as far as the world allows.
     first = 0
     if world_size > RANKS_MAX and finding is not None and finding.rank is not None:
         first = max(0, min(finding.rank - RANKS_MAX // 2, world_size - RANKS_MAX))
@@ -130,6 +132,7 @@ def _placed(calls: Sequence[CallSpan], rank: int, stop: int) -> Sequence[tuple[C
         if call.record.rank != rank:
             continue
         start, end = call.issue_tick, _end(call, stop)
+        # `free` has the tick from which each lane is free.
         lane = next((i for i, tick in enumerate(free) if tick <= start), _LANES_MAX - 1)
         if free[lane] > start:
             last = max(i for i, (_, _, other) in enumerate(placed) if other == lane)
@@ -170,6 +173,7 @@ def _span(
     landed = "never" if call.land_tick is None else str(call.land_tick)
     ended = "" if call.land_tick is None and call.completed else f", over at {landed}"
     came = ", ".join(map(str, call.came))
+    # At least 1.5 units wide, and a gap of 0.5 between neighbours.
     width = max(1.5, right - left - 0.5)
     return {
         "x": f"{left:.2f}",

@@ -100,6 +100,7 @@ def render_case_line(result: CaseResult, *, width: int = 0, columns: int | None 
         if result.collectives:
             outcome += f", {_count(result.collectives, 'collective')}"
     mark = MARKS[result.verdict]
+    # Such a pass proves less, so its line shows this.
     if result.passes_by_params_only:
         mark += " (params only)"
     rest = f"  {result.seconds:>8.3f} s  {outcome}"
@@ -140,6 +141,7 @@ def render_case(
         around = result.logs if index == 0 and result.verdict == "fail" else ()
         block = _finding_lines(finding, result.strip, logs=around, notes=result.notes)
         lines.extend(f"  {line}" if line else "" for line in block)
+    # After the findings: notes, the case, and commands to reproduce, replay and explain.
     if len(result.findings) > len(shown):
         left = len(result.findings) - len(shown)
         lines.append(f"  and {_count(left, 'more finding')}; --json lists them all")

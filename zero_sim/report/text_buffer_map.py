@@ -196,6 +196,7 @@ def _letters_of(buffer_map: BufferMap, view: _View) -> dict[str, str]:
 
 def _legend(buffer_map: BufferMap, view: _View) -> Iterator[str]:
     letters = _letters_of(buffer_map, view)
+    # Params in view with a difference.
     bad = {
         piece.param
         for piece in _seen(buffer_map, view)
@@ -214,6 +215,7 @@ def _legend(buffer_map: BufferMap, view: _View) -> Iterator[str]:
     shared = [
         f"{_DIGITS[ranks[0] % len(_DIGITS)]} ranks {in_runs(ranks)}"
         for ranks in dict.fromkeys(shard.ranks for shard in buffer_map.shards)
+        # A single rank below 36 is its own digit and needs no legend.
         if len(ranks) > 1 or ranks[0] >= len(_DIGITS)
     ]
     entries = shared[:NAMES_MAX]

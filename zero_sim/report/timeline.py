@@ -69,6 +69,7 @@ def read_timeline(log: EventLog, *, with_harness: bool = False) -> Timeline:
         with_harness: True to include collectives that the harness caused on all ranks. Incomplete
             ones are always included, because they may be the reason for the end of the run.
     """
+    # The largest rank in any group or turn gives the world size.
     groups = {record.group_ranks for record in log.collectives}
     ranks = [rank for group in groups for rank in group]
     issue, turns, stop = _from_moments(log) if log.moments else _from_order(log)
@@ -232,6 +233,7 @@ class _Messages:
             waiting = self._waiting[record.group, "recv", peer or 0, tag]
         else:
             waiting = self._waiting[record.group, "send", record.rank, tag]
+        # First come, first served; a receive without a peer matches any sender.
         for other in waiting:
             source, _ = other.ends
             if (source in (None, record.rank)) if sends else (peer in (None, source)):
@@ -240,6 +242,7 @@ class _Messages:
                 other.completed = True
                 other.ends = (record.rank, peer) if sends else (source, record.rank)
                 return other
+        # No match yet: wait for the other end, under the key that it will look for.
         ends = (record.rank, peer) if sends else (peer, record.rank)
         operation = _Operation(0, {record.rank}, ends=ends)
         self._posted.append((record.group, operation))

@@ -91,6 +91,7 @@ class Walk:
 def render_walk(walk: Walk) -> str:
     """Return a walkthrough as text."""
     lines = [walk.title, "=" * len(walk.title), "", walk.about]
+    # Heading underlined, as in Markdown, so that the text is also a document.
     drawn: list[Bars | None] = []
     for number, step in enumerate(walk.steps, start=1):
         lines += ["", f"{number}. {step.title}", "-" * (len(str(number)) + 2 + len(step.title))]

@@ -67,6 +67,7 @@ def _gradients(runs: Sequence[RankStep]) -> Step:
         matrix(torch.tensor(grads), title=f"Given gradient of W_q on rank {rank}", row="row")
         for rank, grads in enumerate(W_Q_GRADS)
     ]
+    # Rank 0 owns all of W_q; its reduced gradient is a sum.
     mean = (_of_w_q(runs[0].parts["W_q"].grad) / RANKS).view(WIDTH, WIDTH)
     return prose.step(
         "document.gradients",
@@ -92,6 +93,7 @@ def _one_element(run: RankStep) -> Step:
 def _after(in_fp32: RankStep, in_bf16: RankStep) -> Step:
     printed = torch.tensor(W_Q_AFTER_ADAM)
     exact, rounded = (run.parts["W_q"].master.view(WIDTH, WIDTH) for run in (in_fp32, in_bf16))
+    # The only element that differs from the document to three decimals.
     place = (2, 0)
     return prose.step(
         "document.after",
@@ -129,6 +131,7 @@ def _slips(run: RankStep, first_pass: Sequence[RankStep]) -> Step:
     row = torch.tensor(INPUT[0])
     slipped = (row - row.mean()) / _DEVIATION
     query = slipped @ torch.tensor(GIVEN["W_q"])
+    # If W_1 were cut in halves, rank 0 would have fewer elements than rank 1.
     totals = [sum(p.place.stop - p.place.start for p in each.parts.values()) for each in first_pass]
     cut = [each.parts["W_1"].place.stop - each.parts["W_1"].place.start for each in first_pass]
     told = [total - own + half for total, own, half in zip(totals, cut, _CUT, strict=True)]
@@ -145,6 +148,7 @@ def _slips(run: RankStep, first_pass: Sequence[RankStep]) -> Step:
 
 
 def _spread(row: Tensor) -> float:
+    # Layer norm divides by N, not by N - 1.
     return row.std(correction=0).item()
 
 

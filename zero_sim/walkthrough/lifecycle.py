@@ -21,6 +21,7 @@ from zero_sim.targets.held import memory_of
 from zero_sim.walkthrough import prose
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
 
+# Small enough for a table, with enough layers to show prefetch and reduction at once.
 RANKS, LAYERS, WIDTH, ROWS = 2, 4, 8, 3
 _MARKS: dict[str, Mark] = {
     "sharded": "",
@@ -58,6 +59,7 @@ def run_step(*, prefetch: int) -> Sequence[Moment]:
     with World(RANKS) as world:
 
         def program(rank: int) -> None:
+            # The log has one watch for all ranks; each call names its rank.
             world.log.watch = called
             with meters[rank].watching():
                 _train(meters[rank], prefetch=prefetch, moments=moments if rank == 0 else [])
@@ -101,6 +103,7 @@ def _train(meter: MemoryMeter, *, prefetch: int, moments: list[Moment]) -> None:
         meter.phase = "backward"
         loss.backward()
         ddp.end_micro_batch(True)
+        # Released as in a usual training loop, or they would count as live in the optimizer step.
         del loss, inputs
         meter.phase = "step"
         optimizer.step()
@@ -212,6 +215,7 @@ def _compared(ahead: Sequence[Moment], late: Sequence[Moment]) -> Step:
     rows = []
     for name, moments in (("with prefetch", ahead), ("without", late)):
         gathered = [moment.sample.bytes.get("gathered", 0) for moment in moments]
+        # Categories are absent at moments without such memory.
         whole = [moment.sample.bytes.get("whole_gradients", 0) for moment in moments]
         peak = max(moments, key=lambda moment: moment.sample.total)
         rows.append(

@@ -17,7 +17,9 @@ from zero_sim.report.walks import Cell, Mark, Step, Table, Walk
 from zero_sim.sim import World
 from zero_sim.walkthrough import prose
 
+# As many chunks as ranks, so that each rank completes one.
 RANKS, CHUNKS = 4, 4
+# The example of slow links: 8 ranks on nodes of 2, with a divisible number of params.
 _WORLD, _NODE, _PARAMS = 8, 2, 8 * 10**9
 _RINGS: tuple[Ring, Ring] = ("across", "by-node")
 START = ((1.0, 8), (2.0, 8), (1.5, 8), (2.5, 8))
@@ -50,7 +52,7 @@ def run_ring() -> tuple[Sequence[Sequence[Iteration]], Sequence[Tensor]]:
 
     def program(rank: int) -> tuple[list[Iteration], Tensor]:
         mine = values_of(rank)
-        chunks = mine.view(CHUNKS, -1)
+        chunks = mine.view(CHUNKS, -1)  # [chunks, 2], a view: writing a chunk changes `mine`.
         told: list[Iteration] = []
         for turn in range(2 * (RANKS - 1)):
             # Rank r starts with chunk r. The second half starts with the chunk that the first half
@@ -63,6 +65,7 @@ def run_ring() -> tuple[Sequence[Sequence[Iteration]], Sequence[Tensor]]:
             dist.recv(coming, (rank - 1) % RANKS)
             assert sending is not None
             sending.wait()
+            # First half: add the received chunk. Second half: replace by the completed sum.
             if turn < RANKS - 1:
                 chunks[got] += coming
             else:
@@ -137,6 +140,7 @@ def _iteration(iterations: Sequence[Sequence[Iteration]], turn: int) -> Step:
 
 def _division(iterations: Sequence[Sequence[Iteration]], wholes: Sequence[Tensor]) -> Step:
     sums = [told[-1].values for told in iterations]
+    # The same order of addition gives the same bits, so equality is exact.
     same = all(values == tuple(whole.tolist()) for values, whole in zip(sums, wholes, strict=True))
     means = [tuple(value / RANKS for value in values) for values in sums]
     return prose.step(

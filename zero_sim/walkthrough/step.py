@@ -74,6 +74,7 @@ def _forms(measured: Measured, group: DpCpGroup, index: int) -> list[BucketForm]
 def _shard(form: BucketForm) -> Cell:
     if not form.is_sharded:
         return Cell("all", "own")
+    # A shard with padding owns fewer elements than it has.
     start, stop = form.shard_start, form.shard_start + form.shard_elems
     return Cell(f"[{start}, {stop})", "own" if form.owned_elems == form.shard_elems else "sent")
 
@@ -92,6 +93,7 @@ def _calls(measured: Measured) -> Step:
         ]
         for number, record in enumerate(records[:CALLS_MAX])
     ]
+    # The topology does not matter for the sum over all links.
     traffic = measured.traffic(0, network=Network())
     left = len(records) - len(rows)
     more = f" The table shows the first {CALLS_MAX}." if left > 0 else ""

@@ -65,7 +65,7 @@ def loss_of_given_grads(workload: Workload, module: nn.Module, batch: Batch, ran
     """Run forward, and return a loss with the given gradient for `W_q` and none for others."""
     # The derivative of sum(param * grads) by param is grads.
     module(batch.inputs)
-    param = module.get_parameter("W_q")
+    param = module.get_parameter("W_q")  # [4, 4]
     return (param * torch.tensor(W_Q_GRADS[rank]).to(param.dtype)).sum()
 
 
@@ -137,6 +137,7 @@ def _record_activations(module: nn.Module) -> dict[str, Tensor]:
     activations: dict[str, Tensor] = {}
 
     def note(name: str, activation: Tensor) -> Tensor:
+        # [1, tokens, ...] to [tokens, ...]: a rank has one sequence.
         activations[name] = activation.detach().clone().squeeze(0)
         return activation
 

@@ -168,6 +168,7 @@ def _activation(values: Tensor, title: str) -> Table:
 def _loss(runs: Sequence[RankStep]) -> Step:
     tables = []
     for rank, run in enumerate(runs):
+        # [tokens, vocabulary], in fp32 as in the loss itself.
         probabilities = run.activations["logits"].float().softmax(-1)
         rows: list[list[Cell | str]] = []
         for token, (row, target) in enumerate(zip(probabilities, _targets(run), strict=True)):
@@ -222,9 +223,11 @@ def _one_element(runs: Sequence[RankStep]) -> Step:
     total = part.grad
     assert total is not None
     own = [run.grads[_W_Q_AT].item() for run in runs]
+    # The sum is bf16; the owner divides it in fp32.
     gradient = total[0].float().item() / RANKS
     m, v = part.state["exp_avg"][0].item(), part.state["exp_avg_sq"][0].item()
     beta1, beta2 = spec.betas
+    # At step 1, bias correction restores m_hat = g and v_hat = g^2.
     m_hat, v_hat = m / (1 - beta1), v / (1 - beta2)
     step = spec.lr * m_hat / (v_hat**0.5 + spec.eps)
     rows = [
@@ -266,6 +269,7 @@ def _half(runs: Sequence[RankStep]) -> Step:
     boundary = _totals(runs)[0]
     tables = []
     for rank, run in enumerate(runs):
+        # Owned elements whose step rounds to nothing in bf16 have no mark.
         is_new = (run.half != run.before).tolist()
 
         def mark_of(at: int, rank: int = rank, is_new: Sequence[bool] = is_new) -> Mark:
@@ -296,6 +300,7 @@ def _gathered(runs: Sequence[RankStep]) -> Step:
 
 def _bytes() -> Step:
     sizes = sizes_of(build_workload(SCENARIO).build())
+    # The same model without ZeRO, for comparison.
     plain = Scenario(
         schema=1, model=SCENARIO.model, optimizer=SCENARIO.optimizer, system=SystemSpec(stage=0)
     )
