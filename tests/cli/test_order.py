@@ -62,7 +62,7 @@ class TestAnOrderThatATargetDoesNotSupport:
     def test_is_no_pass_for_a_case_by_itself(self, invoke):
         Path("ddp.toml").write_text(self.PLAIN)
         result = invoke("run", "ddp.toml", "--order", "gloo")
-        assert_ended(result, 5, "Nothing selected: no case that can be judged as asked")
+        assert_ended(result, 5, "Nothing selected: no case that can be judged with these options")
         assert self.REASON in result.output
 
     def test_is_asked_of_an_imported_target_too(self, invoke, monkeypatch):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zero_sim.calculators.rows import MemoryRow
     from zero_sim.scenario.spec import DtypeName
 
+# Far above any model and cluster; they catch slips such as 7e90.
 PARAMS_MAX = 10**15
 RANKS_MAX = 2**20
 GB = 10**9
@@ -296,6 +297,7 @@ def _models(
 def _with_settings(model: Model, asked: _Asked, system: _SystemAsked) -> Model:
     from zero_sim.calculators.state import check_name
 
+    # Only options that were given replace settings of the model.
     scenario = model.scenario
     if asked.optimizer is not None:
         name = check_name(asked.optimizer)
@@ -312,6 +314,7 @@ def _chosen(models: Sequence[Model], asked: _Asked, *, curve: bool = False) -> l
     """Return each model with each combination of ranks, stages and replicas."""
     from zero_sim.calculators import rows
 
+    # A number of params has no stage of its own, so it is shown at all stages.
     stages: list[Any] = [int(stage) for stage in asked.stages]
     if not stages and all(model.counted for model in models):
         stages = [0, 1, 2, 3]
@@ -341,6 +344,7 @@ def _waterfall(model: Model, row: MemoryRow, *, has_masters: bool) -> list[str]:
 
     if not row.stage:
         return []
+    # Stage 0 has no replicas of a sharded state.
     plain = memory_row(model.with_choice(stage=0, redundancy=1), has_masters=has_masters)
     title = f"{row.model}: stage 0 to stage {row.stage}, {row.ranks:,} ranks"
     return [render_waterfall(plain.footprint.held, row.footprint.held, title=title)]

@@ -40,6 +40,7 @@ def fingerprint(ctx: click.Context, path: Path, case: str | None, rank: int, as_
             render_fingerprint,
             traces_in,
         )
+    # Traces are JSON, so a TOML file is a scenario: run it and read its event log.
     if path.suffix == ".toml":
         from zero_sim.calculators.measure import measure
         from zero_sim.scenario.load import load_scenario

@@ -126,8 +126,9 @@ class _Commands(click.Group):
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise  # The reader closed the pipe, as `head` does: click exits silently.
-            where = error.filename or "where it was to go"
-            failed = unwritten("or read what was asked for", where, error)
+            # Files of reports raise our own errors, so this one is of any other file or stream.
+            where = error.filename or "a file or pipe"
+            failed = unwritten("output or read input", where, error)
             click.echo(printable(f"Error: {failed}", lines=True), err=True)
             ctx.exit(failed.exit_status)
         # click's own exits are no SystemExit here, so this one comes from code under test.
@@ -192,6 +193,7 @@ def run(
     """
     from zero_sim.scenario.discover import discover
 
+    # Files first: a wrong path or expression is reported without importing torch.
     found = discover(paths or [_shipped_scenarios()], expression=expression)
     session = Session(asked=asked, outputs=outputs, junit=outputs.junit, errors=found.errors)
     if not found.cases and not found.errors:
@@ -199,6 +201,7 @@ def run(
         ctx.exit(session.finish_empty(have))
     asked.check(traced=outputs.trace is not None)
     cases = [asked.of_target(case) for case in found.cases]
+    # Real processes have their own selection and judge.
     if asked.backend == "sim":
         chosen = session.select(cases, lambda scenario: "")
         judging = partial(_open_judge, [asked.as_asked(case.scenario) for case in chosen], session)
@@ -320,6 +323,7 @@ def replay(
         freeze(bundle, path)
     with stdout_for(as_json=as_json), progress(f"replay {bundle.id}  {bundle.scenario.name}"):
         replayed = replay_bundle(bundle, target=system, device=device)
+    # The command to print has the same options, so that it repeats this replay.
     on = device or bundle.ran.device_named
     again = replay_command(name, bundles=bundles, target=target, device=on)
     again = " ".join([again, *own_options_again(own)])
@@ -327,6 +331,7 @@ def replay(
         where = {"frozen": None if path is None else str(path), "replay": again}
         echo_report({**replayed.as_dict(), **where})
     else:
+        # The colours of verdicts: a fixed case is green.
         colour = {"fixed": "pass", "failed": "fail", "error": "error"}[replayed.outcome]
         click.echo(coloured(render_replay(replayed), colour))
         if replayed.outcome != "fixed":
@@ -487,6 +492,7 @@ def doctor(
         if as_json:
             raise UsageError("expected --gpu without --json: its report is JSON. Try --gpu-report.")
         ctx.exit(_visit(gpu_report, only=only))
+    # Options of --gpu without it would have no effect.
     require_with(ctx, "--gpu", "only", "gpu_report", given=False)
     from zero_sim.doctor import examine
     from zero_sim.report.records import render_facts
@@ -496,6 +502,7 @@ def doctor(
         echo_report({"facts": facts})
     else:
         click.echo(render_facts(facts))
+    # Optional parts may be missing: only required ones decide the status.
     can_run = all(fact.ok for fact in facts if fact.required)
     ctx.exit(0 if can_run else EnvironmentProblem.exit_status)
 
@@ -511,6 +518,7 @@ def _visit(report: Path, *, only: Sequence[str]) -> int:
         for line in step.told:
             click.echo(printable(f"      {line}"))
 
+    # Steps are printed as they end, because they take minutes.
     steps = visit(report, only=only, tell=tell)
     kept = sum(bool(failure.get("bundle")) for step in steps for failure in step.failures)
     click.echo(

@@ -84,6 +84,7 @@ def mutants(
     if not chosen:
         click.echo("Nothing selected.", err=True)
         ctx.exit(EXIT_NOTHING_SELECTED)
+    # Workers get ids and find the mutants themselves.
     by_id = {mutant.id: mutant for mutant in chosen}
     started, trials = time.perf_counter(), []
     budget = Budget(cases_max=cases, seed=seed, shrinks=shrink, every_case=every_case)
@@ -96,6 +97,7 @@ def mutants(
                 record_smallest([trial], record)
             if not as_json:
                 click.echo(render_trial(trial, by_id[trial.id]))
+    # The score of the mutants tried so far is worth printing.
     except KeyboardInterrupt:
         interrupted = True
     score = score_of(trials, chosen, seconds=time.perf_counter() - started)

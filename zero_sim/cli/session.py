@@ -173,7 +173,7 @@ class Session:
         # Invalid files do not keep the valid ones from being judged.
         self.report_problems()
         if not cases and not self.errors:
-            return self.finish_empty("no case that can be judged as asked")
+            return self.finish_empty("no case that can be judged with these options")
         # The judge opens only now, because it imports torch and starts worlds.
         if cases:
             with judging() as judge:

@@ -241,7 +241,7 @@ class _Run:
             report = replace(left, lost=report.lost)
         try:
             self.corpus.append(report)
-        # What was found is still shown, but nothing more is run: it could not be saved either.
+        # Findings are still shown, but nothing more runs, because it could not be saved either.
         except (EnvironmentProblem, UsageError) as error:
             self.totals.unkept = error
         self.totals.take(report)

@@ -86,6 +86,7 @@ class Seeded:
 
     def among(self, values: Sequence[Value]) -> Value:
         """See `Shrinking`."""
+        # The first value is the simplest, as for Hypothesis.
         return values[0 if self.random is None else int(self.random.random() * len(values))]
 
     def of(self, strategy: st.SearchStrategy[Value]) -> Value:

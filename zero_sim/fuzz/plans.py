@@ -38,6 +38,7 @@ def layouts_of(scenario: Scenario) -> tuple[BufferPlan, ...]:
     if system.buffers_by == "param-group":
         of = scenario.optimizer
         specs = tuple(replace(spec, group=group_index(of, spec.name)) for spec in specs)
+    # Dense and expert params have different numbers of holders, so their own buffers.
     for kind in dict.fromkeys(spec.kind for spec in specs):
         policy = LayoutPolicy(
             shard_count=1 if system.stage == 0 else shard_counts[kind] // system.redundancy,
@@ -68,6 +69,7 @@ def _param_specs(model: ModelSpec, ep: int) -> tuple[ParamSpec, ...]:
     scenario = Scenario(
         schema=1, model=model, topology=TopologySpec(ep=ep), run=RunSpec(steps=1, seed=0)
     )
+    # Sizes come from the built module, which takes time; hence the cache.
     module = build_module(build_workload(scenario), expert_index=0)
     return tuple(
         ParamSpec(

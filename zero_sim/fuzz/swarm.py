@@ -162,6 +162,7 @@ class Swarm:
         self, choices: Choices, *, able: Capabilities = EVERYTHING, has_theme: bool = False
     ) -> None:
         self._choices = choices
+        # A feature is on if its draw from 0 to _LEVELS - 1 is at least this number.
         self._least = _LEVELS - choices.among(_SHARES)
         self.theme = choices.among(THEMES) if has_theme else ANYTHING
         self.able = able
@@ -190,6 +191,7 @@ class Swarm:
         # separately. Drawn even if it does not fit: a case that shrinks to fewer ranks must find
         # every later draw in its place.
         least = min(self._least, _LEVELS // 2) if often else self._least
+        # Nearly always, but it can still shrink to False.
         if feature in self.theme.features:
             least = 1
         fits &= feature not in self.theme.without

@@ -71,6 +71,7 @@ class CampaignTotals:
             if one.as_met and alike:
                 continue
             self.found = [known for known in self.found if not (known.as_met and known in alike)]
+            # Two cases that shrank to the same one: one finding with the places of both.
             places = [i for i, known in enumerate(self.found) if known.is_of == one.is_of]
             if places:
                 self.found[places[0]] = self.found[places[0]].joined(one)

@@ -48,6 +48,7 @@ def replay_command(
             bundle contains them.
         device: Device to compute on.
     """
+    # Defaults are omitted, to keep commands short.
     where = [] if bundles in (None, DEFAULT_BUNDLES) else ["--bundles", str(bundles)]
     named = ["--target", target] if target is not None and ":" in target else []
     on = ["--device", device] if device != "cpu" else []

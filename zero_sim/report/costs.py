@@ -98,6 +98,7 @@ def _waterfall(before: Mapping[str, int], after: Mapping[str, int]) -> list[tupl
         Name, start and stop of each bar: the total of `before`, the change of each category, and
         the total of `after`.
     """
+    # Each bar starts where the previous one ends.
     level = sum(before.values())
     bars = [("before", 0, level)]
     for name in dict.fromkeys((*before, *after)):
@@ -160,6 +161,7 @@ def render_traffic(rows: Sequence[TrafficRow]) -> str:
     """Return a table of the bytes that a rank sends, by kind and link."""
     network = rows[0].traffic.network
     inside, between = network.inside, network.between
+    # One column per kind that occurs in any row.
     kinds = list(dict.fromkeys(flow.kind for row in rows for flow in row.traffic.flows))
     unit = unit_for(float(row.traffic.sent) for row in rows)
     head = ["model", "stage", "N", "K", "calls", *kinds, f"total {unit[0]}"]

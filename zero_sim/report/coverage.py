@@ -72,6 +72,7 @@ def _features(
     coverage: Coverage, *, names: Sequence[str], finders: Mapping[str, frozenset[str]]
 ) -> str:
     """Return the table of features: cases, other features met, and smallest cases of mutants."""
+    # Each pair counts once for both of its features.
     others = Counter(chain.from_iterable(coverage.pairs))
     mutants = Counter(chain.from_iterable(finders.values()))
     rows = [["feature", "cases", "share", "met with", "mutants"]]
@@ -119,6 +120,7 @@ def _pairs_that_found(coverage: Coverage, *, finders: Mapping[str, frozenset[str
     found = _mutants_of_pairs(finders)
     if not found:
         return ""
+    # Rarely drawn pairs that many mutants need are the gaps of the generator.
     seldom = sorted(found, key=lambda pair: (coverage.pairs[pair], -found[pair], pair))
     rows = [["cases", "mutants", "seldom drawn"]]
     rows += [

@@ -36,7 +36,7 @@ def render_memory_ledger(measured: Measured, row: MemoryRow) -> str:
             [
                 name,
                 in_unit(held[name], unit) if name in held and measured.is_costed else "",
-                "not told" if name in ledger.unreported else in_unit(_held(ledger, name), unit),
+                "not reported" if name in ledger.unreported else in_unit(_held(ledger, name), unit),
                 in_unit(peak.bytes.get(name, 0), unit),
                 in_unit(most.bytes.get(name, 0), unit),
                 most.phase,

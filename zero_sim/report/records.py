@@ -10,7 +10,7 @@ from zero_sim.report.amounts import aligned
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """One figure of a benchmark, beside what it should be."""
+    """One figure of a benchmark, with its goal."""
 
     name: str
     value: float

@@ -203,6 +203,7 @@ def render_bundle(bundle: Bundle) -> str:
     """Render a bundle: its case and its first finding with its values."""
     first = bundle.findings[0]
     lines = [f"bundle {bundle.id}  {bundle.scenario.name}".rstrip()]
+    # Other findings of a bundle are in its page and its JSON.
     block = _finding_lines(first, bundle.strip, logs=bundle.logs, notes=bundle.notes)
     # The map may belong to a later finding, if the first one has no position in a buffer.
     if bundle.strip is not None and bundle.strip.check != first.check:
@@ -239,6 +240,7 @@ def render_replay(replayed: Replayed) -> str:
             outcome = "the case is inconclusive now, which does not prove a fix"
         case "error":
             outcome = f"cannot run here: {(result.error.splitlines() or [''])[0]}"
+    # Outcome, id, case, time, then the comparison with the bundle.
     head = f"{replayed.outcome.upper():<6} {replayed.id}  {result.id}  {result.seconds:.3f} s"
     lines = [f"{head}  {outcome}"]
     lines.extend(f"      {line}" for line in result.error.splitlines()[1:])
@@ -370,10 +372,12 @@ def render_observed(results: Sequence[CaseResult]) -> str:
     Args:
         results: Results of all cases of a run.
     """
+    # Only of passing cases: others show their own notes.
     passed = [result for result in results if result.verdict == "pass"]
     missing = Counter(what for result in passed for what in result.unobserved)
     if not missing:
         return ""
+    # In the order of computation, then by name.
     names = list(dict.fromkeys((*_OBSERVABLE, *sorted(missing))))
     rows = [("compared", "not observed", f"of {_count(len(passed), 'case')} that passed")]
     rows += [(str(len(passed) - missing[name]), str(missing[name] or ""), name) for name in names]

@@ -3,7 +3,7 @@
 A Chrome trace has the field names of Kineto, which torch's own tools read. Each rank is a process,
 with lanes for its turns, its calls and, if the log has them, its collectives in flight. Arrows
 connect the calls of one collective or message, in the order in which ranks came. The clock is that
-of the log: one tick is shown as one microsecond, and tells nothing about durations on a device.
+of the log: one tick is shown as one microsecond, unrelated to durations on a device.
 
 The analyser of Flight Recorder dumps only reads pickles, so this is the only module that writes
 any: dicts, lists, strings and numbers, without code. We never read one.
@@ -107,7 +107,7 @@ def chrome_trace(logs: Sequence[EventLog], *, name: str) -> dict[str, object]:
         events.extend(_turn_events(timeline, base))
         events.extend(_call_events(timeline, base, lanes))
         events.extend(_flow_events(timeline, base, first_id=len(events)))
-        base += timeline.stop_tick
+        base += timeline.stop_tick  # The next world starts where this one ends.
     return {
         "schemaVersion": 1,
         "deviceProperties": [],
@@ -300,6 +300,7 @@ def write_flight_recorder(folder: Path, log: EventLog) -> list[Path]:
         EnvironmentProblem: The disk is full.
     """
     timeline = read_timeline(log)
+    # See [Note: assumptions of the analyser] for the subfolder.
     suspect = next((call.record.rank for call in timeline.calls if call.refused), None)
     files: list[Path] = []
     try:

@@ -121,6 +121,7 @@ def _table(table: Table) -> Iterator[str]:
 
 
 def _text(cell: Cell | str) -> str:
+    # Without colours, a sign after the value shows its mark.
     return cell if isinstance(cell, str) else f"{cell.text}{SIGNS[cell.mark]}"
 
 

@@ -55,7 +55,7 @@ def by_head(values: Tensor, *, title: str, row: str = "token") -> Table:
         title: Title of the table.
         row: Name of a row.
     """
-    heads, count, width = values.shape
+    heads, count, width = values.shape  # [heads, rows, columns]
     rows = [
         [f"{row} {index}", *(cell for head in range(heads) for cell in cells(values[head, index]))]
         for index in range(count)
@@ -77,6 +77,7 @@ def flat(entry: str, values: Tensor, *, title: str, mark_of: MarkOf, digits: int
     found = [number(value, digits=digits) for value in values.float().tolist()]
     marked = [Cell(text, mark_of(index)) for index, text in enumerate(found)]
     rows: list[Sequence[Cell | str]] = []
+    # Each row shows its span and params, because it may contain the end of one and the next.
     for start in range(0, len(marked), FLAT_COLUMNS):
         stop = min(start + FLAT_COLUMNS, len(marked))
         rows.append([f"[{start}, {stop})", _params(start, stop), *marked[start:stop]])
@@ -100,6 +101,7 @@ def by_param(entry: str, values: Tensor, *, title: str, mark_of: MarkOf) -> Tabl
         for index in range(shape[0] if len(shape) == 2 else 1):
             stop = offset + shape[-1]
             label = f"{name}[{index}]" if len(shape) == 2 else name
+            # Narrow params are padded with empty cells to the widest one.
             row = [Cell(found[at], mark_of(at)) for at in range(offset, stop)]
             rows.append([label, *row, *[""] * (widest - len(row))])
             offset = stop

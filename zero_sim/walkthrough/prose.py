@@ -37,6 +37,7 @@ def step(
         values: Values of the names in braces.
     """
     entry = entry_of(name)
+    # A name in braces without a value raises, so texts and runs cannot drift apart.
     text = [_joined(paragraph).format_map(values) for paragraph in entry.get("text", ())]
     return Step(
         title=entry["title"].format_map(values),

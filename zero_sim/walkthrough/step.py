@@ -36,6 +36,7 @@ def walk_step(scenario: Scenario) -> Walk:
 def _layout(measured: Measured) -> Step:
     group = measured.groups[0]
     ranks = group.ranks
+    # The first dp-cp group; others train other params.
     by_rank = [_forms(measured, group, index) for index in range(len(ranks))]
     rows: list[list[Cell | str]] = []
     for number, form in enumerate(by_rank[0]):
@@ -150,6 +151,7 @@ def _held(measured: Measured) -> Step:
          f"{ledger.peak.total:,}", f"{ledger.peak.phase}: {ledger.peak.where}"]
         for ledger in measured.ledgers
     ]  # fmt: skip
+    # Only a system that declares its costs can contradict the closed forms.
     found = list(measured.differences()) if measured.is_costed else []
     agree = f"Closed forms differ: {found[0]}." if found else "The closed forms agree."
     head = ("", *(name.replace("_", " ") for name in names), "peak", "at")

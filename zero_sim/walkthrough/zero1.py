@@ -74,6 +74,7 @@ def _owners(runs: Sequence[RankStep]) -> Step:
             assert place.flat_start is not None
             count = place.stop - place.start
             stop = place.flat_start + count
+            # A param across the boundary has elements on both ranks.
             mark: Mark = "own" if count == elems else "sent"
             row.append(Cell(f"{count}: [{place.flat_start}, {stop})", mark))
         rows.append(row)
@@ -157,6 +158,7 @@ def _forward(runs: Sequence[RankStep]) -> list[Step]:
         for rank, run in enumerate(runs)
         for name in ("Q", "K", "V")
     ]  # fmt: skip
+    # Splitting into heads computes nothing, so it is no activation; it comes before the scores.
     at = [entry for entry, _ in _FORWARD].index("scores")
     return [*steps[:at], prose.step("zero1.heads", heads), *steps[at:]]
 
@@ -329,6 +331,7 @@ def _traffic(runs: Sequence[RankStep]) -> Step:
         [record.kind, f"{record.elems:,} {record.dtype}", f"{record.bytes:,}"]
         for record in runs[0].calls
     ]
+    # Bytes that rank 0 sends in a ring, by kind.
     sent = {flow.kind: f"{int(flow.total_sent):,}" for flow in traffic.flows}
     table = [[*row, sent[row[0]]] for row in rows]
     buffer = next(record.bytes for record in runs[0].calls if record.kind == "reduce_scatter")
