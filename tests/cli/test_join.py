@@ -81,4 +81,4 @@ def test_the_coverage_of_shards_is_that_of_all_their_cases(tmp_path):
     assert told["pairs"] == {"reload + world.races=true": 2}
     assert told["new_pair_share"] == 0
     shown = join(tmp_path / "all", into=tmp_path / "again", options=["--coverage"]).stdout
-    assert "What 100 cases had" in shown
+    assert "Features of 100 cases" in shown
