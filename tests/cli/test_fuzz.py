@@ -86,7 +86,7 @@ def test_what_a_green_campaign_does_not_say_is_told(tmp_path, pool):
     done = fuzz(tmp_path, "--cases", "10")
     assert done.exit_code == 0
     assert "Inconclusive by guard.nothing-stepped: 3 cases; zero-sim explain" in done.output
-    assert "does not tell it: norm (in all), zeros (in 7)" in done.output
+    assert "does not report it: norm (in all), zeros (in 7)" in done.output
 
 
 def test_passes_by_params_only_are_counted(tmp_path, pool):
@@ -103,7 +103,7 @@ def test_cases_that_may_be_of_another_finding_are_said_to_be(tmp_path, pool):
     other = replace(FOUND, scenario="another", places=("inside",))
     pool.outcome = {"found": (FOUND, other), "keys": {"equality.grad|reduce|dense|values|": 4}}
     done = fuzz(tmp_path, "--cases", "10")
-    assert done.output.count("met         in 4 cases, those of findings like it included") == 2
+    assert done.output.count("met         in 4 cases, including cases of similar findings") == 2
 
 
 def test_findings_of_one_check_share_a_heading_the_largest_difference_first(tmp_path, pool):
@@ -120,22 +120,19 @@ def test_findings_of_one_check_share_a_heading_the_largest_difference_first(tmp_
 def test_what_is_yet_to_be_made_smaller_is_not_called_the_smallest(tmp_path, pool):
     pool.outcome = {"found": (replace(FOUND, as_met=True),)}
     done = fuzz(tmp_path, "--cases", "10")
-    assert (
-        "so far      2 ranks, 1 param [[2]], 1 step; to have it made smaller: zero-sim fuzz"
-        in done.output
-    )
+    assert "so far      2 ranks, 1 param [[2]], 1 step; to shrink it: zero-sim fuzz" in done.output
     assert "smallest" not in done.output
 
 
 def test_where_a_campaign_is_kept_is_said_whatever_it_finds(tmp_path, pool):
-    assert f"Kept in {tmp_path}\n" in fuzz(tmp_path, "--cases", "10").output
+    assert f"Saved in {tmp_path}\n" in fuzz(tmp_path, "--cases", "10").output
 
 
 def test_an_interrupt_is_130(tmp_path, pool):
     pool.outcome = {"complete": False, "cases": 2}
     done = fuzz(tmp_path, "--cases", "10")
     assert done.exit_code == 130
-    assert f"Go on with:\n  zero-sim fuzz --corpus {tmp_path} --cases 10\n" in done.output
+    assert f"Resume with:\n  zero-sim fuzz --corpus {tmp_path} --cases 10\n" in done.output
 
 
 def test_what_goes_on_after_an_interrupt_is_the_same_campaign(tmp_path, pool):
@@ -201,7 +198,7 @@ def test_a_device_reaches_the_batches_the_corpus_and_the_command_to_replay(
     assert f"zero-sim replay {tmp_path}/bundles/0123456789ab --device cuda:1" in done.output
     assert read_corpus(tmp_path / "shard-1-of-1.sqlite").head.device == "cuda:1"
     other = fuzz(tmp_path, "--cases", "1")
-    assert_ended(other, 2, "Try another --corpus, or the seed, target, device, options and family")
+    assert_ended(other, 2, "Try another --corpus, or its original seed, target, device")
 
 
 def test_an_order_reaches_the_batches_and_the_corpus(tmp_path, pool):
@@ -224,7 +221,7 @@ class TestCoverage:
         assert ["reload", "2", "50.0%", "1"] in [line[:4] for line in lines]
         assert ["system.stage=3", "1", "25.0%", "1"] in [line[:4] for line in lines]
         assert "Never drawn: model.name=mlp, " in done.output
-        assert "1 of 4 cases had a pair that no other had, so about 25% of further" in done.output
+        assert "1 of 4 cases had a pair that no other case had, so about 25% of" in done.output
 
     def test_json_has_every_pair_and_which_mutants_it_found(self, tmp_path, pool):
         pool.outcome = {"cases_with": {"model.name=params": 0b11, "system.stage=3": 0b01}}
@@ -311,7 +308,7 @@ def test_what_was_found_earlier_is_judged_again(tmp_path, pool, monkeypatch):
     monkeypatch.setattr(campaign, "recheck", lambda findings, *, target, device: fixed)
     done = fuzz(tmp_path, "--cases", "10")
     assert done.exit_code == 0
-    assert "Found earlier, is fixed: its case passes now\n  equality.grad: differs" in done.output
+    assert "Found earlier, now fixed: its case passes\n  equality.grad: differs" in done.output
     assert f"bundle      {tmp_path}/fixed/0123456789ab" in done.output
 
 

@@ -25,10 +25,10 @@ def test_all_shards_without_a_finding_are_0(tmp_path):
 def test_shards_that_are_missing_are_3_and_named(tmp_path):
     one = make_shard(tmp_path / "a", 2, of=3, batches=[1])
     done = join(one, into=tmp_path / "all")
-    assert_ended(done, 3, "Not there of 3 shards: 1, 3.")
+    assert_ended(done, 3, "Missing of 3 shards: 1, 3.")
     many = make_shard(tmp_path / "b", 500, of=100_000, batches=[499])
     done = join(many, into=tmp_path / "many")
-    assert "Not there of 100,000 shards: 1-499, 501-100000." in done.output
+    assert "Missing of 100,000 shards: 1-499, 501-100000." in done.output
     told = json.loads(join(one, into=tmp_path / "json", options=["--json"]).stdout)
     assert (told["shards"], told["shards_missing"], told["exit_status"]) == (3, [1, 3], 3)
 
@@ -81,4 +81,4 @@ def test_the_coverage_of_shards_is_that_of_all_their_cases(tmp_path):
     assert told["pairs"] == {"reload + world.races=true": 2}
     assert told["new_pair_share"] == 0
     shown = join(tmp_path / "all", into=tmp_path / "again", options=["--coverage"]).stdout
-    assert "What 100 cases had" in shown
+    assert "Features of 100 cases" in shown

@@ -28,7 +28,7 @@ def test_what_needs_an_order_is_left_out(invoke):
     Path("four.toml").write_text(FOUR)
     Path("reload.toml").write_text(FOUR + RELOAD)
     result = invoke("run", "four.toml", "reload.toml", "--order", "any")
-    assert_ended(result, 0, "1 case left out: its order must be known: it has a reload")
+    assert_ended(result, 0, "1 case left out: its order must be known, because it has a reload")
 
 
 def test_a_bundle_is_of_the_case_that_ran(invoke, broken):
@@ -62,7 +62,7 @@ class TestAnOrderThatATargetDoesNotSupport:
     def test_is_no_pass_for_a_case_by_itself(self, invoke):
         Path("ddp.toml").write_text(self.PLAIN)
         result = invoke("run", "ddp.toml", "--order", "gloo")
-        assert_ended(result, 5, "Nothing selected: no case that can be judged as asked")
+        assert_ended(result, 5, "Nothing selected: no case that can be judged with these options")
         assert self.REASON in result.output
 
     def test_is_asked_of_an_imported_target_too(self, invoke, monkeypatch):

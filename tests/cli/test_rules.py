@@ -36,8 +36,8 @@ def test_what_is_wrong_ends_with_1(found, said):
 def test_an_alarm_is_said_first_and_last(found):
     found.alarms.append("3 ranks differ")
     lines = CliRunner().invoke(rules, ["--target", "zero_sim"]).stdout.splitlines()
-    assert lines[0] == "# NOT TO BE DECLARED: something is wrong, see the end"
-    assert lines[-2:] == ["WRONG, so that nothing above is to be declared:", "  3 ranks differ"]
+    assert lines[0] == "# DO NOT DECLARE THIS: something is wrong, see the end"
+    assert lines[-2:] == ["WRONG, so declare nothing of the above:", "  3 ranks differ"]
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ class TestJUnit:
 
 def test_what_was_not_observed_is_told_once(invoke):
     lines = invoke("pass", "silent").stdout.splitlines()
-    title = "What a target does not tell is not observed:"
+    title = "Not observed, because the target does not report it:"
     assert lines[lines.index(title) : -1] == [
         title,
         "compared  not observed  of 2 cases that passed",

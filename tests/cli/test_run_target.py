@@ -95,7 +95,7 @@ def test_a_case_outside_the_capabilities_is_refused(invoke):
 
 def test_what_it_cannot_be_asked_for_can_be_left_out(invoke):
     done = invoke("torch-ddp", "--able")
-    assert_ended(done, 5, "1 case left out: target 'torch-ddp' cannot be asked for system.stage")
+    assert_ended(done, 5, "1 case left out: target 'torch-ddp' does not support system.stage")
 
 
 def test_a_registered_one_is_judged_on_the_case(invoke):

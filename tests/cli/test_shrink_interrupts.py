@@ -104,7 +104,7 @@ def test_it_ends_with_the_status_of_a_case_that_fails(folder):
 
 def test_it_is_said(folder):
     said = (folder / "said").read_text()
-    assert re.search("  smallest .* s; stopped by hand, more may be possible\n", said)
+    assert re.search("  smallest .* s; interrupted, a smaller one may exist\n", said)
 
 
 def test_it_costs_nothing_of_what_was_found(folder):

@@ -40,8 +40,7 @@ def test_what_ranks_print_is_told_by_rank(torchrun):
     assert "[rank 1]: 1 ['train.py', '--lr', '0.1']\n" in done.stdout
     assert "[rank 0]: to err\n" in done.stderr
     assert done.stderr.endswith(
-        "2 ranks came to their end: seed 0, timing eager, schedule round-robin; "
-        "no collective was called\n"
+        "2 ranks finished: seed 0, timing eager, schedule round-robin; no collective was called\n"
     )
 
 

@@ -149,7 +149,7 @@ def test_a_case_counts_once_however_often_its_batch_was_run(tmp_path):
 def test_two_campaigns_do_not_add_to_one_corpus_at_once(tmp_path):
     class Meeting(BatchPool):
         def submit(self, call, job, render):
-            with pytest.raises(UsageError, match="that no other campaign adds to"):
+            with pytest.raises(UsageError, match="that no other campaign uses"):
                 run(tmp_path, BatchPool(), cases=50)
             return super().submit(call, job, render)
 

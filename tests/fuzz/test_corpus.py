@@ -67,7 +67,7 @@ def test_of_two_reports_from_one_case_on_the_longer_one_is_kept(path):
 def test_another_seed_is_another_campaign(path):
     other = replace(HEAD, seed=1)
     with (
-        pytest.raises(UsageError, match="Try another --corpus, or the seed"),
+        pytest.raises(UsageError, match="Try another --corpus, or its original seed"),
         open_corpus(path.parent, head=other),
     ):
         pass
@@ -75,7 +75,7 @@ def test_another_seed_is_another_campaign(path):
 
 def test_nobody_else_reads_or_writes_while_it_is_open(path):
     with open_corpus(path.parent, head=HEAD):
-        refused(path, "that no other campaign adds to")
+        refused(path, "that no other campaign uses")
 
 
 def test_a_write_that_was_cut_short_is_taken_back_by_its_own_campaign_alone(path, tmp_path):
@@ -92,7 +92,7 @@ def test_a_write_that_was_cut_short_is_taken_back_by_its_own_campaign_alone(path
             shutil.copy(path.with_name(name), killed.with_name(name))
         database.execute("ROLLBACK")
     assert killed.stat().st_size > path.stat().st_size
-    with pytest.raises(UsageError, match="got a write that was cut short; go on with its campaign"):
+    with pytest.raises(UsageError, match="got an incomplete write; resume its campaign"):
         read_corpus(killed)
     reopen(killed)
     assert read_corpus(killed) == read_corpus(path)
@@ -242,7 +242,7 @@ class TestFilesOfOthers:
             (
                 "UPDATE batches SET report = ?",
                 (to_json(report_of(0, verdicts={"pass": 9999})),),
-                "expected what came of 50 cases",
+                "expected counts of 50 cases",
             ),
             (
                 "UPDATE batches SET report = replace(report, '\"cases\":50', '\"cases\":\"50\"')",

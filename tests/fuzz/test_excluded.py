@@ -31,14 +31,14 @@ UNKNOWN = Capabilities(only=(("world.order_known", (False,)),))
 CASES = [
     ({"capabilities": STRICT}, "Capabilities.only = (('world.strict', (False,)),) excludes all of"),
     ({"capabilities": STRICT}, "100 of them for world.strict: this target supports false"),
-    ({"refuses": refuse_all}, "`refuses` excludes all of 100 drawn ones, 100 of them for model.n"),
+    ({"refuses": refuse_all}, "`refuses` excludes all of 100 drawn cases, 100 of them for model.n"),
     (
         {"capabilities": UNKNOWN, "numerics": Numerics(sync="every", divide_each="round")},
         "Capabilities.only = (('world.order_known', (False,)),) and `numerics` together exclude",
     ),
-    ({"capabilities": Capabilities(models=())}, "Capabilities.models is empty. Name at least one"),
+    ({"capabilities": Capabilities(models=())}, "Capabilities.models is empty. Add at least one"),
     ({"capabilities": Capabilities(orders=())}, "Capabilities.orders is empty"),
-    ({"capabilities": Capabilities(models=("tp-block",))}, "no model that it declares can be"),
+    ({"capabilities": Capabilities(models=("tp-block",))}, "none of its declared models can"),
 ]
 
 
@@ -52,7 +52,7 @@ def test_what_excludes_all_cases_is_named(declared, said):
 def test_an_option_that_all_cases_get_is_named():
     """It has no such option, so that every case with it is refused."""
     why = why_none_fits(Target(), options={"depth": "3"})
-    assert "--option depth=3 excludes all of 100 drawn ones" in why
+    assert "--option depth=3 excludes all of 100 drawn cases" in why
 
 
 @pytest.mark.parametrize("name", ["models", "dtypes", "stages", "optimizers", "orders"])

@@ -58,7 +58,7 @@ def test_another_campaign_is_refused_and_nothing_is_left(tmp_path):
     write(tmp_path, head=OLD_HEAD | {"seed": 8})
     for _ in range(2):
         with (
-            pytest.raises(UsageError, match="Try another --corpus, or the seed"),
+            pytest.raises(UsageError, match="Try another --corpus, or its original seed"),
             open_corpus(tmp_path, head=HEAD),
         ):
             pass
@@ -118,7 +118,7 @@ def test_so_is_what_is_no_json(tmp_path, data):
     ("change", "words"),
     [
         ({"seed": 1}, "expected a batch of seed 7"),
-        ({"verdicts": {"pass": 9999}}, "expected what came of 50 cases"),
+        ({"verdicts": {"pass": 9999}}, "expected counts of 50 cases"),
         ({"cases": "50"}, "counts: cases: "),
         ({"found": [[[[]]]]}, "found: 0: "),
     ],

@@ -74,7 +74,7 @@ def test_a_param_that_differs_makes_no_call_a_suspect_where_no_gradient_was_obse
     at = finding(check="equality.params", phase="gather", call_start=0, call_stop=8)
     assert calls_near(log, at).suspects == ()
     lines = render_calls(log, at)
-    assert "none of them a suspect: the system reports its params alone" in lines[0]
+    assert "none of them a suspect: the system reports only its params" in lines[0]
     assert not any(">" in line for line in lines[1:])
 
 
@@ -88,8 +88,8 @@ def test_gathers_are_suspect_of_a_param_that_differs_where_gradients_were_observ
 def test_gradients_that_were_observed_are_not_called_unreported():
     at = finding(check="equality.params", phase="gather", call_start=0, call_stop=8)
     head = render_calls(logged("barrier", "all_reduce"), at, shows_grads=True)[0]
-    assert "none of them a suspect: the gradients that the system reports are as expected" in head
-    assert "params alone" not in head
+    assert "none of them a suspect: the reported gradients are as expected" in head
+    assert "only its params" not in head
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ class TestMissing:
     def test_no_reduction_of_the_bucket(self, even_strip):
         said = self.missing(even_strip(), ("all_reduce", 3), ("all_gather", 24))
         assert said == (
-            "no call of this step reduces 24 elements, as one for bucket 0, elements [0, 24), "
-            "would; was it issued?"
+            "no call of this step reduces 24 elements, the size of bucket 0, elements [0, 24); "
+            "was it issued?"
         )
 
     def test_fewer_reductions_than_buckets_of_one_size(self, even_strip):

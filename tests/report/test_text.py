@@ -270,4 +270,6 @@ def test_what_a_search_came_to():
         "  smallest    1 rank, 1 param, 2 elements, 1 step, 0 features; 1 case, 0.2 s"
     )
     cut_short = dataclasses.replace(reduced, stopped="cases")
-    assert render_reduced(cut_short).endswith("; stopped after so many cases, more may be possible")
+    assert render_reduced(cut_short).endswith(
+        "; stopped by the limit on cases, a smaller one may exist"
+    )

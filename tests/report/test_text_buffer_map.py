@@ -81,7 +81,7 @@ def test_replicas_and_untold_shards_are_explained(even_strip):
     lines = draw_buffer_map(dataclasses.replace(strip, shards=tuple(shards)))
     assert marked(lines, "rank")[0] == "000000111111222222------"
     assert lines[-1] == (
-        "rank    0 ranks 0, 4  1 ranks 1, 5  2 ranks 2, 6  - of a rank that owns nothing of it"
+        "rank    0 ranks 0, 4  1 ranks 1, 5  2 ranks 2, 6  - shard of a rank that owns no element"
     )
 
 

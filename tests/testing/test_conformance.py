@@ -251,7 +251,7 @@ def test_what_was_before_and_how_many_cases_it_took_is_said(idle):
 
 
 def test_a_search_that_has_no_time_says_so():
-    with pytest.raises(NotConformant, match=r"; 0 cases, \d+\.\d s; stopped after so long"):
+    with pytest.raises(NotConformant, match=r"; 0 cases, \d+\.\d s; stopped by the limit on time"):
         conformance(Idle(), cases=20, shrink_seconds=0)()
 
 

@@ -71,8 +71,8 @@ class TestLifecycle:
     def test_what_is_live_in_the_third_layers_backward(self, lifecycle):
         step = step_of(lifecycle, "With prefetch, backward: the gradient of layer_3.bias")
         assert step.text == [
-            "Live beside the shards: whole params: layer_3; params on their way: layer_2; "
-            "gradients that come: layer_3; whole gradients being reduced: layer_4."
+            "Live besides the shards: unsharded params: layer_3; params being gathered: layer_2; "
+            "gradients being computed: layer_3; unsharded gradients being reduced: layer_4."
         ]
 
     def test_a_call_is_told_with_its_unit(self, lifecycle):
@@ -131,7 +131,7 @@ def test_any_scenario_has_a_step(scenario):
     assert [row[3:5] for row in buckets] == [["544", "0"], ["552", "0"], ["8", "0"]]
     calls = [row[1] for row in words(step_of(walk, "The calls").tables[0])]
     assert calls.count("reduce_scatter") == calls.count("all_gather") == 3
-    assert "Closed forms say the same." in step_of(walk, "What every rank holds").text
+    assert "The closed forms agree." in step_of(walk, "What every rank holds").text
     page = render_walk_page(walk)
     assert "&lt;b&gt;odd" in page
     assert "<b>odd" not in page

@@ -1,1 +1,1 @@
-"""The command line: one module for a command, and what commands share."""
+"""The command line: a module per command, and shared options."""

@@ -1,4 +1,4 @@
-"""`zero-sim torchrun --against`: a script judged by another way to run it."""
+"""`zero-sim torchrun --against`: a script compared with another run of it."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ if TYPE_CHECKING:
     from zero_sim.script.launch import Settings
 
 RELATIONS = ("1", "resumed", "mesh", "micro")
+# Of several sizes, the gravest status is the command's.
 _ORDER_OF_STATUS = (1, 2, 4, 3)
 _TOO_FEW_RANKS = (
-    "expected at least two ranks to compare with one, got 1. Add --nproc-per-node 4, or if the "
-    "script starts its ranks itself, give its number of ranks: in ARGUMENTS, and another one in "
-    "--arguments-of-one."
+    "expected at least two ranks to compare with one, got 1. Add --nproc-per-node 4. If the script "
+    "starts its ranks itself, put their number into ARGUMENTS, and 1 into --arguments-of-one."
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgainstOptions:
-    """Options of the comparison with another way to run the script."""
+    """Options of the comparison with another run of the script."""
 
     against: str | None = option(
         "--against",
         type=click.Choice(RELATIONS),
-        help="Judge the script by another way to run it, in float64: on 1 rank; stopped and "
-        "resumed; on another mesh; with other micro-batches.",
+        help="Compare the script with another run of it, in float64: on 1 rank, stopped and "
+        "resumed, on another mesh, or with other micro-batches.",
     )
     arguments_of_one: str | None = option(
         "--arguments-of-one",
         metavar="ARGS",
-        help="The script's arguments in the run to compare with, if they differ.",
+        help="Arguments of the script in the other run, if they differ.",
     )
     arguments_of_stopped: str | None = option(
         "--arguments-of-stopped",
         metavar="ARGS",
-        help="With --against resumed: the script's arguments in the run that stops early.",
+        help="With --against resumed: arguments of the script in the run that stops early.",
     )
     sizes: str | None = option(
-        "--sizes", metavar="N,N,...", help="With --against 1: judge these numbers of ranks."
+        "--sizes", metavar="N,N,...", help="With --against 1: compare each of these world sizes."
     )
     feed: bool = option(
-        "--feed", is_flag=True, help="Deal the rows that one rank read to all ranks."
+        "--feed", is_flag=True, help="Split the rows that one rank read among all ranks."
     )
     all_read_all: bool = option(
         "--all-read-all",
         is_flag=True,
-        help="Each rank is meant to read all rows, as with tensor parallelism.",
+        help="Expect each rank to read all rows, as with tensor parallelism.",
     )
     start_of_one: bool = option(
         "--start-of-one", is_flag=True, help="Start all ranks with the params of one rank."
@@ -72,7 +72,8 @@ class AgainstOptions:
     precision: bool = option(
         "--precision",
         is_flag=True,
-        help="Compare in the script's own dtypes, too, and warn of what rounding does not explain.",
+        help="Also compare in the script's own dtypes, and warn about differences that rounding "
+        "does not explain.",
     )
     json: Path | None = option("--json", type=FILE, help="Write the verdicts as JSON.")
     junit: Path | None = option("--junit", type=FILE, help="Write the verdicts as JUnit XML.")
@@ -81,7 +82,7 @@ class AgainstOptions:
         "--bundles",
         type=FOLDER,
         metavar="DIR",
-        help="Write a bundle of the script, unless it is equal, for `zero-sim replay`.",
+        help="Unless the runs are equal, write a bundle of the script for `zero-sim replay`.",
     )
 
 
@@ -93,14 +94,14 @@ def judge_script(
     words: Sequence[str],
     allowed_drift: Sequence[str] = (),
 ) -> int:
-    """Judge a script; the exit status.
+    """Judge a script and return the exit status.
 
     Args:
-        options: What to compare with, and where reports go.
-        settings: The world of the side that is judged.
+        options: The comparison, and the files of its reports.
+        settings: World of the judged run.
         seed: Seed of all runs.
         words: The script and its arguments, with `-m` before a module.
-        allowed_drift: Patterns of names of tensors that may differ among ranks.
+        allowed_drift: Name patterns of tensors that may differ among ranks.
     """
     from zero_sim.against.account import account_of
     from zero_sim.against.precision import measure_precision
@@ -178,7 +179,7 @@ def _write_reports(options: AgainstOptions, reported: Sequence[Reported], *, sta
 
 
 def _command(options: AgainstOptions, side: Side, *, words: Sequence[str]) -> str:
-    """The command that judges one side again."""
+    """Return the command that judges one side again."""
     settings = side.settings
     given = ["--against", str(options.against), "--nproc-per-node", str(settings.ranks_per_node)]
     given += ["--nnodes", str(settings.nodes)] if settings.nodes > 1 else []
@@ -201,7 +202,7 @@ def _write_bundle(
     *,
     by_rank: bool,
 ) -> str:
-    """Write a bundle; its id."""
+    """Write a bundle and return its id."""
     from zero_sim.against.bundles import ScriptBundle, write_script_bundle
 
     bundle = ScriptBundle(
@@ -221,20 +222,24 @@ def _write_bundle(
 
 
 def script_bundle(name: str, *, folder: Path) -> Path | None:
-    """The folder of a bundle of a script; None if there is none of the name."""
+    """Return the folder of a script's bundle; None if there is none with this name."""
+    # A look at file names first: other bundles must not pay for the imports below.
     if not any(Path(name).glob("script.json")) and not any(folder.glob("*/script.json")):
-        return None  # Before anything of that wing is imported.
+        return None
     from zero_sim.against.bundles import find_script_bundle
 
     return find_script_bundle(name, folder=folder)
 
 
 def replay_script(path: Path, *, trust: bool) -> int:
-    """Judge the script of a bundle again; the exit status.
+    """Judge the script of a bundle again and return the exit status.
 
     Args:
-        path: The bundle's folder.
+        path: Folder of the bundle.
         trust: True if the script may run.
+
+    Raises:
+        UsageError: `trust` is False.
     """
     from zero_sim.against.account import account_of
     from zero_sim.against.bundles import CODE_FOLDER, read_script_bundle
@@ -246,9 +251,10 @@ def replay_script(path: Path, *, trust: bool) -> int:
     bundle = read_script_bundle(path)
     if not trust:
         raise UsageError(
-            f"expected --trust for a bundle of a script, because its code runs here, got none. "
-            f"Read {path / CODE_FOLDER} first."
+            f"expected --trust, because replay runs the code of this bundle. Read "
+            f"{path / CODE_FOLDER}, then add --trust."
         )
+    # A copy, so that files the script writes do not change the bundle.
     with in_copy_of(path.absolute() / CODE_FOLDER):
         prepared = prepare(
             bundle.expected, seed=bundle.seed, keeps_rows=bundle.feeds, by_rank=bundle.by_rank
@@ -262,13 +268,14 @@ def replay_script(path: Path, *, trust: bool) -> int:
         )
         verdict = comparison.verdict
         text = render(verdict, account_of(comparison))
+    # The same outcome at the same first difference is the failure of the bundle.
     if verdict.outcome == "equal":
         head = "FIXED"
     elif (verdict.outcome, verdict.first) == (bundle.outcome, bundle.first):
         head = "FAILED as in the bundle"
     else:
         then = bundle.first or bundle.reason
-        head = f"FAILED otherwise than in the bundle, which had {bundle.outcome}: {then}"
+        head = f"FAILED in another way than in the bundle, which had {bundle.outcome}: {then}"
     click.echo(printable(f"{head}\n{text}", lines=True))
     return EXIT_STATUS[verdict.outcome]
 
@@ -280,7 +287,7 @@ def _sides(
     words: Sequence[str],
     allowed_drift: tuple[str, ...],
 ) -> tuple[Side, list[Side]]:
-    """The side to compare with, and those that are judged."""
+    """Return the expected side and the sides to judge."""
     from zero_sim.against.runs import Side
 
     is_module = words[0] == "-m"
@@ -292,6 +299,7 @@ def _sides(
         arguments=tuple(arguments),
         allowed_drift=allowed_drift,
     )
+    # The other run has the same script; only its world and arguments may differ.
     other = side
     if options.arguments_of_one is not None:
         other = replace(side, arguments=tuple(shlex.split(options.arguments_of_one)))
@@ -304,16 +312,20 @@ def _sides(
             else side
             for size in sizes
         ]
+        # A script may refuse to run on one GPU. The run on one rank is then repeated with as many
+        # GPUs as the largest run.
         spare = max(each.settings.ranks_per_node for each in sides)
         return replace(other, settings=one, spare_gpus=spare), sides
     if options.sizes is not None:
-        raise UsageError("expected --sizes with --against 1, got it with another relation.")
+        raise UsageError(
+            "expected --sizes with --against 1, got it with another relation. Remove --sizes."
+        )
     if options.against == "resumed":
         if options.arguments_of_stopped is None:
             raise UsageError(
-                "expected --arguments-of-stopped with --against resumed, got none. Give the "
-                "arguments of the run that stops early; ARGUMENTS are those of the run that "
-                "resumes, and --arguments-of-one those of an uninterrupted one."
+                "expected --arguments-of-stopped with --against resumed, got none. Give three sets "
+                "of arguments: --arguments-of-stopped for the run that stops early, ARGUMENTS for "
+                "the run that resumes, --arguments-of-one for an uninterrupted run."
             )
         stopped = tuple(shlex.split(options.arguments_of_stopped))
         resumed = replace(side, earlier_arguments=stopped, label="a stopped and resumed run")
@@ -321,7 +333,7 @@ def _sides(
     if options.arguments_of_one is None:
         raise UsageError(
             f"expected --arguments-of-one with --against {options.against}, got none. Give the "
-            "script's arguments for the other way to run it."
+            "script's arguments in the other run."
         )
     words_of = {"mesh": "mesh", "micro": "number of micro-batches"}[str(options.against)]
     return replace(other, label=f"another {words_of}"), [side]
@@ -329,7 +341,7 @@ def _sides(
 
 def _sizes(options: AgainstOptions, settings: Settings) -> list[int]:
     if options.sizes is None:
-        # The arguments may say how many ranks the script starts itself.
+        # With other arguments for the run on one rank, the script may start its ranks itself.
         if settings.world_size < 2 and options.arguments_of_one is None:
             raise UsageError(_TOO_FEW_RANKS)
         return [settings.world_size]

@@ -11,28 +11,25 @@ from zero_sim.cli.parts import echo_report, json_option
 
 
 @click.command()
-@click.option(
-    "--only", metavar="TEXT", default="", help="Only figures that have this in their names."
-)
+@click.option("--only", metavar="TEXT", default="", help="Only figures whose names contain TEXT.")
 @click.option(
     "--history",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Add this run to a file, a line of JSON for each.",
+    help="Append this run to FILE, as one line of JSON.",
 )
 @click.option(
     "--check",
     is_flag=True,
-    help="With --history: exit with 1 where a ratio is 15 % worse than the median of the last five "
-    "runs on record, also when it is measured again. Nothing is added then.",
+    help="With --history: exit with 1 if a ratio is 15 % worse than the median of the last five "
+    "runs in FILE, in two measurements. Such a run is not appended.",
 )
 @json_option
 def bench(*, only: str, history: Path | None, check: bool, as_json: bool) -> int:
     """Measure the speed and memory of zero-sim on this machine.
 
-    Goals are shown beside the figures for comparison; missing one is no failure. Times are
-    processor time of all processes. Ratios are measured in alternation, so that they hold on a busy
-    machine, too.
+    Goals are printed next to the figures. A missed goal is no failure. Times are CPU time of all
+    processes. The two sides of a ratio are measured in turns, so that it holds on a busy machine.
 
     \b
     Examples:
@@ -43,6 +40,7 @@ def bench(*, only: str, history: Path | None, check: bool, as_json: bool) -> int
 
     if check and history is None:
         raise click.UsageError("--check compares with a history. Try --history FILE.")
+    # By name, because `bench` is the command in this module.
     module = importlib.import_module("zero_sim.bench")
     earlier = module.read_history(history) if history is not None else []
     if check and not earlier:
@@ -63,6 +61,7 @@ def bench(*, only: str, history: Path | None, check: bool, as_json: bool) -> int
         click.echo(render_measurements(measurements))
         if worse:
             click.echo(render_worse(worse))
+    # A bad run in the history would shift the median that later runs are compared with.
     if history is not None and not worse:
         module.append_history(history, measurements)
     return int(bool(worse))

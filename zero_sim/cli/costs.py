@@ -1,4 +1,4 @@
-"""The commands `memory` and `traffic`: what a way to train costs, by closed forms."""
+"""The commands `memory` and `traffic`: costs of training by closed forms."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zero_sim.calculators.rows import MemoryRow
     from zero_sim.scenario.spec import DtypeName
 
+# Far above any model and cluster; they catch slips such as 7e90.
 PARAMS_MAX = 10**15
 RANKS_MAX = 2**20
 GB = 10**9
@@ -30,10 +31,10 @@ GB = 10**9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
-    """Ways to train that are asked about; each list makes several rows."""
+    """Settings to calculate costs for; each list gives several rows."""
 
     params: int | None = option(
-        "--params", type=Count(PARAMS_MAX), metavar="P", help="Number of params: 7e9."
+        "--params", type=Count(PARAMS_MAX), metavar="P", help="Number of params, such as 7e9."
     )
     ranks: tuple[int, ...] = option(
         "--ranks",
@@ -41,13 +42,13 @@ class _Asked:
         multiple=True,
         callback=joined,
         metavar="N,...",
-        help="Ranks that train one set of params: 2,4,1_024.",
+        help="Numbers of ranks that train one set of params, such as 2,4,1_024.",
     )
     stages: tuple[str, ...] = option(
         "--stage",
         type=click.Choice(["0", "1", "2", "3"]),
         multiple=True,
-        help="ZeRO stage; several for several rows.",
+        help="ZeRO stage. Repeatable.",
     )
     redundancies: tuple[int, ...] = option(
         "--redundancy",
@@ -55,21 +56,21 @@ class _Asked:
         multiple=True,
         callback=joined,
         metavar="K,...",
-        help="Replicas of each shard.",
+        help="Numbers of replicas of each shard.",
     )
     dtype: DtypeName | None = option(
         "--dtype",
         type=click.Choice(["bf16", "fp16", "fp32"]),
-        help="Of params and gradients, with --params.  [default: bf16]",
+        help="With --params: dtype of params and gradients.  [default: bf16]",
     )
     optimizer: str | None = option(
         "--optimizer", metavar="NAME", help="Class of torch.optim, such as adamw or sgd."
     )
     no_masters: bool = option(
-        "--no-masters", is_flag=True, help="The optimizer steps the params themselves, not copies."
+        "--no-masters", is_flag=True, help="Let the optimizer step the params, not fp32 copies."
     )
     micro_batches: int | None = option(
-        "--micro-batches", type=Count(10**5), metavar="M", help="In a step."
+        "--micro-batches", type=Count(10**5), metavar="M", help="Micro-batches per step."
     )
 
     @property
@@ -80,37 +81,37 @@ class _Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SystemAsked:
-    """Fields of `system` in place of what the case says."""
+    """Options that override fields of `system`."""
 
     grad_dtype: str | None = option(
-        "--grad-dtype", type=click.Choice(["param", "fp32"]), help="Of the gradient buffer."
+        "--grad-dtype", type=click.Choice(["param", "fp32"]), help="Dtype of the gradient buffer."
     )
     bucket_elems: int | None = option(
         "--bucket-elems",
         type=Count(PARAMS_MAX),
         metavar="E",
-        help="Elements after which a bucket is closed.",
+        help="Close a bucket after so many elements.",
     )
     reduce_buffer_elems: int | None = option(
         "--reduce-buffer-elems",
         type=Count(PARAMS_MAX),
         metavar="E",
-        help="Stages 1 and 2: elements of the buffers through which gradients go to their owners; "
-        "two of them with --bucket-elems.",
+        help="Stages 1 and 2: elements of the buffer that gradients are reduced in. With "
+        "--bucket-elems, there are two.",
     )
     gather_chunk_elems: int | None = option(
         "--gather-chunk-elems",
         type=Count(PARAMS_MAX),
         metavar="E",
-        help="Stages 1 and 2: most elements that one call gathers.",
+        help="Stages 1 and 2: maximum elements per gather.",
     )
     buffers_by: str | None = option(
         "--buffers-by",
         type=click.Choice(["dtype", "param-group"]),
-        help="What params of one buffer have in common.",
+        help="Property that params of one buffer share.",
     )
     offload_state: bool = option(
-        "--offload-state", is_flag=True, help="Masters and optimizer state on the CPU."
+        "--offload-state", is_flag=True, help="Keep masters and optimizer state on the CPU."
     )
 
 
@@ -119,11 +120,11 @@ _topology = click.option(
     "--topology",
     type=FILE,
     metavar="FILE",
-    help="Nodes and links, as TOML; without it nodes of 8 ranks.",
+    help="Nodes and links, as TOML.  [default: nodes of 8 ranks]",
 )
-_curve = click.option("--curve", is_flag=True, help="Over 1 to 16,384 ranks.")
+_curve = click.option("--curve", is_flag=True, help="Draw the bytes on 1 to 16,384 ranks.")
 _measure = click.option(
-    "--measure", is_flag=True, help="Run it on simulated ranks, and hold the closed forms to that."
+    "--measure", is_flag=True, help="Also run a step on simulated ranks and compare."
 )
 
 
@@ -149,8 +150,8 @@ def memory(
     Takes a number of params, a scenario file, or a module to import. Closed forms give the bytes;
     runs are checked against the same forms. GB are 10^9 bytes, GiB 2^30.
 
-    Exit status: 0, or 1 if --measure finds a difference between the forms and a run; 2 if the usage
-    is wrong; 4 if there is no room to run.
+    Exit status: 0 done, 1 --measure finds a difference between the forms and a run, 2 the usage is
+    wrong, 4 this machine has too little memory for the run.
 
     \b
     Examples:
@@ -226,7 +227,7 @@ def traffic(
 ) -> None:
     """Estimate what a rank sends in a step, by kind and link.
 
-    Collectives run as rings.
+    Assumes that collectives run as rings.
 
     \b
     Examples:
@@ -265,7 +266,7 @@ def traffic(
 def _models(
     source: str | None, asked: _Asked, system: _SystemAsked, *, needs_ranks: bool = True
 ) -> list[Model]:
-    """What is asked about, with the settings that were given in the place of its own."""
+    """Return the models to calculate, with the given options applied."""
     if (source is None) == (asked.params is None):
         got = "neither" if source is None else "both"
         raise UsageError(
@@ -276,18 +277,18 @@ def _models(
         from zero_sim.calculators.counted import counted_model
 
         if not asked.ranks and needs_ranks:
-            raise UsageError(
-                "expected --ranks with --params: how many train together. Try --ranks 8."
-            )
+            raise UsageError("expected --ranks with --params, got none. Try --ranks 8.")
         models = [counted_model(asked.params, dtype=asked.dtype or "bf16")]
     else:
         if asked.dtype is not None:
             raise UsageError(
-                "expected --dtype with --params alone: models have dtypes of their own."
+                "expected --dtype with --params only, because a model has its own dtypes. Remove "
+                "--dtype."
             )
         assert source is not None
         with packages_needed():
             from zero_sim.calculators.models import model_of_name, models_of_file
+        # A path may contain a colon too, so files go first.
         is_name = ":" in source and not Path(source).exists()
         models = [model_of_name(source)] if is_name else models_of_file(Path(source))
     return [_with_settings(model, asked, system) for model in models]
@@ -296,21 +297,24 @@ def _models(
 def _with_settings(model: Model, asked: _Asked, system: _SystemAsked) -> Model:
     from zero_sim.calculators.state import check_name
 
+    # Only options that were given replace settings of the model.
     scenario = model.scenario
     if asked.optimizer is not None:
         name = check_name(asked.optimizer)
         scenario = replace(scenario, optimizer=replace(scenario.optimizer, name=name))
     if asked.micro_batches is not None:
         scenario = replace(scenario, run=replace(scenario.run, micro_batches=asked.micro_batches))
+    # Options that are not given are None or False, which keeps the model's own setting.
     fields: dict[str, Any] = {name: value for name, value in asdict(system).items() if value}
     scenario = replace(scenario, system=replace(scenario.system, **fields))
     return replace(model, scenario=scenario)
 
 
 def _chosen(models: Sequence[Model], asked: _Asked, *, curve: bool = False) -> list[Model]:
-    """Each model in each way that is asked for."""
+    """Return each model with each combination of ranks, stages and replicas."""
     from zero_sim.calculators import rows
 
+    # A number of params has no stage of its own, so it is shown at all stages.
     stages: list[Any] = [int(stage) for stage in asked.stages]
     if not stages and all(model.counted for model in models):
         stages = [0, 1, 2, 3]
@@ -319,12 +323,12 @@ def _chosen(models: Sequence[Model], asked: _Asked, *, curve: bool = False) -> l
         return list(rows.choices(models, ranks=asked.ranks, stages=stages, redundancies=copies))
     if len(models) > 1 or asked.ranks:
         got = "--ranks" if asked.ranks else f"{len(models)} cases"
-        raise UsageError(f"expected one case, and no --ranks, with --curve; got {got}.")
+        raise UsageError(f"expected one case and no --ranks with --curve, got {got}.")
     return list(rows.curve(models[0], stages=stages, redundancies=copies))
 
 
 def _limits(models: Sequence[Model], asked: _Asked) -> list[LimitRow]:
-    """Rows of the table by number of ranks, if several are asked about with a number of params."""
+    """Return rows by number of ranks, if there are several numbers and a number of params."""
     if len(asked.ranks) < 2 or asked.redundancies or not models[0].counted:
         return []
     from zero_sim.calculators.limits import limit_rows
@@ -334,34 +338,36 @@ def _limits(models: Sequence[Model], asked: _Asked) -> list[LimitRow]:
 
 
 def _waterfall(model: Model, row: MemoryRow, *, has_masters: bool) -> list[str]:
-    """A waterfall from stage 0 to a row; none for stage 0 itself."""
+    """Return a waterfall from stage 0 to a row; empty for stage 0."""
     from zero_sim.calculators.rows import memory_row
     from zero_sim.report.costs import render_waterfall
 
     if not row.stage:
         return []
+    # Stage 0 has no replicas of a sharded state.
     plain = memory_row(model.with_choice(stage=0, redundancy=1), has_masters=has_masters)
     title = f"{row.model}: stage 0 to stage {row.stage}, {row.ranks:,} ranks"
     return [render_waterfall(plain.footprint.held, row.footprint.held, title=title)]
 
 
 def _run_all(chosen: Sequence[Model], *, has_masters: bool, curve: bool = False) -> list[Measured]:
-    """Run each model; said before it is tried if there is no room.
+    """Run a step of each model.
 
     Raises:
-        UsageError: It cannot be run.
-        EnvironmentProblem: It has no room here.
+        UsageError: A model cannot be run.
+        EnvironmentProblem: This machine has too little memory.
     """
     if curve:
-        raise UsageError("expected --measure without --curve, got both. Try one of them.")
+        raise UsageError("expected --measure without --curve, got both. Remove one of them.")
     with packages_needed():
         from zero_sim.calculators.measure import check_fits, measure
         from zero_sim.calculators.models import case_of
     if not has_masters:
         raise UsageError(
-            "expected --measure without --no-masters: our own system keeps fp32 masters. "
-            "Try one of them."
+            "expected --measure without --no-masters, because our own system keeps fp32 masters. "
+            "Remove one of them."
         )
+    # All of them before the first run, which may take minutes.
     for model in chosen:
         check_fits(model)
     measured = []
@@ -372,7 +378,7 @@ def _run_all(chosen: Sequence[Model], *, has_masters: bool, curve: bool = False)
 
 
 def _series(rows: Sequence[MemoryRow]) -> dict[str, list[tuple[int, float]]]:
-    """Pairs of ranks and GB, by stage and copies."""
+    """Return pairs of ranks and GB, by stage and number of replicas."""
     series: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         name = f"stage {row.stage}" + (f", K = {row.redundancy}" if row.redundancy > 1 else "")

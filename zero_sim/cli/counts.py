@@ -1,4 +1,4 @@
-"""Whole numbers on the command line as people write large ones, and lists of them."""
+"""Whole numbers on the command line in readable forms, and lists of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:e\d{1,2})?)([kmbt]?)", re.IGNORECASE
 
 
 class Count(click.ParamType):
-    """A whole number as people write large ones: 7e9, 7_000_000_000, 7b."""
+    """A whole number in a readable form: 7e9, 7_000_000_000, 7b."""
 
     name = "count"
 
@@ -20,7 +20,7 @@ class Count(click.ParamType):
         self._most = most
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number."""
+        """Return the number."""
         if isinstance(value, int):
             return value
         found = _COUNT.fullmatch(str(value).strip())
@@ -28,6 +28,7 @@ class Count(click.ParamType):
         if found:
             digits = found[1].replace("_", "")
             scale = _SUFFIXES[found[2].lower()]
+            # As integers if possible, because floats above 2^53 lose digits.
             number = int(digits) * scale if digits.isdecimal() else float(digits) * scale
         if not 1 <= number <= self._most or number != int(number):
             self.fail(
@@ -40,10 +41,10 @@ class Count(click.ParamType):
 
 
 class Counts(Count):
-    """Several whole numbers with commas between them: 2,4,1_024."""
+    """Several whole numbers, separated by commas: 2,4,1_024."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The numbers, as a tuple."""
+        """Return the numbers as a tuple."""
         if isinstance(value, tuple):
             return value
         each = super().convert
@@ -51,5 +52,5 @@ class Counts(Count):
 
 
 def joined(_: click.Context, param: click.Parameter, value: Any) -> tuple[int, ...]:
-    """Callback of an option that may be given several times: its numbers in one tuple."""
+    """Return the numbers of a repeated option in one tuple; a callback."""
     return tuple(number for numbers in value for number in numbers)

@@ -1,4 +1,4 @@
-"""The commands `explain` and `report`, which show findings to people."""
+"""The commands `explain` and `report`: findings for human readers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero_sim.report.commands import DEFAULT_BUNDLES
 def explain(name: str, bundles: Path, as_json: bool) -> None:
     """Explain a check: its meaning, its usual causes, known cases.
 
-    With a bundle, explains the check of its first finding and shows the numbers of the case.
+    For a bundle, explains the check of its first finding and prints the numbers of the case.
 
     \b
     Examples:
@@ -33,6 +33,7 @@ def explain(name: str, bundles: Path, as_json: bool) -> None:
     from zero_sim.scenario.suggest import nearest
 
     bundle, check = None, name
+    # Checks first: they need no torch.
     if name not in EXPLANATIONS:
         with packages_needed():
             from zero_sim.bundle import find_bundle, read_bundle
@@ -44,6 +45,7 @@ def explain(name: str, bundles: Path, as_json: bool) -> None:
                 f"{nearest(name, EXPLANATIONS)}.\n{error}"
             ) from None
         bundle = read_bundle(path)
+        # The first finding in the order of dataflow is nearest to the cause.
         check = bundle.findings[0].check
     explanation = explain_check(check)
     if as_json:
@@ -68,12 +70,12 @@ def explain(name: str, bundles: Path, as_json: bool) -> None:
     default=Path("zero-sim.html"),
     show_default=True,
     metavar="FILE",
-    help="The page; a pipe is written to only where somebody reads it.",
+    help="File for the page. Refuses a named pipe that has no reader.",
 )
 def report(names: tuple[str, ...], bundles: Path, output: Path) -> None:
     """Write one self-contained HTML page about failed cases.
 
-    Without an ID or PATH, the page shows all bundles of the folder.
+    Without ID or PATH, the page shows all bundles of the folder.
 
     \b
     Examples:

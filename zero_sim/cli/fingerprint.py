@@ -1,4 +1,4 @@
-"""The command `zero-sim fingerprint`: which stage a sequence of collectives looks like."""
+"""The command `zero-sim fingerprint`: the ZeRO stage of a sequence of collectives."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from zero_sim.host.packages import packages_needed
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path), metavar="FILE|FOLDER")
-@click.option("--case", metavar="ID", help="Which case of a scenario file, where it has several.")
+@click.option("--case", metavar="ID", help="Case of a scenario file, if it has several.")
 @click.option(
-    "--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose calls."
+    "--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Rank to analyse."
 )
 @json_option
 @click.pass_context
@@ -24,8 +24,8 @@ def fingerprint(ctx: click.Context, path: Path, case: str | None, rank: int, as_
     """Identify the ZeRO stage, overlap and odd calls of a trace.
 
     FILE is a Chrome trace of torch's profiler (on NCCL, or on gloo with record_shapes=True), of
-    `run --trace` or `export`; a Flight Recorder dump as JSON; a folder of these; or a scenario
-    file, which is run.
+    `run --trace` or of `export`, or a Flight Recorder dump as JSON. FOLDER contains several of
+    these. A scenario file is run first.
 
     \b
     Examples:
@@ -40,6 +40,7 @@ def fingerprint(ctx: click.Context, path: Path, case: str | None, rank: int, as_
             render_fingerprint,
             traces_in,
         )
+    # Traces are JSON, so a TOML file is a scenario: run it and read its event log.
     if path.suffix == ".toml":
         from zero_sim.calculators.measure import measure
         from zero_sim.scenario.load import load_scenario
@@ -48,7 +49,7 @@ def fingerprint(ctx: click.Context, path: Path, case: str | None, rank: int, as_
         if rank >= scenario.world.size:
             raise UsageError(
                 f"expected --rank to be below the {scenario.world.size} ranks of {scenario.name}, "
-                f"got {rank}."
+                f"got {rank}. Choose a smaller one."
             )
         with progress(f"measure {scenario.name}"):
             found = {path: look(calls_of_log(measure(scenario).log, rank=rank))}

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 EXIT_FOUND = 1
 EXIT_LOST = 3
 DEFAULT_CORPUS = Path(".zero-sim", "corpus")
+# Parameters that `--join` accepts.
 _WITH_JOIN = ("join", "corpus", "coverage", "as_json", "html")
-"""Parameters that have an effect with `--join`."""
 
 
 class _Shard(click.ParamType):
@@ -63,13 +63,13 @@ class _Shard(click.ParamType):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shown:
-    """Forms in which a campaign is shown."""
+    """Output formats of a campaign."""
 
     coverage: bool = option(
         "--coverage",
         is_flag=True,
-        help="Also show the features of cases, alone and in pairs: those that never occurred, "
-        "those that found a mutant, and what further cases would add.",
+        help="Also show features of cases and pairs of features: which never occurred, which find "
+        "mutants, and how many more to expect.",
     )
     as_json: bool = option("--json", **JSON)
     html: Path | None = option(
@@ -86,36 +86,36 @@ class _Shown:
     default="zero_sim",
     show_default=True,
     metavar="NAME|MODULE:NAME",
-    help="System under test: a registered one, or one to import.",
+    help="System under test: a registered name, or module:name to import.",
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0, min_open=True),
     callback=a_number,
     metavar="S",
-    help="Begin no case after so long, imports and what the corpus holds not counted; "
-    f"{DEFAULT_SECONDS:.0f} if --cases is not given either.",
+    help="Start no case after S seconds, not counting imports and earlier results. Default "
+    f"{DEFAULT_SECONDS:.0f}, or no limit with --cases.",
 )
 @device_option
 @own_options
-@click.option("--cases", type=click.IntRange(min=0), metavar="N", help="Cases of all shards.")
+@click.option("--cases", type=click.IntRange(min=0), metavar="N", help="Cases, over all shards.")
 @click.option(
     "--family",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
     metavar="N",
-    help="Judge up to N systems with each model, data and optimizer that are drawn, all of them "
-    "against one reference's steps: cheaper a case, and fewer models.",
+    help="Judge up to N systems per model, data and optimizer, against the same reference steps. "
+    "Cases become cheaper, but cover fewer models.",
 )
 @click.option(
     "--order",
     metavar="NAME|unknown",
-    help="Order in which reductions add in all cases, of those that the target declares; unknown: "
-    "one that the judge is not told, so that sums are judged by proven bounds.",
+    help="Summation order of all cases, one that the target declares. With `unknown`, the order is "
+    "hidden from the judge and sums are checked against proven bounds.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="S")
-@click.option("--jobs", type=click.IntRange(min=1), metavar="J", help="Batches at a time.")
+@click.option("--jobs", type=click.IntRange(min=1), metavar="J", help="Batches to run at a time.")
 @click.option(
     "--scheduler", metavar="ADDRESS", help="Run on a Dask cluster; needs the extra `cluster`."
 )
@@ -125,22 +125,22 @@ class _Shown:
     default="1/1",
     show_default=True,
     metavar="I/N",
-    help="Run only this share of the batches, for job arrays.",
+    help="Run only the I-th of N shares of the batches, for job arrays.",
 )
 @click.option(
     "--corpus",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Keep everything in DIR, and go on from what is there; a link in it is refused.  "
-    f"[default: a folder by target and seed in {DEFAULT_CORPUS}, begun anew]",
+    help="Save results in DIR and resume from it. Symlinks in it are refused.  "
+    f"[default: a new folder in {DEFAULT_CORPUS}, named by target and seed]",
 )
 @click.option(
     "--join",
     multiple=True,
     type=click.Path(path_type=Path, exists=True),
     metavar="FILE|DIR",
-    help="Run nothing: make one corpus, in DIR of --corpus, of the files of a campaign's shards or "
-    "of those in a folder, and show what they found; several times for several.",
+    help="Run nothing. Join the files of a campaign's shards, or all in a folder, into one corpus "
+    "in the DIR of --corpus, and show its findings. Repeatable.",
 )
 @takes(_Shown, "shown")
 @click.pass_context
@@ -164,12 +164,11 @@ def fuzz(
     """Generate cases, judge them, and shrink those that fail.
 
     Cases concentrate on the edges of partitions: uneven shards, padding, empty shards, small
-    buckets. With --corpus, earlier findings are judged again first; the bundles of fixed ones move
+    buckets. With --corpus, earlier findings are judged again first. Bundles of fixed findings move
     to the folder `fixed` in DIR.
 
-    Exit status: 0 nothing found, 1 findings, 2 the usage is wrong, 3 a worker died or the file of a
-    shard is missing, 4 this machine cannot run it or store more of it, 5 no case was run, 130
-    interrupted by Ctrl-C or SIGTERM, after which the corpus keeps everything so far.
+    Exit status: 0 no findings, 1 findings, 2 the usage is wrong, 3 a worker died or a shard's file
+    is missing, 4 this machine cannot run it or store results, 5 no case was run, 130 interrupted.
 
     \b
     Examples:
@@ -184,8 +183,7 @@ def fuzz(
         from zero_sim.fuzz.records import Head, batch_cases
         from zero_sim.host.device import check_device
         from zero_sim.report.text import render_case
-    if scheduler is None:
-        # Before a folder is made for it; what a cluster has, it says itself.
+    if scheduler is None:  # Workers of a cluster check their own devices.
         check_device(device)
     head = Head(
         seed=seed,
@@ -204,7 +202,7 @@ def fuzz(
         corpus=corpus or _fresh_folder(target, seed=seed, device=device),
     )
     progress = _Progress(started := time.monotonic())
-    # What a model prints must not end up in the middle of the JSON.
+    # Models may print, which must not mix with the JSON.
     out = contextlib.redirect_stdout(sys.stderr) if shown.as_json else contextlib.nullcontext()
     with out, open_pool(jobs=jobs, scheduler=scheduler) as pool:
         totals = run_campaign(
@@ -231,9 +229,9 @@ def _show(
 
     Args:
         totals: Results so far.
-        plan: What was to run.
+        plan: Settings of the campaign.
         elapsed: Seconds.
-        shown: Forms of output.
+        shown: Output formats.
         status: Exit status, for JSON.
         more: Further fields, for JSON.
     """
@@ -256,16 +254,19 @@ def _join(
     into: Path | None,
     shown: _Shown,
 ) -> int:
-    """Join the corpora of shards, and show what is in them; the exit status."""
+    """Join the corpora of shards, print their findings, and return the exit status."""
+    # Settings come from the joined files, so options that would set them again are refused.
     for param in ctx.command.params:
         on_line = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
         if on_line and param.name not in _WITH_JOIN:
             raise UsageError(
-                f"expected {param.opts[0]} without --join, which runs no case and reads of which "
-                f"campaign files are in them, got both. Remove {param.opts[0]}."
+                f"expected {param.opts[0]} without --join, which runs no case and reads settings "
+                f"from the files, got both. Remove {param.opts[0]}."
             )
     if into is None:
-        raise UsageError("expected --corpus with --join, a new folder for all shards, got none.")
+        raise UsageError(
+            "expected --corpus with --join, got none. Add --corpus with a new folder to join into."
+        )
     with packages_needed():
         from zero_sim.fuzz.campaign import Plan
         from zero_sim.fuzz.joining import join_corpora
@@ -277,11 +278,12 @@ def _join(
     missing = joined.shards_missing
     plan = Plan(head=joined.kept.head, corpus=into)
     seconds = totals.counts.seconds
+    # A finding counts even if shards are missing; a pass does not.
     status = EXIT_LOST if missing and not totals.found else exit_status_of(totals)
     shards = {"shards": joined.shard_count, "shards_missing": list(missing)}
     _show(totals, plan=plan, elapsed=seconds, shown=shown, status=status, **shards)
     if missing and not shown.as_json:
-        click.echo(f"Not there of {joined.shard_count:,} shards: {in_runs(missing)}.")
+        click.echo(f"Missing of {joined.shard_count:,} shards: {in_runs(missing)}.")
     return status
 
 
@@ -293,9 +295,11 @@ def _tell_converted(old: Path) -> None:
 
 
 def _fresh_folder(target: str, *, seed: int, device: str) -> Path:
-    """A folder that no campaign was in: nobody who names none wants to resume one."""
+    """Return a folder that does not exist yet."""
+    # Without --corpus, a campaign starts anew: a rerun that silently resumed would run no case.
     on = "" if device == "cpu" else f"-{device}"
     words = re.sub(r"[^\w.-]+", "_", f"{target}{on}")
+    # Numbered, so that campaigns with the same target and seed do not overwrite each other.
     number = 1
     while (DEFAULT_CORPUS / f"{words}-{seed}-{number}").exists():
         number += 1
@@ -303,7 +307,8 @@ def _fresh_folder(target: str, *, seed: int, device: str) -> Path:
 
 
 def exit_status_of(totals: CampaignTotals) -> int:
-    """By what a command ends that shows what came of a campaign."""
+    """Return the exit status for the results of a campaign."""
+    # By gravity: a finding counts even if the disk is full or workers died.
     if totals.interrupted:
         return EXIT_INTERRUPTED
     if totals.found:
@@ -316,9 +321,10 @@ def exit_status_of(totals: CampaignTotals) -> int:
 
 
 class _Progress:
-    """One line on stderr: rewritten on a terminal, and now and then a new one elsewhere."""
+    """Progress on stderr: one line rewritten on a terminal, else a new line now and then."""
 
     LINE_SECONDS = 30.0
+    """Interval of lines where there is no terminal, such as in logs of CI."""
 
     def __init__(self, started: float) -> None:
         self._started = started
@@ -326,9 +332,10 @@ class _Progress:
         self._known = 0
 
     def tell(self, totals: CampaignTotals) -> None:
-        """Show how far it is."""
+        """Show the progress."""
         now = time.monotonic()
         line = totals.progress(seconds=now - self._started)
+        # Elsewhere a new finding is shown at once, because a log has no line to rewrite.
         if takes_codes(sys.stderr):
             click.echo(f"\r\x1b[K{line}", err=True, nl=False)
         elif now - self._shown_at >= self.LINE_SECONDS or len(totals.found) > self._known:
@@ -337,6 +344,6 @@ class _Progress:
         self._known = len(totals.found)
 
     def clear(self) -> None:
-        """Leave an empty line on a terminal."""
+        """Erase the line on a terminal."""
         if takes_codes(sys.stderr):
             click.echo("\r\x1b[K", err=True, nl=False)

@@ -1,4 +1,4 @@
-"""Report of a campaign, as `zero-sim fuzz` prints it."""
+"""The report of a campaign that `zero-sim fuzz` prints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_SECONDS = 60.0
 
 
 def _resume_command(plan: Plan) -> str:
-    """The command that goes on with a campaign."""
+    """Return the command that resumes a campaign."""
     words = ["--corpus", str(plan.corpus)]
     for option, value, default in (
         ("--target", plan.head.target, "zero_sim"),
@@ -36,16 +36,17 @@ def _resume_command(plan: Plan) -> str:
         ("--cases", plan.cases, None),
         ("--seconds", plan.seconds, DEFAULT_SECONDS if plan.cases is None else None),
     ):
+        # Only non-default values, to keep the command short.
         if value != default:
             words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
     return shlex.join(["zero-sim", "fuzz", *words, *own_options_again(dict(plan.head.options))])
 
 
 def _why_empty(totals: CampaignTotals, plan: Plan) -> str:
-    """Why a campaign ran no case, and what to try."""
+    """Return why a campaign ran no case, and the remedy."""
     if totals.earlier_cases:
         return (
-            f"all {totals.earlier_cases} were run earlier. Try more --cases, another --seed, or "
+            f"all {totals.earlier_cases} were run earlier. Try more --cases, another --seed or "
             "another --corpus"
         )
     if not any(plan.batches()):
@@ -63,15 +64,15 @@ def _why_empty(totals: CampaignTotals, plan: Plan) -> str:
 
 
 _OUTCOMES = {
-    "fixed": "is fixed: its case passes now",
+    "fixed": "now fixed: its case passes",
     "fails": "still fails",
-    "fails-otherwise": "fails in another way now",
+    "fails-otherwise": "now fails in another way",
     "unknown": "could not be judged now",
 }
 
 
 def _show_rechecked(totals: CampaignTotals, *, plan: Plan) -> None:
-    """Say what came of what earlier runs found."""
+    """Print the outcome of judging earlier findings again."""
     for one in totals.rechecked:
         found, said = one.found, f": {one.said}" if one.said else ""
         line = (
@@ -85,10 +86,10 @@ def _show_rechecked(totals: CampaignTotals, *, plan: Plan) -> None:
 def json_totals(
     totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage: bool
 ) -> dict[str, object]:
-    """What came of a campaign, ready for JSON; see `show_totals`.
+    """Return the report of a campaign, ready for JSON; arguments as for `show_totals`.
 
     Raises:
-        UsageError: There is no such target.
+        UsageError: The target does not exist.
     """
     from zero_sim.report.coverage import coverage_data
 
@@ -101,7 +102,7 @@ def json_totals(
 
 
 def drawable_features(plan: Plan) -> tuple[str, ...]:
-    """Features that cases for the target of a campaign can have."""
+    """Return the features that cases for the campaign's target can have."""
     from zero_sim.fuzz.features import features_for
     from zero_sim.targets import capabilities_of, import_target
 
@@ -109,14 +110,14 @@ def drawable_features(plan: Plan) -> tuple[str, ...]:
 
 
 def _finders() -> Mapping[str, frozenset[str]]:
-    """What of features is left in the smallest case that finds a mutant, by its id."""
+    """Return the features of the smallest case that finds each mutant, by id of the mutant."""
     from zero_sim.mutants.smallest import features_that_found
 
     return features_that_found()
 
 
 def _show_silent(totals: CampaignTotals) -> None:
-    """Say of which cases nothing was shown, and what of the others was not looked at."""
+    """Print inconclusive cases by check, and quantities that the target did not report."""
     for name, count in sorted(totals.counts.unproved.items()):
         click.echo(f"Inconclusive by {name}: {_counted(count, 'case')}; zero-sim explain {name}")
     if totals.counts.unobserved:
@@ -124,19 +125,20 @@ def _show_silent(totals: CampaignTotals) -> None:
             f"{what} (in {'all' if count == totals.counts.cases else count})"
             for what, count in sorted(totals.counts.unobserved.items())
         )
-        click.echo(printable(f"Not observed, since the target does not tell it: {silent}"))
+        click.echo(printable(f"Not observed, because the target does not report it: {silent}"))
+    # Rules that were inferred: the user should declare them if they are right.
     for taken in sorted(totals.counts.taken):
         click.echo(printable(taken))
 
 
 def _case_of(found: Found) -> str:
-    """The case of a finding as TOML, without what is as by default if it can be read."""
+    """Return the case of a finding as TOML, without defaults if this version can read it."""
     from zero_sim.scenario.dump import to_chosen_toml
 
     try:
         return to_chosen_toml(found.case_again())
     except ScenarioError:
-        return found.scenario  # Of another version, which had other settings.
+        return found.scenario  # Written by another version with other settings.
 
 
 def _counted(count: int, word: str) -> str:
@@ -144,14 +146,15 @@ def _counted(count: int, word: str) -> str:
 
 
 def _shares(found: Found, totals: CampaignTotals) -> bool:
-    """Whether cases that can be of a finding can be of another one, too."""
+    """Return True if a case of this finding may also count for another finding."""
     keys = [key for key in totals.counts.keys if found.is_met_by(key)]
     others = (each for each in totals.found if each is not found)
     return any(each.is_met_by(key) for each in others for key in keys)
 
 
 def _largest_first(found: Sequence[Found]) -> list[Found]:
-    """Findings of one check together, those whose values are furthest apart first."""
+    """Return findings grouped by check, the largest difference first in each group."""
+    # The largest difference is the easiest to understand, and smaller ones may share its cause.
     checks = {each.key.check: place for place, each in reversed([*enumerate(found)])}
     return sorted(found, key=lambda each: (checks[each.key.check], -each.apart))
 
@@ -167,32 +170,35 @@ def _show_heading(found: Found, totals: CampaignTotals) -> None:
 
 
 def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage: bool) -> None:
-    """Print what came of a campaign.
+    """Print the report of a campaign.
 
     Args:
-        totals: All of it.
-        plan: What it was to do.
-        elapsed: Seconds that it took.
-        coverage: Whether to show which features and pairs were drawn, and which never.
+        totals: Results.
+        plan: Settings of the campaign.
+        elapsed: Seconds.
+        coverage: True to print features and pairs that were drawn, and those that never were.
     """
     again = _resume_command(plan)
+    # Earlier findings, new findings, lost batches, coverage, totals; the verdict comes last, where
+    # a terminal still shows it.
     _show_rechecked(totals, plan=plan)
     for found in _largest_first(totals.found):
         _show_heading(found, totals)
+        # Cases are counted by key, so similar findings may share some; `_shares` checks this.
         count = sum(count for key, count in totals.counts.keys.items() if found.is_met_by(key))
         size = f"so far      {found.size}; " if found.as_met else f"smallest    {found.size}"
         if found.as_met:
-            size += f"to have it made smaller: {again}"
+            size += f"to shrink it: {again}"
         click.echo(printable(f"{found.text}\n  {size}", lines=True))
-        others = ", those of findings like it included" if _shares(found, totals) else ""
+        others = ", including cases of similar findings" if _shares(found, totals) else ""
         click.echo(f"  met         in {_counted(count, 'case')}{others}")
         if found.bundle:
             folder = plan.bundles / found.bundle
             replay = replay_command(str(folder), target=plan.head.target, device=plan.head.device)
             click.echo(f"  case        {folder / 'case.toml'}\n  replay      {replay}")
         elif found.scenario:
-            # Kept nowhere else where somebody would look.
-            why = f"none: {found.unkept}" if found.unkept else "none of such a finding"
+            # Printed in full, because no bundle contains it.
+            why = f"none: {found.unkept}" if found.unkept else "none for such a finding"
             click.echo(f"  bundle      {why}; its case is\n{indent(_case_of(found), '    ')}")
         click.echo("")
     for lost in totals.lost:
@@ -214,7 +220,7 @@ def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage:
         click.echo(printable(f"Stopped: {totals.futile}.", lines=True))
     if totals.interrupted:
         click.echo(
-            printable(f"Interrupted; everything so far is kept. Go on with:\n  {again}", lines=True)
+            printable(f"Interrupted. Results are saved. Resume with:\n  {again}", lines=True)
         )
     if totals.unkept is None:
-        click.echo(printable(f"Kept in {plan.corpus}"))
+        click.echo(printable(f"Saved in {plan.corpus}"))

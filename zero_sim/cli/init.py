@@ -11,12 +11,12 @@ import click
 from zero_sim.cli.parts import FOLDER
 from zero_sim.errors import UsageError
 
+# Files of `templates/` by option.
 _FILES = {
     "engine": ("engine.py", "test_engine.py", "engine.toml"),
     "script": ("train.py",),
     "test": ("test_ranks.py",),
 }
-"""Files in `templates/` by the option that writes them."""
 _NEXT = {
     "engine": (
         "pytest test_engine.py",
@@ -46,6 +46,7 @@ def init(folder: Path, engine: bool, script: bool, test: bool) -> None:
     """
     chosen = {"engine": engine or not (script or test), "script": script, "test": test}
     kinds = [kind for kind, is_chosen in chosen.items() if is_chosen]
+    # Check all names before the first write, so that nothing is half done.
     names = [name for kind in kinds for name in _FILES[kind]]
     if existing := [name for name in names if (folder / name).exists()]:
         raise UsageError(
@@ -55,7 +56,7 @@ def init(folder: Path, engine: bool, script: bool, test: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     templates = resources.files("zero_sim.cli").joinpath("templates")
     for name in names:
-        # Mode x, so that a file that another process has written meanwhile is not replaced.
+        # Mode x never replaces a file that another process wrote after the check above.
         with (folder / name).open("x", encoding="utf-8") as file:
             file.write(templates.joinpath(name).read_text("utf-8"))
         click.echo(f"wrote {folder / name}")

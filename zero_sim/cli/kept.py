@@ -1,4 +1,4 @@
-"""The part of `zero-sim doctor` that asks what a library keeps once a process, for a target."""
+"""`zero-sim doctor --target`: globals of a library that ranks in one process would share."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 
 
 def tell_kept_names(name: str, *, packages: Sequence[str]) -> int:
-    """Find what the library of a target keeps and print the declaration; the exit status.
+    """Find per-process state of a target's library, print its declaration, return the exit status.
 
     Args:
-        name: Of the target.
-        packages: Top-level packages to look at; none for the one that the target judges, or the one
-            that its own module is in.
+        name: Name of the target.
+        packages: Top-level packages to search; if empty, the library of the target, or the package
+            of its module.
+
+    Raises:
+        UsageError: The target supports no case of two ranks.
     """
     with packages_needed():
         from zero_sim.rules.rank_globals import find_kept_names
@@ -34,8 +37,8 @@ def tell_kept_names(name: str, *, packages: Sequence[str]) -> int:
     cases = list(_cases(target))
     if not cases:
         raise UsageError(
-            f"expected a target that can be asked for two ranks, got {name!r}, whose capabilities "
-            "rule that out."
+            f"expected a target that supports two ranks, got {name!r}, whose capabilities rule "
+            "them out. Widen its `capabilities`."
         )
     found = find_kept_names(target, cases, packages=chosen)
     for line in _lines(found):
@@ -44,6 +47,7 @@ def tell_kept_names(name: str, *, packages: Sequence[str]) -> int:
 
 
 def _own_packages(target: Target) -> tuple[str, ...]:
+    # A target of a library names its package; any other is searched in its own one.
     library = getattr(target, "library", None)
     if library is not None:
         return (library.package.partition(".")[0],)
@@ -51,11 +55,13 @@ def _own_packages(target: Target) -> tuple[str, ...]:
 
 
 def _cases(target: Target) -> Iterator[Scenario]:
-    """A case of two ranks for every stage that a target can be asked for."""
+    """Yield a case of two ranks for each stage that the target supports."""
+    # Two ranks suffice: state that is shared at all is shared by two. Tiny params keep it fast.
     from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
     from zero_sim.targets import capabilities_of, refusals
 
     able = capabilities_of(target)
+    # Two micro-batches if possible, so that state between them shows too.
     micro_batches = 2 if "run.micro_batches" in able.follows else 1
     order = (*able.known_orders, WorldSpec().order)[0]
     for stage in able.stages:
@@ -72,6 +78,7 @@ def _cases(target: Target) -> Iterator[Scenario]:
 
 
 def _lines(found: KeptNames) -> Iterator[str]:
+    """Yield the counts, the verdict of each case, and the declaration as Python to paste."""
     cases = len(found.results)
     yield (
         f"{found.looked_at:,} names of {', '.join(found.packages)} were swapped between two ranks "
@@ -81,10 +88,10 @@ def _lines(found: KeptNames) -> Iterator[str]:
         yield f"  {result.id}, with these alone: {result.verdict}"
         yield from (f"    {finding.check}: {finding.message}" for finding in result.findings)
     if not found.names:
-        yield "Nothing is kept in them: no `rank_local` has to be declared."
+        yield "Ranks share no state in them: you need not declare `rank_local`."
         return
     wrong = any(result.verdict != "pass" for result in found.results)
-    yield "Declare in the target" + (", and look what is wrong besides:" if wrong else ":")
+    yield "Declare in the target" + (", and fix the findings above:" if wrong else ":")
     yield ""
     yield "rank_local = RankLocal("
     yield "    names=("

@@ -2,10 +2,9 @@
 
 Exit status: 0 all cases passed; 1 a case failed, or an unexpected exception stopped one; 2 a usage
 or scenario error; 3 a case was inconclusive; 4 this machine cannot run a case; 5 nothing was
-selected; 130 interrupted, by Ctrl-C, SIGTERM or SIGHUP. Of several, the first of 1, 2, 4, 3 is
-given.
+selected; 130 interrupted, by Ctrl-C, SIGTERM or SIGHUP. If several apply, the first of 1, 2, 4, 3.
 
-torch is imported inside commands only, so that `--help` answers at once.
+Commands import torch in their bodies, because its import takes seconds and `--help` needs none.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ if TYPE_CHECKING:
 
 _SCENARIO = "scenario"
 END_SECONDS = 2.0
-"""How long a second signal leaves for what was found to be kept and told."""
+"""Seconds that a second signal leaves to save and print results."""
 DEFAULT_REGRESSIONS = Path("scenarios", "regressions")
 GROUPS = {
     "Judge": ("run", "fuzz", "torchrun", "replay", "shrink"),
@@ -77,11 +76,14 @@ GROUPS = {
     "Costs": ("memory", "traffic"),
     "Project": ("doctor", "schema", "bench", "mutants"),
 }
-"""Commands by the heading that `--help` lists them under."""
+"""Commands by their heading in `--help`."""
 
 
 class _Commands(click.Group):
-    """Turns our errors into one message and an exit status; a traceback is for our own mistakes."""
+    """Root command that turns our errors into one message and an exit status.
+
+    A traceback means a bug in zero_sim.
+    """
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands by group, each with the whole first line of its help."""
@@ -91,10 +93,13 @@ class _Commands(click.Group):
                 formatter.write_dl(lines, col_max=12)
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Run the command that this process was started for, or the one that is given."""
+        """Run the command of this process, or the given arguments."""
+        # Tests and embedders pass arguments: their process keeps its own signals and collector.
         if args or options:
             return super().main(*args, **options)
         collect_seldom()
+        # A target of the user's may kill or hang its process, so a supervisor starts a child for
+        # it. The child attaches to its supervisor and goes on below.
         target = supervisor.foreign_target(sys.argv[1:])
         if not supervisor.attach() and target:
             sys.exit(supervisor.supervise(target))
@@ -120,22 +125,24 @@ class _Commands(click.Group):
             ctx.exit(EXIT_INTERRUPTED)
         except OSError as error:
             if error.errno == errno.EPIPE:
-                raise  # Nobody reads on; click ends the process without a word.
-            where = error.filename or "where it was to go"
-            failed = unwritten("or read what was asked for", where, error)
+                raise  # The reader closed the pipe, as `head` does: click exits silently.
+            # Files of reports raise our own errors, so this one is of any other file or stream.
+            where = error.filename or "a file or pipe"
+            failed = unwritten("output or read input", where, error)
             click.echo(printable(f"Error: {failed}", lines=True), err=True)
             ctx.exit(failed.exit_status)
+        # click's own exits are no SystemExit here, so this one comes from code under test.
         except SystemExit as ended:
             message = (
-                "Error: expected the command to come to its end, got code under test that ended "
-                f"the process with {ended.code!r}:\n{show_error(ended)}"
+                "Error: expected the command to finish, got code under test that ended the "
+                f"process with {ended.code!r}:\n{show_error(ended)}"
             )
             click.echo(printable(message, lines=True), err=True)
             ctx.exit(UsageError.exit_status)
 
 
 def _end_soon() -> None:
-    """End the process, even where a rank sits in code that cannot be interrupted."""
+    """End the process soon, even if a rank is in code that cannot be interrupted."""
 
     def end() -> None:
         sys.stdout.flush()
@@ -143,6 +150,7 @@ def _end_soon() -> None:
         supervisor.end_process(EXIT_INTERRUPTED)
 
     timer = threading.Timer(END_SECONDS, end)
+    # A run that ends in time must not wait for the timer.
     timer.daemon = True
     timer.start()
 
@@ -156,7 +164,11 @@ def main() -> None:
 @main.command()
 @click.argument("paths", metavar="[PATH]...", nargs=-1)
 @click.option(
-    "-k", "expression", metavar="EXPR", default="", help="Cases by id: words, and, or, not, ()."
+    "-k",
+    "expression",
+    metavar="EXPR",
+    default="",
+    help="Run only cases whose id matches: words with and, or, not and ().",
 )
 @takes(Asked, "asked")
 @takes(Outputs, "outputs")
@@ -166,8 +178,8 @@ def run(
 ) -> None:
     """Judge the scenarios in files or folders.
 
-    Each PATH is a scenario file, or a folder that is searched for them. Without a PATH, the few
-    small scenarios that come with zero-sim run.
+    Each PATH is a scenario file, or a folder to search for them. Without a PATH, the small
+    scenarios that ship with zero-sim run.
 
     Exit status: 0 all passed, 1 a case failed, 2 a scenario or the usage is wrong, 3 a case was
     inconclusive, 4 this machine cannot run a case, 5 nothing was selected.
@@ -181,6 +193,7 @@ def run(
     """
     from zero_sim.scenario.discover import discover
 
+    # Files first: a wrong path or expression is reported without importing torch.
     found = discover(paths or [_shipped_scenarios()], expression=expression)
     session = Session(asked=asked, outputs=outputs, junit=outputs.junit, errors=found.errors)
     if not found.cases and not found.errors:
@@ -188,6 +201,7 @@ def run(
         ctx.exit(session.finish_empty(have))
     asked.check(traced=outputs.trace is not None)
     cases = [asked.of_target(case) for case in found.cases]
+    # Real processes have their own selection and judge.
     if asked.backend == "sim":
         chosen = session.select(cases, lambda scenario: "")
         judging = partial(_open_judge, [asked.as_asked(case.scenario) for case in chosen], session)
@@ -208,14 +222,14 @@ def run(
 
 
 def _shipped_scenarios() -> Path:
-    """Return the folder of the scenarios that a wheel contains, or that of a checkout."""
+    """Return the folder of the shipped scenarios: in the wheel, or in a checkout."""
     package = Path(zero_sim.__file__).parent
     shipped = package / "smoke"
     return shipped if shipped.is_dir() else package.parent / "scenarios" / "smoke"
 
 
 def _open_judge(cases: Sequence[Scenario], session: Session) -> AbstractContextManager[Judge]:
-    """What judges cases; imported when the first one is to be judged."""
+    """Return a judge for the cases; imports torch only now, when there is a case to judge."""
     with packages_needed():
         from zero_sim.rules.judging import EXPLAINER
         from zero_sim.run import judges
@@ -223,6 +237,7 @@ def _open_judge(cases: Sequence[Scenario], session: Session) -> AbstractContextM
     chosen = judges.Chosen(
         keep_logs=traced, device=asked.device, target=asked.target, explainer=EXPLAINER
     )
+    # One case gains nothing from a worker process, which would import torch again.
     if asked.jobs > 1 and len(cases) > 1:
         return judges.JobsJudge(cases, jobs=asked.jobs, chosen=chosen)
     return judges.open_judge(chosen)
@@ -230,19 +245,21 @@ def _open_judge(cases: Sequence[Scenario], session: Session) -> AbstractContextM
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Freezing:
-    """Whether `replay` keeps the case as a file, and where."""
+    """Options of `replay` that save the case as a scenario file."""
 
-    frozen: bool = option("--freeze", is_flag=True, help="Keep the case as a scenario file.")
+    frozen: bool = option("--freeze", is_flag=True, help="Save the case as a scenario file.")
     folder: Path = option(
         "--folder",
         type=FOLDER,
         default=DEFAULT_REGRESSIONS,
         show_default=True,
         metavar="DIR",
-        help="Where --freeze writes.",
+        help="Folder for --freeze.",
     )
-    file_name: str = option("--name", default="", metavar="NAME", help="What --freeze calls it.")
-    force: bool = option("--force", is_flag=True, help="Let --freeze replace a file.")
+    file_name: str = option(
+        "--name", default="", metavar="NAME", help="Name of the file for --freeze."
+    )
+    force: bool = option("--force", is_flag=True, help="Let --freeze overwrite a file.")
 
 
 @main.command()
@@ -250,12 +267,12 @@ class _Freezing:
 @bundles_option
 @takes(_Freezing, "freezing")
 @click.option(
-    "--target", metavar="MODULE:NAME", help="System under test, where it is one to import."
+    "--target", metavar="MODULE:NAME", help="System under test, if the bundle has an imported one."
 )
 @click.option(
-    "--device", metavar="NAME", help="Where it computes, in place of where the bundle says it did."
+    "--device", metavar="NAME", help="Device to compute on.  [default: the bundle's device]"
 )
-@click.option("--trust", is_flag=True, help="Run the script that a bundle of a script contains.")
+@click.option("--trust", is_flag=True, help="Run the script in a bundle of `torchrun --against`.")
 @own_options
 @json_option
 @click.pass_context
@@ -272,10 +289,10 @@ def replay(
 ) -> None:
     """Repeat a failed case from its bundle, turn by turn.
 
-    Prints FIXED, FAILED or ERROR. A case that ran on a device runs there again. A case of gloo or
-    nccl runs on as many processes, without a fixed order of turns.
+    Prints FIXED, FAILED or ERROR. The case runs on its original device. A case of gloo or nccl
+    runs on as many processes again, without a fixed order of turns.
 
-    Exit status: 0 nothing is wrong now, 1 it fails, 2 the bundle cannot be read or its case is
+    Exit status: 0 the case passes now, 1 it fails, 2 the bundle cannot be read or its case is
     refused, 3 the case is inconclusive now, 4 this machine cannot run it.
 
     \b
@@ -287,6 +304,7 @@ def replay(
     from zero_sim.report.text import render_replay
 
     require_with(ctx, "--freeze", "folder", "file_name", "force", given=freezing.frozen)
+    # Bundles of scripts come from `torchrun --against`. They contain code, hence --trust.
     if (script := script_bundle(name, folder=bundles)) is not None:
         ctx.exit(replay_script(script, trust=trust))
     with packages_needed():
@@ -297,6 +315,7 @@ def replay(
         bundle = replace(bundle, scenario=with_options(bundle.scenario, own))
     system = None if target is None else import_target(target)
     path = None
+    # Before the replay, so that a name that is taken costs no run.
     if freezing.frozen:
         path = frozen_path(
             bundle, folder=freezing.folder, name=freezing.file_name, force=freezing.force
@@ -304,6 +323,7 @@ def replay(
         freeze(bundle, path)
     with stdout_for(as_json=as_json), progress(f"replay {bundle.id}  {bundle.scenario.name}"):
         replayed = replay_bundle(bundle, target=system, device=device)
+    # The command to print has the same options, so that it repeats this replay.
     on = device or bundle.ran.device_named
     again = replay_command(name, bundles=bundles, target=target, device=on)
     again = " ".join([again, *own_options_again(own)])
@@ -311,6 +331,7 @@ def replay(
         where = {"frozen": None if path is None else str(path), "replay": again}
         echo_report({**replayed.as_dict(), **where})
     else:
+        # The colours of verdicts: a fixed case is green.
         colour = {"fixed": "pass", "failed": "fail", "error": "error"}[replayed.outcome]
         click.echo(coloured(render_replay(replayed), colour))
         if replayed.outcome != "fixed":
@@ -329,14 +350,14 @@ def replay(
     "--chrome",
     type=FILE,
     metavar="FILE",
-    help="Chrome trace, for Perfetto; compressed where FILE ends in .gz. To a pipe only where "
-    "somebody reads it.",
+    help="Write a Chrome trace for Perfetto, compressed if FILE ends in .gz. Refuses a named pipe "
+    "that has no reader.",
 )
 @click.option(
     "--flight-recorder",
     type=FOLDER,
     metavar="DIR",
-    help="One Flight Recorder dump a rank, for torchfrtrace.",
+    help="Write one Flight Recorder dump per rank, for torchfrtrace.",
 )
 def export(name: str, bundles: Path, chrome: Path | None, flight_recorder: Path | None) -> None:
     """Write the events of a bundle for Perfetto or torchfrtrace.
@@ -347,17 +368,21 @@ def export(name: str, bundles: Path, chrome: Path | None, flight_recorder: Path 
       zero-sim export 4f2a --flight-recorder dumps
     """
     if chrome is None and flight_recorder is None:
-        raise UsageError("expected what to export. Try --chrome FILE or --flight-recorder DIR.")
+        raise UsageError("expected a format, got none. Try --chrome FILE or --flight-recorder DIR.")
     with packages_needed():
         from zero_sim.bundle import find_bundle, read_bundle
         from zero_sim.report.traces import write_chrome_trace, write_flight_recorder
     bundle = read_bundle(find_bundle(name, folder=bundles))
     if not bundle.logs:
-        raise UsageError(f"expected a bundle with events, got {bundle.id}, which has none.")
+        raise UsageError(
+            f"expected a bundle with events, got {bundle.id}, which has none. Choose a bundle of "
+            "the simulated world."
+        )
     if chrome is not None:
         write_chrome_trace(chrome, bundle.logs, name=bundle.scenario.name)
         click.echo(f"{chrome}: open it in https://ui.perfetto.dev")
     if flight_recorder is not None:
+        # A case that reloads runs in several worlds. The finding stopped the last one.
         files = write_flight_recorder(flight_recorder, bundle.logs[-1])
         click.echo(f"{flight_recorder}: {len(files)} dumps; try `torchfrtrace {flight_recorder}`")
 
@@ -390,6 +415,7 @@ def schema(what: str) -> None:
         with packages_needed():
             echo_json(output_schema(what))
         return
+    # Verdicts of scripts have records of their own, outside of report/schemas.
     if what == "torchrun":
         with packages_needed():
             from zero_sim.against.text import verdicts_schema
@@ -404,7 +430,7 @@ def schema(what: str) -> None:
 @click.option(
     "--gpu",
     is_flag=True,
-    help="Try all that needs GPUs, from the cheapest to the whole; write a report to send home.",
+    help="Run all checks that need GPUs, cheapest first, and write a report.",
 )
 @click.option(
     "--gpu-report",
@@ -412,28 +438,28 @@ def schema(what: str) -> None:
     default=Path("zero-sim-gpu.json"),
     show_default=True,
     metavar="FILE",
-    help="Where --gpu writes it, as JSON.",
+    help="File for the report of --gpu, as JSON.",
 )
 @click.option(
     "--step",
     "only",
     multiple=True,
     metavar="NAME",
-    help="A step that --gpu takes, in place of all; several times for several.",
+    help="Run only this step of --gpu. Repeatable.",
 )
 @click.option(
     "--target",
     metavar="NAME|MODULE:NAME",
-    help="Say instead what the library of this target keeps once a process, and print what it is "
-    "to declare so that ranks in one process do not share it.",
+    help="Instead, find globals of this target's library that ranks in one process would share, "
+    "and print the declaration that separates them.",
 )
 @click.option(
     "--package",
     "packages",
     multiple=True,
     metavar="NAME",
-    help="A top-level package that --target looks at; several times for several.  [default: the "
-    "library, or the target's own]",
+    help="A top-level package for --target to search. Repeatable.  [default: the target's "
+    "library, or its own package]",
 )
 @click.pass_context
 def doctor(
@@ -447,8 +473,8 @@ def doctor(
 ) -> None:
     """Check this machine: versions, backends, GPUs, and what is missing.
 
-    Exit status: 0 if everything required is present (with --gpu: if all steps pass; with --target:
-    if its cases pass), 1 if a step or case fails, 4 if something is missing.
+    Exit status: 0 everything required is present (with --gpu: all steps pass; with --target: its
+    cases pass), 1 a step or case fails, 4 a requirement is missing.
 
     \b
     Examples:
@@ -459,12 +485,14 @@ def doctor(
     if target is not None:
         if as_json or gpu:
             raise UsageError("expected --target without --json and --gpu. Try it by itself.")
+        # Python to paste into the target, hence no JSON.
         ctx.exit(tell_kept_names(target, packages=packages))
     require_with(ctx, "--target", "packages", given=False)
     if gpu:
         if as_json:
             raise UsageError("expected --gpu without --json: its report is JSON. Try --gpu-report.")
         ctx.exit(_visit(gpu_report, only=only))
+    # Options of --gpu without it would have no effect.
     require_with(ctx, "--gpu", "only", "gpu_report", given=False)
     from zero_sim.doctor import examine
     from zero_sim.report.records import render_facts
@@ -474,12 +502,13 @@ def doctor(
         echo_report({"facts": facts})
     else:
         click.echo(render_facts(facts))
+    # Optional parts may be missing: only required ones decide the status.
     can_run = all(fact.ok for fact in facts if fact.required)
     ctx.exit(0 if can_run else EnvironmentProblem.exit_status)
 
 
 def _visit(report: Path, *, only: Sequence[str]) -> int:
-    """Take the steps of `doctor --gpu`; the exit status."""
+    """Run the steps of `doctor --gpu`, and return the exit status."""
     with packages_needed():
         from zero_sim.visit import Step, bundles_of, visit
 
@@ -489,6 +518,7 @@ def _visit(report: Path, *, only: Sequence[str]) -> int:
         for line in step.told:
             click.echo(printable(f"      {line}"))
 
+    # Steps are printed as they end, because they take minutes.
     steps = visit(report, only=only, tell=tell)
     kept = sum(bool(failure.get("bundle")) for step in steps for failure in step.failures)
     click.echo(

@@ -1,4 +1,4 @@
-"""The command `zero-sim mutants`: how much of what is broken on purpose zero-sim finds."""
+"""The command `zero-sim mutants`: the share of deliberate faults that zero-sim finds."""
 
 from __future__ import annotations
 
@@ -20,33 +20,31 @@ from zero_sim.host.packages import packages_needed
 
 @click.command()
 @click.argument("ids", metavar="[ID...]", nargs=-1)
-@click.option("--class", "kind", metavar="CLASS", help="Only those of a class, such as NORM.")
-@click.option("--core", is_flag=True, help="Only the core set.")
+@click.option("--class", "kind", metavar="CLASS", help="Only mutants of a class, such as NORM.")
+@click.option("--core", is_flag=True, help="Only the core set of mutants.")
 @click.option(
     "--cases",
     type=click.IntRange(min=1),
     default=2000,
     show_default=True,
-    help="Cases that a mutant may survive.",
+    help="Give up on a mutant after so many cases.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the cases.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the cases.")
 @cores_option
 @click.option(
     "--every-case",
     is_flag=True,
-    help="Judge each case that is drawn, in turn. Else those that lack what the smallest case on "
-    "record of a mutant has come last, which takes a fifth of the time; the case that is told as "
-    "the one that finds a mutant may then not be the first that would.",
+    help="Judge cases in the order in which they are drawn. By default, cases without the features "
+    "of a mutant's smallest known case come last. This takes a fifth of the time, but the case "
+    "reported may not be the first that finds the mutant.",
 )
-@click.option(
-    "--shrink", is_flag=True, help="Bring each mutant to the smallest case that finds it."
-)
+@click.option("--shrink", is_flag=True, help="Find the smallest case that detects each mutant.")
 @click.option(
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="With --shrink, write the smallest case of each mutant into FILE, such as "
-    "zero_sim/mutants/smallest.json, which ships; what it has of other mutants stays.",
+    help="With --shrink: write the smallest case of each mutant into FILE, such as the shipped "
+    "zero_sim/mutants/smallest.json. Entries of other mutants stay.",
 )
 @json_option
 @click.pass_context
@@ -86,6 +84,7 @@ def mutants(
     if not chosen:
         click.echo("Nothing selected.", err=True)
         ctx.exit(EXIT_NOTHING_SELECTED)
+    # Workers get ids and find the mutants themselves.
     by_id = {mutant.id: mutant for mutant in chosen}
     started, trials = time.perf_counter(), []
     budget = Budget(cases_max=cases, seed=seed, shrinks=shrink, every_case=every_case)
@@ -93,10 +92,12 @@ def mutants(
     try:
         for trial in run_campaign(tuple(by_id), budget=budget, jobs=jobs):
             trials.append(trial)
+            # After each one, because a full run takes long and may be interrupted.
             if record is not None:
                 record_smallest([trial], record)
             if not as_json:
                 click.echo(render_trial(trial, by_id[trial.id]))
+    # The score of the mutants tried so far is worth printing.
     except KeyboardInterrupt:
         interrupted = True
     score = score_of(trials, chosen, seconds=time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""Options of `zero-sim run` that replace what scenarios say, and of a target's own."""
+"""Options of `zero-sim run` that override scenarios, and options of a target's own."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from zero_sim.scenario.spec import Scenario
 
 UNKNOWN_ORDER = ("any", "unknown")
-"""Names of an order that the judge is not told."""
-"""Instead of an order's name: one that the judge is not told."""
+"""Values of `--order` that hide the order from the judge."""
+# `world.order` of these cases. In the simulated world, a random tree, because bounds must hold for
+# irregular orders too. On processes it is only a label: the library chooses.
 _OWN_ORDERS = {"sim": "random-tree", "gloo": "gloo", "nccl": "nccl-ring"}
-"""The order that each backend then adds in, or is said to."""
 _OWN_OPTION: dict[str, Any] = {
     "multiple": True,
     "metavar": "NAME=VALUE",
-    "help": "An option of the target's own, whatever the case says; several times for several.",
+    "help": "Set an option of the target's own, overriding the case's value. Repeatable.",
 }
 own_options = click.option("--option", "said", **_OWN_OPTION)
 
 
 def parse_own_options(said: Sequence[str]) -> dict[str, str]:
-    """What `--option` says, by name.
+    """Return the values of `--option` by name.
 
     Raises:
-        UsageError: One has no name, or no value.
+        UsageError: An option has no name or no value.
     """
     parsed: dict[str, str] = {}
     for each in said:
@@ -47,27 +47,29 @@ def parse_own_options(said: Sequence[str]) -> dict[str, str]:
 
 
 def own_options_again(said: Mapping[str, str]) -> list[str]:
-    """What has to be said again to set the same options."""
+    """Return command line words that set the same options."""
     return [word for name, value in said.items() for word in ("--option", f"{name}={value}")]
 
 
 def imported(target: str | None) -> str | None:
-    """The target as `module:name`, or None if it is registered or is not given."""
+    """Return a target `module:name` as is; None if it is registered or omitted."""
     return target if target is not None and ":" in target else None
 
 
 def with_target(scenario: Scenario, target: str | None, said: Sequence[str]) -> Scenario:
-    """The case of a registered target, so that its bundle names it, with options of its own.
+    """Return the case with the target and the target's own options set.
 
     Args:
         scenario: Any case.
-        target: What `--target` says. A case does not name a target that is imported.
-        said: What `--option` says.
+        target: Value of `--target`.
+        said: Values of `--option`.
     """
     from zero_sim.scenario.derived import with_options
 
     if own := parse_own_options(said):
         scenario = with_options(scenario, own)
+    # A bundle names its registered target. An imported one is not named in a case, because a file
+    # must not decide which code is imported.
     if target is None or imported(target):
         return scenario
     return replace(scenario, system=replace(scenario.system, target=target))
@@ -75,44 +77,40 @@ def with_target(scenario: Scenario, target: str | None, said: Sequence[str]) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """How cases are judged, as the command line asks for it."""
+    """Options that decide how cases are judged."""
 
     backend: Literal["sim", "gloo", "nccl"] = option(
         "--backend",
         type=click.Choice(["sim", "gloo", "nccl"]),
         default="sim",
         show_default=True,
-        help="What carries the collectives: the simulated world, or real processes; nccl, and "
-        "several machines, under torchrun.",
+        help="Run collectives in the simulated world or on real processes. Start nccl, and runs "
+        "on several machines, with torchrun.",
     )
     order: str | None = option(
         "--order",
         metavar="NAME",
-        help="Order in which reductions add, whatever the scenarios say; unknown: one that the "
-        "judge is not told, so that sums are judged by proven bounds.",
+        help="Override the scenarios' summation order. With `unknown`, the order is hidden from "
+        "the judge and sums are checked against proven bounds.",
     )
     native: bool = option(
         "--native",
         is_flag=True,
-        help="Let gloo or nccl add in its own order, whatever the scenarios say; only cases that "
-        "owe nothing to an order are run.",
+        help="Let gloo or nccl add in its own order, and skip cases that require a certain order.",
     )
     device: str = option("--device", **DEVICE)
     target: str | None = option(
         "--target",
         metavar="NAME",
-        help="System to judge, whatever the scenarios say: a registered name, or module:name, "
-        "which is imported.",
+        help="Override the scenarios' target: a registered name, or module:name to import.",
     )
-    able: bool = option(
-        "--able", is_flag=True, help="Leave out cases that the target cannot be asked for."
-    )
+    able: bool = option("--able", is_flag=True, help="Skip cases that the target does not support.")
     said: tuple[str, ...] = option("--option", **_OWN_OPTION)
     stall_seconds: float | None = option(
         "--stall-seconds",
         **STALL_SECONDS,
         metavar="SECONDS",
-        help="Longest time without a call of torch.distributed, whatever the scenarios say.",
+        help="Override the scenarios' limit for the time between two calls of torch.distributed.",
     )
     jobs: int = option(
         "--jobs",
@@ -120,30 +118,33 @@ class Asked:
         default=1,
         show_default=True,
         metavar="J",
-        help="Cases at a time, each on a process of its own; told in the same order.",
+        help="Judge J cases at a time, each in its own process. The output keeps its order.",
     )
     covering: bool = option(
         "--cover",
         is_flag=True,
-        help="Run few of the cases that still have every file, feature and pair of features.",
+        help="Run a small subset of the cases that covers every file, feature and pair of "
+        "features.",
     )
 
     def check(self, *, traced: bool) -> None:
-        """Check that options go together.
+        """Refuse combinations of options that have no meaning.
 
         Args:
             traced: True if `--trace` is given.
 
         Raises:
-            UsageError: They do not, or there is no such order.
+            UsageError: Options contradict each other, or the order is unknown.
         """
-        _ = self.world
+        _ = self.world  # Raises for an unknown order.
         if self.backend == "sim":
             if self.native:
                 raise UsageError(
-                    "expected --native with --backend gloo or nccl, got --backend sim."
+                    "expected --native with --backend gloo or nccl, got --backend sim. Add "
+                    "--backend gloo, or remove --native."
                 )
             return
+        # Refuse options without effect on processes, because ignoring them would mislead.
         for name, given, why in (
             ("--device", self.device != "cpu", "gloo computes on the CPU, nccl on each rank's GPU"),
             ("--trace", traced, "only the simulated world records events"),
@@ -156,10 +157,10 @@ class Asked:
 
     @property
     def world(self) -> Mapping[str, Any]:
-        """Fields of `world` in place of what the scenarios say.
+        """Fields of `world` that override the scenarios'.
 
         Raises:
-            UsageError: There is no such order; lists those there are.
+            UsageError: The order is unknown; lists the known ones.
         """
         from zero_sim.scenario.spec import OrderName
         from zero_sim.scenario.suggest import nearest
@@ -167,6 +168,7 @@ class Asked:
         known = get_args(OrderName)
         if self.order is None:
             return {}
+        # The world still adds in some order; `order_known` hides it from the judge only.
         if self.order in UNKNOWN_ORDER:
             return {"order": _OWN_ORDERS[self.backend], "order_known": False}
         if self.order not in known:
@@ -176,7 +178,8 @@ class Asked:
 
     @property
     def again(self) -> list[str]:
-        """Options to give again for the same verdict, other than target and stall limit."""
+        """Command line words for the same verdict, other than target and stall limit."""
+        # Only non-default values, to keep the printed command short.
         words = [] if self.backend == "sim" else ["--backend", self.backend]
         if self.order is not None:
             words += ["--order", self.order]
@@ -186,31 +189,34 @@ class Asked:
         return [*words, *native, *own_options_again(parse_own_options(self.said))]
 
     def of_target(self, case: Case) -> Case:
-        """The case of the target, with the target's own options."""
+        """Return the case with the chosen target and its options."""
         return replace(case, scenario=with_target(case.scenario, self.target, self.said))
 
     def in_world(self, scenario: Scenario) -> Scenario:
-        """The scenario in the order of addition that is asked for."""
+        """Return the scenario with the chosen summation order."""
         return replace(scenario, world=replace(scenario.world, **self.world))
 
     def as_asked(self, scenario: Scenario) -> Scenario:
-        """The scenario with all that replaces what it says."""
+        """Return the scenario with all overrides."""
+        # The stall limit is no part of `in_world`, because a bundle must not keep it: it depends on
+        # the machine.
         scenario = self.in_world(scenario)
         if self.stall_seconds is None:
             return scenario
         return replace(scenario, run=replace(scenario.run, stall_seconds=self.stall_seconds))
 
     def why_order_needed(self, scenario: Scenario) -> str:
-        """Why a case cannot be judged if its order of addition is unknown, as is asked for."""
+        """Return why a case needs a known summation order; empty if it can be judged."""
         from zero_sim.scenario.conditions import why_order_matters
 
         why = "" if self.order not in UNKNOWN_ORDER else why_order_matters(scenario)
-        return f"its order must be known: it has {why}" if why else ""
+        return f"its order must be known, because it has {why}" if why else ""
 
     def why_package_missing(self, scenario: Scenario) -> str:
-        """Why a case's own target cannot run here; one that was asked for is an error instead."""
+        """Return why the case's own target cannot run here; empty if it can."""
         from zero_sim.scenario.spec import SystemSpec
 
+        # A missing target of --target is an error, and our own is never missing.
         if self.target is not None or scenario.system.target == SystemSpec().target:
             return ""
         with packages_needed():
@@ -220,34 +226,35 @@ class Asked:
         return why_missing(find_target(scenario.system.target))
 
     def why_refused(self, scenario: Scenario, *, as_written: Scenario) -> str:
-        """Why the target refuses a case for the order that is asked for, or at all with `--able`.
+        """Return why to skip a case that its target refuses; empty if it is to be judged.
 
-        A case that the target refuses as it is written is a mistake, and is told when the case is
-        judged.
+        Cases are skipped for the order of `--order`, and for any reason with `--able`.
 
         Args:
-            scenario: As it is asked for.
-            as_written: As its file has it.
+            scenario: The case with all overrides.
+            as_written: The case of the file.
         """
+        # Without these options, a refused case is the user's mistake: judging it reports that.
         if self.order is None and not self.able:
             return ""
         with packages_needed():
             from zero_sim.targets import import_target, refusals
-        # The cases of a registered one name it; see `with_target`.
+        # Cases name their registered target; see `with_target`.
         target = import_target(imported(self.target) or scenario.system.target)
         problems = refusals(target, scenario)
+        # Blame --order only if the case fits the target without it.
         if problems and self.order is not None and not refusals(target, as_written):
             if self.order in UNKNOWN_ORDER:
                 paths = ", ".join(problem.path for problem in problems)
                 return f"target {target.name!r} must know its order: {paths}"
             return f"target {target.name!r} does not support world.order = {self.order!r}"
         if problems and self.able:
-            return f"target {target.name!r} cannot be asked for {problems[0].path}"
+            return f"target {target.name!r} does not support {problems[0].path}"
         return ""
 
 
 def left_out_lines(counts: Mapping[str, int]) -> list[str]:
-    """A line for each reason why cases were left out.
+    """Return a line for each reason for which cases were left out.
 
     Args:
         counts: Number of cases, by reason.

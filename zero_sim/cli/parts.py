@@ -1,4 +1,4 @@
-"""Parts that several commands share."""
+"""Options and checks that several commands share."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from click.core import ParameterSource
 from zero_sim.errors import UsageError
 from zero_sim.report.commands import DEFAULT_BUNDLES
 
+# pytest's status if no test was collected, and the shell's after SIGINT (128 + 2).
 EXIT_NOTHING_SELECTED = 5
 EXIT_INTERRUPTED = 130
 
 
 def a_number(_: click.Context, option: click.Parameter, value: float | None) -> float | None:
-    """Callback of an option: NaN lies in no range, but click lets it through every one."""
+    """Refuse NaN; a callback for options of numbers."""
+    # click's ranges accept NaN, because every comparison with it is False.
     if value is not None and math.isnan(value):
         raise click.BadParameter("expected a number, got nan.", param=option)
     return value
 
 
+# Types and settings of options that several commands have, so that their help texts agree.
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 BUNDLES: dict[str, Any] = {
@@ -44,10 +47,10 @@ DEVICE: dict[str, Any] = {
     "metavar": "NAME",
     "default": "cpu",
     "show_default": True,
-    "help": "Where the simulated ranks and the reference compute: cpu, cuda, cuda:1, or any other "
-    "device that torch knows here.",
+    "help": "Device of the simulated ranks and the reference: cpu, cuda, cuda:1, or any other "
+    "device of torch.",
 }
-JSON: dict[str, Any] = {"is_flag": True, "help": "One JSON object on stdout, nothing else."}
+JSON: dict[str, Any] = {"is_flag": True, "help": "Print one JSON object on stdout, nothing else."}
 STALL_SECONDS: dict[str, Any] = {
     "type": click.FloatRange(min=0.001, max=10**6),
     "callback": a_number,
@@ -67,29 +70,31 @@ Command = Callable[..., Any]
 
 
 def option(*names: str, **settings: Any) -> Any:
-    """Field of a record of options, for `takes`.
+    """Return a dataclass field that is a command line option, for `takes`.
 
     Args:
-        names: As on the command line, such as `--order`.
-        settings: As `click.option` takes them.
+        names: Names on the command line, such as `--order`.
+        settings: Arguments of `click.option`.
     """
     return field(metadata={"option": (names, settings)})
 
 
 def takes(record: type[Any], name: str) -> Callable[[Command], Command]:
-    """Give a command the options of a record, in one argument.
+    """Return a decorator that gives a command a record of options in one parameter.
 
     Args:
-        record: A dataclass, each field of which is made by `option`.
-        name: Parameter of the command that takes it.
+        record: A dataclass whose fields are all made by `option`.
+        name: Parameter of the command for the record.
     """
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def packed(**values: Any) -> Any:
+            # click passes all options by name; those of the record are taken out.
             chosen = record(**{each.name: values.pop(each.name) for each in fields(record)})
             return command(**{name: chosen}, **values)
 
+        # Decorators apply from the bottom up, so reversed fields keep their order in --help.
         for each in reversed(fields(record)):
             names, settings = each.metadata["option"]
             packed = click.option(*names, each.name, **settings)(packed)
@@ -99,7 +104,7 @@ def takes(record: type[Any], name: str) -> Callable[[Command], Command]:
 
 
 def stdout_for(*, as_json: bool) -> AbstractContextManager[object]:
-    """Send what a model prints to stderr, if stdout is to hold a JSON object alone."""
+    """Return a context that sends prints of models to stderr if stdout must be pure JSON."""
     return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
@@ -107,14 +112,15 @@ def require_with(ctx: click.Context, flag: str, *names: str, given: bool) -> Non
     """Refuse options that would have no effect.
 
     Args:
-        ctx: Of the command.
-        flag: The option that they need, such as `--freeze`.
-        names: Parameters of the command.
-        given: True if the option that they need was given.
+        ctx: Context of the command.
+        flag: The required option, such as `--freeze`.
+        names: Parameters of the command that require it.
+        given: True if the required option was given.
 
     Raises:
-        UsageError: One of them was given without it.
+        UsageError: A parameter was given without its required option.
     """
+    # The source, not the value, because a value may equal its default.
     for param in ctx.command.params:
         on_line = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
         if on_line and param.name in names and not given:
@@ -127,7 +133,7 @@ def echo_json(value: object) -> None:
 
 
 def echo_report(value: Mapping[str, object]) -> None:
-    """Print what a command has to tell as JSON on stdout, with the version of its schema."""
+    """Print the report of a command as JSON on stdout, with the version of its schema."""
     from zero_sim.report.schemas import versioned
 
     echo_json(versioned(value))

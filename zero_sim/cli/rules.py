@@ -1,4 +1,4 @@
-"""The command `zero-sim rules`: what a target would have to declare, found by trying."""
+"""The command `zero-sim rules`: find the declaration of a target by running small cases."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from zero_sim.rules.report import FoundRules
 
 EXIT_WRONG = 1
+# Columns of a comment at most.
 _WIDTH = 88
-"""Most columns of a comment."""
 
 
 @click.command()
@@ -26,21 +26,21 @@ _WIDTH = 88
     "--target",
     required=True,
     metavar="NAME|MODULE:NAME",
-    help="System to ask: a registered one, or one to import.",
+    help="System to examine: a registered name, or module:name to import.",
 )
 @json_option
 @click.pass_context
 def rules(ctx: click.Context, target: str, as_json: bool) -> None:
     """Find the arithmetic of a target and print its declaration.
 
-    Small cases run, each again with the rules that would make it pass, until the rules of the
-    target are known. A rule that no case can tell from another is listed with the reason, and keeps
-    the value that the target declares.
+    Runs small cases and repeats each with the rules that would make it pass, until the target's
+    rules are known. A rule that no case can determine is listed with the reason, and keeps the
+    declared value.
 
-    Exit status: 0 if the cases agree with everything that the target declares; 1 if they contradict
-    it, if several ranks compute a value that no known rule gives, or if no optimizer, model, dtype,
-    stage or order passes; 2 if the usage is wrong, or no known rule makes a plain case of one rank
-    pass; 4 if this machine cannot run it.
+    Exit status: 0 all cases agree with the target's declaration; 1 they contradict it, or several
+    ranks compute a value that no known rule gives, or no optimizer, model, dtype, stage or order
+    passes; 2 the usage is wrong, or no known rule makes a plain case of one rank pass; 4 this
+    machine cannot run it.
 
     \b
     Examples:
@@ -62,8 +62,9 @@ def rules(ctx: click.Context, target: str, as_json: bool) -> None:
 
 
 def _lines(found: FoundRules) -> Iterator[str]:
+    # The warning comes first, because the lines below it are valid Python that invites pasting.
     if found.alarms:
-        yield "# NOT TO BE DECLARED: something is wrong, see the end"
+        yield "# DO NOT DECLARE THIS: something is wrong, see the end"
     yield f"# found by {found.cases} runs of small cases"
     yield "from zero_sim.targets import Capabilities, Numerics"
     yield ""
@@ -75,21 +76,21 @@ def _lines(found: FoundRules) -> Iterator[str]:
         yield from (f"  {each}" for each in found.unclear)
     if found.left_out:
         yield ""
-        yield "Left out, with what came of asking for it:"
+        yield "Not supported, with the reason:"
         yield from (f"  {what}: {why}" for what, why in found.left_out.items())
     if found.limits:
         yield ""
-        yield "Limits, to be declared by `refuses`; checks of its own refuse sizes of cases:"
+        yield "Limits on the sizes of cases, to be declared in `refuses`:"
         for why, cases in found.limits.items():
             shown = ", ".join(map(repr, cases[:3])) + (", ..." if len(cases) > 3 else "")
             yield f"  {why}: {shown}"
     if found.contradicted:
         yield ""
-        yield "Otherwise than declared:"
+        yield "Different from the declaration:"
         yield from (f"  {each}" for each in found.contradicted)
     if found.alarms:
         yield ""
-        yield "WRONG, so that nothing above is to be declared:"
+        yield "WRONG, so declare nothing of the above:"
         yield from (f"  {each}" for each in found.alarms)
 
 
@@ -102,6 +103,7 @@ def _record(
         return
     yield f"{name} = {record}("
     for field, value in said.items():
+        # The note belongs above its field, so that it survives pasting.
         yield from textwrap.wrap(
             notes.get(field, ""), _WIDTH, initial_indent="    # ", subsequent_indent="    # "
         )

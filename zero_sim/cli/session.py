@@ -1,4 +1,4 @@
-"""One `zero-sim run`: its cases one after another, what is told of each, and the exit status."""
+"""One `zero-sim run`: judge cases in turn, report each, and return the exit status."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ if TYPE_CHECKING:
     from zero_sim.scenario.discover import Case
     from zero_sim.scenario.spec import Scenario
 
+# Shorter cases show no progress, which would only flicker.
 PROGRESS_AFTER_SECONDS = 0.5
+# File systems limit names to 255 bytes.
 TRACE_NAME_CHARS_MAX = 120
 CASES_SHOWN_MAX = 40
-"""A screenful: of more cases, those that pass are only counted."""
+"""A screenful. If there are more cases, passing ones are only counted."""
 _COVERED = "features and pairs of features are covered without it"
 
 Judge = Callable[["Scenario"], "CaseResult"]
 
+# Exit statuses, the gravest first.
 _GRAVITY = (1, 2, 4, 3, 0)
-"""Exit statuses, the one that outweighs the others first."""
 _STATUS = {"pass": 0, "fail": 1, "error": 1, "inconclusive": 3}
 _DOTS = {"pass": ".", "fail": "F", "error": "E", "inconclusive": "?"}
 DOTS_A_ROW = 50
@@ -57,7 +59,7 @@ _COLOURS = {"pass": "green", "fail": "red", "error": "red", "inconclusive": "yel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
-    """What is written of a run, and where."""
+    """Options for the output of a run."""
 
     bundles: Path = option("--bundles", **BUNDLES)
     no_bundles: bool = option(
@@ -68,62 +70,63 @@ class Outputs:
         type=click.Path(path_type=Path),
         metavar="FILE",
         help="Write a Chrome trace. For several cases, FILE becomes a folder with a trace of each. "
-        "A pipe needs a reader.",
+        "Refuses a named pipe that has no reader.",
     )
     junit: Path | None = option(
         "--junit",
         type=FILE,
         metavar="FILE",
-        help="Write JUnit XML, for CI services; to a pipe only where somebody reads it.",
+        help="Write JUnit XML for CI services. Refuses a named pipe that has no reader.",
     )
     verbose: bool = option(
         "-v",
         "--verbose",
         is_flag=True,
-        help="Show every case that passes, with its notes. Of more than 40, those are only "
-        "counted.",
+        help="Show every passing case with its notes. By default, of more than 40 cases, passing "
+        "ones are only counted.",
     )
     as_json: bool = option("--json", **JSON)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Judged:
-    """One case that was judged."""
+    """Result of one case."""
 
     result: CaseResult
     source: dict[str, str | None]
-    """The file, the command that runs it alone, and the id of its bundle."""
+    """Its file, the command that runs it alone, and the id of its bundle."""
     text: str
-    """All there is to say of it, if JUnit XML is asked for."""
+    """Full report for JUnit XML; empty without `--junit`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Session:
-    """One `run`: what was asked, what came of it so far."""
+    """One `zero-sim run`: its options and the results so far."""
 
     asked: Asked
     outputs: Outputs
     junit: Path | None
-    """Where JUnit XML goes, if anywhere; of several processes one writes it."""
+    """File for JUnit XML; None on all but one of several processes, or without `--junit`."""
     errors: Sequence[ScenarioError] = ()
     passed_over: Counter[str] = field(default_factory=Counter)
-    """How many cases cannot be judged in the way that was asked for, by why."""
+    """Number of skipped cases, by reason."""
     selected: Sequence[Case] = ()
     judged: list[_Judged] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
     traced: int = 0
-    """Trace files written."""
+    """Number of trace files written."""
     interrupted: bool = False
     started: float = field(default_factory=time.perf_counter)
     begun: datetime = field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
 
     def select(self, cases: Sequence[Case], why_left_out: Callable[[Scenario], str]) -> list[Case]:
-        """The cases that can be judged as they are asked for; counts the others.
+        """Return the cases that can be judged with these options, and count the others.
 
         Raises:
-            UsageError: There is no such target.
+            UsageError: The target does not exist.
         """
         asked = [self.asked.as_asked(case.scenario) for case in cases]
+        # The first reason that applies; checks that import the target come last.
         reasons = [
             self.asked.why_order_needed(each)
             or why_left_out(each)
@@ -131,32 +134,34 @@ class Session:
             or self.asked.why_refused(each, as_written=case.scenario)
             for each, case in zip(asked, cases, strict=True)
         ]
+        # Skipped cases are counted by reason, so that a summary never hides them.
         self.passed_over.update(reason for reason in reasons if reason)
         able = [case for case, reason in zip(cases, reasons, strict=True) if not reason]
         return self._cover(able) if self.asked.covering else able
 
     @property
     def results(self) -> list[CaseResult]:
-        """Of all cases so far."""
+        """Results of all cases so far."""
         return [each.result for each in self.judged]
 
     @property
     def left_out(self) -> int:
-        """Number of cases that an interrupt kept from being judged."""
+        """Number of cases not judged because of an interrupt."""
         return len(self.selected) - len(self.judged) if self.interrupted else 0
 
     @property
     def _bundles(self) -> Path | None:
-        """Where bundles of failing cases go, if anywhere."""
-        # Real processes tell no events that a run could be repeated from.
+        """Folder for bundles of failing cases; None if none are written."""
+        # Real processes record no events, so a run on them cannot be replayed.
         none = self.outputs.no_bundles or self.asked.backend != "sim"
         return None if none else self.outputs.bundles
 
     def _cover(self, cases: Sequence[Case]) -> list[Case]:
-        """Few of the cases, one of each file and more for features and pairs; counts the others."""
+        """Return a subset that covers files, features and pairs of features; count the others."""
         with packages_needed():
             from zero_sim.fuzz.coverage import covering
         asked = [self.asked.as_asked(case.scenario) for case in cases]
+        # The file as label: each file keeps at least one case.
         chosen = covering(asked, labels=[str(case.source) for case in cases])
         self.passed_over[_COVERED] += len(cases) - len(chosen)
         return [cases[index] for index in chosen]
@@ -164,26 +169,29 @@ class Session:
     def run(
         self, cases: Sequence[Case], judging: Callable[[], AbstractContextManager[Judge]]
     ) -> int:
-        """Judge the cases, if any, and tell all; the exit status."""
+        """Judge the cases, print everything, and return the exit status."""
+        # Invalid files do not keep the valid ones from being judged.
         self.report_problems()
         if not cases and not self.errors:
-            return self.finish_empty("no case that can be judged as asked")
+            return self.finish_empty("no case that can be judged with these options")
+        # The judge opens only now, because it imports torch and starts worlds.
         if cases:
             with judging() as judge:
                 self.run_all(cases, judge)
         return self.finish()
 
     def finish_empty(self, have: str) -> int:
-        """Say that there is nothing to run; the exit status."""
+        """Report that there is nothing to run, and return the exit status."""
         left_out = "".join(f"; {line}" for line in left_out_lines(self.passed_over))
         click.echo(f"Nothing selected: {have}{left_out}.", err=True)
+        # JSON and JUnit are written even without a case: consumers expect a file.
         if self.outputs.as_json:
             echo_report(self.as_dict(status=EXIT_NOTHING_SELECTED))
         self._write_junit()
         return EXIT_NOTHING_SELECTED
 
     def report_problems(self) -> None:
-        """Show what is wrong with files that are no scenarios."""
+        """Print the problems of invalid scenario files."""
         from zero_sim.report.text import render_problems
 
         if self.errors and not self.outputs.as_json:
@@ -191,7 +199,7 @@ class Session:
         self.statuses.extend(error.exit_status for error in self.errors)
 
     def run_all(self, cases: Sequence[Case], judge: Judge) -> None:
-        """Judge one case after another, until all are or somebody interrupts."""
+        """Judge cases in turn, up to the last or an interrupt."""
         self.selected = cases
         try:
             for index, case in enumerate(cases):
@@ -225,10 +233,11 @@ class Session:
         return self.outputs.verbose or len(self.selected) <= CASES_SHOWN_MAX
 
     def _note(self, case: Case, result: CaseResult, status: int) -> None:
-        """Keep a result, write what is asked of it, and show it."""
+        """Keep a result, write its files, and print it."""
         from zero_sim.report.text import id_width, render_case
         from zero_sim.scenario.dump import to_chosen_toml
 
+        # If a twin failed, it is the case to show and to reproduce.
         asked, scenario = self.asked, result.twin or case.scenario
         command = reproduce_command(
             case.source,
@@ -247,7 +256,7 @@ class Session:
         texts = {"case": to_chosen_toml(scenario), "reproduce": command, "replay": again}
         self.judged.append(
             _Judged(
-                # Logs are large, and all that is told of them is told here.
+                # Logs are large and not needed any more.
                 result=dataclasses.replace(result, logs=()),
                 source={"source": str(case.source), "reproduce": command, "bundle": bundle},
                 text="" if self.junit is None else render_case(result, **texts),
@@ -256,6 +265,7 @@ class Session:
         self.statuses.append(status)
         if not self.outputs.as_json and (self._shows_each or result.verdict != "pass"):
             self._end_row()
+            # All lines of a run have the same column of ids.
             width = id_width(case.id for case in self.selected)
             with_notes = self.outputs.verbose or len(self.selected) == 1
             columns = columns_of(sys.stdout)
@@ -263,7 +273,7 @@ class Session:
             click.echo(coloured(text, result.verdict))
 
     def finish(self) -> int:
-        """Show the summary; the exit status."""
+        """Print the summary and return the exit status."""
         from zero_sim.findings.records import taken_notes
         from zero_sim.report.text import render_observed, render_summary
 
@@ -279,6 +289,7 @@ class Session:
                 bad_files=len(self.errors),
                 left_out=self.left_out,
             )
+            # A single case has this in its notes.
             if len(results) > 1:
                 if observed := render_observed(results):
                     click.echo(observed)
@@ -295,7 +306,7 @@ class Session:
         return status
 
     def as_dict(self, *, status: int) -> dict[str, object]:
-        """Everything, ready for JSON."""
+        """Return all results, ready for JSON."""
         cases = [{**each.result.as_dict(), **each.source} for each in self.judged]
         problems = [
             {
@@ -331,6 +342,7 @@ class Session:
             )
             for case, each in zip(self.selected, self.judged, strict=False)
         ]
+        # Cases after an interrupt are skipped tests, so that counts of runs are comparable.
         left = [
             TestCase(name=case.id, source=str(case.source), outcome="skipped", message="not run")
             for case in self.selected[len(self.judged) :]
@@ -342,7 +354,7 @@ class Session:
         try:
             write_junit(self.junit, document)
         except ZeroSimError as error:
-            # Cases keep their verdicts.
+            # No exception: verdicts must still be printed. The status reports the failed write.
             click.echo(f"Error: {error}", err=True)
             self.statuses.append(error.exit_status)
 
@@ -370,6 +382,7 @@ class Session:
         path = self.outputs.trace
         if path is None:
             return
+        # The index keeps names unique after characters are replaced and the id is cut.
         if len(self.selected) > 1:
             words = re.sub(r"[^\w.=,+-]+", "_", case.id)
             path = path / f"{len(self.judged):04}-{words[:TRACE_NAME_CHARS_MAX]}.json"
@@ -395,17 +408,18 @@ class Session:
         except Exception as error:  # noqa: BLE001
             seconds = time.perf_counter() - started
             return unforeseen(error, id=case.id, seconds=seconds), _STATUS["error"]
-        # Without a finding, the judge refused a scenario that only it could see is not possible.
+        # An error without a finding: the scenario is impossible, which only the judge could detect.
         refused = result.verdict == "error" and not result.findings
         return result, UsageError.exit_status if refused else _STATUS[result.verdict]
 
 
 def _gravest(statuses: Sequence[int]) -> int:
+    # Several statuses may apply, but a process has only one.
     return min(statuses, key=_GRAVITY.index, default=0)
 
 
 def coloured(text: str, verdict: str) -> str:
-    """The text with its first word in the verdict's colour, on a terminal."""
+    """Return the text with its first word in the verdict's colour if stdout is a terminal."""
     if not takes_codes(sys.stdout):
         return text
     mark, _, rest = text.partition(" ")
@@ -414,10 +428,7 @@ def coloured(text: str, verdict: str) -> str:
 
 @contextlib.contextmanager
 def progress(label: str) -> Iterator[None]:
-    """Show what runs and for how long, on a terminal's stderr only; gone before the result is.
-
-    A case that is over sooner than one would begin to wonder never shows anything.
-    """
+    """Show a label and the elapsed time if stderr is a terminal; erase them at the end."""
     if not takes_codes(sys.stderr):
         yield
         return
@@ -434,6 +445,7 @@ def progress(label: str) -> Iterator[None]:
         redirect_stdout=False,
         redirect_stderr=False,
     )
+    # No task length is known, so it shows elapsed time instead of a bar.
     progress.add_task(label)
     timer = threading.Timer(PROGRESS_AFTER_SECONDS, progress.start)
     timer.daemon = True

@@ -1,4 +1,4 @@
-"""The command `zero-sim shrink`: a case that fails, made as small as it goes."""
+"""The command `zero-sim shrink`: reduce a failing case to the smallest one."""
 
 from __future__ import annotations
 
@@ -34,12 +34,16 @@ DEFAULT_SECONDS = 60.0
 @click.command()
 @click.argument("name", metavar="PATH|ID")
 @click.option(
-    "-k", "expression", metavar="EXPR", default="", help="Which case of a file that makes several."
+    "-k",
+    "expression",
+    metavar="EXPR",
+    default="",
+    help="Id of the case, if the file has several.",
 )
 @click.option(
     "--target",
     metavar="NAME|MODULE:NAME",
-    help="System to judge, whatever the case says: a registered one, or one to import.",
+    help="Override the case's target: a registered name, or module:name to import.",
 )
 @own_options
 @click.option(
@@ -49,20 +53,20 @@ DEFAULT_SECONDS = 60.0
     default=DEFAULT_SECONDS,
     show_default=True,
     metavar="S",
-    help="Try no further case after so long.",
+    help="Start no further case after S seconds.",
 )
 @click.option(
     "--device",
     metavar="NAME",
-    help="Where the simulated ranks and the reference compute; where left out, where the bundle "
-    "says that they did, or the CPU.",
+    help="Device of the simulated ranks and the reference.  [default: the bundle's device, else "
+    "cpu]",
 )
 @bundles_option
 @click.option(
     "--output",
     type=FILE,
     metavar="FILE",
-    help="Write the smaller case as a scenario file, too; to a pipe only where somebody reads it.",
+    help="Also write the smaller case as a scenario file. Refuses a named pipe that has no reader.",
 )
 @json_option
 @click.pass_context
@@ -82,12 +86,12 @@ def shrink(
 
     PATH is a scenario file or a bundle; ID is the id of a bundle. The search tries fewer ranks,
     then fewer and smaller params, fewer steps and fewer features, until no smaller case fails. The
-    result is written as a bundle of its own. Ctrl-C or SIGTERM ends the search after the current
-    case and keeps the smallest so far; a second one ends it at once.
+    result is written as a new bundle. Ctrl-C or SIGTERM ends the search after the current case and
+    keeps the smallest case so far; a second one ends it at once.
 
-    Exit status: 1 if it fails (the smallest case found is shown), 0 if it passes, 2 if the usage is
-    wrong, the case is refused or FILE cannot be written, 3 if it is inconclusive, 4 if this machine
-    cannot run it or has no room for FILE, 130 if interrupted before a case failed, or twice.
+    Exit status: 1 the case fails (the smallest one is shown), 0 it passes, 2 the usage is wrong,
+    the case is refused or FILE cannot be written, 3 the case is inconclusive, 4 this machine cannot
+    run it or has no room for FILE, 130 interrupted before a case failed, or twice.
 
     \b
     Examples:
@@ -106,13 +110,14 @@ def shrink(
     with stdout_for(as_json=as_json), progress(f"shrink {scenario.name}"):
         done = _shrink(scenario, system, seconds=seconds, device=device)
     again, smaller = "", ""
+    # A bundle contains only the names of imported targets; its case names a registered one.
     ran = Ran(target=imported(target) or "", device=device)
     bundle = _write_bundle(done, bundles, ran=ran)
     if bundle:
         again = replay_command(bundle, bundles=bundles, target=target, device=device)
     unwritten_output: ZeroSimError | None = None
     if done.reduced is not None and output is not None:
-        # What was found is not lost for want of a place.
+        # Show the result even if FILE cannot be written; raise at the end.
         try:
             _write(done.reduced.scenario, output)
             smaller = run_command(output, target=target, device=device)
@@ -130,11 +135,12 @@ def shrink(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Done:
-    """What came of a case and of its shrinking."""
+    """Results of one command."""
 
     scenario: Scenario
+    """The original case."""
     result: CaseResult
-    """Of the smallest case; of the case itself where it was not shrunk."""
+    """Result of the smallest case, or of the original if it was not shrunk."""
     reduced: Reduced | None = None
 
     @property
@@ -144,7 +150,7 @@ class _Done:
         return {"pass": 0, "inconclusive": EXIT_INCONCLUSIVE}.get(self.result.verdict, EXIT_REFUSED)
 
     def as_dict(self, *, bundle: str) -> dict[str, object]:
-        """Everything, ready for JSON."""
+        """Return all fields, ready for JSON."""
         from zero_sim.scenario.dump import to_chosen_toml
         from zero_sim.shrink import size_of
 
@@ -165,15 +171,21 @@ class _Done:
 
 
 def _case_of(name: str, *, expression: str, bundles: Path) -> tuple[Scenario, str]:
-    """The one case that is asked for, of a scenario file or of a bundle; and where it computes."""
+    """Return the only selected case of a scenario file or a bundle, and its device.
+
+    Raises:
+        UsageError: There are several cases or none, or the bundle's case ran on processes.
+    """
+    # A file is a scenario. Everything else may be the id of a bundle; lexists keeps a dangling
+    # link from being searched as an id.
     if os.path.isdir(name) or not os.path.lexists(name):
         with packages_needed():
             from zero_sim.bundle import find_bundle, read_bundle
         bundle = read_bundle(find_bundle(name, folder=bundles))
         if bundle.ran.backend != "sim":
             raise UsageError(
-                f"expected the bundle of a case of the simulated world, got {bundle.id}, which ran "
-                f"on {bundle.ran.backend}. Try `zero-sim replay`, or to shrink its case.toml."
+                f"expected a bundle of the simulated world, got {bundle.id}, which ran on "
+                f"{bundle.ran.backend}. Try `zero-sim replay`, or shrink its case.toml."
             )
         return bundle.scenario, bundle.ran.device
     from zero_sim.scenario.discover import discover
@@ -186,16 +198,16 @@ def _case_of(name: str, *, expression: str, bundles: Path) -> tuple[Scenario, st
         have = f"{len(found.cases)} ({ids}{', ...' if len(found.cases) > 3 else ''})"
         raise UsageError(
             f"{name}: expected one case to shrink, got {have if found.cases else 'none'}. "
-            "Try -k with the id of one of them."
+            "Add -k with the id of one of them."
         )
     return found.cases[0].scenario, "cpu"
 
 
 def _shrink(scenario: Scenario, target: Target, *, seconds: float, device: str) -> _Done:
-    """Judge a case and, if something is found, look for the smallest with the same finding.
+    """Judge a case and, if it fails, search for the smallest case with the same finding.
 
     Raises:
-        UsageError: What was found is found for the case's own size.
+        UsageError: The finding depends on the size of the case, so a smaller case cannot have it.
     """
     with packages_needed():
         from zero_sim.backends.stop import Stop, interrupts_ask
@@ -207,14 +219,16 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float, device: str) 
     with WorldPool() as pool:
         judge = partial(run_case, pool=pool, target=target, device=device)
         result = judge(scenario)
+        # The key is the finding without its numbers: smaller cases must have the same one.
         key = key_of(result)
         if key is None or result.verdict == "error":
             return _Done(scenario=scenario, result=result)
         if not may_shrink(key):
             raise UsageError(
-                f"expected a finding that smaller cases can have, got {key.check}, which is about "
-                "what this case expects at its own size. Try `zero-sim run`."
+                f"expected a finding that smaller cases can have, got {key.check}, which depends "
+                "on this case's size. Try `zero-sim run`."
             )
+        # The first interrupt only sets a flag, so that the current case ends and the best is kept.
         stop = Stop()
         with interrupts_ask(stop):
             reduced, best = shrink_finding(
@@ -230,9 +244,10 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float, device: str) 
 
 
 def _write_bundle(done: _Done, folder: Path, *, ran: Ran) -> str:
-    """The id of the bundle that is written; empty where there is none."""
+    """Write a bundle of the smallest case and return its id; empty if none is written."""
     from zero_sim.bundle import write_bundle
 
+    # An inconclusive case has nothing to replay.
     if done.reduced is None or done.result.verdict != "fail":
         return ""
     try:
@@ -245,6 +260,7 @@ def _write_bundle(done: _Done, folder: Path, *, ran: Ran) -> str:
 def _write(scenario: Scenario, path: Path) -> None:
     from zero_sim.scenario.dump import to_chosen_toml
 
+    # Names from foreign files may contain lone surrogates, which UTF-8 cannot encode.
     try:
         write_whole(path, to_chosen_toml(scenario).encode(errors="replace"))
     except OSError as error:

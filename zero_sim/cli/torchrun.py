@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 EXIT_FOUND = 1
 GPUS_OF_A_NODE = 2
-"""Number of GPUs that `--nproc-per-node gpu` stands for where there is none."""
+"""Number of GPUs for `--nproc-per-node gpu` on a machine without GPUs."""
 _COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "show_default": True}
+# Options of torchrun about how processes start and find each other: accepted, without effect.
 _IGNORED = (
     "log-dir",
     "max-restarts",
@@ -39,11 +40,10 @@ _IGNORED = (
     "role",
     "start-method",
 )
-"""Options of torchrun that say how processes find each other."""
 
 
 def _spelled(*names: str) -> list[str]:
-    """Options with hyphens, and with underscores, as torchrun takes both."""
+    """Return options with hyphens and with underscores; torchrun accepts both."""
     return [f"--{each}" for name in names for each in dict.fromkeys((name, name.replace("-", "_")))]
 
 
@@ -62,7 +62,7 @@ class _Numbers(click.ParamType):
 
 
 class _RanksPerNode(click.ParamType):
-    """A number of ranks, or a word of torchrun's that stands for one."""
+    """A number of ranks, or torchrun's `auto`, `cpu` or `gpu`."""
 
     name = "N"
 
@@ -78,12 +78,12 @@ class _RanksPerNode(click.ParamType):
 
 
 def _count_devices(kind: str) -> int:
-    """Number of GPUs for `gpu`, of processors for `cpu`; of GPUs, if there are any, for `auto`."""
+    """Return the number of GPUs (`gpu`), of CPUs (`cpu`), or of GPUs if any, else CPUs (`auto`)."""
     with packages_needed():
         import torch
     gpus = 0 if kind == "cpu" else torch.cuda.device_count()
     if kind == "gpu" and not gpus:
-        _say(f"Note: --nproc-per-node gpu: there is no GPU; {GPUS_OF_A_NODE} are simulated.")
+        _say(f"Note: --nproc-per-node gpu: no GPU found, so {GPUS_OF_A_NODE} are simulated.")
         return GPUS_OF_A_NODE
     return gpus or os.cpu_count() or 1
 
@@ -102,7 +102,7 @@ class _Pattern(click.ParamType):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _WorldOptions:
-    """Options of the world that a script runs on, by the names of `Settings`."""
+    """Options of the simulated world. Field names are those of `Settings`."""
 
     ranks_per_node: int = option(
         *_spelled("nproc-per-node"),
@@ -110,45 +110,48 @@ class _WorldOptions:
         default=1,
         show_default=True,
         metavar="N|auto|gpu|cpu",
-        help="Ranks a node.",
+        help="Ranks per node.",
     )
     nodes: int = option("--nnodes", **_COUNT, default=1, metavar="N", help="Nodes.")
     order: str = option(
-        "--order", default="linear", show_default=True, help="Order in which reductions add."
+        "--order", default="linear", show_default=True, help="Summation order of reductions."
     )
     schedule: str | None = option(
         "--schedule",
         type=click.Choice(["round-robin", "random", "pct"]),
-        help="Which rank runs next.  [default: round-robin; of several runs random]",
+        help="How the next rank to run is chosen.  [default: round-robin; random for several runs]",
     )
     timing: str | None = option(
         "--timing",
         type=click.Choice(["eager", "lazy", "hostile"]),
-        help="When operations read and write.  [default: eager; of several runs hostile]",
+        help="When collectives read inputs and write outputs.  [default: eager; hostile for "
+        "several runs]",
     )
     depth: int = option("--depth", **_COUNT, default=3, hidden=True)
     races: bool | None = option(
         "--races/--no-races",
         default=None,
-        help="Look at every operation for uses of memory in flight.  [default: of several runs]",
+        help="Check every operation for uses of memory in flight.  [default: --races for several "
+        "runs]",
     )
     no_strict: bool = option(
-        "--no-strict", is_flag=True, help="Accept what gloo accepts and NCCL does not."
+        "--no-strict", is_flag=True, help="Accept calls that gloo accepts and NCCL refuses."
     )
     packages: tuple[str, ...] = option(
         "--own-modules",
         multiple=True,
         metavar="PACKAGE",
-        help="Let every rank import a package for itself, as it does the modules of the script's "
-        "folder, so that its globals are not shared.",
+        help="Import a package once per rank, as modules of the script's folder are, so that ranks "
+        "do not share its globals. Repeatable.",
     )
     cuda_is_cpu: bool = option(
         "--cuda-is-cpu",
         is_flag=True,
-        help="Let devices named cuda be the CPU, also before the script fails without a GPU.",
+        help="Treat cuda devices as the CPU from the start, not only after the script fails "
+        "without a GPU.",
     )
     shown: tuple[int, ...] | None = option(
-        "--output-of", type=_Numbers(), help="Show what only these ranks print."
+        "--output-of", type=_Numbers(), help="Show the output of these ranks only."
     )
     stall_seconds: float = option(
         "--stall-seconds",
@@ -156,13 +159,13 @@ class _WorldOptions:
         default=300.0,
         show_default=True,
         metavar="S",
-        help="Longest time without a call of torch.distributed.",
+        help="Longest time between two calls of torch.distributed.",
     )
     address: str = option(*_spelled("master-addr"), default="localhost", hidden=True)
     port: int = option(*_spelled("master-port"), type=int, default=29500, hidden=True)
 
     def settings(self, *, several: bool) -> Settings:
-        """The world.
+        """Return the settings of the world.
 
         Args:
             several: True for several runs, which are compared.
@@ -185,35 +188,36 @@ class _WorldOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RunOptions:
-    """Options of which runs there are, and how they are compared."""
+    """Options that choose the runs and how they are compared."""
 
     seed: int = option(
         "--seed",
         type=click.IntRange(min=0),
         default=0,
         show_default=True,
-        help="Of schedule, timing, and what the script leaves to chance.",
+        help="Seed of the schedule, the timing and the script's random numbers.",
     )
     runs: int = option(
         "--runs",
         **_COUNT,
         default=1,
         metavar="N",
-        help="Run with so many seeds, from --seed on, and tell of the first run that differs from "
-        "the first: in how it ends, in the output of rank 0, or at zero_sim.checkpoint_here.",
+        help="Run with N seeds, starting at --seed, and compare each run with the first: how it "
+        "ends, the output of rank 0, and values at zero_sim.checkpoint_here. Stop at the first "
+        "difference.",
     )
     seeds: tuple[int, ...] | None = option("--seeds", type=_Numbers(), help="Run with these seeds.")
     allow_drift: tuple[str, ...] = option(
         "--allow-drift",
         multiple=True,
         metavar="NAME",
-        help="Let ranks have different values of tensors of this name, with * for any part.",
+        help="Allow tensors of this name to differ among ranks; * stands for any part.",
     )
     ignore: re.Pattern[str] | None = option(
         "--ignore",
         type=_Pattern(),
         metavar="REGEX",
-        help="Do not compare lines in which this is found, such as times.",
+        help="Do not compare lines that match, such as times.",
     )
 
 
@@ -224,7 +228,7 @@ class _RunOptions:
 @takes(_WorldOptions, "world")
 @takes(_RunOptions, "runs")
 @takes(AgainstOptions, "relation")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name.")
 @click.option("--standalone", is_flag=True, hidden=True, expose_value=False)
 @click.option(*_spelled(*_IGNORED), "ignored", multiple=True, hidden=True, expose_value=False)
 @click.argument("script")
@@ -248,7 +252,7 @@ def torchrun(
     violation of the contract or a difference between runs; 2 the usage is wrong, or the script
     ended the process.
 
-    With --against, the script is compared with another way to run it: 0 equal up to rounding; 1
+    With --against, the script is compared with another run of it: 0 equal up to rounding; 1
     different, or only these ranks fail; 2 the other run fails; 3 inconclusive; 4 unsupported.
 
     \b
@@ -258,7 +262,7 @@ def torchrun(
       zero-sim torchrun --nproc-per-node 2 --against 1 train.py
     """
     if runs.seeds is not None and runs.runs != 1:
-        raise UsageError("expected --runs or --seeds, got both.")
+        raise UsageError("expected --runs or --seeds, got both. Remove one of them.")
     seeds = runs.seeds or tuple(range(runs.seed, runs.seed + runs.runs))
     several = len(seeds) > 1
     require_with(ctx, "--runs or --seeds", "ignore", given=several)
@@ -269,12 +273,12 @@ def torchrun(
     require_with(ctx, "--against", *dependent, given=relation.against is not None)
     if "--against" in arguments:
         raise UsageError(
-            "expected options of zero-sim before the script, got --against after it, where it is "
-            f"an argument of {script}. Put it before the script."
+            "expected options of zero-sim before the script, got --against after it, which makes "
+            f"it an argument of {script}. Move it before the script."
         )
     if relation.against is not None:
         if several:
-            raise UsageError("expected --against, or several runs, got both.")
+            raise UsageError("expected --against or several runs, got both. Remove one of them.")
         status = judge_script(
             relation, settings, seed=seeds[0], words=words, allowed_drift=runs.allow_drift
         )
@@ -304,8 +308,10 @@ def _run(
     with Launcher(script, settings) as launcher:
         check_found(settings.packages, folder=script.folder)
         for seed in seeds:
+            # A new watch per run, because replicas are compared within a run.
             watch = ScriptWatch(allowed=runs.allow_drift)
             launcher.guest = watch
+            # Only the first run prints its output; later ones would repeat it.
             with watch.watching():
                 run = launcher.run(seed=seed, quiet=first is not None)
             found = _tell_watched(watch, is_first=first is None)
@@ -315,6 +321,7 @@ def _run(
             if first is None:
                 first, of_first = run, watch
                 continue
+            # A failure of a later run is a difference from the first, so it is reported as one.
             difference = first_difference(first, run, ignored=runs.ignore)
             if difference:
                 _say(f"Error: runs with seeds {first.seed} and {seed} differ: {difference}")
@@ -332,7 +339,8 @@ def _run(
 
 
 def _tell_watched(watch: ScriptWatch, *, is_first: bool) -> bool:
-    """Tell of tensors that differ among ranks; True if that is a finding."""
+    """Report tensors that differ among ranks; return True if this is a finding."""
+    # Warn once: further runs would repeat the warning.
     replicas = watch.replicas
     if replicas.findings:
         _say(f"Error: {replicas.finding}")
@@ -345,6 +353,7 @@ def _tell_failure(run: ScriptRun) -> None:
     failure = run.failure
     if failure is None:
         return
+    # A script that exits by itself has no traceback of interest.
     if isinstance(getattr(failure, "error", None), SystemExit):
         _say(f"Error: {run.ending}")
     else:
@@ -358,6 +367,7 @@ def _finish(
     words: Sequence[str],
     runs: _RunOptions,
 ) -> int:
+    # --ignore only applies to comparisons, and is refused for a single run.
     ignored = runs.ignore if len(seeds) > 1 else None
     command = repeat_command(
         settings, seeds, words=words, ignored=ignored, allowed_drift=runs.allow_drift
@@ -376,7 +386,7 @@ def _summary(run: ScriptRun, settings: Settings, *, count: int, replicas: int) -
         noun = "replicas are" if replicas > 1 else "replica is"
         calls += f"; {replicas} {noun} equal on all ranks"
     if count == 1:
-        return f"{_ranks(run, settings)} came to their end: seed {run.seed}, {how}; {calls}"
+        return f"{_ranks(run, settings)} finished: seed {run.seed}, {how}; {calls}"
     points = sum(map(len, run.points))
     compared = f"{points} points of all ranks" if points else "no zero_sim.checkpoint_here"
     return (
@@ -386,7 +396,8 @@ def _summary(run: ScriptRun, settings: Settings, *, count: int, replicas: int) -
 
 
 def _ranks(run: ScriptRun, settings: Settings) -> str:
-    """The ranks in words; those that a script started itself by world."""
+    """Return the number of ranks in words, for each world if the script starts its own."""
+    # Scripts that call mp.spawn may start several worlds, one after another.
     sizes = run.started or (settings.world_size,)
     return f"{', then '.join(map(str, sizes))} ranks"
 
@@ -399,17 +410,18 @@ def repeat_command(
     ignored: re.Pattern[str] | None = None,
     allowed_drift: Sequence[str] = (),
 ) -> str:
-    """The command that runs a script again in the same way.
+    """Return the command that repeats runs of a script.
 
     Args:
-        settings: The world.
-        seeds: Those to run with.
+        settings: Settings of the world.
+        seeds: Seeds of the runs.
         words: The script and its arguments.
-        ignored: What lines are not compared.
+        ignored: Pattern of lines that are not compared.
         allowed_drift: Names of tensors that may differ among ranks.
     """
     from zero_sim.script.launch import Settings
 
+    # Settings that equal their default are left out of the command.
     usual = Settings(ranks_per_node=1)
     options = ["--nproc-per-node", str(settings.ranks_per_node)]
     for flag, name in (
@@ -423,6 +435,7 @@ def repeat_command(
         value = getattr(settings, name)
         if value != getattr(usual, name):
             options += [flag, str(value)]
+    # Explicit, because their defaults depend on the number of runs.
     options += ["--timing", settings.timing, "--schedule", settings.schedule]
     if settings.races != (len(seeds) > 1):
         options += ["--races" if settings.races else "--no-races"]
@@ -444,5 +457,6 @@ def repeat_command(
 
 
 def _say(text: str) -> None:
+    # The script's own output first, if both streams go to one file.
     sys.stdout.flush()
     click.echo(printable(text, lines=True), err=True)

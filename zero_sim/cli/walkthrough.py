@@ -1,4 +1,4 @@
-"""The command `zero-sim walkthrough`: how it works, step by step, computed by running it."""
+"""The command `zero-sim walkthrough`: ZeRO step by step, from values of a real run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _NAMES = ("zero1", "ring", "lifecycle", "step")
     "--scenario",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Whose step is shown, with `step`.",
+    help="With `step`: the scenario to show.",
 )
-@click.option("--case", metavar="ID", help="Which case of it, where there are several.")
+@click.option("--case", metavar="ID", help="Case of the scenario, if it has several.")
 @click.option(
     "--html",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write a page instead, which is stepped through with arrow keys.",
+    help="Write an HTML page instead, with arrow keys to go through the steps.",
 )
 def walkthrough(name: str, scenario: Path | None, case: str | None, html: Path | None) -> None:
     """Show ZeRO step by step, with values from a real run.
@@ -42,11 +42,12 @@ def walkthrough(name: str, scenario: Path | None, case: str | None, html: Path |
     """
     if (name == "step") != (scenario is not None):
         raise UsageError(
-            "expected --scenario FILE with `step`, and with nothing else. "
-            "Try zero-sim walkthrough step --scenario FILE."
+            "expected --scenario FILE with `step` only. Try zero-sim walkthrough step --scenario "
+            "FILE."
         )
     if case is not None and scenario is None:
-        raise UsageError("expected --case with --scenario alone. Try to leave it out.")
+        raise UsageError("expected --case with --scenario, got no --scenario. Remove --case.")
+    # Usage errors first: the imports below take seconds.
     with packages_needed():
         from zero_sim import walkthrough as walks
         from zero_sim.report.walks import render_walk, write_walk

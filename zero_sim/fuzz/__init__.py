@@ -1,1 +1,1 @@
-"""Fuzzing: drawn cases that lean towards the edges of a partition, and campaigns over them."""
+"""Fuzzing: generated cases near the edges of partitions, and campaigns that judge them."""

@@ -1,4 +1,4 @@
-"""One batch of a campaign: draws cases, judges them, and shrinks what is new."""
+"""One batch of a campaign: draw cases, judge them, and shrink new findings."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from zero_sim.targets import Target, import_target, refusals, with_options
 from zero_sim.targets.options import check_said
 
 Render = Callable[[CaseResult], str]
-"""What shows the result of a case to a person; a function of a module, as it travels."""
+"""Renders a result as text. A module-level function, because it is pickled for workers."""
 
 
 def run_batch(
@@ -64,23 +64,23 @@ def run_batch(
     *,
     cases_from: Drawable[Scenario] | None = None,
 ) -> BatchReport:
-    """Run a batch; what its cases are depends on its seed, and on whether it is the first one.
+    """Run a batch. Its cases depend only on its seed and on whether it is the first batch.
 
-    An interrupt ends it after the case at hand, with what was found so far; a second one at once,
-    with what was not shrunk yet as it was met.
+    An interrupt ends the batch after the current case. A second one ends it at once, and returns
+    findings that are not shrunk yet.
 
     Args:
-        job: Which batch.
-        render: What writes the text of a finding.
-        cases_from: What draws the cases; where left out, `drawn_cases` for the target.
+        job: The batch.
+        render: Renders the text of a finding.
+        cases_from: Source of cases; None for `drawn_cases` of the target.
 
     Raises:
-        UsageError: There is no such target.
+        UsageError: The target does not exist.
         EnvironmentProblem: This machine lacks something that the cases need.
     """
     target = import_target(job.target)
     settle_memory()
-    # What is imported first does not count.
+    # The clock starts after the imports.
     deadline = None if job.seconds is None else time.monotonic() + job.seconds
     stop = Stop(deadline=deadline)
     with interrupts_ask(stop), WorldPool() as pool:
@@ -93,10 +93,11 @@ def run_batch(
         drawn = drawn_cases(target, order=job.order) if cases_from is None else cases_from
         if options := dict(job.options):
             check_said(target, options)
-            # What the target refuses with them is no finding.
+            # The target may refuse a case with these options, which is no finding.
             drawn = drawn.map(lambda scenario: with_options(scenario, options)).filter(
                 system.may_ask
             )
+        # Bundles and keys contain the name of the target.
         drawn = drawn.map(lambda scenario: _aimed(scenario, job.target))
         findings = _Findings(job=job, system=system, render=render, stop=stop)
         batch = _Batch(job=job, system=system, cases_from=drawn, findings=findings, stop=stop)
@@ -111,14 +112,14 @@ class _System:
     pool: WorldPool
     device: str
     trajectories: Trajectories | None
-    """Steps of the reference that members of a family share."""
+    """Steps of the reference that members of a family share; None without families."""
 
     def may_ask(self, scenario: Scenario) -> bool:
-        """Whether the target is there for a case; drawn ones are."""
+        """Return True if the target supports a case."""
         return not refusals(self.target, scenario)
 
     def judge(self, scenario: Scenario) -> CaseResult:
-        """Judge a case; an error that nobody foresaw is a finding, too, and costs no other case."""
+        """Judge a case. An unexpected exception is a finding, so that other cases still run."""
         try:
             return run_case(
                 scenario,
@@ -126,6 +127,7 @@ class _System:
                 target=self.target,
                 device=self.device,
                 trajectories=self.trajectories,
+                # Digests of logs take a few percent of a small case; only replays need them.
                 with_digest=False,
             )
         except ZeroSimError:
@@ -135,18 +137,18 @@ class _System:
 
 
 class _Failed(NamedTuple):
-    """A case that has a finding."""
+    """A case with a finding."""
 
     case: int
     scenario: Scenario
     key: Key
     apart: float
-    """How far apart values are; see `how_far_apart`."""
+    """Largest difference of values; see `how_far_apart`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Findings:
-    """What a batch met, and what becomes of it."""
+    """Findings of a batch."""
 
     job: Job
     system: _System
@@ -154,37 +156,39 @@ class _Findings:
     stop: Stop
     failed: list[_Failed] = field(default_factory=list)
     met: dict[Key, Found] = field(default_factory=dict)
-    """The first case of each key, as it was met."""
+    """The first case of each key, not shrunk."""
     looked_at: int = 0
-    """How many of those that failed were made smaller, or show what is known."""
+    """Number of failed cases that were shrunk or that show a known finding."""
     known: KnownFindings = field(default_factory=KnownFindings)
     shrunk: dict[tuple[object, ...], Found] = field(default_factory=dict)
-    """New ones, shrunk."""
+    """New findings, shrunk."""
 
     def __post_init__(self) -> None:
+        # Findings of other batches, so that this one does not shrink them again.
         for each in self.job.known:
             self.known.add(each)
 
     def take_up(self) -> None:
-        """Take up what an earlier part of this batch has met and left as it was."""
+        """Take over findings that an earlier run of this batch did not shrink."""
         for one in self.job.unshrunk:
             try:
                 scenario = one.case_again()
             except ScenarioError:
-                continue  # Of another version: it stays as it is.
+                continue  # From another version, which cannot be shrunk here.
             self.failed.append(_Failed(one.case, scenario, one.key, one.apart))
             self.met[one.key] = one
 
     def note(self, failed: _Failed, result: CaseResult) -> bool:
-        """Note a case that fails; whether it is the first of its key."""
+        """Record a failing case; return True if it is the first with its key."""
         self.failed.append(failed)
         is_first = failed.key not in self.met
+        # Kept at once, because a second interrupt may come before it is shrunk.
         if is_first:
             self.met[failed.key] = replace(self._describe(failed, result), as_met=True)
         return is_first
 
     def so_far(self) -> tuple[Found, ...]:
-        """Those that are new; what was not shrunk is told as it was met."""
+        """Return the new findings, with original cases if they are not shrunk yet."""
         new: dict[Key, Found] = {}
         for _, scenario, key, _ in self.failed[self.looked_at :]:
             if key not in new and not self.known.explain(key, scenario):
@@ -192,35 +196,36 @@ class _Findings:
         return (*self.shrunk.values(), *new.values())
 
     def shrink_all(self, keep: Callable[[], None]) -> None:
-        """Shrink a case of each finding that is not known by then.
-
-        Of one check the case comes first whose values are furthest apart: the others may show what
-        was rounded on the way.
+        """Shrink a case of each finding that is not known yet.
 
         Args:
-            keep: Called after each.
+            keep: Called after each case.
         """
+        # Within a check, the largest difference first: small ones may be its rounded consequences.
         checks = {one.key.check: place for place, one in reversed([*enumerate(self.failed)])}
         self.failed.sort(key=lambda one: (checks[one.key.check], -one.apart))
         for failed in self.failed:
             if not self.known.explain(failed.key, failed.scenario):
                 one = self._shrink(failed)
                 self.known.add(one)
-                # Two ways into one smallest case are one finding.
+                # Two cases that shrink to the same one are one finding.
                 before = self.shrunk.get(one.is_of)
                 self.shrunk[one.is_of] = one if before is None else before.joined(one)
             self.looked_at += 1
             keep()
 
     def _shrink(self, failed: _Failed) -> Found:
-        """Shrink a case and write what is left as a bundle."""
+        """Shrink a case and write the result as a bundle."""
         _, scenario, key, _ = failed
-        # Not kept from before: event logs are large. What is drawn fails again as it did.
+        # Judge again instead of keeping results, because event logs are large. Drawn cases are
+        # deterministic, so the finding is the same.
         result = marked(self.system.judge(scenario), scenario)
+        # A finding that depends on the size, or that does not repeat, is kept with its own case.
         if not may_shrink(key) or key_of(result) != key:
             return self._written(failed, result)
         others = self.known.others(key, scenario)
 
+        # Do not shrink into a known finding of the same kind, which has another cause.
         def may_ask(other: Scenario) -> bool:
             has_other_cause = any(one.needs.met_by(other) for one in others)
             return self.system.may_ask(other) and not has_other_cause
@@ -235,6 +240,7 @@ class _Findings:
             right=right_judge(self.system.target, pool=self.system.pool, device=self.job.device),
         )
         one = self._written(failed._replace(scenario=reduced.scenario), marked(best, scenario))
+        # An interrupted search is continued when the campaign resumes.
         as_met = self.stop.asked and not reduced.complete
         return replace(one, complete=reduced.complete, as_met=as_met)
 
@@ -246,6 +252,7 @@ class _Findings:
         folder, ran = Path(self.job.bundles), Ran(target=imported, device=self.job.device)
         try:
             path = write_bundle(failed.scenario, result, folder=folder, ran=ran)
+        # A full disk costs the bundle, not the finding: the report contains its case as TOML.
         except OSError as error:
             return replace(found, unkept=error.strerror or str(error))
         return replace(found, bundle=path.name)
@@ -276,9 +283,9 @@ class _Batch:
     stop: Stop
     counts: Counts = field(default_factory=Counts)
     errors: Counter[str] = field(default_factory=Counter)
-    """Cases that could not be judged, by why."""
+    """Number of cases that could not be judged, by reason."""
     cases_with: dict[str, int] = field(default_factory=dict)
-    """By feature, which cases had it."""
+    """Bit mask of the cases with a feature, by feature; see `note_features`."""
     complete: bool = False
     futile: str = ""
 
@@ -288,6 +295,7 @@ class _Batch:
             self.findings.take_up()
             self._explore_all()
             self.complete = not self.stop.now
+            # A complete batch without cases: the target refuses everything that can be drawn.
             if self.complete and not self.job.start and not self.counts.cases:
                 self.futile = why_none_fits(self.system.target, options=dict(self.job.options))
             self.counts.seconds = time.monotonic() - started
@@ -297,7 +305,7 @@ class _Batch:
         return self.report()
 
     def report(self) -> BatchReport:
-        """What there is so far."""
+        """Return the results so far."""
         return BatchReport(
             index=self.job.index,
             seed=self.job.seed,
@@ -310,11 +318,13 @@ class _Batch:
         )
 
     def _explore_all(self) -> None:
-        """Draw the batch's cases, always the same ones, and judge them."""
+        """Draw the cases of the batch, the same in every run, and judge them."""
+        # Cases of an earlier run are drawn again and skipped, because draws depend on each other.
         for scenario in islice(self._drawn(), self.job.start, self.job.cases):
             if self.stop.now:
                 return
             self._explore(scenario)
+            # If the first cases all end in one error, so will the rest of the campaign.
             is_first_lot = self.counts.cases == BATCH_CASES
             if is_first_lot and set(self.errors.values()) == {BATCH_CASES}:
                 (error,) = self.errors
@@ -322,9 +332,9 @@ class _Batch:
                 return
 
     def _drawn(self) -> Iterator[Scenario]:
-        """Case after case, each with its family behind it, if it has one."""
+        """Yield cases, each followed by its family if it has one."""
         job, options = self.job, dict(self.job.options)
-        # The simplest case is the same in all batches, and so would its family be.
+        # Only the first batch contains the simplest case, which is the same in all batches.
         drawn = draws(self.cases_from, seed=str(job.seed), simplest=job.index == 0)
         for place, first in enumerate(drawn):
             yield first
@@ -341,10 +351,11 @@ class _Batch:
         scenario, counts = drawn, self.counts
         result = self.system.judge(scenario)
         case = self.job.start + counts.cases
+        # A twin with one step of SGD also shows a wrong factor, which AdamW hides.
         if case % TWIN_EVERY == 0:
             judge = self.system.judge
             result = with_twin(result, scenario, judge=judge, find=lambda: self.system.target)
-            # What fails is made smaller, kept and judged again by itself.
+            # If the twin fails, it is the case to shrink and to keep.
             scenario = result.twin or scenario
         counts.verdicts[result.verdict] += 1
         counts.params_only += result.passes_by_params_only
@@ -354,6 +365,7 @@ class _Batch:
         counts.taken.update(taken_notes(result))
         if result.verdict == "inconclusive" and result.findings:
             counts.unproved[str(result.findings[0].check)] += 1
+        # Features of the drawn case, not of its twin, which has another optimizer.
         note_features(self.cases_with, features_of(drawn), case=counts.cases)
         counts.cases += 1
         key = key_of(result)
@@ -364,21 +376,21 @@ class _Batch:
             self._keep()
 
     def _keep(self) -> None:
-        """Write what was found so far, lest it is lost with this process."""
+        """Write the findings so far, so that they survive a crash of this process."""
         report = self.report()
         if not self.job.unfinished or not report.found:
             return
-        # Whoever keeps the whole report finds out, too, and says so.
+        # A full disk is reported when the campaign saves the whole report.
         with contextlib.suppress(OSError):
             write_whole(Path(self.job.unfinished), to_json(report).encode())
 
 
 def warm_up(target: str, device: str) -> None:
-    """Import what batches of a target need, which takes seconds, before any clock runs.
+    """Import everything for batches of a target before the clock starts; this takes seconds.
 
     Raises:
-        UsageError: There is no such target.
-        EnvironmentProblem: There is no such device.
+        UsageError: The target does not exist.
+        EnvironmentProblem: The device does not exist.
     """
     check_device(device)
     import_target(target)
@@ -386,6 +398,7 @@ def warm_up(target: str, device: str) -> None:
 
 
 def _aimed(scenario: Scenario, target: str) -> Scenario:
-    """The case with the target that it is for; a file can name a registered one only."""
+    """Return the case with its target set."""
+    # A file can only name a registered target; see `with_target` of the command line.
     named = SystemSpec().target if ":" in target else target
     return replace(scenario, system=replace(scenario.system, target=named))

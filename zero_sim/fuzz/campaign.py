@@ -1,4 +1,4 @@
-"""A campaign: batch after batch of drawn cases against one target, past every finding."""
+"""A campaign: batches of drawn cases against one target, which continues after findings."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from zero_sim.fuzz.records import (
 from zero_sim.fuzz.totals import CampaignTotals
 
 INTERRUPT_SECONDS = 30
-"""How long batches have to end after an interrupt."""
+"""Seconds that batches have to end after an interrupt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a campaign is to do.
+    """Settings of a campaign.
 
     Raises:
         UsageError: A number is out of range.
@@ -37,23 +37,24 @@ class Plan:
 
     head: Head
     cases: int | None = None
-    """Cases of all shards together; absent for no limit."""
+    """Cases of all shards together; None for no limit."""
     seconds: float | None = None
-    """After so long no further case is begun; absent for no limit."""
+    """Time after which no case is started; None for no limit."""
     corpus: Path
-    """Folder of what is kept, bundles of findings included."""
+    """Folder for results, including bundles of findings."""
 
     def __post_init__(self) -> None:
         if self.cases is not None and self.cases < 0:
-            raise UsageError(f"expected a number of cases, got {self.cases}")
+            raise UsageError(f"expected a number of cases >= 0, got {self.cases}")
 
     @property
     def bundles(self) -> Path:
-        """Where findings go."""
+        """Folder for bundles of findings."""
         return self.corpus / "bundles"
 
     def batches(self) -> Iterator[tuple[int, int]]:
-        """This shard's batches: place in the campaign and number of cases, in order."""
+        """Yield this shard's batches: index in the campaign and number of cases, in order."""
+        # Shards take batches in turns, so that they need not know the number of batches.
         number, count = self.head.shard
         index = number - 1
         while cases := self.cases_of(index):
@@ -61,7 +62,7 @@ class Plan:
             index += count
 
     def cases_of(self, index: int) -> int:
-        """Number of cases of a batch, 0 behind the last one."""
+        """Return the number of cases of a batch; 0 after the last one."""
         if self.cases is None:
             return self.head.cases
         return max(0, min(self.head.cases, self.cases - index * self.head.cases))
@@ -69,11 +70,11 @@ class Plan:
 
 @contextlib.contextmanager
 def open_pool(*, jobs: int | None = None, scheduler: str | None = None) -> Iterator[Pool]:
-    """Those who run the batches of a campaign.
+    """Open a pool that runs the batches of a campaign.
 
     Args:
-        jobs: Batches at a time; 1, or all that a cluster has cores for, where left out.
-        scheduler: Address of a Dask scheduler; absent for this machine.
+        jobs: Batches at a time; None for 1, or for all cores of a cluster.
+        scheduler: Address of a Dask scheduler; None for this machine.
 
     Raises:
         EnvironmentProblem: The cluster cannot be used.
@@ -98,23 +99,23 @@ def run_campaign(
     tell: Callable[[CampaignTotals], None] = lambda totals: None,
     tell_converted: Callable[[Path], None] = lambda path: None,
 ) -> CampaignTotals:
-    """Run a campaign, or go on with one that its corpus holds.
+    """Run a campaign, or resume the one in its corpus.
 
-    It goes on past findings; those of earlier runs are judged again first, and are gone where they
-    are fixed. An interrupt ends it cleanly: batches at work end after their case, and all that they
-    found is kept.
+    The campaign continues after findings. Findings of earlier runs are judged again first, and
+    removed if they are fixed. After an interrupt, running batches end after their current case, and
+    their findings are saved.
 
     Args:
-        plan: What to do.
-        pool: Who does it.
-        render: What writes the text of a finding, wherever it is found.
-        tell: Called after each batch with what there is so far.
-        tell_converted: Called with the file of an earlier version that the corpus was made from.
+        plan: Settings of the campaign.
+        pool: Runs the batches.
+        render: Renders the text of a finding, on any worker.
+        tell: Called after each batch with the totals so far.
+        tell_converted: Called with the file of an earlier version that was converted.
 
     Raises:
-        UsageError: There is no such target, the corpus is of another campaign, or cannot be read or
-            written there.
-        EnvironmentProblem: There is no room for the corpus.
+        UsageError: The target does not exist, the corpus belongs to another campaign, or it cannot
+            be read or written.
+        EnvironmentProblem: There is no space for the corpus.
     """
     with open_corpus(plan.corpus, head=plan.head) as corpus:
         if corpus.converted is not None:
@@ -135,12 +136,13 @@ class _Run:
     corpus: Corpus
     totals: CampaignTotals = field(default_factory=CampaignTotals)
     ran: dict[int, int] = field(default_factory=dict)
-    """By batch how many of its cases an earlier run did, from the first one on."""
+    """Number of first cases that earlier runs judged, by batch."""
     pending: dict[Future[BatchReport], Job] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
     def recheck(self) -> None:
-        """Judge again what earlier runs found, and let go of what is fixed."""
+        """Judge findings of earlier runs again, and remove fixed ones."""
+        # Totals merge findings with the same smallest case, so each is judged once.
         earlier = CampaignTotals()
         earlier.note(self.corpus.kept.found.values())
         for one in recheck(
@@ -151,14 +153,15 @@ class _Run:
                 self.corpus.append_fixed(one.found)
 
     def remember(self) -> None:
-        """Take in what earlier runs did; a batch that was cut short goes on where it ended."""
+        """Load the results of earlier runs. Incomplete batches resume at their next case."""
         for report, counts in self.corpus.kept.counted():
             if counts and self.plan.cases_of(report.index):
                 self.ran[report.index] = report.start + report.counts.cases
+                # A worker that died in an earlier run is no loss of this one.
                 self.totals.take(replace(report, lost=""))
         self.totals.note(self.corpus.kept.found.values())
         self.totals.earlier_cases = self.totals.counts.cases
-        # It may be mended since.
+        # The reason may be fixed since then.
         self.totals.futile = ""
 
     def run(self) -> None:
@@ -169,7 +172,7 @@ class _Run:
             self.totals.interrupted = True
         self.remember()
         try:
-            # What is imported and judged again does not count.
+            # Imports and the recheck of earlier findings do not count.
             self.started = time.monotonic()
             self._all_batches()
         except KeyboardInterrupt:
@@ -178,6 +181,8 @@ class _Run:
             self._wind_up()
 
     def _all_batches(self) -> None:
+        # One batch per slot at a time: a long queue would delay an interrupt, and its jobs would
+        # lack the findings known by then.
         batches = self.plan.batches()
         while True:
             while len(self.pending) < self.pool.slots and not self._is_over():
@@ -205,6 +210,7 @@ class _Run:
     def _next_job(self, batches: Iterator[tuple[int, int]]) -> Job | None:
         for index, cases in batches:
             seed, start = batch_seed(self.plan.head.seed, index), self.ran.get(index, 0)
+            # A complete batch runs again without cases if its findings are not shrunk yet.
             left = tuple(one for one in self.totals.found if one.as_met and one.seed == seed)
             if start >= cases and not left:
                 continue
@@ -229,21 +235,24 @@ class _Run:
     def _take(self, future: Future[BatchReport]) -> None:
         job = self.pending.pop(future)
         report = _report(future, job)
+        # The file of a batch whose worker died contains its findings up to then.
         left = self.corpus.read_unfinished(job.index) if report.lost else None
         if left is not None:
             report = replace(left, lost=report.lost)
         try:
             self.corpus.append(report)
+        # Findings are still shown, but nothing more runs, because it could not be saved either.
         except (EnvironmentProblem, UsageError) as error:
             self.totals.unkept = error
         self.totals.take(report)
+        # A batch that ended early, although there was time, was interrupted.
         out_of_time = job.seconds is not None and (self._seconds_left() or 0.0) <= 0
         if not report.complete and not report.lost and not out_of_time:
             self.totals.interrupted = True
         self.tell(self.totals)
 
     def _wind_up(self) -> None:
-        """Wait a little for what still runs, and keep what comes of it."""
+        """Wait for running batches for a limited time, and save their results."""
         self.pool.interrupt()
         # A second interrupt ends the waiting.
         with contextlib.suppress(KeyboardInterrupt):
@@ -258,10 +267,11 @@ class _Run:
 
 
 def _report(future: Future[BatchReport], job: Job) -> BatchReport:
-    """What came of a batch, or that its worker died with it."""
+    """Return the report of a batch, or one that records the death of its worker."""
     error = None if future.cancelled() else future.exception()
     if error is None and not future.cancelled():
         return future.result()
+    # Any other error of a worker is a bug in zero_sim or a usage error.
     if error is not None and not is_lost(error):
         raise error
     return BatchReport(

@@ -1,7 +1,7 @@
-"""Choices to draw values with: those of Hypothesis, which shrink, or of a seed, which are quick.
+"""Sources of choices for drawing values: Hypothesis, which shrinks, or a seed, which is fast.
 
-What is drawn is a function of choices, so that both give the same values. Hypothesis takes five to
-ten times as long, for what it remembers in order to shrink; a campaign shrinks by itself.
+Values are functions of choices, so both sources can draw the same values. Hypothesis takes five to
+ten times as long, because it records choices for shrinking. Campaigns have their own shrinker.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from hypothesis.errors import NoSuchExample, Unsatisfiable
 Value = TypeVar("Value")
 Other = TypeVar("Other")
 
+# Few, because a foreign strategy costs a run of Hypothesis for each case.
 _RUN_VALUES = 6
 _ONE_RUN = settings(
     max_examples=_RUN_VALUES,
     phases=(Phase.generate,),
+    # No state between runs and no time limits: values depend on the seed alone.
     database=None,
     deadline=None,
     derandomize=False,
@@ -31,46 +33,46 @@ _ONE_RUN = settings(
 
 
 class Rejected(Exception):
-    """What was drawn is not wanted; another value may be."""
+    """The drawn value is not wanted; draw another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shrinking:
-    """Choices of Hypothesis, one after another; what is simplest is the least, or the first.
+    """Choices of Hypothesis. They shrink to the smallest number or the first value.
 
     Args:
-        draw: What a composite strategy is given.
+        draw: Draw function of a composite strategy.
     """
 
     draw: st.DrawFn
 
     def integer(self, least: int, most: int) -> int:
-        """A number from the least to the most, both included."""
+        """Return a number from `least` to `most`, both included."""
         return self.draw(st.integers(least, most))
 
     def among(self, values: Sequence[Value]) -> Value:
-        """One of some values, of which there is at least one."""
+        """Return one of at least one values."""
         return self.draw(st.sampled_from(values))
 
     def of(self, strategy: st.SearchStrategy[Value]) -> Value:
-        """A value that a strategy of somebody else gives."""
+        """Return a value of a foreign strategy."""
         return self.draw(strategy)
 
     def note(self, feature: str) -> None:
-        """Say what the value has, for statistics."""
+        """Record a feature of the value for statistics."""
         event(feature)
 
     def refuse(self) -> NoReturn:
-        """End here: the value is not wanted."""
+        """Reject the value."""
         reject()
 
 
 @dataclass(frozen=True, slots=True)
 class Seeded:
-    """Choices that follow from a seed.
+    """Choices that a seed determines.
 
     Args:
-        random: Where they come from; the least each time without.
+        random: Source of randomness; None for the simplest choice every time.
     """
 
     random: Random | None
@@ -79,17 +81,19 @@ class Seeded:
         """See `Shrinking`."""
         if self.random is None:
             return least
+        # `random()` is several times faster than `randint`, and its bias does not matter here.
         return least + int(self.random.random() * (most - least + 1))
 
     def among(self, values: Sequence[Value]) -> Value:
         """See `Shrinking`."""
+        # The first value is the simplest, as for Hypothesis.
         return values[0 if self.random is None else int(self.random.random() * len(values))]
 
     def of(self, strategy: st.SearchStrategy[Value]) -> Value:
         """See `Shrinking`.
 
         Raises:
-            Rejected: It gives no values.
+            Rejected: The strategy gives no values.
         """
         drawn, raised = drawn_in_a_run(strategy, random=self.random or Random(0))
         if raised is not None:
@@ -99,7 +103,7 @@ class Seeded:
         return self.among(drawn)
 
     def note(self, feature: str) -> None:
-        """See `Shrinking`; nobody keeps statistics."""
+        """Do nothing: there are no statistics."""
 
     def refuse(self) -> NoReturn:
         """See `Shrinking`."""
@@ -107,19 +111,21 @@ class Seeded:
 
 
 Choices = Shrinking | Seeded
-"""What values are drawn with."""
+"""A source of choices."""
 
 
 def drawn_in_a_run(
     strategy: st.SearchStrategy[Value], *, random: Random
 ) -> tuple[list[Value], Exception | None]:
-    """A few values of a strategy, the simplest first, and what it raised, if it did.
+    """Return a few values of a strategy, the simplest first, and its exception if it raised.
 
     Args:
-        strategy: What draws them.
-        random: What they follow from.
+        strategy: Any strategy of Hypothesis.
+        random: Determines the values.
     """
     drawn: list[Value] = []
+
+    # `find` looks for a value that fits; refusing all of them makes it generate several.
 
     def keep(value: Value) -> bool:
         drawn.append(value)
@@ -136,20 +142,20 @@ def drawn_in_a_run(
 
 @dataclass(frozen=True, slots=True)
 class Drawable(Generic[Value]):
-    """Values that can be drawn with any choices.
+    """Values that can be drawn with either source of choices.
 
     Args:
-        drawn: Gives one; raises whatever `refuse` of the choices does where it is not wanted.
+        drawn: Returns one value, or calls `refuse` of the choices.
     """
 
     drawn: Callable[[Choices], Value]
 
     def map(self, change: Callable[[Value], Other]) -> Drawable[Other]:
-        """What becomes of each value."""
+        """Return values with a function applied to each."""
         return Drawable(lambda choices: change(self.drawn(choices)))
 
     def filter(self, is_wanted: Callable[[Value], object]) -> Drawable[Value]:
-        """Only those that are wanted."""
+        """Return only values that satisfy a condition."""
 
         def wanted(choices: Choices) -> Value:
             value = self.drawn(choices)
@@ -158,7 +164,7 @@ class Drawable(Generic[Value]):
         return Drawable(wanted)
 
     def strategy(self) -> st.SearchStrategy[Value]:
-        """A strategy of Hypothesis that gives them."""
+        """Return the values as a strategy of Hypothesis."""
 
         @st.composite
         def values(draw: st.DrawFn) -> Value:

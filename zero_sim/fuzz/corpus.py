@@ -1,15 +1,16 @@
-"""A campaign on disk: one SQLite file a shard, in a folder that shards may share.
+"""A campaign on disk: one SQLite file per shard, in a folder that shards may share.
 
-A batch is one transaction, so a campaign that is killed at any moment goes on without a case lost
-or counted twice. One process writes: it holds SQLite's lock until it is done. A batch that runs
-keeps what it met in a JSON file of its own, because workers do not write to the database; that file
-stands in for the batch if its process is killed.
+A batch is one transaction, so a campaign that is killed at any moment resumes without losing a case
+or counting it twice. One process writes, and holds the lock of SQLite until it ends. Workers do not
+write to the database: a running batch saves its findings in a JSON file of its own, which replaces
+its report if the process is killed.
 
 [Note: strangers' files]
-A corpus may come from anybody. Before a query, the file must be a regular one of bounded size, in
-rollback mode, with exactly our tables: no trigger, view or index of somebody else runs. Then every
-value is checked. Files beside it count, too: SQLite would read a write-ahead log that contradicts
-the database, and would delete any file that a rollback journal names as its super-journal.
+A corpus may come from a stranger. Before any query, the file must be a regular one of bounded
+size, in rollback mode, with exactly our tables, so that no foreign trigger, view or index runs.
+Then every value is checked. Files next to it matter too: SQLite would read a write-ahead log that
+contradicts the database, and would delete any file that a rollback journal names as its
+super-journal.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ _TABLES = (
     " report TEXT NOT NULL, PRIMARY KEY (batch, start))",
     "CREATE TABLE findings (finding TEXT NOT NULL UNIQUE)",
 )
-# Of two reports from one case on, the one that got further is kept, whichever came first.
+# Of two reports that start at the same case, keep the one with more cases.
 _KEEP_REPORT = """
 INSERT INTO batches VALUES (?, ?, ?, ?) ON CONFLICT (batch, start) DO UPDATE
 SET cases = excluded.cases, report = excluded.report WHERE excluded.cases >= cases
 """
+# Magic bytes, rollback mode, and a page 1 without child pages, which could form a cycle.
 _HEAD_OF_OURS = (b"SQLite format 3\0", b"\1\1", b"\x0d")
-"""What it is; rollback mode; and a page 1 without pages below it, which could repeat endlessly."""
+# Last bytes of a rollback journal that names a super-journal; ours never do.
 _NAMES_SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
-"""Last bytes of a rollback journal that has a super-journal; ours has none."""
+# Errors of a file system without locks.
 _WITHOUT_LOCKS = (sqlite3.SQLITE_IOERR_RDLOCK, sqlite3.SQLITE_IOERR_LOCK)
-"""Errors of a file system that has no locks."""
+# Primary codes of SQLite as errno, so that messages are those of any other file.
 _ERROR_NUMBERS = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_IOERR: errno.EIO,
@@ -65,10 +67,11 @@ class Kept:
     reports: Sequence[BatchReport]
     """In the order of batches, without their findings."""
     found: Mapping[int, Found]
-    """Findings in the order in which they came, by row of the file."""
+    """Findings in the order in which they were found, by row of the file."""
 
     def counted(self) -> Iterator[tuple[BatchReport, bool]]:
-        """Reports, and whether their cases count: each case once, from the first of its batch."""
+        """Yield reports, with True if their cases count. Each case counts once."""
+        # A report counts if it starts where the counted ones of its batch end.
         ran: dict[int, int] = {}
         for report in self.reports:
             counts = report.counts.cases > 0 and report.start == ran.get(report.index, 0)
@@ -79,49 +82,50 @@ class Kept:
 
 @dataclass(kw_only=True, slots=True)
 class Corpus:
-    """One shard's file, which nobody else has open; see `open_corpus`."""
+    """The file of one shard, locked by this process; see `open_corpus`."""
 
     path: Path
     kept: Kept
-    """Content when it was opened, without findings that are fixed since."""
+    """Content at opening, without findings fixed since then."""
     converted: Path | None
-    """File of an earlier version that it was made from."""
+    """File of an earlier version that was converted; None if there was none."""
     _database: sqlite3.Connection = field(repr=False)
 
     @property
     def folder(self) -> Path:
-        """Where everything of the campaign lies."""
+        """Folder of the campaign."""
         return self.path.parent
 
     def unfinished(self, index: int) -> Path:
-        """The file of a batch that runs."""
+        """Return the file of a running batch."""
         return self.folder / f"unfinished-{index}.json"
 
     def append(self, report: BatchReport) -> None:
-        """Keep a report and what it found.
+        """Save a report and its findings.
 
         Raises:
-            EnvironmentProblem: There is no room; the corpus is as it was.
-            UsageError: It cannot be written.
+            EnvironmentProblem: The disk is full; the corpus is unchanged.
+            UsageError: The corpus cannot be written.
         """
         with _transaction(self._database, self.path):
             _insert(self._database, [report], report.found)
-        # One that stays is taken up again, and changes nothing.
+        # A file that stays is loaded again at the next start, which changes nothing.
         with contextlib.suppress(OSError):
             self.unfinished(report.index).unlink()
 
     def append_fixed(self, found: Found) -> None:
-        """Forget a finding that is fixed; its bundle goes to the folder `fixed`.
+        """Remove a fixed finding, and move its bundle to the folder `fixed`.
 
-        Batches that may have met it are to be run again, because the code has changed.
+        Reports of batches that may have met it are removed too, so that they run again with the
+        changed code.
 
         Raises:
-            EnvironmentProblem: There is no room.
-            UsageError: It cannot be written.
+            EnvironmentProblem: The disk is full.
+            UsageError: The corpus cannot be written.
         """
         gone = {row: one for row, one in self.kept.found.items() if one.is_of == found.is_of}
         again = [each for each in self.kept.reports if any(map(each.may_have_met, gone.values()))]
-        # First: a process that is killed in between leaves the finding to be judged once more.
+        # The bundle first: if the process is killed in between, the finding is judged once more.
         self._set_aside(found.bundle)
         with _transaction(self._database, self.path):
             for row in gone:
@@ -133,7 +137,7 @@ class Corpus:
 
     def _set_aside(self, bundle: str) -> None:
         old, new = self.folder / "bundles" / bundle, self.folder / "fixed" / bundle
-        # Another shard may have met the same.
+        # Another shard in this folder may have moved the same bundle.
         if not bundle or not old.exists():
             return
         try:
@@ -144,7 +148,7 @@ class Corpus:
             raise unwritten("a corpus", self.folder, error) from None
 
     def read_unfinished(self, index: int) -> BatchReport | None:
-        """What a batch met whose process is gone, if it met anything."""
+        """Return the findings of a batch whose process died; None if it saved none."""
         try:
             report = from_json(BatchReport, read_file(self.unfinished(index)))
         except ValueError:
@@ -152,12 +156,13 @@ class Corpus:
         return replace(report, complete=False) if report.index == index else None
 
     def _take_up_unfinished(self) -> None:
-        """Keep what batches of this shard met whose campaign was killed."""
+        """Save the findings of this shard's batches whose campaign was killed."""
         number, count = self.kept.head.shard
         for path in sorted(self.folder.glob("unfinished-*.json")):
             index = path.stem.rpartition("-")[2]
+            # Other shards may share the folder, and their batches may be running.
             if index.isdecimal() and int(index) % count == number - 1:
-                # It is written again; that must not lead elsewhere.
+                # The batch will write this file again, so refuse a symlink now.
                 read_file(path)
                 report = self.read_unfinished(int(index))
                 if report is not None:
@@ -167,17 +172,17 @@ class Corpus:
 
 @contextlib.contextmanager
 def open_corpus(folder: Path, *, head: Head, parts: Sequence[Kept] = ()) -> Iterator[Corpus]:
-    """Open the file of a shard, or begin one; other processes are kept from it.
+    """Open or create the file of a shard, and lock it.
 
     Args:
-        folder: Where it lies.
-        head: What its batches have in common.
-        parts: What one that is begun has from the start; the file of an earlier version otherwise.
+        folder: Folder of the campaign.
+        head: Settings that its batches share.
+        parts: Initial content of a new file; if empty, the file of an earlier version, if any.
 
     Raises:
-        UsageError: What is there is of another campaign, or no corpus; another process writes to
-            it; or it cannot be read or written there.
-        EnvironmentProblem: There is no room for it.
+        UsageError: The file is no corpus or belongs to another campaign, another process writes to
+            it, or it cannot be read or written.
+        EnvironmentProblem: The disk is full.
     """
     path, old = (folder / name.format(*head.shard) for name in (_FILES, OLD_FILES))
     try:
@@ -186,6 +191,7 @@ def open_corpus(folder: Path, *, head: Head, parts: Sequence[Kept] = ()) -> Iter
         raise unwritten("a corpus", folder, error) from None
     converted = None
     with _connected(path, mode="rwc") as database:
+        # One transaction: a process killed here leaves an empty file, not half a corpus.
         with _transaction(database, path):
             if not _tables_in(database):
                 if not parts and os.path.lexists(old):
@@ -200,8 +206,8 @@ def open_corpus(folder: Path, *, head: Head, parts: Sequence[Kept] = ()) -> Iter
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """The files of shards in a folder, those of an earlier version only until one is converted."""
-    # An empty file is what a process leaves that was killed before its first transaction ended.
+    """Return the files of shards in a folder, and those of an earlier version not converted yet."""
+    # A process that is killed before the end of its first transaction leaves an empty file.
     found = [path for path in folder.glob(_FILES.format("*", "*")) if path.lstat().st_size]
     for old in folder.glob(OLD_FILES.format("*", "*")):
         if folder / f"shard{old.stem.removeprefix('batches')}.sqlite" not in found:
@@ -210,10 +216,10 @@ def find_shards(folder: Path) -> list[Path]:
 
 
 def read_corpus(path: Path) -> Kept:
-    """Read the file of a shard, whatever its campaign and version; nothing is written.
+    """Read the file of a shard of any campaign and version, without writing.
 
     Raises:
-        UsageError: It is no corpus, cannot be read, or a campaign writes to it.
+        UsageError: The file is no corpus, cannot be read, or is in use by a campaign.
     """
     if path.suffix == OLD_SUFFIX:
         head, reports = read_old(path)
@@ -228,16 +234,16 @@ def _require_same(found: Head, expected: Head, *, path: Path) -> None:
     if found != expected:
         raise UsageError(
             f"expected a corpus of {to_json(expected)} in {path}, got {printable(to_json(found))}. "
-            "Try another --corpus, or the seed, target, device, options and family that it was "
-            "begun with, and the order."
+            "Try another --corpus, or its original seed, target, device, options, family and "
+            "order."
         )
 
 
 def _require_files_ours(path: Path) -> None:
-    """Refuse a file that SQLite would read otherwise than we wrote it; see the note above.
+    """Refuse files that make SQLite read something other than our content; see the note above.
 
     Raises:
-        UsageError: One that is there is not ours.
+        UsageError: A file is not ours.
     """
     journal, log = (path.with_name(path.name + ending) for ending in ("-journal", "-wal"))
     wrong = f"{log} beside it" if os.path.lexists(log) else ""
@@ -252,12 +258,13 @@ def _require_files_ours(path: Path) -> None:
 
 @contextlib.contextmanager
 def _connected(path: Path, *, mode: str) -> Iterator[sqlite3.Connection]:
-    """A connection to a file of a corpus, checked as far as a file can be; see `_read`.
+    """Open a connection to a file of a corpus, after checks of the files; see `_read` for more.
 
     Raises:
-        UsageError: It is not ours, or another process has it open.
+        UsageError: The file is not ours, or another process uses it.
         EnvironmentProblem: The disk fails.
     """
+    # Before SQLite opens any file.
     _require_files_ours(path)
     url = f"{path.absolute().as_uri()}?mode={mode}"
     with _errors_told(path):
@@ -266,16 +273,19 @@ def _connected(path: Path, *, mode: str) -> Iterator[sqlite3.Connection]:
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode not in _WITHOUT_LOCKS:
                 raise
-            # That no other process writes is up to the user there.
+            # Without locks, the user has to keep other processes away.
             database = _locked(f"{url}&nolock=1")
         with contextlib.closing(database):
             yield database
 
 
 def _locked(url: str) -> sqlite3.Connection:
-    """A connection that keeps its locks from the first query or write on until it is closed."""
+    """Open a connection that holds its locks from the first query to its end."""
+    # trusted_schema = OFF and cell_size_check = ON: the file may be forged.
+    # No waiting for another process's lock, and explicit transactions only.
     database = sqlite3.connect(url, uri=True, timeout=0, isolation_level=None)
     try:
+        # The query below takes the lock, which EXCLUSIVE then keeps.
         for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "locking_mode = EXCLUSIVE"):
             database.execute(f"PRAGMA {pragma}")
         _tables_in(database)
@@ -295,20 +305,20 @@ def _transaction(database: sqlite3.Connection, path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_told(path: Path) -> Iterator[None]:
-    """Errors of SQLite as ours."""
+    """Convert errors of SQLite to ours."""
     try:
         yield
     except sqlite3.Error as error:
-        # The low byte has the kind of an error.
+        # Extended error codes have the primary code in their low byte.
         code = getattr(error, "sqlite_errorcode", 0)
         if code & 0xFF == sqlite3.SQLITE_BUSY:
             raise UsageError(
-                f"expected a corpus that no other campaign adds to, got {path}, which one does "
-                "now. Wait for its end, or try another --corpus, or a --shard of its own for each."
+                f"expected a corpus that no other campaign uses, got {path}, which is in use. Wait "
+                "for its end, or use another --corpus, or a --shard of its own for each."
             ) from None
         number = _ERROR_NUMBERS.get(code & 0xFF)
         if code == sqlite3.SQLITE_READONLY_ROLLBACK:
-            got = "a write that was cut short; go on with its campaign to end it"
+            got = "an incomplete write; resume its campaign to complete it"
         elif number is not None:
             raise unwritten("a corpus", path, OSError(number, str(error))) from None
         else:
@@ -331,26 +341,27 @@ def _insert(
         row = (each.index, each.start, each.counts.cases, to_json(replace(each, found=())))
         database.execute(_KEEP_REPORT, row)
     for one in found:
+        # Equal findings of several batches share a row.
         database.execute("INSERT OR IGNORE INTO findings VALUES (?)", (to_json(one),))
 
 
 def _tables_in(database: sqlite3.Connection) -> set[str | None]:
-    """How tables and all else were made; None for the indices of our keys."""
+    """Return the SQL of tables and everything else; None for the indices of our keys."""
     return {sql for (sql,) in database.execute("SELECT sql FROM sqlite_master")}
 
 
 def _read(database: sqlite3.Connection, *, path: Path) -> Kept:
-    """All that a file holds, every value checked.
+    """Return the content of a file, with every value checked.
 
     Raises:
-        UsageError: It is not a corpus, or was changed by somebody else.
+        UsageError: The file is no corpus, or was changed by other software.
     """
     where, reports, found = "", [], {}
     with _errors_told(path):
         try:
             if _tables_in(database) != {*_TABLES, None}:
                 raise ValueError("other tables")
-            # Otherwise pages that refer to each other could give rows without end.
+            # Forged pages may refer to each other, which gives rows without end.
             ((state,),) = database.execute("PRAGMA quick_check(1)")
             if state != "ok":
                 raise ValueError(state)
@@ -360,6 +371,7 @@ def _read(database: sqlite3.Connection, *, path: Path) -> Kept:
             for *row, text in database.execute("SELECT * FROM batches ORDER BY batch, start"):
                 where = ", batch {} from case {}".format(*row)
                 report = from_json(BatchReport, text)
+                # A row that contradicts the head or its own columns was not written by us.
                 if report.seed != batch_seed(head.seed, report.index):
                     raise ValueError(f"a batch of another seed than {head.seed}")
                 if row != [report.index, report.start, report.counts.cases]:

@@ -1,21 +1,21 @@
-"""Coverage of a campaign: which features its cases had, alone and in pairs, and what is to come.
+"""Coverage of a campaign: features of its cases, alone and in pairs, and an outlook.
 
-[Note: what is not yet covered]
-A case is a sample of pairs of features. Drawn cases follow from one distribution, so the last of
-them is as likely as any other to have a pair that none of the others has: the share of cases that
-have such a pair is an estimate of how likely the next one brings a new pair. That is the
-estimator of Good and Turing, left one out, for whole cases (Good, The population frequencies of
-species and the estimation of population parameters, Biometrika 40, 1953). Beside it stand the
-number of new pairs that the next case brings, pairs met once over cases, and the least number of
-pairs that are there to be met, Chao's bound in the form that Q2 = 0 does not trouble (Chao,
-Estimating the population size for capture-recapture data with unequal catchability, Biometrics
-43, 1987; Chao and Colwell call it Chao2).
+[Note: not yet covered]
+A case is a sample of pairs of features. All cases come from one distribution, so the last case is
+as likely as any other to have a pair that no other case has. The share of cases with such a pair
+therefore estimates the probability that the next case has a new pair. This is the leave-one-out
+form of the estimator of Good and Turing (Good, The population frequencies of species and the
+estimation of population parameters, Biometrika 40, 1953). The expected number of new pairs in the
+next case is the number of pairs met once, divided by the number of cases. The lower bound for
+possible pairs not yet met is Chao's, in the form that is defined for Q2 = 0 (Chao, Estimating the
+population size for capture-recapture data with unequal catchability, Biometrics 43, 1987; Chao and
+Colwell call it Chao2).
 
-[Note: few cases that have all]
-The choice is greedy: the case with the most features and pairs that no chosen case has yet, and of
-equal ones the first. Greedy covers exceed the smallest by at most a factor of ln(items) + 1
-(Chvatal, A greedy heuristic for the set-covering problem, Mathematics of Operations Research 4,
-1979).
+[Note: covering subset]
+The choice is greedy: take the case with the most features and pairs that no chosen case has, and
+the first of equal ones. A greedy cover is larger than the smallest one by a factor of at most
+ln(items) + 1 (Chvatal, A greedy heuristic for the set-covering problem, Mathematics of Operations
+Research 4, 1979).
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from zero_sim.fuzz.features import features_of, is_feature, may_meet
 from zero_sim.scenario.spec import Scenario
 
 Pair = tuple[str, str]
-"""Two features, in the order of the alphabet."""
+"""Two features in alphabetical order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
-    """What further cases of a campaign can be expected to bring."""
+    """Estimates for further cases of a campaign; see [Note: not yet covered]."""
 
     new_share: float
-    """How likely the next case has a pair that no case has had."""
+    """Probability that the next case has a new pair."""
     new_pairs: float
-    """How many such pairs it has, on average."""
+    """Expected number of new pairs in the next case."""
     pairs_left_min: int
-    """At least about so many pairs can be met and have not been."""
+    """Lower bound of the number of possible pairs not yet met."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Coverage:
-    """How many cases had each feature and each pair of them."""
+    """Number of cases with each feature and each pair of features."""
 
     cases: int = 0
-    """Those of which the features are known."""
+    """Cases with known features."""
     features: Counter[str] = field(default_factory=Counter)
     pairs: Counter[Pair] = field(default_factory=Counter)
     _alone: dict[Pair, int] = field(default_factory=dict)
-    """Of each pair that was met once, in which case."""
+    """The case of each pair that was met exactly once."""
 
     def take(self, cases_with: Mapping[str, int], *, cases: int) -> None:
         """Add the cases of a batch; the order of batches does not matter.
 
         Args:
-            cases_with: By feature, which of them have it, as `note_features` writes it down; what
-                is no feature, as of a corpus that another version wrote, is left out.
-            cases: How many they are.
+            cases_with: Bit mask of the cases with a feature, by feature; see `note_features`.
+                Names that are no features, from other versions, are ignored.
+            cases: Number of cases.
         """
         names = sorted(filter(is_feature, cases_with))
         if not names:
@@ -70,6 +70,7 @@ class Coverage:
         for name in names:
             self.features[name] += cases_with[name].bit_count()
         for pair in combinations(names, 2):
+            # Cases with both features, as a bit mask.
             both = cases_with[pair[0]] & cases_with[pair[1]]
             if both and may_meet(*pair):
                 self._meet(pair, both)
@@ -78,26 +79,27 @@ class Coverage:
     def _meet(self, pair: Pair, both: int) -> None:
         self.pairs[pair] += both.bit_count()
         if self.pairs[pair] == 1:
+            # The number of the case in the campaign: cases before this batch and the bit in it.
             self._alone[pair] = self.cases + both.bit_length()
         else:
-            self._alone.pop(pair, None)
+            self._alone.pop(pair, None)  # Met again, so no longer alone.
 
     def never(self, names: Collection[str]) -> list[str]:
-        """Those features that no case had.
+        """Return the features that no case had.
 
         Args:
-            names: Features that could be.
+            names: Possible features.
         """
         return [name for name in names if not self.features[name]]
 
     def pairs_never(self, names: Collection[str]) -> list[tuple[Pair, float]]:
-        """Pairs that no case had, and how many would if each feature were drawn by itself.
+        """Return the pairs that no case had, with their expected number of cases.
 
-        Those that one would expect most often come first: they cannot be, or something is wrong
-        with how cases are drawn.
+        The expected number assumes independent features. Pairs with the highest one come first:
+        they are impossible, or the generator has a gap.
 
         Args:
-            names: Features that could be.
+            names: Possible features.
         """
         met = [name for name in sorted(names) if self.features[name]]
         found = [
@@ -112,9 +114,10 @@ class Coverage:
 
     @property
     def outlook(self) -> Outlook | None:
-        """What further cases can be expected to bring; nothing is known before the first one."""
+        """Estimates for further cases; None before the first case."""
         if not self.cases:
             return None
+        # Chao2 with bias correction: (m - 1) / m * Q1 * (Q1 - 1) / (2 * (Q2 + 1)).
         once, twice = len(self._alone), sum(count == 2 for count in self.pairs.values())
         unmet = (self.cases - 1) / self.cases * once * (once - 1) / (2 * (twice + 1))
         return Outlook(
@@ -124,7 +127,7 @@ class Coverage:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """The counts in short, ready for JSON."""
+        """Return the main counts, ready for JSON."""
         outlook = self.outlook
         return {
             "cases": self.cases,
@@ -138,37 +141,36 @@ class Coverage:
 
 
 def note_features(cases_with: dict[str, int], features: Collection[str], *, case: int) -> None:
-    """Write down which features a case has: a bit a case, the first case the lowest one.
-
-    So a batch takes a few kilobytes, and what two features have in common is one operation.
+    """Record the features of a case in bit masks, one bit per case, the first case lowest.
 
     Args:
-        cases_with: By feature; changed.
-        features: What `features_of` gave for the case.
-        case: Its place in the batch.
+        cases_with: Bit mask of the cases with a feature, by feature; changed in place.
+        features: Features of the case, from `features_of`.
+        case: Index of the case in the batch.
     """
+    # A batch then takes a few kilobytes, and cases with both of two features are one operation.
     for name in features:
         cases_with[name] = cases_with.get(name, 0) | 1 << case
 
 
 def pairs_of(features: Collection[str]) -> Iterator[Pair]:
-    """The pairs that the features of one case make."""
+    """Return the pairs of features of one case."""
     return (pair for pair in combinations(sorted(features), 2) if may_meet(*pair))
 
 
 def covering(cases: Sequence[Scenario], *, labels: Sequence[str]) -> list[int]:
-    """Choose few cases that have every feature, pair of features, fault, expectation and label.
+    """Choose a small subset with every feature, pair, fault, expected finding and label.
 
     Args:
         cases: Valid cases.
-        labels: One of each case, such as its file. Each label keeps a case.
+        labels: A label per case, such as its file. Each label keeps at least one case.
 
     Returns:
-        Indices of the chosen cases, in order.
+        Indices of the chosen cases, in ascending order; see [Note: covering subset].
     """
     items = [_items(case, label) for case, label in zip(cases, labels, strict=True)]
     missing = set().union(*items)
-    # Gains only fall while cases are chosen, so an entry whose gain is still right is the best.
+    # Gains only decrease while cases are chosen, so a top entry with a current gain is the best.
     gains = [(-len(each), index) for index, each in enumerate(items)]
     heapq.heapify(gains)
     chosen = []
@@ -184,7 +186,7 @@ def covering(cases: Sequence[Scenario], *, labels: Sequence[str]) -> list[int]:
 
 
 def _items(case: Scenario, label: str) -> set[tuple[str, ...]]:
-    """Features and pairs of features; label, target, faults and expected finding one by one."""
+    """Return the items to cover of a case: features, pairs, label, target, faults, finding."""
     features = sorted(features_of(case))
     items: set[tuple[str, ...]] = {(name,) for name in features}
     items |= {pair for pair in combinations(features, 2) if may_meet(*pair)}

@@ -1,4 +1,4 @@
-"""Draws values one after another, none of them twice."""
+"""Drawing of distinct values."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from zero_sim.fuzz.choices import Drawable, Rejected, Seeded
 
 Value = TypeVar("Value", bound=Hashable)
 
+# Draws in a row without a new value after which there are taken to be no others.
 _FRUITLESS_DRAWS_MAX = 10_000
-"""After so many in a row that gave nothing new, there is nothing else to draw."""
 
 
 def draws(values_from: Drawable[Value], *, seed: str, simplest: bool = True) -> Iterator[Value]:
-    """Values, each once, the simplest first, until there seem to be no others.
+    """Yield distinct values until there seem to be no others.
 
     Args:
-        values_from: What draws them; what it raises goes on to the caller.
-        seed: What they follow from: the same ones for the same seed. How many are taken does not
-            matter.
-        simplest: Whether the simplest one is there: it is the same for every seed.
+        values_from: Source of values. Its exceptions propagate.
+        seed: Determines the values, however many are taken.
+        simplest: True to begin with the simplest value, which is the same for every seed.
     """
     met: set[Value] = set()
     random = Random(seed)
@@ -29,6 +28,7 @@ def draws(values_from: Drawable[Value], *, seed: str, simplest: bool = True) -> 
     choices = Seeded(None if simplest else random)
     while fruitless <= _FRUITLESS_DRAWS_MAX:
         fruitless += 1
+        # Only the first draw may be the simplest one.
         try:
             value = values_from.drawn(choices)
         except Rejected:

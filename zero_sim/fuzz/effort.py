@@ -1,15 +1,14 @@
-"""The effort of judging a case, estimated in whole numbers before it runs, and what keeps it small.
+"""Estimates of the effort of judging a case before it runs, and limits on it.
 
 [Note: units]
-A unit is about a tenth of a millisecond of CPU time. The weights are those with which 500 drawn
-cases came closest to what they took, rounded: what counts is how cases compare, which no machine
-changes much. Of these, nine in ten took between 0.6 and 2.6 times what was estimated.
+A unit is about a tenth of a millisecond of CPU time. The weights are a rounded fit to 500 drawn
+cases. Only the comparison of cases matters, which hardly depends on the machine. Nine in ten of
+these cases took between 0.6 and 2.6 times their estimate.
 
 [Note: gathers in chunks]
-Each chunk is a call, and shards that are padded far beyond what they hold are many chunks. Of 135
-drawn cases, 45 of them with chunks, the rank correlation of the estimate with the CPU time taken
-is 0.84 without these calls and 0.89 with them, and the case that took most beyond its estimate
-among the 90 took 19 times as much, and takes 4.3 times.
+Each chunk is a call, and a shard with much padding has many chunks. For 135 drawn cases, 45 of them
+with chunks, the rank correlation of estimate and CPU time is 0.84 without these calls and 0.89 with
+them. Among 90 of them, the largest ratio of CPU time to estimate fell from 19 to 4.3.
 """
 
 from __future__ import annotations
@@ -21,9 +20,11 @@ from dataclasses import replace
 from zero_sim.scenario.spec import Scenario
 
 EFFORT_USUAL, EFFORT_MAX = 600, 2_000
-"""Units up to which steps, micro-batches and what watches them are drawn: mostly, and else."""
+"""Limits in units for drawn cases: the usual one, and the one for few cases."""
+# A fault that shows in many chunks shows in a few.
 CHUNKS_MAX = 16
-"""Calls with which a bucket is gathered at most, about: what goes wrong in many does in a few."""
+"""Approximate maximum of calls that gather one bucket."""
+# Weights in units: per case, per rank of a world, per step of a rank, and so on.
 _CASE, _WORLD_RANK = 90, 23
 _MICRO_BATCH, _PARAM, _BUCKET, _PARAM_MICRO_BATCH = 9, 3, 7, 1
 _RACES, _RACES_PARAM = 2, 2
@@ -34,16 +35,17 @@ _FP32_BYTES, _OTHER_BYTES = 4, 2
 
 
 def effort_of(scenario: Scenario, *, sizes: Sequence[int]) -> int:
-    """Units that judging a case takes, about.
+    """Return the estimated units for judging a case.
 
     Args:
-        scenario: Its model does not matter beside the sizes of the params.
+        scenario: The case. Of its model, only the sizes of params matter.
         sizes: Elements of each param.
     """
     run, after = scenario.run, scenario.reload
     ranks = scenario.world.size
     if after is None:
         return _CASE + _WORLD_RANK * ranks + ranks * run.steps * _step_of_rank(scenario, sizes)
+    # With a reload, the case runs in two worlds, and repeats steps that were lost.
     others = after.world_size or ranks
     rank_steps = ranks * (after.step + after.async_steps) + others * (run.steps - after.step)
     rank_steps += others * (after.lost_steps + bool(after.lost_micro_batches))
@@ -55,31 +57,34 @@ def effort_of(scenario: Scenario, *, sizes: Sequence[int]) -> int:
 def steps_within(
     scenario: Scenario, *, sizes: Sequence[int], most: int, effort_max: int = EFFORT_MAX
 ) -> int:
-    """How many steps a case can have within an effort: at least two, which many faults need.
+    """Return the number of steps that fit into an effort, but at least two.
 
     Args:
-        scenario: The case, whose own number of steps does not matter, nor when it is saved.
+        scenario: The case. Its own number of steps and time of the checkpoint do not matter.
         sizes: Elements of each param.
-        most: Never more than these.
-        effort_max: Units that the case should take at most.
+        most: Maximum of the result.
+        effort_max: Effort in units.
     """
+    # At least two, because many faults need two steps to show.
     least = replace(scenario, run=replace(scenario.run, steps=1))
     if least.reload is not None:
         least = replace(least, reload=replace(least.reload, step=1, async_steps=0))
+    # The effort beyond that of one step, divided by the effort of a further step on all ranks.
     left = effort_max - effort_of(least, sizes=sizes)
     return min(most, max(2, 1 + left // (least.world.size * _step_of_rank(least, sizes))))
 
 
 def chunk_within(scenario: Scenario, *, sizes: Sequence[int]) -> int | None:
-    """Elements of a chunk with which a bucket is gathered in few calls, if it is in chunks.
+    """Return a chunk size, in elements, with few calls per bucket; None for a case without chunks.
 
     Args:
-        scenario: The case, whose own chunks are large enough, or made so.
+        scenario: The case. Its own chunk size is the minimum.
         sizes: Elements of each param.
     """
     elems = scenario.system.gather_chunk_elems
     if elems is None:
         return None
+    # A chunk takes the same stretch of every shard.
     stretch = -(-_shard_elems(scenario, sizes) // CHUNKS_MAX)
     return max(elems, stretch * _shards(scenario)) if stretch > 1 else elems
 
@@ -103,7 +108,7 @@ def _buckets(scenario: Scenario, sizes: Sequence[int]) -> int:
 
 
 def _further_chunks(scenario: Scenario, sizes: Sequence[int]) -> int:
-    """Calls beyond one a bucket with which a step gathers params; see [Note: gathers in chunks]."""
+    """Return the gathers of a step beyond one per bucket; see [Note: gathers in chunks]."""
     system = scenario.system
     if system.gather_chunk_elems is None:
         return 0
@@ -118,8 +123,9 @@ def _shards(scenario: Scenario) -> int:
 
 
 def _shard_elems(scenario: Scenario, sizes: Sequence[int]) -> int:
-    """Elements of a shard of one bucket, padding included, where all buckets are alike."""
+    """Return the elements of a shard of a bucket with padding, as if all buckets were equal."""
     system = scenario.system
+    # As in the layout: shards are multiples of both alignments, in elements.
     elem_bytes = _FP32_BYTES if scenario.model.dtype == "fp32" else _OTHER_BYTES
     aligned = system.align_bytes // math.gcd(system.align_bytes, elem_bytes)
     unit = math.lcm(system.align_elems, aligned)

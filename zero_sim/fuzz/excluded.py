@@ -1,4 +1,4 @@
-"""Declarations of a target that exclude every case which could be drawn for it."""
+"""Declarations of a target that exclude every case."""
 
 from __future__ import annotations
 
@@ -22,40 +22,43 @@ from zero_sim.targets import (
     with_options,
 )
 
+# Cases to draw without regard to refusals.
 _SAMPLE = 100
-"""Cases that are drawn without regard to refusals."""
+# Characters to print of a declared value.
 _VALUE_MAX = 120
-"""Characters of a declared value that are printed."""
 
 
 def why_none_fits(target: Target, *, options: Mapping[str, str] | None = None) -> str:
-    """Name the declarations without which some case would fit a target.
+    """Return the declarations without which some case would fit a target, as a message.
 
     Args:
-        target: One for which no case can be drawn.
-        options: Options of its own that all cases get, as text by name.
+        target: A target for which no case can be drawn.
+        options: The target's own options that all cases get, as text by name.
     """
+    # Drop one declaration at a time: those whose absence admits a case are to blame.
     declared, lead = capabilities_of(target), f"no case fits target {target.name!r}"
+    # An empty list excludes everything by itself, and no case can be drawn without it.
     for each in fields(Capabilities):
         if each.default and getattr(declared, each.name) == ():
-            return f"{lead}: Capabilities.{each.name} is empty. Name at least one"
+            return f"{lead}: Capabilities.{each.name} is empty. Add at least one value"
     drawn = draws(drawn_cases(target, with_refused=True), seed="0")
     plain = list(islice(drawn, _SAMPLE))
     cases = [with_options(case, options) if options else case for case in plain]
     if not cases:
-        return f"{lead}: no model that it declares can be drawn for it"
+        return f"{lead}: none of its declared models can be drawn"
     refused = [refusals(target, case) for case in cases]
     blamed = [
         name
         for name, without in _relaxed(target)
         if any(not refusals(without, case) for case in cases)
     ]
+    # Without the options of the command line, some case would fit.
     if options and any(not refusals(target, case) for case in plain):
         said = " ".join(f"--option {name}={value}" for name, value in options.items())
         blamed.append(said)
     alone = "excludes" if len(blamed) == 1 else "together exclude"
     which = f"{' and '.join(blamed)} {alone} all" if blamed else "its declarations exclude all"
-    return f"{lead}: {which} of {len(cases)} drawn ones, {_commonest(refused)}"
+    return f"{lead}: {which} of {len(cases)} drawn cases, {_commonest(refused)}"
 
 
 class _Without:
@@ -74,7 +77,7 @@ class _Without:
 
 
 def _relaxed(target: Target) -> Iterator[tuple[str, Target]]:
-    """Each declaration in words, with the target as it would be without it."""
+    """Yield each declaration in words, with the target without it."""
     declared = capabilities_of(target)
     for each in fields(Capabilities):
         value, anything = getattr(declared, each.name), getattr(EVERYTHING, each.name)
@@ -94,7 +97,7 @@ def _nothing(scenario: Scenario) -> tuple[Problem, ...]:
 
 
 def _commonest(refused: list[tuple[Problem, ...]]) -> str:
-    """The field for which most cases are refused, with one refusal."""
+    """Return the field that most refusals name, with the message of one refusal."""
     paths = Counter(path for found in refused for path in {problem.path for problem in found})
     (path, count) = paths.most_common(1)[0]
     problem = next(p for found in refused for p in found if p.path == path)

@@ -1,14 +1,13 @@
-"""Families of cases: a model, data and optimizer, and many systems that owe the same for them.
+"""Families of cases: one model, data and optimizer, with many systems that must agree on them.
 
-The first case of a family is drawn as any other. Its siblings have another stage, partition,
-buckets, timing or schedule, and keep all that the reference computes from, so that its steps are
-taken once and all of them are held to the same bits: to each other's as well.
+The first case of a family is drawn like any other. Its siblings have another stage, partition,
+buckets, timing or schedule, and keep all inputs of the reference. Its steps are therefore computed
+once, and all members are checked against the same bits, so against each other too.
 
-[Note: how many there are]
-A family takes about as much effort as `EFFORT_OF_A_FAMILY` says, so that one that is dear has few
-members: most cases are cheap ones, and what is dear is as frequent among families as among cases
-that have none. Who asks for more members than that has room for gets them of cheap cases, and of
-dear ones as many more.
+[Note: size of a family]
+A family takes an effort of about `EFFORT_OF_A_FAMILY`, so an expensive case has few siblings. Most
+cases are cheap, and expensive ones are as frequent among families as among single cases. If more
+members are requested than fit, the limit rises for cheap and expensive cases in proportion.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from zero_sim.targets import Target, capabilities_of, refusals
 from zero_sim.workloads import params_of
 
 EFFORT_OF_A_FAMILY, EFFORT_OF_A_MEMBER = 2_400, 150
-"""Of all members together, in the units of `fuzz.effort`: so much, or so much for each that is
-asked for, which is what the cheapest take."""
+"""Effort of all members together, in the units of `fuzz.effort`: the larger of a fixed limit and
+the effort of the cheapest cases times the number of requested members."""
+# Redraw a sibling whose effort exceeds that of the first case by this factor.
 _DEARER = 1.5
-"""A sibling that takes so many times as much effort as the first one is drawn anew."""
+# Draws per requested sibling; most draws fit the model and are new.
 _TRIES = 4
-"""Draws for each sibling that is wanted: most of what is drawn fits the model, and is new."""
 
 
 def siblings(
@@ -48,14 +47,14 @@ def siblings(
     seed: str,
     then: Callable[[Scenario], Scenario] = lambda scenario: scenario,
 ) -> Iterator[Scenario]:
-    """Other cases of the family of a case, each once.
+    """Yield distinct siblings of a case.
 
     Args:
-        first: The case, as it was drawn.
-        target: What it is for.
-        most: Most members, the first one included.
-        seed: What they follow from.
-        then: What becomes of each that is drawn.
+        first: The first case of the family.
+        target: Target of the cases.
+        most: Maximum number of members, including the first.
+        seed: Determines the siblings.
+        then: Applied to each drawn sibling.
     """
     sizes = [spec.numel for spec in param_specs(first.model, ep=first.topology.ep)]
     effort_max = max(1, effort_of(first, sizes=sizes))
@@ -76,7 +75,8 @@ def siblings(
 
 
 def has_family(scenario: Scenario) -> bool:
-    """Whether the reference of a case can judge others: one of one world, in a plain order."""
+    """Return True if other cases can share the reference of a case."""
+    # One world, and a summation order that does not depend on positions in the layout.
     return (
         scenario.reload is None
         and scenario.pair is None
@@ -91,6 +91,7 @@ def _drawn_sibling(
 ) -> Scenario:
     own, topology = first.system, first.topology
     ranks = first.world.size // (topology.tp * topology.pp)
+    # No theme: siblings should differ in any way, whatever the first case is about.
     swarm = Swarm(choices, able=capabilities_of(target))
     system = drawn_system(
         choices,
@@ -105,6 +106,7 @@ def _drawn_sibling(
         system=replace(
             system,
             target=own.target,
+            # Settings of the system that the reference computes from stay the same.
             **computed_of_system(own),
         ),
         world=replace(world, order=first.world.order, order_known=first.world.order_known),

@@ -1,9 +1,9 @@
-"""Features of cases: settings that are not as by default, and what is special about the layout.
+"""Features of cases: non-default settings, and special properties of the layout.
 
-A feature is called as it would be written: `system.stage=3` where a setting has a few values,
-`system.bucket_elems` where it is a number or a list, `layout: empty param` where it is read off the
-plans that result, not off what a case asked for, so that a bucket size nobody notices counts for
-nothing. How many ranks, steps and params a case has, and its seed, are no features.
+A feature has the name of its setting: `system.stage=3` if the setting has a few values,
+`system.bucket_elems` if it is a number or a list. `layout: empty param` is a property of the
+planned buffers, not of the settings, so a bucket size without effect is no layout feature. Numbers
+of ranks, steps and params and the seed are no features.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from zero_sim.targets import Capabilities
 from zero_sim.targets.declared import followed
 
 LAYOUT = "layout: "
-"""What names of features of layouts begin with."""
+"""Prefix of the names of layout features."""
 _OPTIONS = "system.options."
 _OWN_MODELS = "model.name=own:"
+# Fields that are no features: expectations and the target.
 _ASSERTED = ("faults", "expect", "pair", "system.target")
-"""Fields that are no features: what has to come of a case, and which target it is for."""
 _NAMES_KEPT, _PAIRS_KEPT = 1 << 10, 1 << 15
+# Fields of `Capabilities` that list a setting's supported values, by path of the setting.
 _CAPABLE = {
     "model.name": "models",
     "model.dtype": "dtypes",
@@ -36,12 +37,11 @@ _CAPABLE = {
     "optimizer.name": "optimizers",
     "world.order": "known_orders",
 }
-"""Settings of which a target names the values that it can be asked for, and as what."""
 Plans = Sequence[BufferPlan]
 
 
 def features_of(scenario: Scenario) -> frozenset[str]:
-    """The names of all features of a case.
+    """Return the names of all features of a case.
 
     Args:
         scenario: A valid case.
@@ -51,49 +51,50 @@ def features_of(scenario: Scenario) -> frozenset[str]:
         for path, value, choices in features_with_values(scenario)
         if not path.startswith(_ASSERTED)
     }
-    # Which model is no less telling where it is the simplest.
+    # The model is a feature even if it is the default.
     found.add(f"model.name={scenario.model.name}")
     found.update(LAYOUT + name for name in layout_features(layouts_of(scenario)))
     return frozenset(found)
 
 
 def features_for(able: Capabilities) -> tuple[str, ...]:
-    """The names of all features that cases for a target can have, in the order of the records.
+    """Return the names of all features that cases for a target can have, in the order of records.
 
-    Options of its own are not among them.
+    The target's own options are not included.
 
     Args:
-        able: What the target can be asked for.
+        able: Capabilities of the target.
     """
     return tuple(name for name in every_feature() if _may_have(able, name))
 
 
 @cache
 def every_feature() -> tuple[str, ...]:
-    """The names of all features that a case can have, in the order of the records."""
+    """Return the names of all features that a case can have, in the order of the records."""
     return (*_within(Scenario, ""), *(LAYOUT + name for name in FEATURES))
 
 
 @lru_cache(maxsize=_NAMES_KEPT)
 def is_feature(name: str) -> bool:
-    """Whether a case can have a feature of that name; any option may be some target's own."""
+    """Return True if a case can have a feature of this name; options of any target count."""
     return name in every_feature() or name.startswith((_OPTIONS, _OWN_MODELS))
 
 
 def setting_of(feature: str) -> str:
-    """Path of the setting that a feature is a value of; of a layout's, the feature itself."""
+    """Return the path of a feature's setting; for a layout feature, its name."""
     return feature.partition("=")[0]
 
 
 @lru_cache(maxsize=_PAIRS_KEPT)
 def may_meet(one: str, other: str) -> bool:
-    """Whether two features make a pair: not two values of one setting, nor a table and its part."""
+    """Return True if two features can be a pair: not of one setting, nor a table and its field."""
+    # The shorter path is the table, if one contains the other.
     first, second = sorted((setting_of(one), setting_of(other)), key=len)
     return first != second and not second.startswith(f"{first}.")
 
 
 def _within(record: type, prefix: str) -> Iterator[str]:
-    """Features that settings of a record, and of the records in it, make."""
+    """Yield the features of the settings of a record and of records in it."""
     types = fields_of(record)
     for column in dataclasses.fields(record):
         path, expected = prefix + column.name, types[column.name]
@@ -101,18 +102,18 @@ def _within(record: type, prefix: str) -> Iterator[str]:
             continue
         table = _table_of(expected)
         if table is None:
-            # What a table cannot do without is no feature beside the table.
+            # A required field of a table adds nothing to the table's own feature.
             if column.default is not dataclasses.MISSING or path == "model.name":
                 yield from _values(path, expected, default=column.default)
             continue
-        # The parts of a case are always there, but for the one that says of a reload.
+        # Tables at the top level always exist, except `reload`.
         if prefix or path == "reload":
             yield path
         yield from _within(table, f"{path}.")
 
 
 def _values(path: str, expected: object, *, default: object) -> Iterator[str]:
-    """Features that one setting makes."""
+    """Yield the features of one setting."""
     choices = choices_of(expected) or ((True, False) if expected is bool else ())
     if not choices:
         yield path
@@ -120,7 +121,7 @@ def _values(path: str, expected: object, *, default: object) -> Iterator[str]:
 
 
 def _table_of(expected: object) -> type | None:
-    """The record that a setting is, or a list of them; None for plain values."""
+    """Return the record type of a setting or of the items of its list; None for plain values."""
     inner = typing.get_args(expected)[0] if typing.get_origin(expected) is tuple else expected
     return inner if isinstance(inner, type) and is_table(inner) else None
 
@@ -136,17 +137,17 @@ def _called(path: str, value: object, choices: tuple[object, ...]) -> str:
 def _may_have(able: Capabilities, feature: str) -> bool:
     setting, _, value = feature.partition("=")
     if setting in _CAPABLE:
-        # No known order at all: then a case is judged by bounds in any.
+        # Without any known order, cases have any order and are checked against bounds.
         capable = getattr(able, _CAPABLE[setting])
         return not capable or value in map(str, capable)
-    # What a setting is after a checkpoint follows whoever follows it before.
+    # A target that follows a setting also follows its value after a reload.
     before = setting.replace("reload.", "system.", 1) if setting.startswith("reload.") else setting
     heads = {path for each in (setting, before) for path in _heads(each)}
     return not heads & (set(followed()) - set(able.follows))
 
 
 def _heads(path: str) -> Iterator[str]:
-    """The path and those of all tables around it."""
+    """Yield the path and those of all tables around it, the outermost first."""
     parts = path.split(".")
     return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
@@ -162,7 +163,7 @@ def _any_bucket(test: Callable[[BufferPlan, BucketPlan], bool]) -> Callable[[Pla
 
 
 def _cut_count(plan: BufferPlan, bucket: BucketPlan) -> int:
-    """Most fragments that one param of a bucket is cut into."""
+    """Return the largest number of fragments of one param of a bucket."""
     starts = {bucket.shard_span(shard).start for shard in range(bucket.shard_count)}
     return max(
         (
@@ -175,7 +176,7 @@ def _cut_count(plan: BufferPlan, bucket: BucketPlan) -> int:
 
 
 def _boundary_between_params(plan: BufferPlan, bucket: BucketPlan) -> bool:
-    """Whether a shard ends exactly where one param does and another one begins."""
+    """Return True if a shard ends exactly between two params."""
     inner = {param.span.start for param in bucket.params if param.span.numel}
     starts = (bucket.shard_span(shard).start for shard in range(1, bucket.shard_count))
     return any(start in inner for start in starts)
@@ -189,7 +190,8 @@ def _empty_shard(plan: BufferPlan, bucket: BucketPlan) -> bool:
 
 
 def _idle_owner(plans: Plans) -> bool:
-    """Whether some rank owns nothing of any buffer."""
+    """Return True if some rank owns nothing of any buffer."""
+    # Buffers may have different numbers of shards. Fewer shards repeat over the ranks.
     most = max(plan.policy.shard_count for plan in plans)
     return any(
         not any(plan.fragments(shard % plan.policy.shard_count) for plan in plans)
@@ -198,12 +200,12 @@ def _idle_owner(plans: Plans) -> bool:
 
 
 def _unit(plan: BufferPlan) -> int:
-    """What a padded bucket is a multiple of, in elements."""
+    """Return the number of elements of which a padded bucket is a multiple."""
     return plan.policy.shard_count * plan.policy.shard_multiple(plan.key.dtype)
 
 
 def _remainder(by: int) -> Callable[[BufferPlan, BucketPlan], bool]:
-    """Whether a bucket holds so many elements more than its shards can share evenly."""
+    """Return a test for buckets whose payload exceeds a multiple of the unit by `by` elements."""
     return lambda plan, bucket: (
         _unit(plan) > 1
         and not bucket.payload.empty
@@ -245,13 +247,13 @@ FEATURES: Mapping[str, Callable[[Plans], bool]] = {
         plan.policy.param_order == "reverse" and len(plan.params) > 1 for plan in plans
     ),
 }
-"""By name: whether a layout has it."""
+"""Tests for features of a layout, by name."""
 
 
 def layout_features(plans: Plans) -> frozenset[str]:
-    """What is special about a layout.
+    """Return the names of the features of a layout.
 
     Args:
-        plans: Its buffers.
+        plans: Plans of its buffers.
     """
     return frozenset(name for name, has in FEATURES.items() if has(plans))

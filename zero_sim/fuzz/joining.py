@@ -1,4 +1,4 @@
-"""Joining: the files of a campaign's shards become one corpus, and the campaign can go on."""
+"""Joining the files of a campaign's shards into one corpus, which can be resumed."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from zero_sim.untrusted import printable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Joined:
-    """What the shards of a campaign have together."""
+    """The joined shards of a campaign."""
 
     kept: Kept
     shards_missing: tuple[int, ...]
-    """Those of which there is no file, counted from 1."""
+    """Numbers of shards without a file, from 1."""
     shard_count: int
 
 
 def join_corpora(places: Sequence[Path], *, into: Path) -> Joined:
-    """Make one corpus of those of shards, bundles included.
+    """Join the corpora of shards, including bundles.
 
     Args:
         places: Files of shards, and folders with such files.
-        into: Folder of the new one; it is not there yet, or has no corpus.
+        into: Folder of the new corpus; it must not contain one.
 
     Raises:
-        UsageError: They are of different campaigns, or one shard is there twice; or there is a
-            corpus in `into`.
-        EnvironmentProblem: There is no room for it.
+        UsageError: The files belong to different campaigns, a shard occurs twice, or `into`
+            contains a corpus.
+        EnvironmentProblem: The disk is full.
     """
     parts = {path: read_corpus(path) for place in places for path in _files_in(place)}
     first, (where, *_) = next(iter(parts.values())).head, parts
     count = first.shard[1]
     by_number: dict[int, list[str]] = {}
     for path, part in parts.items():
+        # Heads must be equal except for the number of the shard.
         if replace(part.head, shard=(1, part.head.shard[1])) != replace(first, shard=(1, count)):
             raise UsageError(
                 f"expected shards of one campaign, got {printable(to_json(first))} in {where} and "
@@ -51,14 +52,15 @@ def join_corpora(places: Sequence[Path], *, into: Path) -> Joined:
         if len(paths) > 1:
             raise UsageError(
                 f"expected each shard once, got {number}/{count} in {' and '.join(paths)}. "
-                "Try to leave one of them out."
+                "Remove one of them."
             )
     if find_shards(into):
         raise UsageError(
-            f"expected a folder without a corpus for --corpus, got {into}. Try a new one."
+            f"expected a folder without a corpus for --corpus, got {into}. Choose a new one."
         )
     for path in parts:
         _copy_bundles(path.parent / "bundles", into / "bundles")
+    # The result is the only shard of a campaign with one, so it can be resumed.
     head = replace(first, shard=(1, 1))
     with open_corpus(into, head=head, parts=[*parts.values()]) as corpus:
         kept = corpus.kept
@@ -72,8 +74,8 @@ def _files_in(place: Path) -> list[Path]:
     found = find_shards(place)
     if not found:
         raise UsageError(
-            f"expected a corpus in {place}, got a folder without one. Try the folder that "
-            "`zero-sim fuzz --corpus` was given."
+            f"expected a corpus in {place}, got a folder without one. Choose the folder of "
+            "`zero-sim fuzz --corpus`."
         )
     return found
 
@@ -81,6 +83,7 @@ def _files_in(place: Path) -> list[Path]:
 def _copy_bundles(bundles: Path, into: Path) -> None:
     try:
         for bundle in sorted(bundles.glob("*")):
+            # Symlinks of a stranger's corpus must not copy files from elsewhere.
             if bundle.is_dir() and not bundle.is_symlink():
                 shutil.copytree(bundle, into / bundle.name, symlinks=True, dirs_exist_ok=True)
     except OSError as error:

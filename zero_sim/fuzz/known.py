@@ -1,16 +1,16 @@
-"""Findings that a campaign knows: whether a further case shows one, and whether one is fixed.
+"""Known findings of a campaign: recognise them in further cases, and recheck them later.
 
-[Note: what a known finding explains]
-A key alone does not tell: two causes may make the same quantity wrong in the same manner. So a case
-counts as one of a known finding only if it has all that the smallest case of that finding has: no
-fewer ranks, params, elements and steps, and each setting that is not as by default there. A case
-that lacks any of it fails for another reason, and is made smaller by itself, through cases that
-lack it, too. Where the search for the smallest case did not come to its end, the key has to do.
+[Note: recognising a known finding]
+A key is not enough, because two causes may make the same quantity wrong in the same way. So a case
+counts for a known finding only if it contains that finding's smallest case: at least as many ranks,
+params, elements and steps, and all its non-default settings. A case that lacks any of these has
+another cause, and is shrunk separately, only through cases that lack it too. If the search for the
+smallest case was not completed, the key has to suffice.
 
 [Note: needs]
-A case needs no fewer ranks, params, elements and steps than a smallest case has, and each setting
-that is not as by default there, to whatever value. All that could go of a smallest case is gone;
-but one by one, so that another case may show the same without it, by other means.
+The needs of a finding are the ranks, params, elements and steps of its smallest case, and the paths
+of its non-default settings, with any value. Shrinking removes settings one by one, so another case
+may show the same fault without one of them, by another combination.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import Key, Size, may_become, settings_of, size_of
 from zero_sim.targets import Target, import_target
 
+# Settings whose value does not matter for a finding.
 _NO_NEED = frozenset({"model.name", "system.target", "optimizer.lr", "data.rows"})
-"""Settings in which one value does as well as another."""
+# One cause that shows in many places must not use up the campaign's time.
+# Findings whose keys differ only in the place; further ones count as known.
 _OF_A_KIND_MAX = 4
-"""Findings whose keys differ in their places alone; of more, further ones are taken for known: one
-cause that shows in many ways must not take all the time."""
 Outcome = Literal["fixed", "fails", "fails-otherwise", "unknown"]
-"""`fixed`: its case passes; `fails`: as it did; `fails-otherwise`: with another finding;
-`unknown`: that could not be found out."""
+"""`fixed`: the case passes; `fails`: same finding; `fails-otherwise`: another finding; `unknown`:
+the case could not be judged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a case must have."""
+    """Requirements on a case; see [Note: needs]."""
 
     size: Size
     settings: frozenset[str]
-    """Paths of settings that are not as by default."""
+    """Paths of non-default settings."""
 
     @classmethod
     def of(cls, smallest: Scenario) -> Self:
-        """What a smallest case has."""
+        """Return the needs of a smallest case."""
         return cls(size=size_of(smallest), settings=_settings_of(smallest))
 
     def met_by(self, scenario: Scenario) -> bool:
-        """Whether a case has all of it."""
+        """Return True if a case meets all needs."""
         size, least = size_of(scenario), self.size
         is_large_enough = (
             size.ranks >= least.ranks
             and size.params >= least.params
-            # No search goes on to a case without elements.
+            # Shrinking never reaches a case without elements.
             and max(size.elements, 1) >= least.elements
             and size.steps >= least.steps
         )
@@ -66,7 +66,7 @@ class Needs:
 
 
 NOTHING = Needs(size=Size(ranks=0, params=0, elements=0, steps=0, features=0), settings=frozenset())
-"""What any case has."""
+"""Needs that any case meets."""
 
 
 def _settings_of(scenario: Scenario) -> frozenset[str]:
@@ -75,28 +75,30 @@ def _settings_of(scenario: Scenario) -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """A finding, and what its smallest case has."""
+    """A known finding with the needs of its smallest case."""
 
     key: Key
     places: Collection[str]
-    """Parts of the buffer in which all that differs lies in its smallest case."""
+    """Parts of the buffer with differences in its smallest case."""
     needs: Needs
-    """What its smallest case has."""
+    """Needs of its smallest case."""
 
     @classmethod
     def of(cls, found: Found) -> Self:
-        """What is known of a finding."""
+        """Return a finding of a campaign as a known one."""
         if not found.complete:
             return cls(key=found.key, places=found.places, needs=NOTHING)
         (scenario,) = parse_cases(found.scenario, source="smallest case", stem="smallest")
         return cls(key=found.key, places=found.places, needs=Needs.of(scenario))
 
     def is_of_kind(self, key: Key) -> bool:
-        """Whether a key is this finding's, as far as smaller cases keep it."""
+        """Return True if a key equals this finding's, without its place."""
+        # Shrinking may move the place, which is the last part of a key.
         return key[:-1] == self.key[:-1]
 
     def explains(self, key: Key, scenario: Scenario) -> bool:
-        """Whether a case with a finding of this key shows this one."""
+        """Return True if a case with this key shows this finding."""
+        # A key without a place may belong to any place.
         lies_there = not key.place or key == self.key or key.place in self.places
         return self.is_of_kind(key) and lies_there and self.needs.met_by(scenario)
 
@@ -108,17 +110,17 @@ class KnownFindings:
     findings: list[Known] = field(default_factory=list)
 
     def add(self, found: Found) -> None:
-        """Note one more."""
+        """Add a finding."""
         self.findings.append(Known.of(found))
 
     def explain(self, key: Key, scenario: Scenario) -> bool:
-        """Whether a case shows one of them, or one more of a kind that there are many of."""
+        """Return True if a case shows a known finding, or its kind has enough findings."""
         of_kind = [known for known in self.findings if known.is_of_kind(key)]
         is_shown = any(known.explains(key, scenario) for known in of_kind)
         return is_shown or len(of_kind) >= _OF_A_KIND_MAX
 
     def others(self, key: Key, scenario: Scenario) -> list[Known]:
-        """Those of the same kind that a case cannot be showing."""
+        """Return the findings of the same kind whose needs a case does not meet."""
         return [
             known
             for known in self.findings
@@ -128,15 +130,15 @@ class KnownFindings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rechecked:
-    """What came of a finding."""
+    """A finding of an earlier run, judged again."""
 
     found: Found
     outcome: Outcome
     said: str = ""
-    """What the case comes to now, where that is neither a pass nor the finding."""
+    """The new finding or error; empty if the case passes or has the same finding."""
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
+        """Return all fields, ready for JSON."""
         return {
             "key": list(self.found.key),
             "bundle": self.found.bundle,
@@ -146,15 +148,15 @@ class Rechecked:
 
 
 def recheck(findings: Iterable[Found], *, target: str, device: str = "cpu") -> Iterator[Rechecked]:
-    """Judge the shrunk case of each finding again; those without one are passed over.
+    """Judge the shrunk case of each finding again; findings without one are skipped.
 
     Args:
-        findings: Of an earlier run.
+        findings: Findings of earlier runs.
         target: Name of a registered target, or `module:name`.
-        device: Where ranks and reference compute.
+        device: Device of the ranks and the reference.
 
     Raises:
-        UsageError: There is no such target.
+        UsageError: The target does not exist.
     """
     having = [found for found in findings if found.scenario]
     if not having:
@@ -170,11 +172,12 @@ def _judge(found: Found, *, target: Target, pool: WorldPool, device: str) -> Rec
         result = run_case(found.case_again(), pool=pool, target=target, device=device)
     except ZeroSimError as error:
         return Rechecked(found=found, outcome="unknown", said=str(error))
-    # One that nobody foresaw is one way to fail, and was kept as such.
+    # An unexpected exception may be the finding itself.
     except Exception as error:  # noqa: BLE001
         same = found.key[:2] == (Check.INTERNAL_ERROR, type(error).__name__)
         said = "" if same else f"{type(error).__name__}: {error}"
         return Rechecked(found=found, outcome="fails" if same else "fails-otherwise", said=said)
+    # The same finding up to its place, which may move even without shrinking.
     if may_become(found.key, result):
         return Rechecked(found=found, outcome="fails")
     if result.verdict == "pass":

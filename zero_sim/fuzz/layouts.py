@@ -1,10 +1,10 @@
 """Layouts without a case around them, drawn by the thousand.
 
-[Note: one draw a layout]
-Planning a layout takes Hypothesis's time for two or three draws, and a value a draw takes ten times
-as long as the plan. So all of a layout is drawn at once, as a string of bytes: four of the policy
-and two of each param. It shrinks as such a string does, to fewer params and to lower bytes; every
-table below begins with what is simplest.
+[Note: one draw per layout]
+Planning a layout takes as long as two or three draws of Hypothesis, so drawing each value
+separately would take ten times as long as the plan. A layout is therefore drawn at once as a byte
+string: four bytes for the policy and two per param. Byte strings shrink to fewer params and lower
+bytes, so every table below begins with the simplest value.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PARAMS_MAX = 8
 _POLICY_BYTES = 4
 _PARAM_BYTES = 2
 _SIZES = (1, 0, *range(2, 41), 63, 64, 65, 1000)
+# Dimensions after the first one; None for a scalar.
 _COLUMNS: tuple[tuple[int, ...] | None, ...] = ((), (), (), (1,), (2,), (3,), (0,), None)
-"""What follows the first dimension; None for a scalar."""
 _KINDS = ("dense", "dense", "expert")
 _DTYPES = ("fp32", "bf16")
 _SHARD_COUNTS = (1, 2, 3, 4, 5, 6, 7, 12, 64)
@@ -31,10 +31,10 @@ _ORDERS = ("registration", "reverse")
 
 
 def layouts(*, params_max: int = PARAMS_MAX) -> st.SearchStrategy[Layout]:
-    """Params, a policy, and the buffers planned for both; buckets often fit a few params exactly.
+    """Return a strategy of params, a policy, and the buffers planned for both.
 
     Args:
-        params_max: Most params, of at least one.
+        params_max: Maximum number of params, at least 1.
     """
     least, most = (_POLICY_BYTES + _PARAM_BYTES * params for params in (1, params_max))
     return st.binary(min_size=least, max_size=most).map(_unpacked)
@@ -45,8 +45,10 @@ def _unpacked(drawn: bytes) -> Layout:
     pairs = zip(param_bytes[::2], param_bytes[1::2], strict=False)
     specs = [_param(index, *pair) for index, pair in enumerate(pairs)]
     shards, elems, others, bucket = policy_bytes
+    # One byte has two values: the remainder is the partition, the quotient the alignment.
     elems, partition = divmod(elems, len(_PARTITIONS))
     others, order = divmod(others, len(_ORDERS))
+    # Only padded shards can be aligned, and `rows` takes one param per bucket.
     padded = _PARTITIONS[partition] == "padded"
     policy = LayoutPolicy(
         shard_count=_SHARD_COUNTS[shards % len(_SHARD_COUNTS)],
@@ -72,6 +74,7 @@ def _param(index: int, others: int, size: int) -> ParamSpec:
 
 
 def _bucket(drawn: int, specs: list[ParamSpec]) -> int | None:
+    """Return no bucket limit, a small one, or one that fits the first few params exactly."""
     number, form = divmod(drawn, 3)
     if form == 0:
         return None

@@ -1,4 +1,4 @@
-"""Strategies for models and for what they are fed."""
+"""Drawn models and their data."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from zero_sim.scenario.spec import (
 from zero_sim.scenario.tp_block import HEAD_ELEMS, SHARED
 
 BARE: tuple[ModelName, ...] = ("params", "bit-hash")
-"""Models that are nothing but params of given shapes."""
+"""Models that consist only of params of given shapes."""
 _USUAL: tuple[ModelName, ...] = ("params", "params", "params", "mlp", "mlp", "mlp")
 _OTHERS: tuple[ModelName, ...] = (
     "bit-hash", "bit-hash", "ternary", "unusual", "unusual", "moe", "moe", "fp8", "transformer-260",
     "tp-block", "positional", "positional", "gpt", "multi-token", "multi-token",
 )  # fmt: skip
 MODELS = _USUAL + _OTHERS
-"""What is drawn from, those to draw more often more often; it shrinks to the first."""
+"""Models to draw from, with repetition for frequent ones; cases shrink to the first."""
 OWN_TIMES = 3
-"""How often each model of the target's own is among those to draw from, as a usual one."""
+"""Repetitions of each model of the target's own, as often as a usual model."""
+# At least the number of choices for the shapes of a bare model.
 _PRICE = 4 * PARAMS_MAX
-"""Choices at least as many as all shapes of a bare model take."""
 _OTHER_LOSSES: tuple[Literal["sum", "mean-of-ranks"], ...] = ("sum", "mean-of-ranks")
 _WITH_OTHER_LOSSES = ("mlp", "fp8", "params")
+# Steps at which a param is frozen; small, because most cases have few steps.
 _FROZEN_FROM = (0, 0, 1, 2)
-"""Steps at which a param is frozen; most cases have few."""
 _BUFFERS: tuple[Literal["saved", "rebuilt"], ...] = ("saved", "saved", "saved", "rebuilt")
 _EXPERTS = (2, 2, 3, 4, 6)
 _MLP_PARAMS = ("0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias")
@@ -55,15 +55,15 @@ def drawn_model(
     names: Sequence[AnyModelName],
     swarm: Swarm,
 ) -> ModelSpec:
-    """A model whose params lie at the edges of a partition among so many ranks.
+    """Draw a model whose sizes of params are at the edges of a partition.
 
     Args:
-        choices: What it is drawn with.
+        choices: Source of choices.
         ranks: Number of ranks that share its optimizer state.
-        align_elems: What shards are aligned to, in elements.
-        names: Models to draw from, the simplest first; of them those that the target can train, or
-            any that it can where there are none.
-        swarm: What the case has.
+        align_elems: Alignment of shards in elements.
+        names: Models to draw from, the simplest first. Restricted to models that the target
+            supports; if there are none, any supported model.
+        swarm: Features of the case.
     """
     able = swarm.able
     name = choices.among([name for name in names if name in able.models] or able.models)
@@ -77,8 +77,8 @@ def drawn_model(
             scalars=able.scalar_params,
         )
     else:
-        # Of two failing cases Hypothesis keeps the one with fewer choices, and a model with a name
-        # would be a single one, though a person would rather look at a handful of bare params.
+        # Hypothesis prefers the failing case with fewer choices, and a named model takes one choice
+        # only. But a few bare params are easier to understand, so named models cost extra choices.
         for _ in range(_PRICE):
             choices.among((False, True))
     dtype = able.dtypes[0]
@@ -117,12 +117,10 @@ def drawn_model(
 
 
 def _with_readers(choices: Choices, model: ModelSpec, *, ranks: int, swarm: Swarm) -> ModelSpec:
-    """Bare params of which some are tied, unused, or read by one rank's loss alone.
-
-    The first one every loss reads, so that each has a backward.
-    """
+    """Return the model with some bare params tied, unused, or read by one rank's loss only."""
     if model.name != "params":
         return model
+    # Every loss reads the first param, so that each has a backward: others start at index 1.
     sizes = [math.prod(shape) for shape in model.shapes or ()]
     several = len(sizes) > 1
     last = max(1, len(sizes) - 1)
@@ -130,14 +128,14 @@ def _with_readers(choices: Choices, model: ModelSpec, *, ranks: int, swarm: Swar
         model = replace(model, tied=(f"p{choices.integer(0, len(sizes) - 1)}",))
     if swarm.on("unused params", fits=several):
         index = choices.integer(1, last)
-        # Where most gradients are zero, equal ones mean little.
+        # If most gradients are zero, equal ones mean little; see `guard.zero-gradients`.
         if f"p{index}" not in model.tied and 2 * sizes[index] <= sum(sizes):
             model = replace(model, unused=(f"p{index}",))
     if swarm.on("one-rank params", fits=several):
         one = OneRankSpec(
             param=f"p{choices.integer(1, last)}",
             rank=choices.integer(0, ranks - 1),
-            # One that is not there is none, once it is known how many there are.
+            # The number of micro-batches is drawn later; see `fitted_one_rank`.
             micro_batch=choices.among([None, None, 0, 1]),
         )
         if one.param not in model.unused:
@@ -146,18 +144,18 @@ def _with_readers(choices: Choices, model: ModelSpec, *, ranks: int, swarm: Swar
 
 
 def with_skipped(choices: Choices, model: ModelSpec, *, swarm: Swarm) -> ModelSpec:
-    """The model with a bare param that no loss reads in some steps, or as it is.
+    """Return the model, maybe with a bare param that no loss reads in some steps.
 
     Args:
-        choices: What it is drawn with.
-        model: The model, with all readers.
-        swarm: What the case has.
+        choices: Source of choices.
+        model: The model with all its readers.
+        swarm: Features of the case.
     """
     sizes = [math.prod(shape) for shape in model.shapes or ()]
     index = choices.integer(1, max(1, len(sizes) - 1))
     start, count = choices.among(_FROZEN_FROM), choices.among((1, 1, 2))
     fits = model.name == "params" and len(sizes) > 1 and f"p{index}" not in model.unused
-    # Where most gradients are zero, equal ones mean little.
+    # If most gradients are zero, equal ones mean little.
     fits = fits and 2 * sizes[index] <= sum(sizes)
     if not swarm.on("skipped params", fits=fits):
         return model
@@ -166,12 +164,12 @@ def with_skipped(choices: Choices, model: ModelSpec, *, swarm: Swarm) -> ModelSp
 
 
 def recomputed_model(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> ModelSpec:
-    """The model of a case with activation checkpoints, or as it is.
+    """Return the model of a case, maybe with activation checkpoints.
 
     Args:
-        choices: What it is drawn with.
+        choices: Source of choices.
         scenario: The case, complete otherwise.
-        swarm: What the case has.
+        swarm: Features of the case.
     """
     model, after = scenario.model, scenario.reload
     able = dict(swarm.able.only).get("model.recompute", ("non-reentrant", "reentrant"))
@@ -186,33 +184,33 @@ def recomputed_model(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> M
 
 
 def nested_model(choices: Choices, model: ModelSpec, *, swarm: Swarm) -> ModelSpec:
-    """The model with each bare param in a module of its own, and another order of reads, or not.
+    """Return the model, maybe with each bare param in its own module, and another order of reads.
 
     Args:
-        choices: What it is drawn with.
+        choices: Source of choices.
         model: The model, complete otherwise.
-        swarm: What the case has.
+        swarm: Features of the case.
     """
     if swarm.on("tied first", fits=bool(model.tied), often=True):
         model = replace(model, tied_first=True)
     if not swarm.on("nested params", fits=model.name == "params", often=True):
         return model
-    # Their only names in a bare model are those of the params.
+    # Nesting renames params: p1 becomes m1.p1. In a bare model, only `freeze` contains full names.
     freeze = tuple(replace(each, param=f"m{each.param[1:]}.{each.param}") for each in model.freeze)
     return replace(model, nested=True, freeze=freeze)
 
 
 def with_buffer(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> ModelSpec:
-    """The model with a buffer that its forwards read, or as it is.
+    """Return the model, maybe with a buffer that its forwards read.
 
     Args:
-        choices: What it is drawn with.
-        scenario: Whose model it is; with its reload.
-        swarm: What the case has.
+        choices: Source of choices.
+        scenario: The case of the model, with its reload.
+        swarm: Features of the case.
     """
     buffer, model = choices.among(_BUFFERS), scenario.model
     fits = model.name in USED_BY["model.buffer"]
-    # Few cases go on from a checkpoint, which a saved one is for.
+    # Often with a reload, because a saved buffer matters only there, and few cases have one.
     if not swarm.on("buffer", fits=fits, often=scenario.reload is not None):
         return model
     return replace(model, buffer=buffer)
@@ -221,13 +219,13 @@ def with_buffer(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> ModelS
 def fit_blocks(
     model: ModelSpec, topology: TopologySpec, *, may_split: bool, swarm: Swarm
 ) -> tuple[ModelSpec, TopologySpec]:
-    """Of a model that can be split over ranks, ways and a width to match; other models as they are.
+    """Return a split model with a matching topology and width; other models unchanged.
 
     Args:
         model: The model.
-        topology: Drawn without a look at it.
-        may_split: Whether there may be twice as many ranks.
-        swarm: What the case has.
+        topology: Topology drawn without regard to the model.
+        may_split: True if the case may have twice as many ranks.
+        swarm: Features of the case.
     """
     fits = may_split and model.name == "tp-block" and topology.tp == 1
     if swarm.on("split blocks", fits=fits, often=True):
@@ -246,12 +244,12 @@ def _freeze(choices: Choices, *names: str) -> tuple[FreezeSpec, ...]:
 
 
 def drawn_data(choices: Choices, *, model: ModelSpec, swarm: Swarm) -> DataSpec:
-    """What the ranks are fed: always distinct data, with nothing planted.
+    """Draw the data of a case, distinct on each rank and without NaN.
 
     Args:
-        choices: What it is drawn with.
-        model: The model, which decides what losses there are.
-        swarm: What the case has.
+        choices: Source of choices.
+        model: The model, which determines the possible losses.
+        swarm: Features of the case.
     """
     return DataSpec(
         rows=choices.integer(1, 3),
@@ -263,12 +261,12 @@ def drawn_data(choices: Choices, *, model: ModelSpec, swarm: Swarm) -> DataSpec:
 
 
 def drawn_overflow(choices: Choices, *, scenario: Scenario, elems: int) -> NanSpec:
-    """A NaN or an infinity on one rank at one step, for a case in which such a step is skipped.
+    """Draw a NaN or an infinity on one rank at one step, for a case that skips such steps.
 
     Args:
-        choices: What it is drawn with.
-        scenario: The case, with loss scaling, or for a target that skips such steps without.
-        elems: Elements of all params; of bare ones each has two in the input.
+        choices: Source of choices.
+        scenario: The case, with loss scaling or with a target that skips such steps without it.
+        elems: Elements of all params. A bare param has two elements of input per element.
     """
     return NanSpec(
         rank=choices.integer(0, scenario.world.size - 1),

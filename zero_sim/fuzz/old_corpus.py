@@ -1,8 +1,8 @@
-"""Corpora of earlier versions: a head line, then one line of JSON a batch. They are only read.
+"""Corpora of earlier versions, read only: a head line, then one line of JSON per batch.
 
-A batch that was cut short goes on in a line of its own. A line that a crash cut short is dropped,
-and its cases are run again. A line may also declare a finding fixed: batches before it that met the
-finding do not count, because the code has changed.
+An incomplete batch continues in a line of its own. A line that a crash cut short is dropped, and
+its cases run again. A line may also declare a finding fixed: earlier batches that met the finding
+do not count, because the code has changed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from zero_sim.untrusted import Unreadable, printable, read_regular
 
 OLD_SUFFIX = ".jsonl"
 OLD_FILES = "batches-{}-of-{}" + OLD_SUFFIX
+# Size limit; campaigns write no larger files.
 _FILE_BYTES_MAX = 1 << 30
-"""What is larger was not written by us."""
 _COUNTS = {each.name for each in fields(Counts)}
 
 
@@ -28,7 +28,7 @@ def read_old(path: Path) -> tuple[Head, tuple[BatchReport, ...]]:
     """Read the file of a shard.
 
     Raises:
-        UsageError: It is no corpus, or cannot be read.
+        UsageError: The file is no corpus or cannot be read.
     """
     first, *lines = read_file(path).splitlines() or [b""]
     try:
@@ -47,21 +47,22 @@ def read_old(path: Path) -> tuple[Head, tuple[BatchReport, ...]]:
             else:
                 reports.append(_report(value, seed=head.seed))
         except (json.JSONDecodeError, UnicodeDecodeError):
-            continue  # A crash cut it short.
+            continue  # A crash cut the line short.
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UsageError(
-                f"{path.name} line {number}: expected a batch of this campaign, got another JSON "
-                f"({error}). Try to delete the line, and its cases are run again."
+                f"{path.name} line {number}: expected a batch of this campaign, got other JSON "
+                f"({error}). Delete the line to run its cases again."
             ) from None
     return head, tuple(reports)
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a file of a corpus; a link could show what lies elsewhere on the machine.
+    """Return the content of a file of a corpus.
 
     Raises:
-        UsageError: It is no regular file, or cannot be read.
+        UsageError: It is no regular file or cannot be read.
     """
+    # A symlink in a stranger's corpus could reveal other files of this machine.
     try:
         return read_regular(path, bytes_max=_FILE_BYTES_MAX, follow=False)
     except Unreadable as reason:
@@ -71,6 +72,7 @@ def read_file(path: Path) -> bytes:
 
 
 def _head(data: dict[str, Any]) -> Head:
+    # Fields that the first version had, and no longer exist.
     if (data.pop("format"), data.pop("version")) != ("zero_sim corpus", 1):
         raise ValueError("no head of a corpus")
     data["options"] = sorted(data.get("options", {}).items())
@@ -80,7 +82,7 @@ def _head(data: dict[str, Any]) -> Head:
 
 
 def _report(data: dict[str, Any], *, seed: int) -> BatchReport:
-    """The report of a line, in which counts stand beside everything else."""
+    """Return the report of a line, where counts are at the top level."""
     counts = {name: data.pop(name) for name in _COUNTS & set(data)}
     report = from_json(BatchReport, json.dumps({**data, "counts": counts}))
     if report.seed != batch_seed(seed, report.index):
@@ -89,7 +91,7 @@ def _report(data: dict[str, Any], *, seed: int) -> BatchReport:
 
 
 def _without(reports: Sequence[BatchReport], is_of: tuple[object, ...]) -> list[BatchReport]:
-    """Reports without a finding; of one that may have met it no case counts any more."""
+    """Return reports without a finding, and without the cases of batches that may have met it."""
     gone = [one for report in reports for one in report.found if one.is_of == is_of]
 
     def without(report: BatchReport) -> BatchReport:

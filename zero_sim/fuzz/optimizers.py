@@ -1,4 +1,4 @@
-"""Strategies for optimizers, param groups, clipping and loss scales."""
+"""Drawn optimizers, param groups, clipping and loss scales."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from zero_sim.scenario.spec import (
 from zero_sim.workloads import EXACT_MODELS, params_of
 
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+# Suffixes of names of params, by model; for other models biases and weights.
 _ENDINGS: dict[AnyModelName, tuple[str, str]] = {
     "params": ("0", "1"),
     "bit-hash": ("0", "1"),
     "moe": ("1.linear.weight", "bias"),
     "unusual": ("twice", "unused"),
 }
-"""Ends of names of params, by model; of all others biases and weights."""
 _GROWTH_INTERVALS = (2, 2, 1, 3)
 _SETTINGS = (None, None, 0.0, 0.01)
 _DIFFERENT = tuple(itertools.permutations((0.01, 0.0, 0.05)))
@@ -40,14 +40,15 @@ def drawn_optimizer(
     model: ModelSpec,
     swarm: Swarm,
 ) -> OptimizerSpec:
-    """An optimizer with all that goes with it.
+    """Draw an optimizer with its settings.
 
     Args:
-        choices: What it is drawn with.
-        model: The model, after whose params groups are called.
-        swarm: What the case has.
+        choices: Source of choices.
+        model: The model, whose names of params the groups match.
+        swarm: Features of the case.
     """
     able = [each for each in OPTIMIZERS if each in swarm.able.optimizers] or swarm.able.optimizers
+    # The first optimizer is the usual one, to which cases shrink.
     others = [name for name in able if name in swarm.theme.optimizers] or able[1:]
     is_other = len(able) > 1 and swarm.on("any optimizer", often=True)
     name = choices.among(others) if is_other else able[0]
@@ -79,11 +80,9 @@ def drawn_optimizer(
 
 
 def _drawn_loss_scale(choices: Choices, model: ModelSpec) -> LossScaleSpec:
-    """With what gradients stay finite; in fp16 also some with which a part of them overflows.
-
-    Not where they are to be the same in every order, as sums next to an overflow are not.
-    """
+    """Draw a loss scale with finite gradients; in fp16 also scales with which some overflow."""
     initials = [64.0]
+    # Not for exact models, because a sum next to an overflow depends on its order.
     if model.dtype == "fp16" and model.name not in EXACT_MODELS:
         initials += [2.0**12, 2.0**10, 2.0**14, 2.0**16]
     return LossScaleSpec(
@@ -92,12 +91,12 @@ def _drawn_loss_scale(choices: Choices, model: ModelSpec) -> LossScaleSpec:
 
 
 def drawn_groups(choices: Choices, *, model: ModelSpec, decay: bool) -> tuple[ParamGroupSpec, ...]:
-    """One or two param groups that params of a model fall into; or a few that all of them do.
+    """Draw one or two param groups for some params of a model, or a few groups for all of them.
 
     Args:
-        choices: What it is drawn with.
+        choices: Source of choices.
         model: The model.
-        decay: Whether the optimizer has weight decay.
+        decay: True if the optimizer has weight decay.
     """
     names = [name for name, _ in params_of(model)]
     chosen = _ENDINGS.get(model.name, ("bias", "weight"))[: choices.integer(1, 2)]
@@ -117,7 +116,8 @@ def drawn_groups(choices: Choices, *, model: ModelSpec, decay: bool) -> tuple[Pa
 def _covering(
     choices: Choices, endings: Sequence[str], *, names: Sequence[str], decay: bool
 ) -> tuple[ParamGroupSpec, ...]:
-    """Groups of all params: none is left with the settings of the optimizer, and no two alike."""
+    """Return different groups that cover all params."""
+    # No param keeps the optimizer's settings, so settings of a wrong group always show.
     rates, decays = choices.among(_DIFFERENT), choices.among(_DIFFERENT)
     groups = tuple(
         ParamGroupSpec(match=ending, lr=lr, weight_decay=weight_decay if decay else None)

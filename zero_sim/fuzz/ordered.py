@@ -1,4 +1,4 @@
-"""The cases of a target in one order of addition, or in an order that the judge is not told."""
+"""Capabilities of a target in one summation order, or in an unknown order."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from zero_sim.scenario.conditions import UNBOUNDED_MODELS
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.targets import UNKNOWN, Capabilities
 
+# Settings that cases with an unknown order cannot have; see `why_order_matters`.
 _NEEDS_ORDER = ("reload", "reload.async_steps", "topology.tp", "topology.pp")
-"""Options that no case has whose order of addition is unknown; see `why_order_matters`."""
 
 
 def within_order(able: Capabilities, order: str | None) -> Capabilities:
     """Return the capabilities of a target in one order.
 
     Args:
-        able: All that the target can be asked for.
-        order: Name of the order, or `unknown`; None for those that the target declares.
+        able: Capabilities of the target.
+        order: Name of the order, or `unknown`; None for all that the target declares.
 
     Raises:
         UsageError: The target does not declare that order.

@@ -1,4 +1,4 @@
-"""Drawn second layouts: cases that are compared with themselves in another layout."""
+"""Drawn second layouts, for cases that are compared with themselves in another layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def needs_pair(target: Target) -> bool:
 
 
 def pairable(able: Capabilities) -> Capabilities:
-    """Return the capabilities without what cases with a second layout cannot have."""
+    """Return the capabilities without settings that a second layout excludes."""
     follows = tuple(
         path
         for path in able.follows
@@ -51,6 +51,7 @@ def with_second_layout(
     names = [name for name, path in PAIRED.items() if path in able.independent_of]
     if not names:
         choices.refuse()
+    # At least one property differs, and each further one in a third of the cases.
     surely = choices.among(names)
     chosen = {name for name in names if name == surely or choices.among((False, False, True))}
     pair: dict[str, Any] = {}
@@ -59,7 +60,7 @@ def with_second_layout(
         ranks = choices.among([size for size in _SIZES if size <= most])
         others = [size for size in sorted(_SIZES) if size <= most and size != ranks]
         pair["world_size"] = choices.among(others) if others else choices.refuse()
-        # Other ranks would have other data.
+        # Another number of ranks would change the data, so all ranks get the same data.
         data = replace(scenario.data, ranks="same", uneven_rows=False)
         scenario = replace(scenario, world=replace(scenario.world, size=ranks), data=data)
     ranks = pair.get("world_size", scenario.world.size)

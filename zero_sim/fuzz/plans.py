@@ -1,4 +1,4 @@
-"""Layouts of a case: those that its system plans, planned anew."""
+"""Layouts of a case, planned again from its settings."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _DTYPES = {
 
 
 def layouts_of(scenario: Scenario) -> tuple[BufferPlan, ...]:
-    """The buffers of a rank's layout before a checkpoint, dense and expert ones.
+    """Return the dense and expert buffers of a rank's layout before a reload.
 
     Args:
         scenario: A valid case.
 
     Returns:
-        One plan a buffer; of stage 0, which shards nothing, with one shard.
+        One plan per buffer, with one shard at stage 0.
     """
     topology, system = scenario.topology, scenario.system
     holders = scenario.world.size // (topology.tp * topology.pp)
@@ -38,6 +38,7 @@ def layouts_of(scenario: Scenario) -> tuple[BufferPlan, ...]:
     if system.buffers_by == "param-group":
         of = scenario.optimizer
         specs = tuple(replace(spec, group=group_index(of, spec.name)) for spec in specs)
+    # Dense and expert params have different numbers of holders, so their own buffers.
     for kind in dict.fromkeys(spec.kind for spec in specs):
         policy = LayoutPolicy(
             shard_count=1 if system.stage == 0 else shard_counts[kind] // system.redundancy,
@@ -53,13 +54,13 @@ def layouts_of(scenario: Scenario) -> tuple[BufferPlan, ...]:
 
 
 def param_specs(model: ModelSpec, *, ep: int = 1) -> tuple[ParamSpec, ...]:
-    """The trained params of a model as a layout sees them, in registration order.
+    """Return the trained params of a model as layout specs, in registration order.
 
     Args:
         model: The model.
-        ep: Expert-parallel ways; the first share of the experts is taken.
+        ep: Expert-parallel ways; the params are those of the first expert-parallel rank.
     """
-    # Neither who reads a param, nor when it is frozen, nor which bits it starts from moves it.
+    # Settings that do not affect the layout are reset, so that more models share a cache entry.
     return _param_specs(replace(model, tied=(), unused=(), skip=(), one_rank=(), freeze=()), ep)
 
 
@@ -68,6 +69,7 @@ def _param_specs(model: ModelSpec, ep: int) -> tuple[ParamSpec, ...]:
     scenario = Scenario(
         schema=1, model=model, topology=TopologySpec(ep=ep), run=RunSpec(steps=1, seed=0)
     )
+    # Sizes come from the built module, which takes time; hence the cache.
     module = build_module(build_workload(scenario), expert_index=0)
     return tuple(
         ParamSpec(

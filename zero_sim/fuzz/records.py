@@ -1,4 +1,4 @@
-"""Records of a campaign: jobs, reports of batches, and findings. Plain data that travels."""
+"""Records of a campaign: jobs, reports of batches, and findings; plain data for any worker."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from zero_sim.shrink import Key
 from zero_sim.untrusted import printable
 
 BATCH_CASES = 50
+# Families of full size per batch; the end of a batch may cut the last one short.
 _FAMILIES = 8
-"""Of the most members that there is room for in a batch: its last one may be cut short."""
 SHARDS_MAX = 1_000_000
-"""Shards of a campaign, so that a stranger's corpus cannot make a reader list more of them."""
+"""Maximum number of shards; bounds the list of missing shards of a forged corpus."""
 _SEED_BYTES = 8
+# Largest integer of SQLite.
 _ROW_NUMBER_MAX = 2**63 - 1
-"""Largest integer of SQLite."""
+# Maximum number of features of a batch; a file with more is forged.
 _FEATURES_MAX = 1_000
-"""Of a batch: what has more was not written by us."""
+# Maximum number of unobserved quantities of a batch; a file with more is forged.
 _UNOBSERVED_MAX = 1_000
-"""The same of what a target does not tell."""
 _SHOWN_CHARS = 200
 
 _RowNumber = Annotated[int, Field(ge=0, le=_ROW_NUMBER_MAX)]
@@ -43,62 +43,61 @@ class Found:
 
     key: Key
     message: str
-    """What is wrong, in one sentence."""
+    """The finding in one sentence."""
     seed: int
-    """Of the batch that met it."""
+    """Seed of the batch that found it."""
     case: int
-    """Which case of that batch, counted from 0."""
+    """Index of the case in the batch."""
     scenario: str
     """The shrunk case, as TOML."""
     bundle: Annotated[str, Field(pattern=r"^([0-9a-f]{12})?$")]
     """Id of its bundle, which becomes part of paths; empty if zero_sim itself raised."""
     text: str
-    """The failure block."""
+    """The report of the finding."""
     size: str
-    """How large the shrunk case is, in words."""
+    """Size of the shrunk case, in words."""
     places: tuple[str, ...] = ()
-    """Parts of the buffer that all that differs lies in, as keys name them, in the shrunk case and
-    in those that came to the same one."""
+    """Parts of the buffer with differences, as named in keys, in the shrunk case and in others that
+    shrank to it."""
     complete: bool = False
-    """Whether nothing smaller that would be tried has this finding."""
+    """True if no smaller case that the search tries has this finding."""
 
     as_met: bool = False
-    """Whether its case is yet to be made smaller: nothing began with that, or an interrupt ended
-    it."""
+    """True if its case is not shrunk yet, or an interrupt ended the search."""
     unkept: str = ""
-    """Why it has no bundle, where it should have one."""
+    """Reason why it has no bundle; empty if it has one or needs none."""
     apart: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    """How far apart values are in its case, as `how_far_apart` has it; 0 if an earlier version did
-    not say."""
+    """Largest difference of values, from `how_far_apart`; 0 in files of earlier versions."""
 
     @property
     def is_of(self) -> tuple[object, ...]:
-        """What makes two findings one: what a smaller case keeps, and the smallest one."""
+        """Identity of the finding: its key without the place, and its smallest case."""
         return *self.key[:-1], _untitled(self.scenario)
 
     def case_again(self) -> Scenario:
-        """The case that `scenario` is the TOML of.
+        """Return the case of the finding.
 
         Raises:
-            ScenarioError: It cannot be read, as one of another version.
+            ScenarioError: It cannot be read, for example because another version wrote it.
         """
         (scenario,) = parse_cases(self.scenario, source="the corpus", stem="drawn")
         return scenario
 
     def joined(self, other: Found) -> Found:
-        """This finding with what another batch saw of it."""
+        """Return this finding with the places that another batch saw."""
         places = tuple(dict.fromkeys((*self.places, *other.places)))
         return dataclasses.replace(self, places=places)
 
     def is_met_by(self, key: str) -> bool:
-        """Whether cases with a key, as a report has it, can be of this finding."""
+        """Return True if cases with a key, in the form of a report, may show this finding."""
+        # Keys in reports are strings with the place last; an empty place fits any finding.
         kind, _, place = key.rpartition("|")
         return kind == "|".join(self.key[:-1]) and place in ("", *self.places)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """What batches of one corpus have in common.
+    """Settings that all batches of a corpus share.
 
     Raises:
         UsageError: A number is out of range.
@@ -107,17 +106,17 @@ class Head:
     seed: Annotated[int, Field(ge=0)]
     target: str
     cases: Annotated[int, Field(ge=1)]
-    """Cases of a batch."""
+    """Cases per batch."""
     shard: tuple[int, int]
-    """Which shard of how many, counted from 1."""
+    """Number of the shard, from 1, and count of shards."""
     device: str = "cpu"
-    """Where ranks and reference compute."""
+    """Device of the ranks and the reference."""
     options: tuple[tuple[str, str], ...] = ()
-    """Options of the target's own that all cases have."""
+    """The target's own options that all cases get, by name."""
     family: int = 1
-    """Most members of a family."""
+    """Maximum members of a family."""
     order: str | None = None
-    """Order of addition of all cases, or `unknown`; any that the target declares, if omitted."""
+    """Summation order of all cases, or `unknown`; None for any that the target declares."""
 
     def __post_init__(self) -> None:
         number, count = self.shard
@@ -132,58 +131,58 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One batch of cases, to be run anywhere."""
+    """One batch of cases, to run on any worker."""
 
     index: int
-    """Place in the campaign, whichever shard runs it."""
+    """Index in the campaign, independent of shards."""
     seed: int
-    """Decides every case."""
+    """Determines every case."""
     cases: int
     target: str
     """Name of a registered target, or `module:name`."""
     device: str = "cpu"
-    """Where ranks and reference compute."""
+    """Device of the ranks and the reference."""
     options: tuple[tuple[str, str], ...] = ()
-    """Options of the target's own that all cases have, by name."""
+    """The target's own options that all cases get, by name."""
     family: int = 1
-    """Most members of a family; 1 for cases that have none."""
+    """Maximum members of a family; 1 for cases without one."""
     order: str | None = None
-    """As in `Head`."""
+    """See `Head`."""
     bundles: str
-    """Folder in which findings go."""
+    """Folder for bundles of findings."""
     known: tuple[Found, ...] = ()
     """Findings that need not be shrunk again."""
     seconds: float | None = None
-    """After so long no further case is begun."""
+    """Time after which no case is started; None for no limit."""
     shrink_seconds: float = 60.0
-    """How long one finding may be shrunk."""
+    """Limit on the time to shrink one finding."""
     unfinished: str = ""
-    """File in which what it has met so far is kept while it runs; empty for none."""
+    """File for findings while the batch runs; empty for none."""
     start: int = 0
-    """The first case to run: those before were run earlier."""
+    """Index of the first case to run; earlier runs did those before."""
     unshrunk: tuple[Found, ...] = ()
-    """What those have met and nobody has made smaller."""
+    """Findings of the earlier cases that are not shrunk yet."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Counts:
-    """Counts over cases: of a batch, or of a campaign so far."""
+    """Counts over the cases of a batch, or of a campaign so far."""
 
     cases: _RowNumber = 0
-    """Cases that were run, one after the other; shrinking is not counted."""
+    """Cases judged, not counting those of shrinking."""
     seconds: _Seconds = 0.0
-    """Over all workers; without shrinking."""
+    """Time of all workers, not counting shrinking."""
     verdicts: _Counted = field(default_factory=Counter)
     params_only: _RowNumber = 0
     """Cases that pass with neither an averaged gradient nor optimizer state."""
     keys: _Counted = field(default_factory=Counter)
-    """Failing cases by finding, its key joined by `|`."""
+    """Failing cases by key, with its parts joined by `|`."""
     unproved: _Counted = field(default_factory=Counter)
-    """Inconclusive cases by the check that says why."""
+    """Inconclusive cases by check."""
     unobserved: _Counted = field(default_factory=Counter)
-    """By what the target does not tell, cases of which nothing is said of that."""
+    """Cases by quantity that the target did not report."""
     taken: set[str] = field(default_factory=set)
-    """Rules that were worked out because the target declares none."""
+    """Rules that were inferred because the target declares none."""
 
     def add(self, other: Counts) -> None:
         """Add the counts of further cases."""
@@ -197,73 +196,75 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchReport:
-    """What came of a batch."""
+    """Results of a batch."""
 
     index: _RowNumber
     seed: int
     counts: Counts
     cases_with: dict[str, int] = field(default_factory=dict)
-    """By feature, which cases had it, a bit a case; see `zero_sim.fuzz.coverage`."""
+    """Bit mask of the cases with a feature, by feature; see `zero_sim.fuzz.coverage`."""
     found: tuple[Found, ...] = ()
-    """New ones."""
+    """New findings."""
     complete: bool = True
-    """Whether it came to its end."""
+    """True if all its cases ran."""
     start: _RowNumber = 0
-    """The first case that was run: those before are in an earlier report."""
+    """Index of its first case; an earlier report contains those before."""
     lost: str = ""
-    """Why nothing is known of it, where its worker died."""
+    """Reason why its worker died; empty if it did not."""
     futile: str = ""
-    """Why further cases would show nothing: none fits the target, or all end in one error."""
+    """Reason why further cases are useless: none fits the target, or all end in one error."""
 
     def may_have_met(self, found: Found) -> bool:
-        """True if one of its cases can be of a finding."""
+        """Return True if one of its cases may show a finding."""
         return any(map(found.is_met_by, self.counts.keys))
 
 
 def _checked(report: BatchReport) -> BatchReport:
-    """The report, if its parts can belong together.
+    """Return the report if its parts are consistent.
 
     Raises:
-        ValueError: They cannot: it was not written by a campaign.
+        ValueError: They are not, so no campaign wrote it.
     """
     counts = report.counts
     if len(report.cases_with) > _FEATURES_MAX or any(
         which >> counts.cases for which in report.cases_with.values()
     ):
         raise ValueError(f"expected features of {counts.cases} cases, got others")
-    # An earlier form kept the verdict of a case that it had not counted yet.
+    # Earlier versions may have saved the verdict of a case before they counted it.
     most = counts.cases + (not report.complete)
     for each in (counts.verdicts, counts.keys, counts.unproved):
         if min(each.values(), default=0) < 0 or each.total() > most:
-            raise ValueError(f"expected what came of {counts.cases} cases, got {dict(each)}")
+            raise ValueError(f"expected counts of {counts.cases} cases, got {dict(each)}")
     if counts.params_only > counts.verdicts["pass"]:
         raise ValueError(
             f"expected params_only of {counts.verdicts['pass']} passes, got {counts.params_only}"
         )
     silent = counts.unobserved
     if len(silent) > _UNOBSERVED_MAX or not all(0 <= each <= most for each in silent.values()):
-        raise ValueError(f"expected what {counts.cases} cases did not tell, got {dict(silent)}")
+        raise ValueError(f"expected unobserved in {counts.cases} cases, got {dict(silent)}")
     return report
 
 
 @cache
 def _adapter(record: type[_Record]) -> TypeAdapter[_Record]:
+    # Only reports have parts that may contradict each other.
     if record is BatchReport:
         return TypeAdapter(Annotated[record, AfterValidator(_checked)])
     return TypeAdapter(record)
 
 
 def to_json(record: object) -> str:
-    """A record as JSON, for `from_json`."""
+    """Return a record as JSON for `from_json`."""
     return _adapter(type(record)).dump_json(record).decode()
 
 
 def from_json(record: type[_Record], data: str | bytes) -> _Record:
-    """The record that JSON holds, every value of its type: a corpus may come from anybody.
+    """Return the record of a JSON text.
 
     Raises:
-        ValueError: It is no such JSON.
+        ValueError: The text is no such JSON, or a value has another type.
     """
+    # Strict, because a corpus may come from a stranger.
     try:
         return _adapter(record).validate_json(data, strict=True)
     except ValidationError as error:
@@ -274,24 +275,25 @@ def from_json(record: type[_Record], data: str | bytes) -> _Record:
 
 
 def _untitled(scenario: str) -> str:
-    """The TOML of a case without its name and description, which say where it came from."""
+    """Return the TOML of a case without its name and description, which contain its origin."""
     lines = scenario.splitlines()
     return "\n".join(line for line in lines if not line.startswith(("name = ", "description = ")))
 
 
 def batch_cases(family: int) -> int:
-    """Number of cases of each batch but the last one, for families of so many members."""
+    """Return the number of cases per batch, for families of at most `family` members."""
     return BATCH_CASES if family == 1 else max(BATCH_CASES, _FAMILIES * family)
 
 
 def batch_seed(seed: int, index: int) -> int:
-    """The seed of one batch of a campaign: the same on any machine."""
+    """Return the seed of a batch, the same on any machine."""
+    # Hashed, so that campaigns with neighbouring seeds share no batches.
     digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:_SEED_BYTES], "big")
 
 
 def size_in_words(scenario: Scenario) -> str:
-    """How much a person has to hold: ranks, params, elements, steps."""
+    """Return the size of a case in words: ranks, params with shapes, steps."""
     shapes = scenario.model.shapes
     if shapes is None:
         model = f"model {scenario.model.name}"

@@ -1,4 +1,4 @@
-"""Sizes and shapes of params that lean towards the edges of a partition."""
+"""Sizes and shapes of params near the edges of a partition."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _KINDS_WITHOUT_SCALARS = ("vector", "vector", "vector", "wide", "tall", "deep")
 
 
 def divisors(size: int) -> list[int]:
-    """All divisors of a positive size, ascending."""
+    """Return all divisors of a positive size in ascending order."""
     return [count for count in range(1, size + 1) if size % count == 0]
 
 
 def edge_size(choices: Choices, shard_count: int, *, align_elems: int = 1, least: int = 0) -> int:
-    """A number of elements at which a partition can be off by one.
+    """Draw a number of elements, often one where a partition can be off by one.
 
     Args:
-        choices: What it is drawn with.
-        shard_count: Number of shards N: 0, 1, N - 1, N and N + 1 are edges.
-        align_elems: What shards are aligned to, in elements: its N-fold, and one less and more, are
-            edges, too.
-        least: Least number.
+        choices: Source of choices.
+        shard_count: Number of shards N. 0, 1, N - 1, N and N + 1 are edges.
+        align_elems: Alignment A of shards in elements. N * A - 1, N * A and N * A + 1 are edges.
+        least: Minimum of the result.
     """
     unit = shard_count * align_elems
     if choices.among((False, True)):
         return choices.integer(least, 3 * unit)
+    # 1 is first, so that cases shrink to it.
     edges = {0, 1, shard_count - 1, shard_count, shard_count + 1, unit - 1, unit, unit + 1}
     return choices.among([1, *sorted(size for size in edges - {1} if size >= least)])
 
@@ -46,17 +46,17 @@ def param_shape(
     empty: bool = True,
     scalars: bool = True,
 ) -> Shape:
-    """The shape of one param: a scalar, a vector of an edge size, a matrix, 3D or 4D, an empty one.
+    """Draw the shape of one param: a scalar, vector, matrix, 3D or 4D tensor, maybe empty.
 
     Args:
-        choices: What it is drawn with.
-        shard_count: As for `edge_size`.
-        align_elems: As for `edge_size`.
-        empty: Whether there are empty ones.
-        scalars: Whether there are scalars.
+        choices: Source of choices.
+        shard_count: See `edge_size`.
+        align_elems: See `edge_size`.
+        empty: True to allow empty params.
+        scalars: True to allow scalars.
     """
     least = 0 if empty else 1
-    # Matrices both ways: some cut the flat param, and some cut between its rows.
+    # Wide and tall matrices, because some partitions cut the flat param, others between rows.
     kind = choices.among(_KINDS if scalars else _KINDS_WITHOUT_SCALARS)
     if kind == "scalar":
         return ()
@@ -78,35 +78,37 @@ def param_shapes(
     empty: bool = True,
     scalars: bool = True,
 ) -> tuple[Shape, ...]:
-    """The shapes of a model's params, of which at least one is not empty.
+    """Draw the shapes of a model's params; at least one is not empty.
 
     Args:
-        choices: What they are drawn with.
-        shard_count: As for `edge_size`.
-        align_elems: As for `edge_size`.
-        params_max: Most params.
-        empty: As for `param_shape`.
-        scalars: As for `param_shape`.
+        choices: Source of choices.
+        shard_count: See `edge_size`.
+        align_elems: See `edge_size`.
+        params_max: Maximum number of params.
+        empty: See `param_shape`.
+        scalars: See `param_shape`.
     """
     drawn = [
         param_shape(choices, shard_count, align_elems=align_elems, empty=empty, scalars=scalars)
         for _ in range(choices.integer(1, params_max))
     ]
+    # A model without elements has no gradient to compare.
     if not any(map(math.prod, drawn)):
         drawn[-1] = (1,)
     return tuple(drawn)
 
 
 def bucket_size(choices: Choices, sizes: Sequence[int]) -> int:
-    """A bucket size for params of the given sizes, often an exact fit.
+    """Draw a bucket size for params of the given sizes, often an exact fit.
 
-    A fit is one of them, or a sum of the first, or the last, few, or an element less or more. Other
-    sizes are small, so that there are several buckets.
+    An exact fit is the size of one param, or a sum of the first or last few, or one element less or
+    more.
 
     Args:
-        choices: What it is drawn with.
+        choices: Source of choices.
         sizes: Elements of each param, in registration order.
     """
+    # Other sizes are small, so that there are several buckets.
     if choices.among((False, True)):
         return choices.integer(1, max(8, *sizes))
     sums = {*sizes, *accumulate(sizes), *accumulate(reversed(sizes))} - {0}

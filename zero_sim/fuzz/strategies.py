@@ -1,8 +1,8 @@
-"""Whole cases, drawn: the public strategies, of which the others of this room are the parts.
+"""Drawn cases: the public strategies, composed of the other modules of this package.
 
-Every value that is drawn is valid: `check_scenario` has nothing to say about it. For a target it is
-one that the target can be asked for. What is drawn first is what shrinks first: ranks, then params,
-then their sizes, then features, each to its default.
+Every drawn case is valid according to `check_scenario`, and supported by its target. Values are
+drawn in the order in which they should shrink: ranks, then params, then their sizes, then features,
+each to its default.
 """
 
 from __future__ import annotations
@@ -78,26 +78,28 @@ OWN = "zero_sim"
 RANKS_MAX = 12
 STEPS_MAX = 4
 _MANY_RANKS = 11
+# Mostly few ranks and steps: nearly all faults show there, at a fraction of the time per case.
+# Maximum ranks of a case, by frequency; one case in 18 has shard indices of two digits.
 _RANKS_MOSTLY = [2] * 5 + [3] * 3 + [4] * 6 + [8] * 3 + [RANKS_MAX]
-"""Most ranks of a case, as often as it says; one in so many has shards of two digits."""
 _FEW_RANKS = 4
+# Limits of estimated effort, by frequency. Mostly the small one, because rare combinations of
+# features occur sooner in many cheap cases than in a few expensive ones.
 _EFFORTS = [EFFORT_USUAL] * 7 + [EFFORT_MAX]
-"""What a case may cost, about: rare features meet in many cheap cases sooner than in a few dear."""
+# Ranks up to which a model may be split in two even if the case should have fewer.
 _RANKS_SPLIT = 4
-"""Ranks with which a model that can be split over two mostly is: two halves of two."""
+# Maximum ranks after the reload of a case that is slow without it.
 _RANKS_AFTER_SLOW = 3
-"""Most ranks after the checkpoint of a case that takes long without it."""
+# With other numbers of ranks, few cases have collectives both between and within replicas.
+# Numbers of ranks that allow several replicas, each sharded over several ranks, by frequency.
 _SQUARISH = (4, 4, 4, 4, 4, 6, 8, 8)
-"""Numbers of ranks that can hold several copies, each of them on several ranks: the others seldom
-meet what goes between copies and what goes within one at once."""
 _STEPS_MOSTLY = (2, 2, 2, STEPS_MAX)
+# Redraw a case whose estimated effort exceeds its limit by this factor.
 _DEAR = 3
-"""A case that takes so many times as much as it should, whatever its steps, is drawn anew."""
+# Numbers of steps with a skipped one, whose consequences may need four steps to show.
 _STEPS_WITH_OVERFLOW = (2, 3, 4)
-"""Of which what a skipped step leaves behind may need four."""
 _EVALUATIONS: tuple[Literal["between-steps", "within-step"], ...] = ("between-steps", "within-step")
+# Numbers of steps with a frozen param. To train it again and then reload takes at least three.
 _STEPS_WITH_FREEZE = (2, STEPS_MAX)
-"""A param that is trained again, and a checkpoint after that, take three steps and more."""
 
 
 def scenarios(
@@ -108,14 +110,14 @@ def scenarios(
     models_from: Sequence[AnyModelName] = MODELS,
     reload: bool = True,
 ) -> st.SearchStrategy[Scenario]:
-    """A strategy of the cases that `drawn_cases` draws, for a test of Hypothesis.
+    """Return a Hypothesis strategy of the cases of `drawn_cases`.
 
     Args:
-        target: As for `drawn_cases`, as are all others.
-        ranks_max: Most ranks.
-        steps_max: Most optimizer steps.
+        target: See `drawn_cases`, also for the other arguments.
+        ranks_max: Maximum ranks.
+        steps_max: Maximum optimizer steps.
         models_from: Models to draw from.
-        reload: Whether cases may go on in another world.
+        reload: True to allow a reload in another world.
     """
     return drawn_cases(
         target, ranks_max=ranks_max, steps_max=steps_max, models_from=models_from, reload=reload
@@ -132,29 +134,29 @@ def drawn_cases(
     with_refused: bool = False,
     order: str | None = None,
 ) -> Drawable[Scenario]:
-    """Cases that must pass, or be inconclusive: any features with any others.
+    """Return cases with any combination of features, which a correct system passes.
+
+    A correct system's verdict may also be inconclusive.
 
     Args:
-        target: What they are for: only what it can be asked for is drawn, and what its own
-            `refuses` still refuses is drawn anew. Our own system, which can be asked for
-            everything, where left out.
-        ranks_max: Most ranks.
-        steps_max: Most optimizer steps; at least 1.
-        models_from: Models to draw from, the simplest first; of them those that the target can
-            train. By default all, and those of the target's own.
-        reload: Whether cases may save a checkpoint and go on in another world.
-        with_refused: Whether cases that the target refuses are drawn, too.
-        order: The one order of addition of all cases, or `unknown`; those that the target can be
-            asked for, if omitted.
+        target: Target of the cases. Only supported settings are drawn, and cases that its own
+            `refuses` refuses are redrawn. None for our own system, which supports everything.
+        ranks_max: Maximum ranks.
+        steps_max: Maximum optimizer steps, at least 1.
+        models_from: Models to draw from, the simplest first, as far as the target supports them. By
+            default all, and the target's own.
+        reload: True to allow a checkpoint and a reload in another world.
+        with_refused: True to include cases that the target refuses.
+        order: Summation order of all cases, or `unknown`; None for all that the target declares.
 
     Raises:
-        UsageError: The target cannot be asked for that order.
+        UsageError: The target does not declare this order.
     """
     able = within_order(EVERYTHING if target is None else capabilities_of(target), order)
     if target is not None and models_from is MODELS:
         models_from = [*MODELS, *own_models_of(target) * OWN_TIMES]
     if target is not None and target.name != OWN:
-        # Its ranks would have to sum what split layers give.
+        # Its tensor-parallel layers need sums between ranks, which only our system provides.
         models_from = [name for name in models_from if name != "tp-block"]
     has_pairs = target is not None and needs_pair(target)
     if has_pairs:
@@ -175,7 +177,7 @@ def drawn_cases(
         case = drawn(choices)
         case = replace(case, system=replace(case.system, target=target.name))
         if case.model.dtype != "fp32" and numerics_of(target, case).masters == "param":
-            # A step of 1e-3 is rounded away in most weights of bf16.
+            # In bf16, a step of 1e-3 rounds to no change of most weights.
             rate = choices.among([0.1, 1.0])
             case = replace(case, optimizer=replace(case.optimizer, lr=rate))
         case = with_drawn_options(choices, case, target=target)
@@ -201,11 +203,9 @@ def _drawn_case(
     able_models = set(models_from).intersection(able.models)
     if not all((able_models, able.dtypes, able.optimizers, able.orders, able.stages)):
         choices.refuse()
-    # What goes wrong among many ranks, or in many steps, mostly does in few, where a case costs a
-    # fraction: broken systems are found sooner for it.
     swarm = Swarm(choices, able=able, has_theme=True)
     ranks_max = min(max(choices.among(_RANKS_MOSTLY), *swarm.theme.ranks, 1), ranks_max)
-    # Of one dp-cp group, so that a case that shrinks to fewer of these keeps its layout.
+    # Ranks of one dp-cp group, so that a case keeps its layout if it shrinks to fewer groups.
     ranks_max = min(ranks_max, able.world_size_max or ranks_max)
     ranks = _ranks(choices, ranks_max, preferred=swarm.theme.ranks)
     topology = drawn_topology(choices, ranks=ranks, parts_max=ranks_max // ranks, swarm=swarm)
@@ -221,7 +221,7 @@ def _drawn_case(
         choices, ranks=ranks // ep, sizes=sizes, align_elems=align_elems, swarm=swarm
     )
     scenario = _one_step(choices, model, topology, system, ranks=ranks, swarm=swarm)
-    # Few cases have a param that is frozen, scales, or as many ranks; and that in a checkpoint.
+    # Rare features rarely meet a reload by chance, so it is drawn more often with them.
     seldom = bool(model.freeze) or model.name == "fp8" or ranks >= _MANY_RANKS
     goes_on = swarm.on("reload", fits=reload and steps_max > 1, often=seldom)
     effort_max = EFFORT_MAX if model.freeze else choices.among(_EFFORTS)
@@ -242,7 +242,7 @@ def _drawn_case(
         )
         scenario = _within_both(replace(scenario, reload=after), steps_max=steps_max)
     scenario = _joined(choices, fitted_one_rank(scenario), swarm=swarm)
-    # As few have as many ranks, these may cost what they cost.
+    # Cases with many ranks are rare, so their effort is not limited.
     if ranks < _MANY_RANKS and effort_of(scenario, sizes=sizes) > _DEAR * effort_max:
         choices.refuse()
     scenario = _hiding(scenario, swarm=swarm)
@@ -271,13 +271,13 @@ def _one_step(
     ranks: int,
     swarm: Swarm,
 ) -> Scenario:
-    """A case of one step, with data, a world and an optimizer for what is drawn so far."""
-    # What a mean of one rank is divided by are its own micro-batches.
+    """Return a case of one step, with data, a world and an optimizer."""
+    # On one rank, only accumulation gives a divisor other than 1.
     accumulates = swarm.on("accumulation", often=ranks == 1)
     data = drawn_data(choices, model=model, swarm=swarm)
     world = drawn_world(choices, size=ranks * topology.tp * topology.pp, swarm=swarm)
     if system.sum_by == "first-rank":
-        # The order in which the system adds by itself.
+        # The first rank adds in rank order, so the case must name this order.
         world = replace(world, order="linear")
     return Scenario(
         schema=1,
@@ -300,23 +300,23 @@ def _paced(
     steps_max: int,
     effort_max: int,
 ) -> Scenario:
-    """The case with a number of steps, and of calls that gather params, as its effort allows."""
+    """Return the case with a chunk size and a number of steps that fit into the effort."""
     chunk = chunk_within(scenario, sizes=sizes)
     scenario = replace(scenario, system=replace(scenario.system, gather_chunk_elems=chunk))
     most = steps_within(scenario, sizes=sizes, most=steps_max, effort_max=effort_max)
     scenario = replace(scenario, run=replace(scenario.run, steps=choices.integer(1, most)))
     if effort_of(scenario, sizes=sizes) > effort_max:
-        # Two are as good as three at what accumulation gets wrong.
+        # Faults of accumulation show with two micro-batches.
         run = replace(scenario.run, micro_batches=min(scenario.run.micro_batches, 2))
         scenario = replace(scenario, run=run)
     if effort_of(scenario, sizes=sizes) > effort_max:
-        # What ranks touch too early they mostly do among few params as well.
+        # Races also show in smaller cases, and detection takes time for each param.
         scenario = replace(scenario, world=replace(scenario.world, races=False))
     return scenario
 
 
 def _ranks(choices: Choices, most: int, *, preferred: tuple[int, ...]) -> int:
-    """Ranks of a dp-cp group, up to so many; of those that are preferred, if there are any."""
+    """Draw the ranks of a dp-cp group, at most `most`, from preferred numbers if any fit."""
     if fitting := [ranks for ranks in preferred if ranks <= most]:
         return choices.among(fitting)
     if most > _MANY_RANKS:
@@ -326,13 +326,14 @@ def _ranks(choices: Choices, most: int, *, preferred: tuple[int, ...]) -> int:
 
 
 def _skips(target: Target, scenario: Scenario) -> bool:
-    """Return True if it skips steps that are not finite, or raises, without a loss scale."""
+    """Return True if a target skips steps that are not finite, or raises, without a loss scale."""
     aimed = replace(scenario, system=replace(scenario.system, target=target.name))
     return numerics_of(target, aimed).nonfinite != "stepped"
 
 
 def _hiding(scenario: Scenario, *, swarm: Swarm) -> Scenario:
-    """The case with an order that the judge is not told; few, as bounds show less than bits."""
+    """Return the case, maybe with an unknown order."""
+    # Few, because a check against bounds is weaker than one for equal bits.
     may_hide = scenario.world.order != "linear" and scenario.model.name != "tp-block"
     may_hide &= scenario.world.order_known and not why_order_matters(scenario)
     if swarm.on("unknown order", fits=may_hide):
@@ -341,7 +342,7 @@ def _hiding(scenario: Scenario, *, swarm: Swarm) -> Scenario:
 
 
 def _joined(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
-    """The case with ranks that have no data for some micro-batches, where that can be."""
+    """Return the case, maybe with ranks without data for some micro-batches."""
     run, (fewest, least) = scenario.run, limits_of_joins(scenario)
     system = scenario.system
     is_late = system.divide in ("pre", "premul") and system.sync == "every"
@@ -357,7 +358,7 @@ def _joined(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
 
 
 def _in_epochs(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
-    """The case with a step whose micro-batches are short on all ranks, where that can be."""
+    """Return the case, maybe with a step of short micro-batches on all ranks."""
     steps = scenario.run.steps
     epoch_steps = choices.integer(2, max(2, steps))
     fits = scenario.model.name != "tp-block" and scenario.data.rows > 1 and steps > 1
@@ -367,7 +368,7 @@ def _in_epochs(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenari
 
 
 def _evaluating(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
-    """The case with a forward under `no_grad` in each step, where that can be."""
+    """Return the case, maybe with a forward under `no_grad` in each step."""
     when = choices.among(_EVALUATIONS)
     fits = not scenario.run.own_micro_batches and scenario.model.name != "tp-block"
     if not swarm.on("evaluation", fits=fits):
@@ -376,11 +377,11 @@ def _evaluating(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenar
 
 
 def fitted_to_model(scenario: Scenario, *, swarm: Swarm) -> Scenario:
-    """The case with what its optimizer and its model allow and make possible.
+    """Return the case with settings of the system that depend on its optimizer and model.
 
     Args:
-        scenario: With all that does not depend on either.
-        swarm: Which features it has.
+        scenario: The case with all other settings.
+        swarm: Features of the case.
     """
     system, optimizer, world = scenario.system, scenario.optimizer, scenario.world
     if optimizer.name in WHOLE_PARAM_OPTIMIZERS:
@@ -400,7 +401,8 @@ def fitted_to_model(scenario: Scenario, *, swarm: Swarm) -> Scenario:
 def _names_for(
     ranks: int, names: Sequence[AnyModelName], *, swarm: Swarm
 ) -> Sequence[AnyModelName]:
-    """Models of the theme; for many ranks those of nothing but params, which fill all shards."""
+    """Return the models of the theme, or for many ranks the bare models."""
+    # Bare params have enough elements to fill all shards of many ranks.
     bare = [name for name in names if name in BARE]
     if ranks >= _MANY_RANKS and bare:
         return bare
@@ -411,11 +413,9 @@ def _names_for(
 def _overflowing(
     choices: Choices, scenario: Scenario, *, sizes: Sequence[int], steps_max: int
 ) -> Scenario:
-    """The case with a step that is skipped, and others.
-
-    With no other no update would be compared; what a skipped step leaves behind, such as a count of
-    good steps, may show only two steps later.
-    """
+    """Return the case with a skipped step and at least one other."""
+    # Without another step, no update is compared. Consequences of a skipped step, such as a wrong
+    # count of good steps, may show only two steps later.
     most = steps_within(scenario, sizes=sizes, most=steps_max)
     steps = choices.among([each for each in _STEPS_WITH_OVERFLOW if each <= most])
     scenario = replace(scenario, run=replace(scenario.run, steps=steps))
@@ -424,9 +424,10 @@ def _overflowing(
 
 
 def _within_both(scenario: Scenario, *, steps_max: int) -> Scenario:
-    """The case with its NaN on a rank that is there in its step.
+    """Return the case with its NaN on a rank that exists in that step.
 
-    And with a step beside the one that is skipped, or no update would be compared on that side.
+    If the skipped step is alone on its side of the reload, a step is added or the NaN removed,
+    because no update would be compared on that side.
     """
     nan, after, steps = scenario.data.nan, scenario.reload, scenario.run.steps
     if nan is None or after is None:

@@ -1,13 +1,13 @@
 """Swarm testing: each case switches on a random subset of the features.
 
-Most real bugs need two or three features at once, and many hide behind others; a generator that
-gives every case a little of everything never shows either kind (Groce et al., Swarm Testing, ISSTA
-2012).
+Most real bugs need two or three features at once, and some features hide bugs of others. A
+generator that gives every case a little of everything finds neither kind (Groce et al., Swarm
+Testing, ISSTA 2012).
 
-[Note: conjunctions]
-What takes five features at once comes up in one case of a hundred where each is in four of ten, and
-in one of a thousand where it needs a certain model and number of ranks as well. A case with a theme
-has nearly all of the theme's features, and of all others as many as any case.
+[Note: themes]
+If each feature is in four of ten cases, a combination of five is in one case of a hundred, and in
+one of a thousand if it also needs a certain model and number of ranks. A case with a theme has
+nearly all features of the theme, and other features as often as any case.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from zero_sim.scenario.spec import ModelName, OptimizerName
 from zero_sim.targets import EVERYTHING, Capabilities
 
 _LEVELS = 8
+# Average share of features that a case has, out of `_LEVELS`; cases shrink to the first.
 _SHARES = (2, 1, 4, 6)
-"""Of `_LEVELS`: how many of the features a case has on average; the first one is the usual."""
 
+# Path of the setting of a feature, which a target must follow. Other features need no support.
 _PATHS = {
     "accumulation": "run.micro_batches",
     "aligned": "system.align_elems",
@@ -80,25 +81,24 @@ _PATHS = {
     "unused params": "model.unused",
     "warmup": "optimizer.warmup_steps",
 }
-"""The option that a feature sets, which a target may not follow; all others are no target's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """What a case is mostly about."""
+    """A combination of features that a case concentrates on."""
 
     features: frozenset[str] = frozenset()
-    """Names of features, as `Swarm.on` is asked for them, that nearly every such case has."""
+    """Names of features, as for `Swarm.on`, that nearly every such case has."""
     without: frozenset[str] = frozenset()
-    """Features that it has not, as they would be in the way."""
+    """Features that exclude the combination, so such a case has none of them."""
     models: tuple[ModelName, ...] = ()
-    """Models to draw from; any where empty."""
+    """Models to draw from; empty for any."""
     optimizers: tuple[OptimizerName, ...] = ()
-    """Optimizers to draw from where it is not the usual one; any where empty."""
+    """Optimizers to draw from in place of the usual one; empty for any."""
     ranks: tuple[int, ...] = ()
-    """Ranks of a dp-cp group to draw from; any number where empty."""
+    """Ranks of a dp-cp group to draw from; empty for any."""
     stages: tuple[int, ...] = ()
-    """Stages above 1 to draw from; any where empty."""
+    """Stages above 1 to draw from; empty for any."""
 
 
 ANYTHING = Theme()
@@ -141,16 +141,16 @@ _ABOUT = (
     Theme(frozenset({"cp", "accumulation"}), models=("multi-token",), ranks=(2, 2, 3, 4)),
 )
 THEMES = (ANYTHING,) * (2 * len(_ABOUT)) + _ABOUT
-"""A third of all cases have one."""
+"""Themes to draw from; a third of the cases have one."""
 
 
 class Swarm:
-    """Which features one case has: asked feature by feature, while the case is drawn.
+    """The features of one case, drawn one by one along with the case.
 
     Args:
-        choices: What the case is drawn with.
-        able: What the target of the case can be asked for.
-        has_theme: Whether the case may be about something; see `Theme`.
+        choices: Source of choices.
+        able: Capabilities of the target.
+        has_theme: True if the case may have a `Theme`.
     """
 
     able: Capabilities
@@ -162,35 +162,36 @@ class Swarm:
         self, choices: Choices, *, able: Capabilities = EVERYTHING, has_theme: bool = False
     ) -> None:
         self._choices = choices
+        # A feature is on if its draw from 0 to _LEVELS - 1 is at least this number.
         self._least = _LEVELS - choices.among(_SHARES)
         self.theme = choices.among(THEMES) if has_theme else ANYTHING
         self.able = able
         self.chosen = set()
 
     def follows(self, path: str) -> bool:
-        """Whether the target follows an option.
+        """Return True if the target follows a setting.
 
         Args:
-            path: Where a scenario has it.
+            path: Path of the setting in a scenario.
         """
         return path in self.able.follows
 
     def on(self, feature: str, *, fits: bool = True, often: bool = False) -> bool:
-        """Draw whether the case has a feature; it shrinks to not having it.
+        """Draw a feature: True if the case has it; it shrinks to False.
 
         Args:
-            feature: What it is called in statistics; one that the target does not follow is off
-                without a draw.
-            fits: Whether the case could have it. It is drawn all the same, and then off: a case
-                that shrinks to fewer ranks must find every later draw in its place.
-            often: Whether half of the cases that could have it do, as few could.
+            feature: Its name in statistics. False without a draw if the target does not follow it.
+            fits: True if the case can have it.
+            often: True to switch it on in at least half of the fitting cases, because few fit.
         """
         path = _PATHS.get(feature)
         if path is not None and not self.follows(path):
             return False
-        # Not a draw of a bool, whose weight could not be chosen; and one draw a feature, so that
-        # each can be dropped by itself.
+        # An integer, because bools have no weights. One draw per feature, so that each can shrink
+        # separately. Drawn even if it does not fit: a case that shrinks to fewer ranks must find
+        # every later draw in its place.
         least = min(self._least, _LEVELS // 2) if often else self._least
+        # Nearly always, but it can still shrink to False.
         if feature in self.theme.features:
             least = 1
         fits &= feature not in self.theme.without

@@ -1,4 +1,4 @@
-"""Strategies for where ranks stand and how the system under test is set."""
+"""Drawn topologies, worlds, settings of the system under test, and reloads."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 
 
 def shares(model: ModelSpec, ranks: int, *, swarm: Swarm) -> list[int]:
-    """In how many ways the experts of a model can be dealt to ranks; 1 first.
+    """Return the possible expert-parallel ways of a model, 1 first.
 
     Args:
         model: The model.
         ranks: Number of ranks of a dp-cp group.
-        swarm: What the case has.
+        swarm: Features of the case.
     """
     if model.name != "moe" or not swarm.follows("topology.ep"):
         return [1]
@@ -50,13 +50,13 @@ def shares(model: ModelSpec, ranks: int, *, swarm: Swarm) -> list[int]:
 
 
 def drawn_topology(choices: Choices, *, ranks: int, parts_max: int, swarm: Swarm) -> TopologySpec:
-    """An arrangement of ranks, without expert parallelism.
+    """Draw a topology, without expert parallelism.
 
     Args:
-        choices: What it is drawn with.
+        choices: Source of choices.
         ranks: Number of ranks of a dp-cp group.
-        parts_max: Most of these groups.
-        swarm: What the case has.
+        parts_max: Maximum number of dp-cp groups.
+        swarm: Features of the case.
     """
     tp = pp = cp = 1
     if swarm.on("tp", fits=parts_max >= 2):
@@ -81,15 +81,15 @@ def _endings(choices: Choices) -> tuple[str, ...]:
 
 
 def drawn_world(choices: Choices, *, size: int, swarm: Swarm) -> WorldSpec:
-    """A world of so many ranks: order of addition, schedule, timing, races.
+    """Draw a world: summation order, schedule, timing, races.
 
     Args:
-        choices: What it is drawn with.
+        choices: Source of choices.
         size: Number of ranks.
-        swarm: What the case has.
+        swarm: Features of the case.
     """
     known = swarm.able.known_orders
-    # Bounds hold whatever the world adds in, besides what the target adds by itself.
+    # A target without a known order is checked against bounds, which hold for any order.
     orders = [order for order in _ORDERS if order in known or not known]
     any_order = len(orders) > 1 and swarm.on("any order", often=True)
     return WorldSpec(
@@ -110,21 +110,22 @@ def drawn_system(
     align_elems: int = 1,
     swarm: Swarm,
 ) -> SystemSpec:
-    """Settings of the system under test; of our own, where nothing else is said.
+    """Draw the settings of the system under test.
 
     Args:
-        choices: What it is drawn with.
-        ranks: Number of ranks that hold the same params: of an expert, if there are any.
-        sizes: Elements of each param, for buckets that just fit.
-        align_elems: What shards are aligned to, in elements.
-        swarm: What the case has.
+        choices: Source of choices.
+        ranks: Number of ranks with the same params; with experts, of those with the same experts.
+        sizes: Elements of each param, for buckets that fit exactly.
+        align_elems: Alignment of shards in elements.
+        swarm: Features of the case.
     """
     stage = _drawn_stage(choices, swarm)
+    # Each setting below is drawn only if those before it allow it; see scenario/applies.py.
     buffered = swarm.on("reduce buffers", fits=stage in (1, 2))
     uneven = swarm.on("uneven", fits=stage > 0 and align_elems == 1)
     sync = "every" if swarm.on("sync every") or (buffered and stage == 2) else "last"
     divide = choices.among(_DIVISIONS) if swarm.on("divide") else "post"
-    # The number of rows is known only behind the last micro-batch.
+    # The number of tokens is known only after the last micro-batch.
     counts = _COUNTS if sync == "last" or divide in ("none", "post") else _COUNTS[:1]
     partition: PartitionName = choices.among(_PARTITIONS) if uneven else "padded"
     if partition == "rows" and not swarm.follows("system.bucket_elems"):
@@ -141,9 +142,9 @@ def drawn_system(
         align_bytes=choices.among([1, 16, 128])
         if align_elems > 1 and swarm.follows("system.align_bytes")
         else 1,
-        # Rows are cut in one param at a time.
+        # Partition `rows` cuts each param between its rows, so a bucket contains one param.
         bucket_elems=1 if partition == "rows" else bucket_elems,
-        # Where nothing is said, what has buckets overlaps.
+        # None: systems with buckets overlap by default.
         overlap_grads=choices.among((False, True)) if swarm.on("overlap grads") else None,
         overlap_params=choices.among((False, True))
         if swarm.on("overlap params", fits=stage in (1, 2) and not in_chunks)
@@ -163,11 +164,9 @@ def drawn_system(
 
 
 def _copies(choices: Choices, ranks: int, *, fits: bool, swarm: Swarm) -> int:
-    """How many copies there are of what is sharded.
-
-    Of fewer copies than ranks each is shared: what goes between copies and what goes within one are
-    two groups then, and each can be taken for the other.
-    """
+    """Draw the number of replicas of the sharded state."""
+    # With fewer replicas than ranks, the groups within and between replicas both have several
+    # ranks and can be confused, so these numbers are more frequent.
     counts = divisors(ranks)[1:] if fits else []
     shared = counts[:-1]
     has_copies = swarm.on("copies", fits=bool(counts), often=bool(shared))
@@ -183,7 +182,7 @@ def _through_buffers(
     chunks: bool,
     swarm: Swarm,
 ) -> dict[str, Any]:
-    """Through which buffers gradients go, and in which chunks params come."""
+    """Return the settings of buffers for gradients and of chunks of gathers."""
     return {
         "reduce_buffer_elems": bucket_size(choices, sizes) if buffered else None,
         "arena": swarm.on("arena", fits=stage > 1 and not buffered),
@@ -195,7 +194,7 @@ def _through_buffers(
 
 
 def _drawn_stage(choices: Choices, swarm: Swarm) -> Stage:
-    """Stage 1 mostly, as far as the target has it."""
+    """Draw a stage, mostly 1 if the target supports it."""
     stages = swarm.able.stages
     higher = [stage for stage in stages if stage > 1]
     higher = [stage for stage in higher if stage in swarm.theme.stages] or higher
@@ -203,7 +202,7 @@ def _drawn_stage(choices: Choices, swarm: Swarm) -> Stage:
     if 0 in stages and len(stages) > 1 and swarm.on("stage 0"):
         chosen = 0
     if higher and len(stages) > 1 and swarm.on("stage 2 or 3"):
-        # Stage 3 has most that can go wrong.
+        # Stage 3 twice as often, because it has the most code that can fail.
         chosen = choices.among([*higher, *(stage for stage in higher if stage == 3)])
     return chosen
 
@@ -216,15 +215,14 @@ def drawn_reload(
     ranks_max: int,
     swarm: Swarm,
 ) -> ReloadSpec:
-    """A checkpoint in the middle of a run of at least two steps, and another layout after it.
+    """Draw a checkpoint within a run of at least two steps, and a layout after it.
 
     Args:
-        choices: What it is drawn with.
+        choices: Source of choices.
         before: The case without the checkpoint; its tp, cp and pp stay.
         sizes: Elements of each param.
-        ranks_max: Most ranks after it; those of one dp-cp group with one data-parallel rank are
-            always possible.
-        swarm: What the case has.
+        ranks_max: Maximum ranks after it; one data-parallel rank is always possible.
+        swarm: Features of the case.
     """
     model, system, topology = before.model, before.system, before.topology
     parts = topology.tp * topology.pp
@@ -234,6 +232,7 @@ def drawn_reload(
     both = len(swarm.able.stages) > 1
     stage = _other_stage(choices, system, swarm) if both and swarm.on("other stage") else None
     has_copies = stage is None and system.stage > 0 and swarm.follows("system.redundancy")
+    # Other partitions than padded exclude alignment.
     padded = system.align_elems == system.align_bytes == 1 and stage != 0
     redundancy = choices.among(divisors(ranks // ep)) if has_copies else 1
     buckets = bucket_size(choices, sizes) if swarm.on("other buckets") else None
@@ -265,8 +264,8 @@ def drawn_reload(
 
 
 def _other_stage(choices: Choices, system: SystemSpec, swarm: Swarm) -> Stage | None:
-    # Only stages 1 and 2 gather all params after a step, so that a case which overlaps that cannot
-    # become another.
+    # Only stages 1 and 2 gather all params after a step, so a case that overlaps this gather cannot
+    # change to another stage.
     kept = (1, 2) if system.overlap_params else (0, 1, 2, 3)
     if system.reduce_buffer_elems is not None and system.sync == "last":
         kept = tuple(stage for stage in kept if stage != 2)
@@ -275,10 +274,10 @@ def _other_stage(choices: Choices, system: SystemSpec, swarm: Swarm) -> Stage | 
 
 
 def _drawn_checkpoint(choices: Choices, before: Scenario, swarm: Swarm) -> ReloadSpec:
-    """When a checkpoint is taken and how, into the same layout."""
+    """Draw the time and form of a checkpoint, for the same layout."""
     steps, is_frozen = before.run.steps, bool(before.model.freeze)
     step = choices.integer(1, steps - 1) if not is_frozen else choices.among(_late(steps))
-    # One in three: each of them takes more steps.
+    # Only a third, because an asynchronous save takes additional steps.
     goes_on = swarm.on("saved async") and choices.integer(0, 2) == 2
     weights_only = swarm.on("weights only")
     lost_steps, lost_micro_batches = choices.among((0, 0, 1)), choices.among((0, 0, 1))
@@ -294,10 +293,8 @@ def _drawn_checkpoint(choices: Choices, before: Scenario, swarm: Swarm) -> Reloa
 
 
 def _late(steps: int) -> list[int]:
-    """Steps to save a checkpoint after, the last ones more often than the first.
-
-    A param that was frozen has steps of its own behind it only then.
-    """
+    """Return the steps after which to save a checkpoint, with repetition for late ones."""
+    # Late, because a param that was frozen at first must have trained before the checkpoint.
     return [step for step in range(1, steps) for _ in range(step)]
 
 
@@ -306,15 +303,15 @@ def _other_order(system: SystemSpec) -> Literal["registration", "reverse"]:
 
 
 def with_drawn_options(choices: Choices, scenario: Scenario, *, target: Target) -> Scenario:
-    """The case with options of the target drawn; a third of the cases have none.
+    """Return the case with options of the target's own; a third of the cases have none.
 
     Args:
-        choices: What they are drawn with.
-        scenario: The case that gets them.
-        target: Whose options they are.
+        choices: Source of choices.
+        scenario: The case without such options.
+        target: The target with the options.
 
     Raises:
-        ProtocolError: An option draws values of another type than that of its default.
+        ProtocolError: An option draws values of another type than its default.
     """
     options = options_of(target)
     if not options or not choices.among((False, True, True)):
@@ -323,7 +320,7 @@ def with_drawn_options(choices: Choices, scenario: Scenario, *, target: Target) 
     for name, option in options.items():
         if option.fits is not None and option.fits(scenario):
             continue
-        # By default first: that is what a case shrinks to. All values are as likely.
+        # The default first, so that cases shrink to it. All values are equally likely.
         count = len(option.values) if isinstance(option.values, Sequence) else 1
         is_other = choices.integer(0, count) > 0
         value = _value(choices, name, option, target) if is_other else option.default

@@ -1,4 +1,4 @@
-"""Totals of a campaign: all that its batches came to, as reports and progress lines tell it."""
+"""Totals of a campaign, for reports and progress lines."""
 
 from __future__ import annotations
 
@@ -11,65 +11,67 @@ from zero_sim.fuzz.coverage import Coverage
 from zero_sim.fuzz.known import Rechecked
 from zero_sim.fuzz.records import BatchReport, Counts, Found
 
+# Fields of a finding that are reported next to its key.
 _SHOWN = ("message", "bundle", "seed", "case", "size", "scenario")
-"""Fields of a finding that are reported beside its key."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CampaignTotals:
-    """What has come of a campaign so far, earlier runs of it included."""
+    """Results of a campaign so far, including earlier runs."""
 
     counts: Counts = field(default_factory=Counts)
     batches: int = 0
     earlier_cases: int = 0
-    """Cases that an earlier run did."""
+    """Number of cases of earlier runs."""
     found: list[Found] = field(default_factory=list)
-    """Distinct findings, in the order in which they came."""
+    """Distinct findings, in the order in which they were found."""
     coverage: Coverage = field(default_factory=Coverage)
     lost: list[BatchReport] = field(default_factory=list)
     """Batches whose worker died."""
     rechecked: list[Rechecked] = field(default_factory=list)
-    """What came of the findings of earlier runs."""
+    """Findings of earlier runs, judged again."""
     interrupted: bool = False
     unkept: ZeroSimError | None = None
-    """Why no more was kept, and so no more was run."""
+    """Error that prevented saving results, which ended the campaign; None if there was none."""
     futile: str = ""
-    """Why no more was run, if further cases would show nothing."""
+    """Reason why further cases are useless, which ended the campaign; empty if they are not."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether this run ran no case."""
+        """True if this run judged no case."""
         return self.counts.cases == self.earlier_cases and not self.lost
 
     def take(self, report: BatchReport) -> None:
-        """Add what came of a batch."""
+        """Add the results of a batch."""
         self.note(report.found)
         if report.lost:
             self.lost.append(report)
         self.batches += 1
         self.counts.add(report.counts)
         self.coverage.take(report.cases_with, cases=report.counts.cases)
-        # Another batch may show something where this one did not.
+        # Not futile if another batch has a verdict other than an error.
         is_futile = set(self.counts.verdicts) <= {"error"}
         self.futile = (report.futile or self.futile) if is_futile else ""
 
     def take_all(self, kept: Kept) -> None:
-        """Add what shards did, as they left it."""
+        """Add the content of a joined corpus."""
         for report, counts in kept.counted():
             if counts or report.lost:
                 self.take(report)
         self.note(kept.found.values())
 
     def note(self, found: Iterable[Found]) -> None:
-        """Add findings; two with one smallest case are one.
+        """Add findings. Two with the same smallest case are one.
 
-        One that nobody made smaller gives way to one that somebody did.
+        A shrunk finding replaces those of its kind that are not shrunk.
         """
         for one in found:
+            # Of one kind: keys equal without their places.
             alike = [known for known in self.found if known.key[:-1] == one.key[:-1]]
             if one.as_met and alike:
                 continue
             self.found = [known for known in self.found if not (known.as_met and known in alike)]
+            # Two cases that shrank to the same one: one finding with the places of both.
             places = [i for i, known in enumerate(self.found) if known.is_of == one.is_of]
             if places:
                 self.found[places[0]] = self.found[places[0]].joined(one)
@@ -77,10 +79,10 @@ class CampaignTotals:
                 self.found.append(one)
 
     def progress(self, *, seconds: float) -> str:
-        """One line: how fast, what was found, what was covered.
+        """Return one line: speed, findings, coverage.
 
         Args:
-            seconds: Since this run began.
+            seconds: Time since the start of this run.
         """
         rate = (self.counts.cases - self.earlier_cases) / seconds if seconds > 0 else 0.0
         outlook = self.coverage.outlook
@@ -92,7 +94,7 @@ class CampaignTotals:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
+        """Return all totals, ready for JSON."""
         counts = self.counts
         return {
             "cases": counts.cases,

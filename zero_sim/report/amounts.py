@@ -1,37 +1,36 @@
-"""Amounts as people read them: bytes in powers of ten (GB) and of two (GiB), bars and tables."""
+"""Readable amounts: bytes in powers of ten (GB) and of two (GiB), bars and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 
+# Fixed, so that output in logs and documents does not depend on a terminal.
 BAR_CHARS = 40
-"""Width of a bar, whatever the terminal's."""
+"""Characters of a full bar."""
+# Units with their sizes, and the smallest amount that is reported in each, in bytes.
 _TENS = (("GB", 10**9, 10**9), ("MB", 10**6, 10**7), ("kB", 10**3, 10**4), ("B", 1, 0))
-"""Units with their sizes, and the least amount that is reported in each."""
 _TWOS = {"GB": ("GiB", 2**30), "MB": ("MiB", 2**20), "kB": ("KiB", 2**10)}
 
 
 def unit_for(amounts: Iterable[float]) -> tuple[str, int]:
-    """The unit for several amounts of bytes beside each other, and its size.
+    """Return one unit for several amounts in bytes, and its size.
 
-    The greatest amount decides: GB (10^9 bytes) from 1 GB, MB from 10 MB, kB from 10 kB.
+    The largest amount decides: GB (10^9 bytes) from 1 GB, MB from 10 MB, kB from 10 kB.
     """
     most = max((abs(amount) for amount in amounts), default=0)
     return next((name, size) for name, size, least in _TENS if most >= least)
 
 
 def binary_unit(unit: tuple[str, int]) -> tuple[str, int] | None:
-    """The power of two beside a unit: GiB for GB; None beside bytes."""
+    """Return the power of two next to a unit, such as GiB for GB; None for bytes."""
     return _TWOS.get(unit[0])
 
 
 def in_unit(amount: float, unit: tuple[str, int]) -> str:
-    """An amount of bytes in the unit at the head of its column.
-
-    An amount below a hundredth of that, of which two decimals show nothing, has its own unit.
-    """
+    """Return an amount of bytes in the unit of its column's heading."""
     if unit[1] == 1:
         return f"{amount:,.0f}"
+    # Two decimals of a much larger unit would show 0.00, so small amounts have their own unit.
     if 0 < abs(amount) < unit[1] / 100:
         return binary_bytes(amount) if unit in _TWOS.values() else decimal_bytes(amount)
     return f"{amount / unit[1]:,.2f}"
@@ -50,19 +49,19 @@ def binary_bytes(amount: float) -> str:
 
 
 def bar(share: float) -> str:
-    """A bar as text, at least one character long, padded to `BAR_CHARS`.
+    """Return a bar of at least one character, padded to `BAR_CHARS`.
 
     Args:
-        share: Of the longest bar.
+        share: Length relative to the longest bar, 0 to 1.
     """
     return f"{'█' * max(1, round(share * BAR_CHARS)):<{BAR_CHARS}}"
 
 
 def aligned(rows: Sequence[Sequence[str]], *, words: Container[int] = (0,)) -> str:
-    """A table, without blanks at the ends of lines; words to the left, numbers to the right.
+    """Return a table without trailing blanks; words are aligned left, numbers right.
 
     Args:
-        rows: The head first, if there is one.
+        rows: Cells by row, with an optional heading first.
         words: Indices of the columns of words.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,4 +1,8 @@
-"""The calls of torch.distributed around a finding, out of the event log: suspects, then others."""
+"""Calls of torch.distributed around a finding, from the event log: suspects first.
+
+A suspect is a call that may have carried the wrong values. The phase of the finding gives the kind
+of call, the buffer map gives its size in elements.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,18 @@ if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord, EventLog
 
 BEFORE = 2
-"""Calls shown of those before the bad step."""
+"""Calls to show from before the bad step."""
 OF_STEP = 6
-"""Calls shown of those of the bad step up to the finding that are no suspects, the last ones."""
+"""Last calls to show of the bad step that are no suspects."""
 AFTER = 2
-"""Calls shown of those after the finding."""
+"""Calls to show from after the finding."""
 SUSPECTS_UNFOLDED = 12
-"""Suspects shown a line each; of more, those of one line of code share a line."""
+"""Suspects shown on a line each. If there are more, calls from one line of code share a line."""
 
+# Substrings of names: "reduce" fits all_reduce, reduce and reduce_scatter.
 _REDUCING, _GATHERING = ("reduce",), ("gather", "all_to_all", "broadcast")
 _CARRYING = (*_REDUCING, *_GATHERING, "scatter", "send", "recv")
+# Substrings of the names of collectives that carry the values compared in a phase.
 _MARKED: dict[str, tuple[str, ...]] = {
     Phase.BACKWARD: _REDUCING,
     Phase.REDUCE: _REDUCING,
@@ -32,14 +38,14 @@ _MARKED: dict[str, tuple[str, ...]] = {
     Phase.WRITE_BACK: _GATHERING,
     Phase.GATHER: _GATHERING,
 }
-"""Parts of the names of collectives that carry the values compared in a phase."""
 
 _NOT_TOLD = (
-    "the system reports its params alone, so the update itself may be wrong; parts() shows which"
+    "the system reports only its params, so the update itself may be wrong; implement parts() to "
+    "find out"
 )
 _GRADS_AGREE = (
-    "the gradients that the system reports are as expected, so the update itself may be wrong; "
-    "parts() shows its masters and optimizer state"
+    "the reported gradients are as expected, so the update itself may be wrong; implement parts() "
+    "to compare masters and optimizer state"
 )
 _VERBS: dict[str, str] = {Phase.REDUCE: "reduces", Phase.GATHER: "gathers"}
 
@@ -49,10 +55,10 @@ class NearCall:
     """A call near a finding."""
 
     index: int
-    """Its place in the log."""
+    """Position in the log."""
     record: CollectiveRecord
     when: str
-    """`before` the bad step began, `in` it up to the finding, or `after` that."""
+    """`before` the bad step, `in` it up to the finding, or `after` the finding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,16 +67,16 @@ class Nearby:
 
     rank: int
     suspects: tuple[NearCall, ...]
-    """All calls that can have carried what differs, and the call that did not fit, in the order of
-    the log."""
+    """Calls that may have carried the wrong values, and the refused call, in the order of the
+    log."""
     others: tuple[NearCall, ...]
-    """Some calls around them, in the order of the log."""
+    """Some calls around the suspects, in the order of the log."""
     left_out: int
-    """Calls of the bad step that are neither."""
+    """Number of further calls of the bad step."""
     missing: str
-    """The expected call that the bad step lacks; empty if none is known."""
+    """Description of an expected call that the bad step lacks; empty if none is known."""
     why_no_suspect: str = ""
-    """Why no call is a suspect, though some carried data; empty otherwise."""
+    """Reason why no call is a suspect although some carried data; empty otherwise."""
 
 
 def calls_near(
@@ -80,25 +86,26 @@ def calls_near(
     *,
     shows_grads: bool = False,
 ) -> Nearby | None:
-    """The calls of a finding's rank around it.
+    """Return the calls of a finding's rank around the finding.
 
     Args:
-        log: The log of the world that it was found in.
+        log: Log of the world of the finding.
         finding: The finding.
-        buffer_map: The buffer that it lies in; without it, nobody told where in memory that is.
+        buffer_map: Buffer with the finding; None if its position in memory is unknown.
         shows_grads: True if reduced gradients were observed; see `observed_grads`.
 
     Returns:
-        None where it names no rank or that rank made no call.
+        None if the finding has no rank, or its rank made no call.
     """
     rank = finding.rank
     own = [(i, record) for i, record in enumerate(log.collectives) if record.rank == rank]
     if rank is None or not own:
         return None
     stop = len(log.collectives) if finding.call_stop is None else finding.call_stop
-    # What ended a run is at the end of the log: the last calls are those of its step.
+    # A finding without a span ended the run, so the last calls of the log belong to its step.
     first = own[-OF_STEP:][0][0]
     start = first if finding.call_start is None else finding.call_start
+    # Calls by time: before the bad step, in it up to the finding, after the finding.
     before = [pair for pair in own if pair[0] < start]
     of_step = [pair for pair in own if start <= pair[0] < stop]
     after = [pair for pair in own if pair[0] >= max(start, stop)]
@@ -106,11 +113,12 @@ def calls_near(
         buffer_map if buffer_map is not None and buffer_map.check == finding.check else None
     )
     bucket = None if buffer_map is None else _bucket_of(finding, buffer_map)
+    # If only params were observed, a wrong update looks the same as a wrong gather.
     told = shows_grads or buffer_map is not None
     carrying = [pair for pair in of_step if _carries(pair[1], finding, told=told)]
     sizes = set() if buffer_map is None or bucket is None else _sizes(buffer_map, bucket)
     fitting = [p for p in carrying if sizes & {p[1].elems, p[1].output_elems}]
-    # What moves less than a shard moves no shard; nothing else is known of other sizes.
+    # Without a call of a fitting size, suspect all that could carry at least the smallest shard.
     least = min(sizes, default=0)
     fitting = fitting or [p for p in carrying if max(p[1].elems, p[1].output_elems) >= least]
     marked = {index for index, _ in fitting} | {log.refused}
@@ -136,10 +144,10 @@ def calls_near(
 
 
 def observed_grads(notes: Iterable[str]) -> bool:
-    """Return whether reduced gradients were observed in a case.
+    """Return True if reduced gradients were observed in a case.
 
     Args:
-        notes: Notes of the case, which name what was not observed.
+        notes: Notes of the case, which list quantities that were not observed.
     """
     from zero_sim.targets.adapt import GRADIENTS  # Imports torch, which the command line defers.
 
@@ -153,7 +161,8 @@ def _carries(record: CollectiveRecord, finding: Finding, *, told: bool) -> bool:
     if finding.check == Check.EQUALITY_SCALE:
         words = _REDUCING
     elif finding.phase == Phase.GATHER and not told:
-        # A step that is wrong without any call is seen in the params first, too.
+        # If a target reports params only, a wrong local update also shows in them first. So no
+        # call may be accused.
         words = () if finding.check == Check.EQUALITY_PARAMS else _CARRYING
     return any(word in record.kind for word in words)
 
@@ -165,8 +174,9 @@ def _why_no_suspect(finding: Finding, buffer_map: BufferMap | None, shows_grads:
 
 
 def _bucket_of(finding: Finding, buffer_map: BufferMap) -> MappedBucket | None:
-    """The bucket of the first element that differs."""
+    """Return the bucket of the first differing element; None if its offset is unknown."""
     offset = finding.flat_offset
+    # A finding without a flat offset may name an element of a param: look for its fragment.
     if offset is None and finding.offset_in_param is not None:
         at = finding.offset_in_param
         offset = next(
@@ -184,7 +194,7 @@ def _bucket_of(finding: Finding, buffer_map: BufferMap) -> MappedBucket | None:
 
 
 def _sizes(buffer_map: BufferMap, bucket: MappedBucket) -> set[int]:
-    """Elements of what is moved for a bucket: all of it, or one rank's shard."""
+    """Return the element counts of calls for a bucket: the whole bucket, or one rank's shard."""
     shards = [shard for shard in buffer_map.shards if shard.bucket == bucket.index]
     return {bucket.stop - bucket.start, *(shard.stop - shard.start for shard in shards)} - {0}
 
@@ -196,6 +206,7 @@ def _missing(
     *,
     carrying: Sequence[CollectiveRecord],
 ) -> str:
+    """Return a description of the call that the bad step lacks; empty if none is known."""
     elems = bucket.stop - bucket.start
     verb = _VERBS.get(finding.phase or "")
     if verb is None or not elems:
@@ -203,10 +214,8 @@ def _missing(
     seen = sum(elems in (record.elems, record.output_elems) for record in carrying)
     what = f"bucket {bucket.index}, elements [{bucket.start}, {bucket.stop})"
     if not seen:
-        return (
-            f"no call of this step {verb} {elems} elements, as one for {what}, would; was it "
-            "issued?"
-        )
+        return f"no call of this step {verb} {elems} elements, the size of {what}; was it issued?"
+    # Equal buckets share their size, so compare counts. This needs the map of the whole buffer.
     alike = [each for each in buffer_map.buckets if each.stop - each.start == elems]
     if (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems) or seen >= len(alike):
         return ""
@@ -224,7 +233,10 @@ def render_calls(
     *,
     shows_grads: bool = False,
 ) -> list[str]:
-    """The same as lines of text; none where there is nothing to show."""
+    """Return the calls around a finding as lines of text; empty if there is nothing to show.
+
+    Arguments are those of `calls_near`.
+    """
     nearby = calls_near(log, finding, buffer_map, shows_grads=shows_grads)
     if nearby is None:
         return []
@@ -242,6 +254,7 @@ def render_calls(
             shown.append(("in", " ", f"... {cut} more of this step"))
             cut = 0
         shown.append((call.when, " ", _describe_call(call.record)))
+    # A label appears once for consecutive lines with the same time and mark.
     labels = {"before": "before", "in": "step", "after": "after"}
     said = None
     for when, mark, told in shown:
@@ -252,12 +265,13 @@ def render_calls(
 
 
 def _folded(calls: Sequence[NearCall]) -> Iterator[tuple[NearCall, str]]:
-    """Suspects with what to say of them; of many, those of one line of code share a line."""
+    """Yield suspects with their text; if there are many, calls from one line of code together."""
     if len(calls) <= SUSPECTS_UNFOLDED:
         yield from ((call, _describe_call(call.record)) for call in calls)
         return
     alike: dict[object, list[NearCall]] = {}
     for call in calls:
+        # Equal but for number and size: calls of one line in a loop over buckets.
         key = call.when, call.record._replace(sequence=0, elems=0, output_elems=0)
         alike.setdefault(key, []).append(call)
     for run in alike.values():
@@ -270,7 +284,7 @@ def _folded(calls: Sequence[NearCall]) -> Iterator[tuple[NearCall, str]]:
 
 
 def shown_name(file: str) -> str:
-    """The file of a call site without its folder, which is the same for nearly all of them."""
+    """Return the file name of a call site without its folder, which most call sites share."""
     return file.replace("\\", "/").rpartition("/")[2]
 
 

@@ -18,31 +18,32 @@ if TYPE_CHECKING:
     from zero_sim.fuzz.records import Found
 
 CELL = 8
-"""Units of a square of the heat map."""
+"""Side of a square of the heat map, in SVG units."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _VERDICTS = ("pass", "fail", "error", "inconclusive")
+# Lightness of a pair that occurred once, and of the most frequent pair, in percent.
 _LIGHT_MAX, _LIGHT_MIN = 88, 28
-"""Lightness of a pair that met once and of the most frequent one, in percent."""
 
 
 def write_campaign_page(
     path: Path, totals: CampaignTotals, *, plan: Plan, elapsed: float, names: Sequence[str]
 ) -> None:
-    """Write the page of a campaign, in place of one that is there.
+    """Write the page of a campaign; an existing file is replaced.
 
     Args:
         path: The file.
         totals: Results so far.
         plan: Target, seed and corpus of the campaign.
-        elapsed: Seconds that it took.
-        names: Features that its cases could have.
+        elapsed: Seconds.
+        names: Features that the cases can have.
 
     Raises:
-        UsageError: It cannot be written there.
+        UsageError: The file cannot be written.
     """
     verdicts = totals.counts.verdicts
     cases = max(sum(verdicts.values()), 1)
     known = [name for name in _VERDICTS if verdicts.get(name)]
+    # Features of the corpus too, because another version may have known others.
     rows = sorted(dict.fromkeys((*names, *totals.coverage.features)))
     page = pages.render(
         "campaign.html",

@@ -1,4 +1,4 @@
-"""Command lines that people are told: they run a case, a bundle or a file again."""
+"""Command lines in reports: run a case, a bundle or a file again."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ def reproduce_command(
     target: str | None = None,
     options: Sequence[str] = (),
 ) -> str:
-    """The command that runs one case of a file.
+    """Return the command that runs one case of a file.
 
     Args:
         source: The file.
-        file_id: Id of the case, as the file alone has it.
-        stall_seconds: In place of what the scenario says; None for that.
-        target: In place of the one that the scenario names; None for that.
-        options: What else has to be said again.
+        file_id: Id of the case within its file.
+        stall_seconds: Overrides the scenario's limit; None to keep it.
+        target: Overrides the scenario's target; None to keep it.
+        options: Further options of the original command.
     """
     words = file_id
+    # -k takes an expression, so an id with its syntax in it is quoted.
     if any(char in " ()\"'" for char in words):
         words = f'"{words}"'
     limit = [] if stall_seconds is None else ["--stall-seconds", f"{stall_seconds:g}"]
@@ -38,14 +39,16 @@ def reproduce_command(
 def replay_command(
     bundle: str, *, bundles: Path | None = None, target: str | None = None, device: str = "cpu"
 ) -> str:
-    """The command that repeats a bundle's case.
+    """Return the command that replays a bundle.
 
     Args:
-        bundle: Its id, or a path to it.
-        bundles: The folder it is in; None for where commands look anyway.
-        target: `module:name` of a system under test that is imported; other names the bundle has.
-        device: Where it computes.
+        bundle: Its id or path.
+        bundles: Its folder; None for the default folder.
+        target: `module:name` of an imported target. Registered names are omitted, because the
+            bundle contains them.
+        device: Device to compute on.
     """
+    # Defaults are omitted, to keep commands short.
     where = [] if bundles in (None, DEFAULT_BUNDLES) else ["--bundles", str(bundles)]
     named = ["--target", target] if target is not None and ":" in target else []
     on = ["--device", device] if device != "cpu" else []
@@ -53,12 +56,13 @@ def replay_command(
 
 
 def run_command(path: Path, *, target: str | None = None, device: str = "cpu") -> str:
-    """The command that runs the cases of a file.
+    """Return the command that runs the cases of a file.
 
     Args:
         path: The file.
-        target: `module:name` of a system under test that is imported; other names the file has.
-        device: Where it computes.
+        target: `module:name` of an imported target. Registered names are omitted, because the file
+            contains them.
+        device: Device to compute on.
     """
     named = ["--target", target] if target is not None and ":" in target else []
     on = ["--device", device] if device != "cpu" else []

@@ -20,11 +20,12 @@ from zero_sim.report.amounts import (
 def render_memory(
     rows: Sequence[MemoryRow], *, alone: Mapping[str, Mapping[str, int]] | None = None
 ) -> str:
-    """A table of what a rank holds, row by row, and below it what one device alone would."""
+    """Return a table of the bytes of a rank, and below it those of one device alone."""
     names = _categories([row.footprint.held for row in rows])
     unit = unit_for(row.footprint.peak for row in rows)
     binary = binary_unit(unit)
     head = ["model", "stage", "N", "K", *names, f"total {unit[0]}"]
+    # Columns without values are omitted, so that the table fits a terminal.
     offloads = any(row.footprint.on_cpu for row in rows)
     head += [*([binary[0]] if binary else []), *(["on the CPU"] if offloads else [])]
     head += ["saved", "of one", "at most", "in"]
@@ -48,11 +49,11 @@ def render_memory(
             ]
         )
     lines = [
-        f"Bytes of one rank in {unit[0]}{_size_of(unit)}, held between two steps; `at most`: "
-        "with what a step has besides.",
-        "Activations, and what kernels need on their way, are not in it.",
-        "`saved`: of stage 0, which keeps gradients in a buffer; `of one`: of one device that "
-        "frees them after a step.",
+        f"Bytes of one rank in {unit[0]}{_size_of(unit)}, resident between two steps; `at most`: "
+        "the peak within a step.",
+        "Activations and temporary memory of kernels are not included.",
+        "`saved`: compared with stage 0, which keeps gradients in a buffer; `of one`: compared "
+        "with one device that frees them after a step.",
         "",
         aligned(table),
     ]
@@ -61,14 +62,14 @@ def render_memory(
         lines += [
             "",
             f"One device alone, without buffers: {decimal_bytes(freed)} ({binary_bytes(freed)}) "
-            f"where gradients are freed after a step, {decimal_bytes(kept)} "
-            f"({binary_bytes(kept)}) where they are kept.",
+            f"if gradients are freed after a step, {decimal_bytes(kept)} "
+            f"({binary_bytes(kept)}) if they are kept.",
         ]
     return "\n".join(lines)
 
 
 def render_limits(rows: Sequence[LimitRow], *, params: int) -> str:
-    """A table with a column for each number of ranks: bytes, and how much less that is."""
+    """Return a table of bytes by number of ranks, with the factor and the share saved."""
     counts = list(rows[0].by_ranks)
     unit = unit_for(row.unsharded for row in rows)
     table = [["", "unsharded", *(f"N = {count:,}" for count in counts), "N to infinity", ""]]
@@ -82,8 +83,8 @@ def render_limits(rows: Sequence[LimitRow], *, params: int) -> str:
     return "\n".join(
         [
             f"{params:,} params on N ranks, bytes of a rank between two steps.",
-            "`fp32, moments alone`: params, gradients and two moments in fp32, only the moments "
-            "sharded.",
+            "`fp32, moments alone`: params, gradients and two moments in fp32, with only the "
+            "moments sharded.",
             "",
             aligned(table, words=(0, len(table[0]) - 1)),
         ]
@@ -91,12 +92,13 @@ def render_limits(rows: Sequence[LimitRow], *, params: int) -> str:
 
 
 def _waterfall(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """From one total down to another, category by category.
+    """Return the bars from one total to another, category by category.
 
     Returns:
-        For each bar its name, and between which amounts it lies: first the whole of `before`, then
-        what each category saves, or costs, last the whole of `after`.
+        Name, start and stop of each bar: the total of `before`, the change of each category, and
+        the total of `after`.
     """
+    # Each bar starts where the previous one ends.
     level = sum(before.values())
     bars = [("before", 0, level)]
     for name in dict.fromkeys((*before, *after)):
@@ -109,9 +111,10 @@ def _waterfall(before: Mapping[str, int], after: Mapping[str, int]) -> list[tupl
 
 
 def render_waterfall(before: Mapping[str, int], after: Mapping[str, int], *, title: str) -> str:
-    """The same as bars of text."""
+    """Return the change from one total to another as bars of text."""
     bars = _waterfall(before, after)
     unit = unit_for(stop for _, _, stop in bars)
+    # Totals are drawn solid, changes hatched; all share one scale.
     most = max(max(start, stop) for _, start, stop in bars) or 1
     rows = [[title, "", unit[0]]]
     for index, (name, start, stop) in enumerate(bars):
@@ -126,13 +129,14 @@ def render_waterfall(before: Mapping[str, int], after: Mapping[str, int], *, tit
 
 
 def render_curve(series: Mapping[str, Sequence[tuple[int, float]]], *, what: str, unit: str) -> str:
-    """A scaling curve as text: a row a number of ranks, a bar a series on a scale of its factors.
+    """Return a scaling curve as text: a row per number of ranks, a bar per series.
 
     Args:
-        series: By name pairs of ranks and amount, of at least one rank count.
-        what: What is drawn.
-        unit: Of its amounts.
+        series: Pairs of ranks and amount, by name of the series; at least one pair.
+        what: Quantity drawn.
+        unit: Unit of the amounts.
     """
+    # All bars share one scale, so that series can be compared.
     amounts = [amount for pairs in series.values() for _, amount in pairs]
     most = max(amounts, default=0) or 1
     names = list(series)
@@ -154,9 +158,10 @@ def render_curve(series: Mapping[str, Sequence[tuple[int, float]]], *, what: str
 
 
 def render_traffic(rows: Sequence[TrafficRow]) -> str:
-    """A table of what a rank sends, by kind and link."""
+    """Return a table of the bytes that a rank sends, by kind and link."""
     network = rows[0].traffic.network
     inside, between = network.inside, network.between
+    # One column per kind that occurs in any row.
     kinds = list(dict.fromkeys(flow.kind for row in rows for flow in row.traffic.flows))
     unit = unit_for(float(row.traffic.sent) for row in rows)
     head = ["model", "stage", "N", "K", "calls", *kinds, f"total {unit[0]}"]
@@ -183,9 +188,9 @@ def render_traffic(rows: Sequence[TrafficRow]) -> str:
         [
             f"Bytes that one rank sends in a step, in {unit[0]}{_size_of(unit)}; rings are laid "
             f"out {network.ring}.",
-            f"Nodes of {network.ranks_per_node} ranks; {inside}: inside; {between}: between, "
-            f"{network.cards} a node.",
-            f"{inside} and {between}: a mean over the ranks; `a {between}`: what leaves a node by "
+            f"Nodes of {network.ranks_per_node} ranks; {inside}: within a node; {between}: between "
+            f"nodes, {network.cards} per node.",
+            f"{inside} and {between}: mean over ranks; `a {between}`: bytes that leave a node by "
             f"each card.",
             *_through_first(rows, unit),
             "",
@@ -195,17 +200,17 @@ def render_traffic(rows: Sequence[TrafficRow]) -> str:
 
 
 def _through_first(rows: Sequence[TrafficRow], unit: tuple[str, int]) -> Iterator[str]:
-    """Bytes that pass through the first rank, for the rows in which it adds for all."""
+    """Yield the bytes through the first rank, for rows where it adds for all."""
     for row in rows:
         if row.traffic.through_first:
             yield (
-                f"{row.model}: the first rank adds what all send it; "
+                f"{row.model}: the first rank adds for all ranks; "
                 f"{in_unit(row.traffic.through_first, unit)} {unit[0]} pass through it."
             )
 
 
 def _categories(held: Sequence[Mapping[str, int]]) -> list[str]:
-    """Categories that any row has anything of, in the order in which they are told."""
+    """Return the categories that are not zero in every row, in their given order."""
     return [
         name
         for name in dict.fromkeys(n for each in held for n in each)

@@ -1,4 +1,4 @@
-"""The coverage of a campaign as text and data: what was drawn, what never, what found mutants."""
+"""Coverage of a campaign as text and data: features drawn, never drawn, and in mutants' cases."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from zero_sim.report.amounts import aligned
 from zero_sim.untrusted import printable
 
 _PAIRS_SHOWN = 15
+# If fewer cases are expected, absence of a pair means nothing.
+# Expected cases of a pair from which on its absence is reported.
 _EXPECTED_MIN = 1.0
-"""Pairs that one would expect in fewer cases say nothing by not being there."""
 
 
 def render_coverage(
     coverage: Coverage, *, names: Sequence[str], finders: Mapping[str, frozenset[str]]
 ) -> str:
-    """A table of features, then what never came, alone and in pairs, and what further cases bring.
+    """Return a table of features, those never drawn, pairs, and an outlook for further cases.
 
     Args:
-        coverage: What a campaign had.
-        names: Features that its cases could have, in the order of rows.
-        finders: By id of a mutant, the features of the smallest case that finds it.
+        coverage: Coverage of a campaign.
+        names: Features that its cases can have, in the order of rows.
+        finders: Features of the smallest case that finds a mutant, by id of the mutant.
     """
     if not coverage.cases:
         return "Coverage: no case was drawn."
@@ -40,12 +41,12 @@ def render_coverage(
 def coverage_data(
     coverage: Coverage, *, names: Sequence[str], finders: Mapping[str, frozenset[str]]
 ) -> dict[str, object]:
-    """The same and every pair, ready for JSON.
+    """Return the same data and every pair, ready for JSON.
 
     Args:
-        coverage: As for `render_coverage`.
-        names: As for `render_coverage`.
-        finders: As for `render_coverage`.
+        coverage: See `render_coverage`.
+        names: See `render_coverage`.
+        finders: See `render_coverage`.
     """
     found = {id: map(_joined, pairs_of(features)) for id, features in finders.items()}
     return {
@@ -70,7 +71,8 @@ def _ids_by(found: Mapping[str, Collection[str] | map[str]]) -> dict[str, list[s
 def _features(
     coverage: Coverage, *, names: Sequence[str], finders: Mapping[str, frozenset[str]]
 ) -> str:
-    """A row a feature: in how many cases, with how many others, and in how many smallest cases."""
+    """Return the table of features: cases, other features met, and smallest cases of mutants."""
+    # Each pair counts once for both of its features.
     others = Counter(chain.from_iterable(coverage.pairs))
     mutants = Counter(chain.from_iterable(finders.values()))
     rows = [["feature", "cases", "share", "met with", "mutants"]]
@@ -79,8 +81,8 @@ def _features(
         share = f"{count / coverage.cases:.1%}"
         rows.append([name, f"{count:,}", share, str(others[name]), str(mutants[name] or "-")])
     return (
-        f"What {_many(coverage.cases, 'case')} had, with how many other features, and in how many "
-        f"of {len(finders)}\nsmallest cases that find a mutant it is left:\n{aligned(rows)}"
+        f"Features of {_many(coverage.cases, 'case')}, with the number of other features met and "
+        f"of mutants\n(of {len(finders)}) whose smallest case has the feature:\n{aligned(rows)}"
     )
 
 
@@ -94,9 +96,10 @@ def _pairs_never(
 ) -> str:
     never = coverage.pairs_never(names)
     head = (
-        f"{_many(len(coverage.pairs), 'pair')} of features met; {len(never):,} others of features "
-        "that were drawn were not,\nmany of which cannot be."
+        f"{_many(len(coverage.pairs), 'pair')} of features met; {len(never):,} others of the drawn "
+        "features did not,\nand many of these are impossible."
     )
+    # Expected counts are products of the shares of both features, as if they were independent.
     telling = [(pair, count) for pair, count in never if count >= _EXPECTED_MIN]
     if not telling:
         return head
@@ -107,16 +110,17 @@ def _pairs_never(
         for pair, count in telling[:_PAIRS_SHOWN]
     ]
     return (
-        f"{head} {len(telling):,} would be there if each feature were drawn by itself;\n"
-        f"in how many cases, the most first:\n{aligned(rows, words=(2,))}"
+        f"{head} {len(telling):,} would be expected if features were independent;\n"
+        f"expected cases, the most first:\n{aligned(rows, words=(2,))}"
     )
 
 
 def _pairs_that_found(coverage: Coverage, *, finders: Mapping[str, frozenset[str]]) -> str:
-    """Pairs of smallest cases, those that the campaign had least first."""
+    """Return a table of pairs in smallest cases of mutants, the least drawn ones first."""
     found = _mutants_of_pairs(finders)
     if not found:
         return ""
+    # Rarely drawn pairs that many mutants need are the gaps of the generator.
     seldom = sorted(found, key=lambda pair: (coverage.pairs[pair], -found[pair], pair))
     rows = [["cases", "mutants", "seldom drawn"]]
     rows += [
@@ -125,21 +129,23 @@ def _pairs_that_found(coverage: Coverage, *, finders: Mapping[str, frozenset[str
     ]
     never = sum(pair not in coverage.pairs for pair in found)
     return (
-        f"{_many(len(found), 'pair')} are left in smallest cases that find a mutant; {never} of "
-        f"them were never drawn.\nThose drawn least:\n{aligned(rows, words=(2,))}"
+        f"{_many(len(found), 'pair')} occur in smallest cases that find a mutant; {never} of them "
+        f"were never drawn.\nThe least drawn:\n{aligned(rows, words=(2,))}"
     )
 
 
 def _outlook(coverage: Coverage) -> str:
+    # Good and Turing: the share of cases with a pair that no other case has estimates the share of
+    # further cases with a new pair. Chao: a lower bound for the number of pairs not seen.
     outlook = coverage.outlook
     if outlook is None:
         return ""
     alone = round(outlook.new_share * coverage.cases)
     return (
         f"Not yet covered: {alone:,} of {_many(coverage.cases, 'case')} had a pair that no other "
-        f"had, so about {outlook.new_share:.0%} of further\ncases bring a new one, "
-        f"{outlook.new_pairs:.2g} new pairs a case at first (Good and Turing); at least about "
-        f"{outlook.pairs_left_min:,} pairs\nthat were not met can be (Chao)."
+        f"case had, so about {outlook.new_share:.0%} of further\ncases will have a new pair, "
+        f"{outlook.new_pairs:.2g} new pairs per case at first (Good and Turing). At least about "
+        f"{outlook.pairs_left_min:,} possible\npairs have not been met (Chao)."
     )
 
 

@@ -1,4 +1,4 @@
-"""Explanations of checks; `explanations.toml` has the texts."""
+"""Explanations of checks. Their texts are in `explanations.toml`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Explanation:
 
 
 def _read() -> dict[str, Explanation]:
+    # Line breaks in the file have no meaning: renderers wrap the text.
     text = resources.files("zero_sim.report").joinpath("explanations.toml").read_text("utf-8")
     return {
         check: Explanation(
@@ -49,10 +50,10 @@ def explain(check: str) -> Explanation:
         check: Its id, such as `equality.grad`.
 
     Raises:
-        UsageError: There is no such check; names those there are.
+        UsageError: The check does not exist; the message lists all checks.
     """
     try:
         return EXPLANATIONS[check]
     except KeyError:
         known = ", ".join(sorted(EXPLANATIONS))
-        raise UsageError(f"expected a check, one of {known}; got {check!r}") from None
+        raise UsageError(f"expected one of the checks {known}; got {check!r}") from None

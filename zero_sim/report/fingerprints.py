@@ -1,7 +1,7 @@
-"""Fingerprints: the calls of a rank out of a log or a file, and a fingerprint as text.
+"""Fingerprints: the calls of a rank from a log or a file, and a fingerprint as text.
 
-A file is a Chrome trace or a Flight Recorder dump, and may come from anybody: only JSON is read, of
-a bounded size, and no pickle is opened.
+A file is a Chrome trace or a Flight Recorder dump. It may come from a stranger, so only JSON of a
+bounded size is read, and no pickle is opened.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _ELEM_BYTES = {
     "int32": 4, "half": 2, "bfloat16": 2, "float16": 2, "byte": 1, "char": 1, "uint8": 1,
     "int8": 1, "bool": 1, "long int": 8, "signed char": 1, "unsigned char": 1,
 }  # fmt: skip
+# Operators of `c10d` whose first argument is the output, so the input is the second.
 _INPUT_SECOND = ("allgather", "reduce_scatter", "alltoall")
-"""Operators of `c10d` whose first argument is the output."""
+# Substring of a name of the profiler or the Flight Recorder, and its kind; the first match wins, so
+# `reduce` is last.
 _KINDS = (
     ("reduce_scatter", "reduce_scatter"),
     ("allreduce", "all_reduce"),
@@ -41,14 +43,14 @@ _KINDS = (
     ("broadcast", "broadcast"),
     ("reduce", "reduce"),
 )
-"""Part of a name of the profiler or the Flight Recorder, and the kind."""
 
 
 def calls_of_log(log: EventLog, *, rank: int) -> list[SeenCall]:
-    """The calls of one rank."""
+    """Return the calls of one rank in a log."""
     calls = []
     for call in read_timeline(log).calls:
         record = call.record
+        # A stage shows in its collectives of params and gradients only.
         if record.rank == rank and record.kind not in ("send", "recv", "barrier"):
             stop = call.issue_tick if call.land_tick is None else call.land_tick
             calls.append(
@@ -83,15 +85,15 @@ def traces_in(path: Path) -> list[Path]:
 
 
 def read_calls(path: Path, *, rank: int) -> list[SeenCall]:
-    """The calls of one rank in a trace or a dump.
+    """Return the calls of one rank in a trace or a dump.
 
     Args:
         path: A Chrome trace of torch's profiler (`.json`, `.json.gz`), or a Flight Recorder dump as
             JSON.
-        rank: Whose, where a file has several.
+        rank: The rank, if the file has several.
 
     Raises:
-        UsageError: It is none, or has no collectives of that rank.
+        UsageError: The file is neither, or has no collectives of this rank.
     """
     raw = _load(path)
     if isinstance(raw.get("traceEvents"), list):
@@ -115,16 +117,18 @@ def _load(path: Path) -> dict[str, Any]:
         data = read_regular(path, bytes_max=FILE_BYTES_MAX)
     except Unreadable as reason:
         raise UsageError(f"expected a trace or a dump at {path}, got: {reason}.") from None
+    # By content, not by name. The output is bounded, because a small file may unpack to terabytes.
     if data[:2] == b"\x1f\x8b":
         unpack = zlib.decompressobj(zlib.MAX_WBITS | 16)
         try:
             data = unpack.decompress(data, FILE_BYTES_MAX)
         except (zlib.error, gzip.BadGzipFile) as error:
             raise UsageError(f"expected a gzip file at {path}, got: {error}.") from None
+    # Pickles of protocol 2 and later start with this byte; torch's own dumps do.
     if data[:1] == b"\x80":
         raise UsageError(
-            f"expected JSON, got a pickle at {path}: whoever wrote one decides what its reader "
-            "runs. Try torch's dump as JSON (dump_nccl_trace_json)."
+            f"expected JSON, got a pickle at {path}, which could run any code. Use torch's dump as "
+            "JSON (dump_nccl_trace_json)."
         )
     try:
         raw = json.loads(data)
@@ -137,6 +141,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _of_dump(raw: Mapping[str, Any]) -> Iterator[SeenCall]:
+    # Any value may be missing or have another type, because the file may be forged.
     configs = raw.get("pg_config")
     for entry in raw["entries"]:
         kind = _kind(entry.get("profiling_name")) if isinstance(entry, dict) else ""
@@ -162,23 +167,25 @@ def _of_dump(raw: Mapping[str, Any]) -> Iterator[SeenCall]:
 
 
 def _of_trace(raw: Mapping[str, Any], *, rank: int, path: Path) -> list[SeenCall]:
-    """Calls in a trace: one rank's lanes in ours, all in torch's, whose file is of one rank."""
+    """Return the calls in a trace: of one rank in our traces, of all events in torch's."""
     events = raw["traceEvents"]
     named = [e for e in events if isinstance(e, dict) and isinstance(e.get("args"), dict)]
     described = [e for e in named if "Collective name" in e["args"]]
     if not described:
         return list(_of_operators(named, world_size=_world_size(raw), path=path))
     pids = {e.get("pid") for e in described}
+    # In our traces, a process id is a rank. torch writes a file per rank, with any process id.
     if len(pids) > 1 and rank in pids:
         described = [e for e in described if e.get("pid") == rank]
-    # A kernel has the times of the device, so the calls that issued kernels are left out.
+    # On NCCL, a kernel and the call that issued it both have a description. Kernels have the times
+    # of the device, so count these.
     kernels = [e for e in described if e.get("cat") == "kernel"]
     issued = [e for e in described if e.get("cat") == "cpu_op"]
     return list(_of_descriptions(kernels or issued, are_kernels=bool(kernels)))
 
 
 def _of_descriptions(events: Sequence[Any], *, are_kernels: bool) -> Iterator[SeenCall]:
-    """Calls with a description of their collective, as NCCL's and ours have."""
+    """Yield calls whose events describe their collective, as on NCCL and in our traces."""
     for event in events:
         args = event["args"]
         kind = _kind(args["Collective name"])
@@ -200,10 +207,10 @@ def _of_descriptions(events: Sequence[Any], *, are_kernels: bool) -> Iterator[Se
 def _of_operators(
     events: Sequence[dict[str, Any]], *, world_size: int, path: Path
 ) -> Iterator[SeenCall]:
-    """Calls of gloo, of which the profiler only records the operators of `c10d`.
+    """Yield calls of gloo, for which the profiler records only the operators of `c10d`.
 
-    Each is done on another thread, in an event `gloo:...` with its dtype and duration. A
-    reduce-scatter may be done by an all-reduce, so the operator says which collective it is.
+    Another thread executes each call, in an event `gloo:...` with its dtype and duration. gloo may
+    execute a reduce-scatter as an all-reduce, so the kind comes from the operator.
     """
     done = [e for e in events if str(e.get("name")).startswith("gloo:")]
     done.sort(key=lambda event: _number(event.get("ts")))
@@ -218,14 +225,14 @@ def _of_operators(
         dims = args.get("Input Dims")
         if not isinstance(dims, list) or len(dims) < 2:
             raise UsageError(
-                f"expected the sizes of what collectives move in {path}, got none. Try "
+                f"expected the sizes of collectives in {path}, got none. Use "
                 "torch.profiler.profile(record_shapes=True)."
             )
         is_second = any(name in event["name"] for name in _INPUT_SECOND)
         output, elems = _elems(dims[:1]), _elems(dims[int(is_second) : int(is_second) + 1])
         ranks = world_size
         if kind == "reduce_scatter" and not elems:
-            # The profiler does not record lists of lists of tensors.
+            # The input is a list of lists of tensors, which the profiler does not record.
             elems = output * ranks
         elif kind in ("reduce_scatter", "all_gather") and output and elems:
             ranks = max(output, elems) // min(output, elems)
@@ -262,7 +269,7 @@ def _kind(name: object) -> str:
 
 
 def _elems(sizes: object) -> int:
-    """Elements of a tensor by its shape, or of a list of tensors."""
+    """Return the elements of a tensor by its shape, or of a list of tensors."""
     if not isinstance(sizes, list) or not sizes:
         return 0
     if any(isinstance(size, list) for size in sizes):
@@ -276,18 +283,18 @@ def _number(value: object) -> float:
 
 
 def render_fingerprint(found: Fingerprint) -> str:
-    """Render the stage that the calls look like, oddities, and the sizes of messages."""
+    """Render the stage that fits the calls, odd calls, and the sizes of messages."""
     lines = [
         f"{found.stage or 'no stage'}: {found.why}",
         f"step: {shortened(found.letters)}",
-        "  A all-reduce, R reduce-scatter, C sum over copies, G gather, D reduce, B broadcast",
-        f"seen {found.steps:g} times in {found.calls:,} calls; copies of what is sharded: "
+        "  A all-reduce, R reduce-scatter, C sum over replicas, G gather, D reduce, B broadcast",
+        f"seen {found.steps:g} times in {found.calls:,} calls; replicas of each shard: "
         f"{found.copies}",
         f"{found.overlapping:,} of {found.calls:,} calls were in flight when the next was issued",
     ]
     lines += [f"odd: {each}" for each in found.odd] or ["odd: nothing"]
     if not found.stage:
-        lines += ["", "What there is:"]
+        lines += ["", "Known stages:"]
         lines += [f"  {grammar:<14} {stage}: {why}" for grammar, stage, why in GRAMMARS]
     if found.sizes:
         rows = [["messages of", "calls"]]

@@ -1,7 +1,7 @@
-"""Findings as one HTML page that stands alone: no script, no font, nothing from elsewhere.
+"""Findings as one self-contained HTML page: no script, no font, no external resource.
 
-Bundles may come from anybody. All that is in them is escaped (`zero_sim.report.pages`), and the
-page forbids its reader's browser to load or run anything.
+Bundles may come from strangers, so their contents are escaped (`zero_sim.report.pages`), and the
+page's policy forbids the browser to load or run anything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 VALUES_BEFORE = 8
 VALUES_AFTER = 40
-"""Elements shown from the first difference on."""
+"""Elements to show from the first difference on."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -41,19 +41,19 @@ def write_page(path: Path, bundles: Sequence[Bundle], *, bundles_folder: Path | 
     """Write the page.
 
     Args:
-        path: The file; one that is there is replaced.
-        bundles: What to tell of.
-        bundles_folder: Where they are kept, if not where commands look for them anyway.
+        path: The file; an existing one is replaced.
+        bundles: Bundles to show.
+        bundles_folder: Their folder; None for the default folder.
 
     Raises:
-        UsageError: It cannot be written there.
-        EnvironmentProblem: There is no room for it.
+        UsageError: The file cannot be written.
+        EnvironmentProblem: The disk is full.
     """
     pages.write_page(path, render_page(bundles, bundles_folder=bundles_folder))
 
 
 def render_page(bundles: Sequence[Bundle], *, bundles_folder: Path | None = None) -> str:
-    """The page as text; see `write_page`."""
+    """Return the page as text; arguments as for `write_page`."""
     page = pages.render(
         "report.html",
         title=f"{len(bundles)} failed case{'' if len(bundles) == 1 else 's'}",
@@ -65,6 +65,7 @@ def render_page(bundles: Sequence[Bundle], *, bundles_folder: Path | None = None
 
 def _case(bundle: Bundle, *, bundles_folder: Path | None) -> dict[str, object]:
     first, ran = bundle.findings[0], bundle.ran
+    # The page leads with the first finding; its template shows the others in short.
     return {
         "bundle": bundle,
         "where": render_location(first),
@@ -86,7 +87,7 @@ def _strip(buffer_map: BufferMap, first: Finding) -> dict[str, object]:
     of = "" if buffer_map.check == first.check else f"{buffer_map.check}: "
     spread = cut = ""
     equal = equal_elems(buffer_map)
-    # With less than one equal element a part, no place tells more than another.
+    # If nearly all elements differ, a picture of positions shows nothing: describe it in words.
     if equal is not None and equal < len(buffer_map.pieces):
         spread = describe_spread(buffer_map)
     elif (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
@@ -102,6 +103,7 @@ def _strip(buffer_map: BufferMap, first: Finding) -> dict[str, object]:
 def _calls(bundle: Bundle) -> dict[str, object] | None:
     if not bundle.logs or not bundle.logs[-1].collectives:
         return None
+    # Findings end a run, so the last world of the case has the first finding.
     first, log = bundle.findings[0], bundle.logs[-1]
     shows_grads = observed_grads(bundle.notes)
     nearby = calls_near(log, first, bundle.strip, shows_grads=shows_grads)
@@ -119,7 +121,7 @@ def _calls(bundle: Bundle) -> dict[str, object] | None:
 
 
 def _values(bundle: Bundle) -> Iterator[tuple[str, Markup]]:
-    """A title and a table for each finding with values."""
+    """Yield a title and a table for each finding with values."""
     for finding in bundle.findings:
         evidence = finding.evidence
         if evidence is not None and evidence.expected.numel():
@@ -130,8 +132,9 @@ def _values(bundle: Bundle) -> Iterator[tuple[str, Markup]]:
 
 
 def values_table(finding: Finding, evidence: Evidence) -> Markup:
-    """Expected and observed values around the first difference, element by element."""
+    """Return a table of expected and observed values around the first difference."""
     differ, first = _differing(evidence)
+    # Offsets below refer to the evidence, which may be a part of a larger tensor.
     start = max(0, first - VALUES_BEFORE)
     stop = first + VALUES_AFTER
     expected, got = _numbers(evidence.expected[start:stop]), _numbers(evidence.got[start:stop])
@@ -144,6 +147,7 @@ def values_table(finding: Finding, evidence: Evidence) -> Markup:
             "" if of_param is None else str(of_param - first + i),
             "" if flat is None else str(flat - first + i),
             *("" if value is None else repr(value) for value in (wanted, came)),
+            # Hex floats show all bits, where decimals of two values may look equal.
             *(float(value).hex() if isinstance(value, float) else "" for value in (wanted, came)),
         ]
         rows.append(("bad" if i in differ else "", cells))
@@ -152,8 +156,9 @@ def values_table(finding: Finding, evidence: Evidence) -> Markup:
 
 
 def _differing(evidence: Evidence) -> tuple[frozenset[int], int]:
-    """Indices of the evidence that differ, the first ones, and the first of all."""
+    """Return the differing indices of the evidence, as far as they are recorded, and the first."""
     expected, got = evidence.expected, evidence.got
+    # Bounds have another dtype or length than the values, so no element is marked.
     if expected.dtype != got.dtype or expected.numel() != got.numel():
         return frozenset(), 0
     difference = find_difference(expected, got)
@@ -164,4 +169,5 @@ def _differing(evidence: Evidence) -> tuple[frozenset[int], int]:
 
 
 def _numbers(part: Tensor) -> list[float | int | bool]:
+    # float64 represents every value of the narrower dtypes exactly.
     return part.double().tolist() if part.is_floating_point() else part.tolist()

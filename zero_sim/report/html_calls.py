@@ -1,6 +1,6 @@
-"""The calls around a finding as HTML: near it with the ranks beside them, and all as a table.
+"""Calls around a finding as HTML: a matrix of near calls by rank, and a table of all calls.
 
-The first has the ranks alone that share a suspect with the finding's own, and the calls near it.
+The matrix contains only ranks that share a suspect with the finding's rank.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord, EventLog
 
 RANKS_MAX = 6
-"""Ranks beside each other: as many as fit on a small screen."""
+"""Ranks next to each other, as many as fit on a small screen."""
 SUSPECTS_MAX = 16
-"""Suspects in the table; of more, the first ones."""
+"""Suspects in the matrix, the first ones."""
 CALLS_MAX = 500
-"""Calls listed; of a longer log, those around the finding."""
+"""Calls in the table. If the log is longer, those around the finding."""
+# Prefix of a collective's name, CSS class of its colour, and name in the legend.
 _KINDS = (
     ("reduce_scatter", "rs", "reduce_scatter"),
     ("all_reduce", "ar", "all_reduce"),
@@ -34,23 +35,23 @@ _KINDS = (
     ("recv", "mail", "send, recv"),
     ("", "other", "other"),
 )
-"""Beginning of the name of a collective, class of its colour, and name in the legend."""
 
 _Key = tuple[str, tuple[int, ...], int, str]
 
 
 def class_of(kind: str) -> str:
-    """The class that colours a collective."""
+    """Return the CSS class that colours a collective."""
     return next(class_ for start, class_, _ in _KINDS if kind.startswith(start))
 
 
 def legend(kinds: Iterable[str], *marks: tuple[str, str]) -> Markup:
-    """The colours of some collectives, and further marks, each with its meaning.
+    """Return the legend of colours of collectives and of further marks.
 
     Args:
         kinds: Names of the collectives.
-        marks: For each, its classes and what it means.
+        marks: CSS classes and meaning of each further mark.
     """
+    # Only colours that occur, in the fixed order of `_KINDS`.
     used = {class_of(kind) for kind in kinds}
     named = dict.fromkeys((class_, meaning) for _, class_, meaning in _KINDS if class_ in used)
     return pages.render("legend.html", entries=[*named, *marks])
@@ -59,20 +60,20 @@ def legend(kinds: Iterable[str], *marks: tuple[str, str]) -> Markup:
 def near_calls(
     log: EventLog, finding: Finding, buffer_map: BufferMap | None, *, shows_grads: bool = False
 ) -> Markup | None:
-    """The table with its legend; None where the finding names no rank with calls.
+    """Return the matrix of near calls with its legend; None if the finding has no rank with calls.
 
     Args:
-        log: The log of the world that it was found in.
+        log: Log of the world of the finding.
         finding: The finding.
-        buffer_map: The buffer that it lies in, if there is one.
-        shows_grads: As for `calls_near`.
+        buffer_map: Buffer with the finding, if known.
+        shows_grads: See `calls_near`.
     """
     nearby = calls_near(log, finding, buffer_map, shows_grads=shows_grads)
     if nearby is None:
         return None
     suspects = nearby.suspects[:SUSPECTS_MAX]
     calls = sorted((*suspects, *nearby.others), key=lambda call: call.index)
-    # A key takes long where there are thousands of ranks, and a log has many calls.
+    # Filter before building keys: a key contains all ranks of its group, maybe thousands.
     near = {(call.record.group, call.record.sequence) for call in calls}
     came: dict[_Key, set[int]] = {}
     for record in log.collectives:
@@ -102,10 +103,11 @@ def _ranks(
     came: Mapping[_Key, set[int]],
     differ: Collection[int],
 ) -> tuple[list[int], list[int]]:
-    """The ranks to show and those left out, of the finding's rank and those in calls with it.
+    """Return the ranks to show and the ranks left out, among those in calls with the finding's.
 
-    Ranks that never came to a call go first, then ranks that see a difference, then neighbours.
+    Ranks that never came to a call go first, then ranks with a difference, then neighbours.
     """
+    # Without suspects, ranks in calls around the finding are the ones of interest.
     calls = suspects or nearby.others
     others = {rank for call in calls for rank in call.record.group_ranks} - {nearby.rank}
     absent = {
@@ -122,7 +124,8 @@ def _ranks(
 
 
 def _key(record: CollectiveRecord) -> _Key:
-    """Key that the calls of one collective share; each rank's message has its own."""
+    """Return the key that the calls of one collective share; each message has its own."""
+    # Sends and receives have a tag in place of a sequence number, which several messages share.
     message = f"{record.kind} {record.rank}" if record.kind in ("send", "recv") else ""
     return record.group, record.group_ranks, record.sequence, message
 
@@ -149,7 +152,7 @@ def _rows(
             "class": " ".join(["suspect"] * (call in suspects) + ["step"] * (call.when == "in")),
             "call": f"{record.kind} #{record.sequence}",
             "about": ", ".join(about),
-            # The folder is long, and the same for nearly all of them.
+            # Without its folder, which is long and shared by most call sites.
             "site": f"{shown_name(record.file)}:{record.line}",
             "marks": [_mark(call, rank, came=here, refused=refused) for rank in ranks],
         }
@@ -159,8 +162,9 @@ def _rows(
 def _mark(
     call: NearCall, rank: int, *, came: set[int], refused: int | None
 ) -> tuple[int, str, str]:
-    """A rank, the class of its mark beside a call, and its meaning; no class without a mark."""
+    """Return a rank, the CSS class of its mark at a call (empty for none), and its meaning."""
     record = call.record
+    # A send and its receive are separate rows, so only the calling rank has a mark.
     if rank not in record.group_ranks or (record.kind in ("send", "recv") and rank != record.rank):
         return rank, "", ""
     if rank not in came:
@@ -170,7 +174,7 @@ def _mark(
 
 
 def calls_table(log: EventLog, finding: Finding) -> tuple[Markup, str]:
-    """The calls of all ranks around a finding, and a sentence that says which of them."""
+    """Return a table of the calls of all ranks around a finding, and how many it contains."""
     total = len(log.collectives)
     first = first_shown(total, finding, most=CALLS_MAX)
     rows = []
@@ -198,8 +202,9 @@ def calls_table(log: EventLog, finding: Finding) -> tuple[Markup, str]:
 
 
 def first_shown(total: int, finding: Finding, *, most: int) -> int:
-    """The first of at most `most` calls around a finding, of a log with `total` calls."""
+    """Return the index of the first of at most `most` calls around a finding, out of `total`."""
     start = finding.call_start
     if start is None:
         start = total if finding.call_stop is None else finding.call_stop
+    # A quarter before the step, because the calls of the step itself matter most.
     return max(0, min(start - most // 4, total - most))

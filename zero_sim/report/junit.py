@@ -1,8 +1,8 @@
-"""JUnit XML of a run, as GitLab, Jenkins and reporters for GitHub read it.
+"""JUnit XML of a run, in the form that GitLab, Jenkins and reporters for GitHub read.
 
-A case is a test: its file the class, its order of addition, schedule, timing and seed among the
-properties. What is wrong with it stands in the failure; a case that was not judged, as where the
-machine cannot run it, is an error, one that never ran is skipped.
+A case is a test and its file the class. Properties contain the summation order, schedule, timing
+and seed, the failure contains the report. A case that could not be judged is an error, a case that
+never ran is skipped.
 """
 
 from __future__ import annotations
@@ -26,37 +26,36 @@ SUITE = "zero-sim"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TestCase:
-    """One case, or one file that is no scenario."""
+    """One case, or one invalid scenario file."""
 
-    # Not a class of tests, whatever it is called.
+    # pytest would otherwise collect this class because of its name.
     __test__ = False
 
     name: str
     source: str
-    """The file that it is from."""
+    """Its file."""
     seconds: float = 0.0
     outcome: str = "passed"
     """`passed`, `failure`, `error` or `skipped`."""
     kind: str = ""
-    """The check that found something; of an error, what it is of."""
+    """Check of the first finding, or the kind of error."""
     message: str = ""
-    """The first finding or the error, in a line."""
+    """First finding or error, in one line."""
     text: str = ""
-    """All there is to say of it."""
+    """Full report."""
     properties: Mapping[str, str] = field(default_factory=dict)
 
 
 def case_of(result: CaseResult, *, scenario: Scenario, source: str, text: str) -> TestCase:
-    """A case that was judged.
-
-    One that is inconclusive has failed as a test: it could not have shown anything.
+    """Return the test of a judged case.
 
     Args:
-        result: What came of it.
-        scenario: The case, as it was run.
+        result: Its result.
+        scenario: The case with all overrides.
         source: Its file.
-        text: All there is to say of it.
+        text: Full report.
     """
+    # An inconclusive case is a failure, because CI must not count it as a proof.
     world = scenario.world
     first = result.findings[0] if result.findings else None
     outcome = {"pass": "passed", "error": "error"}.get(result.verdict, "failure")
@@ -82,7 +81,7 @@ def case_of(result: CaseResult, *, scenario: Scenario, source: str, text: str) -
 
 
 def file_of(error: ScenarioError) -> TestCase:
-    """A file that is no scenario."""
+    """Return the test of an invalid scenario file."""
     return TestCase(
         name=error.source,
         source=error.source,
@@ -94,12 +93,12 @@ def file_of(error: ScenarioError) -> TestCase:
 
 
 def junit_xml(cases: Sequence[TestCase], *, seconds: float, started: str) -> bytes:
-    """The document.
+    """Return the document.
 
     Args:
-        cases: What was run, in order.
+        cases: Tests in the order of the run.
         seconds: Time of the whole run.
-        started: When it began, in ISO 8601.
+        started: Start time in ISO 8601.
     """
     counts = {
         "tests": len(cases),
@@ -108,6 +107,7 @@ def junit_xml(cases: Sequence[TestCase], *, seconds: float, started: str) -> byt
         "skipped": sum(case.outcome == "skipped" for case in cases),
     }
     sums = {name: str(count) for name, count in counts.items()} | {"time": f"{seconds:.3f}"}
+    # Totals on both levels, because some viewers read only one of them.
     root = ElementTree.Element("testsuites", {"name": SUITE, **sums})
     facts = {"name": SUITE, "timestamp": started, **sums}
     suite = ElementTree.SubElement(root, "testsuite", facts)
@@ -121,12 +121,12 @@ def write_junit(path: Path, document: bytes) -> None:
     """Write the document, whole or not at all.
 
     Args:
-        path: The file; one that is there is replaced.
-        document: As `junit_xml` gives it.
+        path: The file; an existing one is replaced.
+        document: Bytes from `junit_xml`.
 
     Raises:
-        UsageError: It cannot be written there.
-        EnvironmentProblem: There is no room for it.
+        UsageError: The file cannot be written.
+        EnvironmentProblem: The disk is full.
     """
     try:
         write_whole(path, document)
@@ -135,6 +135,7 @@ def write_junit(path: Path, document: bytes) -> None:
 
 
 def _element(case: TestCase) -> ElementTree.Element:
+    # Viewers group tests by the dots of the class name, as if it were a module.
     folder = Path(case.source).with_suffix("")
     element = ElementTree.Element(
         "testcase",
@@ -155,8 +156,10 @@ def _element(case: TestCase) -> ElementTree.Element:
         facts = {"message": printable(case.message)}
         if case.outcome != "skipped":
             facts["type"] = printable(case.kind)
+        # `printable` also spells out control characters, which XML 1.0 does not allow.
         outcome = ElementTree.SubElement(element, case.outcome, facts)
         outcome.text = printable(case.text, lines=True)
+    # Passing cases too, because their notes list quantities that were not observed.
     if case.text:
         ElementTree.SubElement(element, "system-out").text = printable(case.text, lines=True)
     return element

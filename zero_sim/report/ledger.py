@@ -1,4 +1,4 @@
-"""Ledgers as text: what ranks held and when, what they sent, beside the closed forms."""
+"""Ledgers as text: live bytes by moment and bytes sent, next to the closed forms."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from zero_sim.report.amounts import aligned, bar, in_unit, unit_for
 from zero_sim.untrusted import printable
 
 MOMENTS_MAX = 60
-"""Moments shown of a step; of more, those at which the sum changes most."""
+"""Moments to show of a step, those with the largest changes of the total."""
 
 
 def render_memory_ledger(measured: Measured, row: MemoryRow) -> str:
-    """Render the first rank's memory, moment by moment, beside the closed forms.
+    """Render the first rank's memory, moment by moment, next to the closed forms.
 
     Args:
         measured: The run.
-        row: The closed forms of its first rank.
+        row: Closed forms of its first rank.
     """
     ledger = measured.ledgers[0]
     unit = unit_for([ledger.peak.total])
@@ -29,13 +29,14 @@ def render_memory_ledger(measured: Measured, row: MemoryRow) -> str:
     table = [
         ["rank 0", "closed form", f"measured {unit[0]}", "at the peak", "at most", "in", "when"]
     ]
+    # Categories of the closed forms first, then those that only the run has.
     for name in dict.fromkeys((*held, *ledger.categories)):
         most = ledger.peak_of(name)
         table.append(
             [
                 name,
                 in_unit(held[name], unit) if name in held and measured.is_costed else "",
-                "not told" if name in ledger.unreported else in_unit(_held(ledger, name), unit),
+                "not reported" if name in ledger.unreported else in_unit(_held(ledger, name), unit),
                 in_unit(peak.bytes.get(name, 0), unit),
                 in_unit(most.bytes.get(name, 0), unit),
                 most.phase,
@@ -57,7 +58,7 @@ def render_memory_ledger(measured: Measured, row: MemoryRow) -> str:
 
 
 def render_traffic_ledger(measured: Measured, row: TrafficRow, *, network: Network) -> str:
-    """Render the first rank's calls beside the closed forms."""
+    """Render the first rank's calls next to the closed forms."""
     traffic = measured.traffic(0, network=network)
     unit = unit_for([float(traffic.sent)])
     table = [["rank 0", "group", "N", "dtype", "calls", "messages", f"sent {unit[0]}"]]
@@ -79,7 +80,7 @@ def render_traffic_ledger(measured: Measured, row: TrafficRow, *, network: Netwo
         "",
         *aligned(table, words=range(2)).splitlines(),
         "",
-        f"Sent in all: {in_unit(float(traffic.sent), unit)} {unit[0]}"
+        f"Total sent: {in_unit(float(traffic.sent), unit)} {unit[0]}"
         + (f", by closed form {closed} {unit[0]}." if measured.is_costed else "."),
         *_verdict(measured),
     ]
@@ -87,11 +88,11 @@ def render_traffic_ledger(measured: Measured, row: TrafficRow, *, network: Netwo
 
 
 def measured_dict(measured: Measured, *, network: Network | None = None) -> dict[str, object]:
-    """A run's ledgers, ready for JSON.
+    """Return the ledgers of a run, ready for JSON.
 
     Args:
         measured: The run.
-        network: What joins its ranks; left out where traffic is not asked for.
+        network: Network between its ranks; None to omit traffic.
     """
     ranks: list[dict[str, object]] = []
     for ledger in measured.ledgers:
@@ -121,16 +122,17 @@ def _held(ledger: RankLedger, name: str) -> int:
 
 
 def chosen_moments(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """All moments, or of very many those at which the sum changes most."""
+    """Return all moments, or the `MOMENTS_MAX` with the largest changes of the total."""
     if len(samples) <= MOMENTS_MAX:
         return samples
+    # Always the first moment, then the largest changes, in order of time.
     places = range(1, len(samples))
     changes = sorted(places, key=lambda i: -abs(samples[i].total - samples[i - 1].total))
     return [samples[i] for i in sorted({0, *changes[: MOMENTS_MAX - 1]})]
 
 
 def _moments(samples: Sequence[Sample], unit: tuple[str, int]) -> list[str]:
-    """Live bytes at each moment as bars."""
+    """Return the live bytes at each moment as bars."""
     most = max(sample.total for sample in samples) or 1
     shown = chosen_moments(samples)
     rows = [["phase", "moment", "", unit[0]]]
@@ -138,15 +140,15 @@ def _moments(samples: Sequence[Sample], unit: tuple[str, int]) -> list[str]:
         amount = in_unit(sample.total, unit)
         rows.append([sample.phase, sample.where, bar(sample.total / most), amount])
     left = len(samples) - len(shown)
-    more = [f"... of {len(samples)} moments those that change most."] if left else []
+    more = [f"... the largest changes of {len(samples)} moments."] if left else []
     return [*aligned(rows, words=range(3)).splitlines(), *more]
 
 
 def _verdict(measured: Measured) -> list[str]:
     if not measured.is_costed:
         return [
-            "The system does not declare its costs, so no closed form is held against it; what it "
-            "does not tell apart is told by the phase in which it came to be."
+            "The system does not declare its costs, so it is not checked against closed forms. "
+            "Memory without a declared category is named by the phase of its allocation."
         ]
     found = list(measured.differences())
     if found:

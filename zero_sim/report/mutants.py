@@ -1,4 +1,4 @@
-"""The score of the harness as text: each mutant in a line, then by class and by flag."""
+"""The score of the harness as text: a line per mutant, then totals by class and by flag."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def render_trial(trial: Trial, mutant: Mutant) -> str:
-    """One mutant in a line."""
+    """Return one line for a mutant; if it survived, its description follows."""
     verdict = "killed" if trial.killed else "ERROR" if trial.error else "SURVIVED"
     by = f" by {trial.check}" if trial.killed else ""
     size = "" if trial.size is None else f", shrunk to {trial.size}"
@@ -25,19 +25,20 @@ def render_trial(trial: Trial, mutant: Mutant) -> str:
     if trial.killed:
         return head
     why = "".join(f"\n      {printable(line)}" for line in trial.error.splitlines())
+    # A mutant whose code never ran shows a gap in the cases, not in the checks.
     unarmed = "" if trial.armed else " (its code never ran)"
     return f"{head}{unarmed}\n      {mutant.description} [{mutant.seen_in}]{why}"
 
 
 def render_score(score: Score) -> str:
-    """The score, the headline last."""
+    """Return the score, with the total last."""
     return "\n".join(
         [
             "",
             "by class  " + _in_a_row(score.by_class),
             "by flag   " + _in_a_row(score.by_flag),
             f"cases to a kill: median {score.cases_median:g}, most {score.cases_most}",
-            f"core set: {score.core} killed" if score.core.of else "core set: none was hunted",
+            f"core set: {score.core} killed" if score.core.of else "core set: not tried",
             f"{score.all} mutants killed in {score.seconds:.1f} s",
         ]
     )

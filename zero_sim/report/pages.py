@@ -1,8 +1,7 @@
-"""Pages that stand alone: no font and nothing from elsewhere; a script only by its hash.
+"""Self-contained HTML pages: no font, no external resource, scripts only by their hash.
 
-The values in a page may come from anybody. Each is escaped on its way into a template, and control
-characters, which could hide something, are spelled out. `Markup` is never escaped again: only a
-template makes it.
+Values in a page may come from strangers, so templates escape them and print control characters as
+text, because these could hide content. `Markup` is not escaped again: only templates create it.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ def render(template: str, **values: object) -> Markup:
     """Fill in a template.
 
     Args:
-        template: Its file in `templates/`.
-        values: Its variables.
+        template: File in `templates/`.
+        values: Variables of the template.
     """
     found = _environment().get_template(template, globals={"asset": asset})
     return Markup(found.render(values))
 
 
 def asset(name: str) -> Markup:
-    """Return a style sheet or a script of ours, which must not be escaped."""
+    """Return one of our style sheets or scripts, without escaping."""
     return Markup(_read(name))
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a page; replace the file if there is one.
+    """Write a page; an existing file is replaced.
 
     Raises:
-        UsageError: It cannot be written there.
-        EnvironmentProblem: There is no room for it.
+        UsageError: The file cannot be written.
+        EnvironmentProblem: The disk is full.
     """
     try:
         write_whole(path, page.encode(errors="replace"))
@@ -49,6 +48,7 @@ def write_page(path: Path, page: str) -> None:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
+    # Strict, so that a missing variable is an error and not an empty place on the page.
     return jinja2.Environment(
         loader=jinja2.FunctionLoader(_source),
         autoescape=True,
@@ -62,8 +62,8 @@ def _spelled_out(value: object) -> str:
 
 
 def _source(name: str) -> str:
-    # A line break between inline elements would be seen as a blank. As a comment of jinja2 it is
-    # not, and errors still name the right line.
+    # Browsers show a line break between inline elements as a blank. As a comment of jinja2, it is
+    # removed, and errors still name the right line.
     return "{#\n#}".join(line.strip() for line in _read(name).splitlines())
 
 

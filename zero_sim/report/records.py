@@ -10,17 +10,17 @@ from zero_sim.report.amounts import aligned
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """One figure of a benchmark, beside what it should be."""
+    """One figure of a benchmark, with its goal."""
 
     name: str
     value: float
     unit: str
     goal: float | None = None
-    """In the same unit; None if there is no goal."""
+    """Goal in the same unit; None if there is none."""
     ok: bool | None = None
     """True if the goal is reached; None without a goal."""
     at_least: bool = False
-    """True if the goal is a lower bound, otherwise it is an upper bound."""
+    """True if the goal is a lower bound, else it is an upper bound."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,30 +30,30 @@ class WorseRatio:
     name: str
     value: float
     before: float
-    """Median of the last runs on record."""
+    """Median of the last recorded runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """One thing found out about this machine."""
+    """One fact about this machine."""
 
     name: str
     value: str
     ok: bool
     note: str = ""
-    """Features that do not work without it, and the remedy."""
+    """Features that need it, and the remedy."""
     required: bool = False
-    """True if nothing at all can run without it."""
+    """True if nothing can run without it."""
 
 
 def render_facts(facts: Sequence[Fact]) -> str:
-    """The doctor's table."""
+    """Return the table of `zero-sim doctor`."""
     rows = [("ok" if fact.ok else "NO", fact.name, fact.value, fact.note) for fact in facts]
     return aligned(rows, words=range(4))
 
 
 def render_measurements(measurements: Sequence[Measurement]) -> str:
-    """The benchmark table."""
+    """Return the table of `zero-sim bench`."""
     rows = [
         (
             {True: "ok", False: "MISS", None: ""}[row.ok],
@@ -67,7 +67,7 @@ def render_measurements(measurements: Sequence[Measurement]) -> str:
 
 
 def render_worse(found: Sequence[WorseRatio]) -> str:
-    """The ratios that got worse, a line each."""
+    """Return a line for each ratio that got worse."""
     rows = [
         ("WORSE", one.name, f"{one.value:,.4g} x", f"{one.before:,.4g} x before") for one in found
     ]

@@ -1,7 +1,7 @@
-"""JSON Schemas of what commands print with `--json`, taken from the records themselves.
+"""JSON Schemas of the output of commands with `--json`, derived from the records.
 
-`VERSION` stands in every object under `schema`. It is raised where a field goes or changes its
-meaning; new fields may come without that.
+Every object contains `VERSION` as `schema`. Raise it if a field is removed or changes its meaning;
+new fields do not raise it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _NUMBER: Node = {"type": "number"}
 _COUNTS: Node = {"type": "object", "additionalProperties": _COUNT}
 _STATUS: Node = {
     "type": "integer",
-    "description": "Exit status of the command; README says what each means.",
+    "description": "Exit status of the command; see its --help.",
 }
 
 
 def output_schema(command: str) -> Node:
-    """The JSON Schema of what a command prints with `--json`.
+    """Return the JSON Schema of the output of a command with `--json`.
 
     Args:
-        command: Its name, one of `COMMANDS`.
+        command: Name of the command, one of `COMMANDS`.
     """
     properties = {
         "schema": {"const": VERSION, "description": "Version of this schema."},
@@ -61,16 +61,16 @@ def _run() -> Node:
             **record_schema(CaseResult)["properties"],
             "source": _described(_TEXT, "The scenario file."),
             "reproduce": _described(_TEXT, "The command that runs this case alone."),
-            "bundle": _described(_or_null(_TEXT), "Id of its bundle, where there is one."),
+            "bundle": _described(_or_null(_TEXT), "Id of its bundle; null if there is none."),
         }
     )
     return {
         "cases": list_of(case),
-        "problems": _described(list_of(object_of(problem)), "What is wrong in scenario files."),
+        "problems": _described(list_of(object_of(problem)), "Problems in scenario files."),
         "seconds": _SECONDS,
         "interrupted": _FLAG,
-        "not_run": _described(_COUNT, "Cases that an interrupt left."),
-        "left_out": _described(_COUNTS, "Cases that cannot be judged as asked, by the reason."),
+        "not_run": _described(_COUNT, "Cases not run because of an interrupt."),
+        "left_out": _described(_COUNTS, "Skipped cases by reason."),
         "exit_status": _STATUS,
     }
 
@@ -80,8 +80,8 @@ def _replay() -> Node:
     return {
         "id": _TEXT,
         "outcome": {"enum": ["fixed", "failed", "error"]},
-        "same": _described(_FLAG, "Whether the first finding is the one in the bundle."),
-        "same_events": _described(_or_null(_FLAG), "Null of real processes: it is not known."),
+        "same": _described(_FLAG, "True if the first finding is the one in the bundle."),
+        "same_events": _described(_or_null(_FLAG), "Null for real processes: not known."),
         "then": finding,
         "now": _or_null(finding),
         "differences": list_of(_TEXT),
@@ -123,6 +123,7 @@ def _shrink() -> Node:
 
 
 def _fuzz() -> Node:
+    # Written by hand, because `CampaignTotals.as_dict` selects and renames fields.
     texts = ("check", "phase", "kind", "manner", "place", "message", "bundle", "size", "scenario")
     finding = dict.fromkeys(texts, _TEXT) | {"seed": _COUNT, "case": _COUNT}
     counts = ("cases", "earlier_cases", "batches")
@@ -137,10 +138,10 @@ def _fuzz() -> Node:
             _COUNT, "Cases that pass with neither an averaged gradient nor optimizer state."
         ),
         "failing_cases": _described(_COUNTS, "Cases by the key of their finding."),
-        "inconclusive_cases": _described(_COUNTS, "Cases by the check that says why."),
-        "unobserved": _described(_COUNTS, "By what the target does not tell, cases without it."),
+        "inconclusive_cases": _described(_COUNTS, "Inconclusive cases by check."),
+        "unobserved": _described(_COUNTS, "Cases by quantity that the target did not report."),
         "taken": _described(
-            list_of(_TEXT), "Rules that were worked out because the target declares none."
+            list_of(_TEXT), "Rules that were inferred because the target declares none."
         ),
         "findings": list_of(object_of(finding)),
         "coverage": _coverage(),
@@ -151,17 +152,19 @@ def _fuzz() -> Node:
                     {"key": list_of(_TEXT), **dict.fromkeys(again, _TEXT), "outcome": outcome}
                 )
             ),
-            "What came of findings of earlier runs, judged again.",
+            "Findings of earlier runs, judged again.",
         ),
         "interrupted": _FLAG,
-        "unkept": _described(_or_null(_TEXT), "Why no more was kept, and so no more was run."),
-        "futile": _described(_TEXT, "Why further cases would show nothing, or empty."),
+        "unkept": _described(
+            _or_null(_TEXT), "Reason why results could not be saved, which ended the campaign."
+        ),
+        "futile": _described(_TEXT, "Reason why further cases are useless; empty if they are not."),
         "seconds": _SECONDS,
-        "device": _described(_TEXT, "Where ranks and reference computed."),
+        "device": _described(_TEXT, "Device of the ranks and the reference."),
         "corpus": _TEXT,
         "shards": _COUNT,
         "shards_missing": _described(
-            list_of(_COUNT), "With --join, those without a file, counted from 1."
+            list_of(_COUNT), "With --join: numbers of shards without a file, from 1."
         ),
         "exit_status": _STATUS,
     }
@@ -170,24 +173,27 @@ def _fuzz() -> Node:
 def _coverage() -> Node:
     share: Node = {"type": ["number", "null"]}
     ids: Node = {"type": "object", "additionalProperties": list_of(_TEXT)}
+    # Two forms: the short one always, the long one with --coverage.
     always = {
-        "cases": _described(_COUNT, "Those of which the features are known."),
+        "cases": _described(_COUNT, "Cases with known features."),
         "features": _described(_COUNTS, "Cases by feature."),
         "pairs_met": _COUNT,
         "pairs_met_once": _COUNT,
-        "new_pair_share": _described(share, "Likely share of further cases with a new pair."),
-        "new_pairs_a_case": _described(share, "New pairs that the next case likely brings."),
-        "pairs_left_min": _described(_or_null(_COUNT), "Likely least number of pairs to be met."),
+        "new_pair_share": _described(share, "Estimated share of further cases with a new pair."),
+        "new_pairs_a_case": _described(share, "Estimated number of new pairs in the next case."),
+        "pairs_left_min": _described(
+            _or_null(_COUNT), "Estimated lower bound of possible pairs not yet met."
+        ),
     }
     on_demand = {
         "features_never": list_of(_TEXT),
         "pairs": _described(_COUNTS, "Cases by two features, joined by ` + `."),
         "pairs_never": _described(
             {"type": "object", "additionalProperties": {"type": "number"}},
-            "In how many cases they would be if features were drawn each by itself.",
+            "Expected cases of pairs never met, if features were independent.",
         ),
-        "mutants": _described(_COUNT, "Those of which the smallest case is on record."),
-        "mutants_by_feature": _described(ids, "Those in whose smallest case it is left."),
+        "mutants": _described(_COUNT, "Mutants with a recorded smallest case."),
+        "mutants_by_feature": _described(ids, "Mutants whose smallest case has the feature."),
         "mutants_by_pair": ids,
     }
     with_all = object_of({**always, **on_demand})
@@ -211,6 +217,7 @@ def _mutants() -> Node:
     }
 
 
+# Settings in each row of a calculator.
 _WAY: dict[str, Node] = {
     "model": _TEXT,
     "params": _COUNT,
@@ -219,22 +226,23 @@ _WAY: dict[str, Node] = {
     "redundancy": _COUNT,
     "bucket_elems": {"anyOf": [_COUNT, {"type": "null"}]},
 }
-"""Choices in each row of a calculator."""
 
 
 def _memory() -> Node:
-    held = _described(_COUNTS, "By category, and `total`: what a rank holds between two steps.")
+    held = _described(_COUNTS, "Resident bytes of a rank between two steps: by category, `total`.")
     of_step: Node = {"type": "object", "additionalProperties": _COUNTS}
     row = object_of(
         {
             **_WAY,
             "bytes_per_rank": held,
-            "on_cpu": _described(_COUNT, "Of the total, masters and state that are offloaded."),
-            "within_step": _described(of_step, "What comes on top at most, by moment."),
+            "on_cpu": _described(_COUNT, "Bytes of the total that are offloaded to the CPU."),
+            "within_step": _described(of_step, "Additional bytes within a step, by moment."),
             "peak": _COUNT,
             "peak_at": _TEXT,
-            "saved": _described(_NUMBER, "Of the bytes of stage 0."),
-            "saved_of_one_device": _described(_NUMBER, "Of one that frees gradients."),
+            "saved": _described(_NUMBER, "Share of the bytes of stage 0."),
+            "saved_of_one_device": _described(
+                _NUMBER, "Share of the bytes of one device that frees gradients."
+            ),
         }
     )
     limit = object_of(
@@ -242,7 +250,7 @@ def _memory() -> Node:
     )
     alone = object_of({"gradients_freed": _COUNTS, "gradients_kept": _COUNTS})
     return {
-        "bytes_per_rank": _described(_COUNTS, "Of the first of `rows`."),
+        "bytes_per_rank": _described(_COUNTS, "Value of the first row."),
         "total": _described(_COUNT, "Likewise."),
         "rows": list_of(row),
         "single_device": _described(_or_null(alone), "One device without buffers."),
@@ -273,7 +281,7 @@ def _traffic() -> Node:
         }
     )
     return {
-        "bytes_sent_per_rank": _described(sent, "Of the first of `rows`."),
+        "bytes_sent_per_rank": _described(sent, "Value of the first row."),
         "total": _described(_COUNT, "Likewise."),
         "rows": list_of(row),
         "network": record_schema(Network),
@@ -289,9 +297,7 @@ def _measured() -> Node:
             "bytes": _described(_COUNTS, "Between two steps, by category."),
             "peak_bytes": _COUNTS,
             "peak_at": _TEXT,
-            "unreported": _described(
-                list_of(_TEXT), "Categories that the system does not tell apart."
-            ),
+            "unreported": _described(list_of(_TEXT), "Categories that the system does not report."),
             "bytes_sent": _or_null(sent),
         }
     )
@@ -299,11 +305,13 @@ def _measured() -> Node:
         {
             "step": _COUNT,
             "ranks": list_of(rank),
-            "is_costed": _described(_FLAG, "Whether the system declares the closed forms."),
-            "differences": _described(list_of(_TEXT), "What a run and closed forms say otherwise."),
+            "is_costed": _described(_FLAG, "True if the system declares its costs."),
+            "differences": _described(
+                list_of(_TEXT), "Differences between the run and the closed forms."
+            ),
         }
     )
-    return _described(_or_null(list_of(run)), "With --measure: of each row the run.")
+    return _described(_or_null(list_of(run)), "With --measure: the run of each row.")
 
 
 def _fingerprint() -> Node:
@@ -324,29 +332,29 @@ def _rules() -> Node:
     fields: Node = {"type": "object", "additionalProperties": True}
     return {
         "target": _TEXT,
-        "numerics": _described(fields, "Fields of Numerics that are not as by default."),
+        "numerics": _described(fields, "Non-default fields of Numerics."),
         "undivided": _described(
             {"type": "object", "additionalProperties": _TEXT},
-            "By field of `numerics`: the number that the gradient is not divided by, and the "
-            "remedy if this is not intended.",
+            "By field of `numerics`: a divisor that the gradient lacks, and the remedy if this is "
+            "not intended.",
         ),
-        "capabilities": _described(fields, "Fields of Capabilities that are not as by default."),
-        "unclear": _described(list_of(_TEXT), "What could not be determined, and why."),
+        "capabilities": _described(fields, "Non-default fields of Capabilities."),
+        "unclear": _described(list_of(_TEXT), "Rules that could not be determined, with reasons."),
         "left_out": _described(
             {"type": "object", "additionalProperties": _TEXT},
-            "What the target cannot be asked for, and what came of asking.",
+            "Settings that the target does not support, with the reason.",
         ),
-        "contradicted": _described(list_of(_TEXT), "What it declares otherwise."),
+        "contradicted": _described(list_of(_TEXT), "Contradictions to the target's declaration."),
         "limits": _described(
             {"type": "object", "additionalProperties": list_of(_TEXT)},
-            "By a check of its own by which it refuses sizes: names of the cases.",
+            "Names of refused cases, by the target's own check of sizes.",
         ),
         "alarms": _described(
             list_of(_TEXT),
-            "What a right system has not, such as several ranks that no known rule fits: with any, "
-            "what was found is not to be declared.",
+            "Signs of a bug, such as several ranks that no known rule fits. If there are any, do "
+            "not declare these results.",
         ),
-        "cases": _described(_COUNT, "Runs that it took."),
+        "cases": _described(_COUNT, "Number of runs."),
         "exit_status": _STATUS,
     }
 
@@ -389,12 +397,12 @@ def _or_null(node: Node) -> Node:
 
 
 def list_of(node: Node) -> Node:
-    """The schema of a list."""
+    """Return the schema of a list."""
     return {"type": "array", "items": node}
 
 
 def object_of(properties: Mapping[str, Node]) -> Node:
-    """The schema of a table with these fields and no others."""
+    """Return the schema of an object with exactly these fields."""
     return {
         "type": "object",
         "properties": dict(properties),
@@ -403,29 +411,31 @@ def object_of(properties: Mapping[str, Node]) -> Node:
     }
 
 
+# Fields with tensors, event logs and cases, which `as_dict` omits.
 _NOT_TOLD = ("evidence", "logs", "twin")
-"""Tensors, event logs and cases, which are no JSON."""
 
 
 def record_schema(cls: type) -> Any:
-    """The schema of a record by pydantic, with the strings under its fields as descriptions."""
+    """Return the schema of a record, with the docstrings of its fields as descriptions."""
     from pydantic import ConfigDict, TypeAdapter
 
-    # Types of fields in `_NOT_TOLD`. Their modules import them for type checkers only, and pydantic
-    # looks here for names that a module lacks.
+    # Types of the fields in `_NOT_TOLD`. Their modules import them for type checkers only, and
+    # pydantic looks up missing names in this frame.
     Tensor = EventLog = Scenario = object  # noqa: F841
-    # In a tuple, since pydantic refuses a config beside a record that could have its own.
+    # In a tuple, because pydantic refuses a config for a type that can have its own.
     adapter = TypeAdapter(tuple[cls], config=ConfigDict(use_attribute_docstrings=True))
     defs = adapter.json_schema(mode="serialization")["$defs"]
     return _inlined(defs[cls.__name__], defs)
 
 
 def _inlined(node: Any, defs: Mapping[str, Node]) -> Any:
-    """A node of pydantic without references, and with all fields required as they are printed."""
+    """Return a node of pydantic with references resolved and all fields required."""
+    # Fields with defaults are printed too, so consumers may rely on them.
     if isinstance(node, list):
         return [_inlined(each, defs) for each in node]
     if not isinstance(node, dict):
         return node
+    # Inlined, so that a reader of one schema needs no other definitions.
     if "$ref" in node:
         found = defs[node["$ref"].rpartition("/")[2]]
         return _inlined({**found, **{k: v for k, v in node.items() if k != "$ref"}}, defs)

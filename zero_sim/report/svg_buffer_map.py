@@ -1,4 +1,4 @@
-"""The buffer map as SVG, for the HTML report: as wide as the screen."""
+"""The buffer map as SVG for the HTML report, as wide as the screen."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 ROW = 22
 GAP = 4
 DETAIL_ELEMS = 96
-"""Elements of the second picture, which shows the surroundings of the first difference."""
+"""Elements of the second picture, which shows the first difference with its surroundings."""
 
 _TOP = 18
+# Pixels of a picture on a large screen and on a small one.
 _WIDE, _NARROW = 900, 260
-"""Pixels of a picture on a large screen and on a small one."""
 _CHAR_WIDTH = 7
+# Units of the view box of an SVG file; names of rows take up the left part.
 _FILE_WIDTH, _FILE_LEFT = 960, 64
-"""Units of the view box of an SVG file; the rest is the names of the rows."""
 _ROWS = ("bucket", "rank", "param", "differs")
 _HEIGHT = _TOP + len(_ROWS) * (ROW + GAP)
 _BUCKET, _RANK, _PARAM, _DIFFERS = (_TOP + i * (ROW + GAP) for i in range(len(_ROWS)))
@@ -50,14 +50,15 @@ class _Span:
     title: str = ""
     label: str = ""
     hue: int | None = None
-    """Degrees; None for the colour of its class."""
+    """Hue in degrees; None for the colour of its class."""
     class_: str = "part"
     height: int = ROW
 
 
 def buffer_map_pictures(buffer_map: BufferMap) -> Markup:
-    """The buffer map, and where it is large its surroundings of the first difference below it."""
+    """Return the buffer map; if it is large, the first difference and its surroundings below it."""
     frames = [_Frame(start=buffer_map.start, stop=buffer_map.stop)]
+    # A second picture only if it shows clearly more detail than the first.
     if buffer_map.stop - buffer_map.start > 2 * DETAIL_ELEMS and buffer_map.differ:
         start = max(buffer_map.start, buffer_map.differ[0][0] - DETAIL_ELEMS // 4)
         start = max(buffer_map.start, min(start, buffer_map.stop - DETAIL_ELEMS))
@@ -81,8 +82,8 @@ def buffer_map_svg(buffer_map: BufferMap, *, title: str) -> str:
     """Draw the buffer map as an SVG file, which follows the reader's dark mode.
 
     Args:
-        buffer_map: Of a finding.
-        title: Text for readers who do not see the picture.
+        buffer_map: Buffer map of a finding.
+        title: Text for screen readers.
     """
     frame = _Frame(start=buffer_map.start, stop=buffer_map.stop)
     # Baselines of the text in the rows.
@@ -105,7 +106,7 @@ def buffer_map_svg(buffer_map: BufferMap, *, title: str) -> str:
 
 def _ruler(frame: _Frame) -> Iterator[tuple[str, str]]:
     numel = frame.stop - frame.start
-    # As many as fit side by side on a small screen.
+    # As many offsets as fit next to each other on a small screen.
     count = max(2, _NARROW // (_CHAR_WIDTH * (len(f"{frame.stop:,}") + 1)))
     step = max(1, -(-numel // min(8, count)))
     for offset in range(frame.start, frame.stop, step):
@@ -124,6 +125,7 @@ def _parts(buffer_map: BufferMap) -> Iterator[_Span]:
         title += f"[{start}, {stop})"
         hue = _hue(shard.ranks[0])
         yield _Span(start=start, stop=stop, y=_RANK, title=title, label=ranks, hue=hue)
+    # Fragments of one param have the same colour, offset from those of ranks.
     numbers: dict[str, int] = {}
     for piece in buffer_map.pieces:
         start, stop, name = piece.start, piece.stop, piece.param
@@ -142,13 +144,15 @@ def _marks(buffer_map: BufferMap) -> Iterator[_Span]:
         height = _HEIGHT - _TOP
         yield _Span(start=start, stop=stop, y=_TOP, class_="veil", height=height)
         title = f"differs: elements [{start}, {stop})"
-        # However narrow: an outline of some pixels is part of the mark.
+        # The mark has an outline of some pixels, so that a single element stays visible.
         yield _Span(start=start, stop=stop, y=_DIFFERS, title=title, class_="differs")
 
 
 def _placed(span: _Span, frame: _Frame) -> dict[str, object]:
-    """A span as the template takes it."""
+    """Return the variables of a span for the template."""
+    # Positions are in percent, because the picture is as wide as the screen.
     left, width = frame.x(span.start), frame.x(span.stop) - frame.x(span.start)
+    # Characters that fit on a large screen; the template clips labels on smaller ones.
     room = int((width * _WIDE / 100 - 6) / _CHAR_WIDTH)
     label = span.label
     if room <= 0 or room < min(len(label), 4):
@@ -166,5 +170,6 @@ def _placed(span: _Span, frame: _Frame) -> dict[str, object]:
 
 
 def _hue(number: int) -> int:
-    """A colour far from those of neighbouring numbers."""
+    """Return a hue in degrees, far from the hues of neighbouring numbers."""
+    # Multiples of the golden angle, 137 degrees, spread evenly.
     return number * 137 % 360

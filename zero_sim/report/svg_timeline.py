@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord, EventLog
 
 CALLS_MAX = 600
-"""Calls drawn; of a longer log, those around the finding."""
+"""Calls to draw. If the log is longer, those around the finding."""
 RANKS_MAX = 32
 
 _LANES_MAX = 8
@@ -27,17 +27,17 @@ _CHAR_WIDTH = 6
 def draw_timeline(
     log: EventLog, finding: Finding | None, *, suspects: Collection[int] = ()
 ) -> tuple[Markup, str]:
-    """The calls of all ranks around a finding.
+    """Draw the calls of all ranks around a finding.
 
     Args:
-        log: The log of the world that it was found in.
-        finding: The finding, whose step is shaded; None for the calls as they are, from the first.
-        suspects: Indices of calls in the log; they are marked, on all ranks that take part.
+        log: Log of the world of the finding.
+        finding: The finding, whose step is shaded; None to draw the first calls.
+        suspects: Indices of calls in the log, to be marked on all their ranks.
 
     Returns:
-        The picture, and a sentence that says what of the run it shows.
+        The picture, and the number of calls and ranks in it.
     """
-    # Findings and suspects name calls by their place in the log, so none may be missing here.
+    # Findings and suspects refer to calls by their position in the log, so read all calls.
     timeline = read_timeline(log, with_harness=True)
     first, last = _window(len(timeline.calls), finding)
     calls = [
@@ -45,6 +45,7 @@ def draw_timeline(
         for index, call in enumerate(timeline.calls[first:last], start=first)
         if not call.of_harness or index in suspects
     ]
+    # Calls of the harness are not drawn, except suspects, so they are not counted.
     total = len(timeline.calls) - sum(call.of_harness for call in timeline.calls)
     ranks = _ranks(timeline.world_size, finding)
     start = calls[0].issue_tick if calls else 0
@@ -89,7 +90,7 @@ def draw_timeline(
 
 
 def _key(record: CollectiveRecord) -> tuple[object, ...]:
-    """Key that the calls of one collective share."""
+    """Return the key that the calls of one collective share."""
     return record.group, record.group_ranks, record.sequence, record.kind
 
 
@@ -103,7 +104,8 @@ def _window(total: int, finding: Finding | None) -> tuple[int, int]:
 
 
 def _ranks(world_size: int, finding: Finding | None) -> list[int]:
-    """All ranks, or those around the finding's."""
+    """Return all ranks, or the `RANKS_MAX` around the finding's."""
+    # The finding's rank is in the middle, as far as the world allows.
     first = 0
     if world_size > RANKS_MAX and finding is not None and finding.rank is not None:
         first = max(0, min(finding.rank - RANKS_MAX // 2, world_size - RANKS_MAX))
@@ -111,16 +113,18 @@ def _ranks(world_size: int, finding: Finding | None) -> list[int]:
 
 
 def _end(call: CallSpan, stop: int) -> int:
-    """When a call is over; who never returned from it waits to the end."""
+    """Return the tick of a call's end; the end of the run if it never completed."""
+    # At least one tick, so that a call without a wait is visible.
     if call.land_tick is not None:
         return max(call.land_tick, call.issue_tick + 1)
     return call.issue_tick + 1 if call.completed else stop
 
 
 def _placed(calls: Sequence[CallSpan], rank: int, stop: int) -> Sequence[tuple[CallSpan, int, int]]:
-    """The calls of one rank, when each is over, and the lanes of those in flight together.
+    """Return the calls of one rank with their end ticks and lanes.
 
-    Of more than there are lanes for, the last one is shown until the next of them begins.
+    Calls in flight together get different lanes. If there are too few lanes, a call in the last
+    lane is drawn up to the start of the next one.
     """
     free = [0] * _LANES_MAX
     placed: list[tuple[CallSpan, int, int]] = []
@@ -128,6 +132,7 @@ def _placed(calls: Sequence[CallSpan], rank: int, stop: int) -> Sequence[tuple[C
         if call.record.rank != rank:
             continue
         start, end = call.issue_tick, _end(call, stop)
+        # `free` has the tick from which each lane is free.
         lane = next((i for i, tick in enumerate(free) if tick <= start), _LANES_MAX - 1)
         if free[lane] > start:
             last = max(i for i, (_, _, other) in enumerate(placed) if other == lane)
@@ -168,6 +173,7 @@ def _span(
     landed = "never" if call.land_tick is None else str(call.land_tick)
     ended = "" if call.land_tick is None and call.completed else f", over at {landed}"
     came = ", ".join(map(str, call.came))
+    # At least 1.5 units wide, and a gap of 0.5 between neighbours.
     width = max(1.5, right - left - 0.5)
     return {
         "x": f"{left:.2f}",

@@ -1,7 +1,7 @@
 """Results as plain text for a terminal or a CI log: pure functions from records to strings.
 
-Plain ASCII on purpose, so that no locale and no log viewer can break a report; what comes from
-outside, names above all, is shown as `printable` makes it, and never makes a line of its own.
+Text is ASCII, so that no locale or log viewer can break a report. Foreign strings such as names
+pass through `printable`, so they cannot start a line of their own.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ if TYPE_CHECKING:
     from zero_sim.sim import EventLog
 
 MARKS = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE", "error": "ERROR"}
-"""First word of a case's line, by verdict."""
+"""First word of the line of a case, by verdict."""
 
 FINDINGS_SHOWN = 5
-"""Findings printed in full for one case; the first one is nearly always the cause."""
+"""Findings printed in full for one case. The first one is nearly always the cause."""
+# A screen or two: JSON and bundles contain the rest.
 DETAIL_LINES_MAX = 60
 CASE_LINES_MAX = 40
 
 _STOPPED = {
-    "cases": "; stopped after so many cases, more may be possible",
-    "seconds": "; stopped after so long, more may be possible",
-    "asked": "; stopped by hand, more may be possible",
+    "cases": "; stopped by the limit on cases, a smaller one may exist",
+    "seconds": "; stopped by the limit on time, a smaller one may exist",
+    "asked": "; interrupted, a smaller one may exist",
     None: "",
 }
 
+# Values compared after every step if a target reports them, in the order of computation.
 _OBSERVABLE = (
     "losses",
     "reduced gradients",
@@ -50,7 +52,6 @@ _OBSERVABLE = (
     "masters and optimizer state",
     "working params",
 )
-"""Values compared after every step if a target reports them, in the order of computation."""
 
 _ID_WIDTH_MAX = 72
 _ID_CHARS_MIN = 12
@@ -71,7 +72,7 @@ def count_verdicts(verdicts: Mapping[str, int], *, params_only: int) -> str:
 
 
 def id_width(ids: Iterable[str]) -> int:
-    """Width of the column that holds these case ids, in characters."""
+    """Return the width of a column of case ids, in characters."""
     return min(max((len(case_id) for case_id in ids), default=0), _ID_WIDTH_MAX)
 
 
@@ -85,12 +86,12 @@ def cut_middle(text: str, chars_max: int) -> str:
 
 
 def render_case_line(result: CaseResult, *, width: int = 0, columns: int | None = None) -> str:
-    """The one line of a case: mark, id, time and how much was looked at.
+    """Return the line of a case: mark, id, time, and the amount compared.
 
     Args:
         result: The result.
-        width: Characters for the id column.
-        columns: Characters of the terminal, which the line fits by a shorter id; None for no limit.
+        width: Characters of the id column.
+        columns: Characters of the terminal. Ids are shortened to fit; None for no limit.
     """
     if result.verdict == "error":
         outcome = (result.error.splitlines() or ["not judged"])[0]
@@ -99,6 +100,7 @@ def render_case_line(result: CaseResult, *, width: int = 0, columns: int | None 
         if result.collectives:
             outcome += f", {_count(result.collectives, 'collective')}"
     mark = MARKS[result.verdict]
+    # Such a pass proves less, so its line shows this.
     if result.passes_by_params_only:
         mark += " (params only)"
     rest = f"  {result.seconds:>8.3f} s  {outcome}"
@@ -119,27 +121,27 @@ def render_case(
     replay: str = "",
     with_notes: bool = True,
 ) -> str:
-    """A case's line and, under it, everything there is to say.
-
-    What differs, where in the buffer, the calls around it, how to repeat it, how to learn more.
+    """Return the line of a case and its report: findings, buffer map, calls, notes and commands.
 
     Args:
-        result: The result; with its event logs, the calls are shown.
-        width: Characters for the id column.
+        result: The result; calls are shown if it has event logs.
+        width: Characters of the id column.
         columns: Characters of the terminal, for the first line; None for no limit.
         case: The case as TOML, shown if it failed.
-        reproduce: Command that runs this case alone; shown unless the case passed.
-        replay: Command that repeats exactly this run.
-        with_notes: Whether to show the notes of a case that passed.
+        reproduce: Command that runs this case alone, shown unless the case passed.
+        replay: Command that replays exactly this run; empty if there is none.
+        with_notes: True to show the notes of a case that passed.
     """
     lines = [render_case_line(result, width=width, columns=columns)]
     if result.verdict == "error":
         lines.extend(f"      {line}" for line in result.error.splitlines()[1:])
     shown = result.findings[:FINDINGS_SHOWN]
+    # Calls for the first finding only: later ones are mostly its consequences.
     for index, finding in enumerate(shown):
         around = result.logs if index == 0 and result.verdict == "fail" else ()
         block = _finding_lines(finding, result.strip, logs=around, notes=result.notes)
         lines.extend(f"  {line}" if line else "" for line in block)
+    # After the findings: notes, the case, and commands to reproduce, replay and explain.
     if len(result.findings) > len(shown):
         left = len(result.findings) - len(shown)
         lines.append(f"  and {_count(left, 'more finding')}; --json lists them all")
@@ -163,7 +165,7 @@ def _finding_lines(
     logs: Sequence[EventLog],
     notes: Sequence[str],
 ) -> list[str]:
-    """A finding, the buffer map if it is this one's, and the calls around it."""
+    """Return a finding, its buffer map if there is one, and the calls around it."""
     lines = render_finding(finding).splitlines()
     if buffer_map is not None and buffer_map.check == finding.check:
         lines.extend(f"  {line}" for line in draw_buffer_map(buffer_map))
@@ -185,7 +187,7 @@ def _case_lines(case: str) -> list[str]:
 
 
 def render_explanation(explanation: Explanation) -> str:
-    """A check explained: its meaning, why it matters, what breaks it, where it was seen."""
+    """Return the explanation of a check: meaning, reason, usual causes, public bugs."""
     parts = [
         explanation.check,
         *_paragraph("what", explanation.meaning),
@@ -198,12 +200,14 @@ def render_explanation(explanation: Explanation) -> str:
 
 
 def render_bundle(bundle: Bundle) -> str:
-    """Render a bundle: its case and its first finding, with the case's own numbers."""
+    """Render a bundle: its case and its first finding with its values."""
     first = bundle.findings[0]
     lines = [f"bundle {bundle.id}  {bundle.scenario.name}".rstrip()]
+    # Other findings of a bundle are in its page and its JSON.
     block = _finding_lines(first, bundle.strip, logs=bundle.logs, notes=bundle.notes)
+    # The map may belong to a later finding, if the first one has no position in a buffer.
     if bundle.strip is not None and bundle.strip.check != first.check:
-        block.append(f"where {bundle.strip.check} fails:")
+        block.append(f"buffer map of {bundle.strip.check}:")
         block.extend(f"  {line}" for line in draw_buffer_map(bundle.strip))
     lines.extend(f"  {line}" if line else "" for line in block)
     return _text(lines)
@@ -228,14 +232,15 @@ def render_replay(replayed: Replayed) -> str:
         case "fixed":
             outcome = f"no finding now; in the bundle: {before}"
         case "failed" if replayed.same:
-            events = {True: " after the same events", False: " after not the same events", None: ""}
+            events = {True: " after the same events", False: " after different events", None: ""}
             outcome = f"the same first finding{events[replayed.same_events]}"
         case "failed":
             outcome = f"another first finding; in the bundle: {before}"
         case "error" if result.verdict == "inconclusive":
-            outcome = "the case is inconclusive now, so nothing is shown to be fixed"
+            outcome = "the case is inconclusive now, which does not prove a fix"
         case "error":
             outcome = f"cannot run here: {(result.error.splitlines() or [''])[0]}"
+    # Outcome, id, case, time, then the comparison with the bundle.
     head = f"{replayed.outcome.upper():<6} {replayed.id}  {result.id}  {result.seconds:.3f} s"
     lines = [f"{head}  {outcome}"]
     lines.extend(f"      {line}" for line in result.error.splitlines()[1:])
@@ -256,7 +261,7 @@ def render_reduced(reduced: Reduced) -> str:
 
 
 def render_finding(finding: Finding) -> str:
-    """The block of one finding; lines for which it has nothing are left out."""
+    """Return the block of one finding, without lines for values that it lacks."""
     lines = [f"{finding.check}: {finding.message}"]
     place = render_location(finding)
     if place:
@@ -281,8 +286,8 @@ def render_finding(finding: Finding) -> str:
 def _furthest(finding: Finding) -> str:
     """Return the size of the largest difference, which need not be the first.
 
-    This is the measure by which findings are sorted. Empty if no finite values are at hand, or if
-    the expected values are bounds.
+    Findings are sorted by it. Empty if there are no finite values, or the expected values are
+    bounds.
     """
     evidence = finding.evidence
     if evidence is None or finding.ulp is None or evidence.expected.dtype != evidence.got.dtype:
@@ -292,7 +297,7 @@ def _furthest(finding: Finding) -> str:
     share = relative_difference(evidence.expected, evidence.got)
     if not math.isfinite(share):
         return ""
-    # No more than these are kept of a large tensor.
+    # The evidence contains only a part of a large tensor.
     kept = evidence.expected.numel()
     near = f" of the {kept:,} around the first" if kept < (finding.compared_count or 0) else ""
     return f", by up to {share:.2g} of the largest value{near}"
@@ -328,20 +333,20 @@ def render_location(finding: Finding) -> str:
 
 
 def render_problems(errors: Sequence[ScenarioError]) -> str:
-    """Every problem of every file that is no scenario."""
+    """Return every problem of every invalid scenario file."""
     return "\n".join(str(error) for error in errors)
 
 
 def render_summary(
     results: Sequence[CaseResult], *, seconds: float, bad_files: int = 0, left_out: int = 0
 ) -> str:
-    """The last line: how many cases, how they went, how long it took.
+    """Return the last line: number of cases, counts by verdict, and time.
 
     Args:
         results: Results of the cases that ran.
         seconds: Time of the whole run.
-        bad_files: Files that could not be read as scenarios.
-        left_out: Cases that were selected but never ran, after an interruption.
+        bad_files: Number of invalid scenario files.
+        left_out: Number of selected cases that an interrupt left.
     """
     counts = Counter(result.verdict for result in results)
     parts = [f"{counts['pass']} passed"]
@@ -362,19 +367,21 @@ def render_summary(
 
 
 def render_observed(results: Sequence[CaseResult]) -> str:
-    """Render what passing cases compared and did not observe; empty if all was observed.
+    """Render quantities that passing cases did not observe; empty if all were observed.
 
     Args:
-        results: Of all cases of a run.
+        results: Results of all cases of a run.
     """
+    # Only of passing cases: others show their own notes.
     passed = [result for result in results if result.verdict == "pass"]
     missing = Counter(what for result in passed for what in result.unobserved)
     if not missing:
         return ""
+    # In the order of computation, then by name.
     names = list(dict.fromkeys((*_OBSERVABLE, *sorted(missing))))
     rows = [("compared", "not observed", f"of {_count(len(passed), 'case')} that passed")]
     rows += [(str(len(passed) - missing[name]), str(missing[name] or ""), name) for name in names]
-    return f"What a target does not tell is not observed:\n{aligned(rows, words=range(4))}"
+    return f"Not observed, because the target does not report it:\n{aligned(rows, words=range(4))}"
 
 
 def _text(lines: Iterable[str]) -> str:

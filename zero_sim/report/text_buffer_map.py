@@ -1,8 +1,8 @@
-"""The buffer map: a flat buffer as rows of characters, with what differs marked below.
+"""The buffer map: a flat buffer as rows of characters, with differences marked below.
 
-One character is one element where the buffer is small. Of a larger one, a first picture shows all
-of it, several elements to a character, and a second one the surroundings of the first difference,
-element by element. A character below which anything differs is always marked.
+In a small buffer, a character is an element. In a large one, a first picture shows all of it with
+several elements per character, and a second one shows the first difference and its surroundings,
+element by element. A character with any difference is always marked.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from zero_sim.findings.records import BufferMap, MappedPiece
 
 WIDTH = 96
-"""Characters of a line, so that it fits into 100 below a case's indentation."""
+"""Characters of a line, which fits into 100 with the indentation of a case."""
 NAMES_MAX = 12
-"""Params named below a picture."""
+"""Params to name below a picture."""
 
 _LABEL_CHARS = 8
 _CELLS_MAX = WIDTH - _LABEL_CHARS
@@ -31,13 +31,13 @@ _NOBODY = "?"
 _PADDING = "."
 _SEVERAL = "+"
 _NOTHING = " "
+# Mark in the row of ranks for a shard that no rank reports, because its rank owns no element.
 _UNKNOWN = "-"
-"""A shard, in the row of ranks, whose ranks own nothing of it, so that none reports it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _View:
-    """A range of the buffer, `per_char` elements to a character."""
+    """A range of the buffer, with `per_char` elements per character."""
 
     start: int
     stop: int
@@ -48,7 +48,7 @@ class _View:
         return -(-(self.stop - self.start) // self.per_char)
 
     def cells_of(self, start: int, stop: int) -> range:
-        """The characters that hold any element of a span."""
+        """Return the characters that contain elements of a span."""
         start, stop = max(start, self.start), min(stop, self.stop)
         if start >= stop:
             return range(0)
@@ -57,7 +57,7 @@ class _View:
 
 
 def draw_buffer_map(buffer_map: BufferMap) -> list[str]:
-    """The picture, as lines of at most `WIDTH` ASCII characters."""
+    """Return the picture as lines of at most `WIDTH` ASCII characters."""
     lines = [describe_buffer_map(buffer_map)]
     if equal_elems(buffer_map) == 0:
         return [*lines, describe_spread(buffer_map)]
@@ -68,6 +68,7 @@ def draw_buffer_map(buffer_map: BufferMap) -> list[str]:
         per_char = -(-numel // _CELLS_MAX)
         view = _View(start=buffer_map.start, stop=buffer_map.stop, per_char=per_char)
         lines.append(f"all, {per_char:,} elements a character ({_SEVERAL} more than one in it):")
+        # Without params, because one character may cover several of them.
         lines.extend(_draw(buffer_map, view, with_params=False))
         lines.append("around the first difference, 1 element a character:")
     view = _zoom(buffer_map)
@@ -77,7 +78,7 @@ def draw_buffer_map(buffer_map: BufferMap) -> list[str]:
 
 
 def equal_elems(buffer_map: BufferMap) -> int | None:
-    """Elements of params that do not differ; None where it does not show all."""
+    """Return the number of equal elements of params; None if the map does not cover all."""
     if buffer_map.differ_cut or (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
         return None
     inside = sum(
@@ -89,7 +90,7 @@ def equal_elems(buffer_map: BufferMap) -> int | None:
 
 
 def describe_spread(buffer_map: BufferMap) -> str:
-    """Describe a buffer map in which everything differs, or nearly."""
+    """Return a sentence for a buffer map in which nearly all elements differ."""
     equal = equal_elems(buffer_map)
     params = len({piece.param for piece in buffer_map.pieces})
     but = f" but {_counted(equal, 'element')}" if equal else ""
@@ -105,7 +106,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def describe_buffer_map(buffer_map: BufferMap) -> str:
-    """The buffer map in one sentence."""
+    """Return the buffer map in one sentence."""
     count = len(buffer_map.differ)
     marked = sum(stop - start for start, stop in buffer_map.differ)
     differ = f"{marked:,} differ" if marked != 1 else "1 differs"
@@ -123,7 +124,7 @@ def _zoom(buffer_map: BufferMap) -> _View:
     numel = buffer_map.stop - buffer_map.start
     start = buffer_map.start
     if numel > _CELLS_MAX and buffer_map.differ:
-        # Tens, so that the ruler reads well.
+        # A third before the difference; at a multiple of ten, so that the ruler is easy to read.
         start = max(buffer_map.start, (buffer_map.differ[0][0] - _CELLS_MAX // 3) // 10 * 10)
         start = max(buffer_map.start, min(start, buffer_map.stop - _CELLS_MAX))
     return _View(start=start, stop=min(buffer_map.stop, start + _CELLS_MAX), per_char=1)
@@ -158,7 +159,7 @@ def _line(label: str, cells: str) -> str:
 
 
 def _row(view: _View, spans: Sequence[tuple[int, int, str]]) -> str:
-    """One character a cell: that of the only span in it, or a sign that there are several."""
+    """Return a character per cell: that of its only span, or `+` for several spans."""
     cells = [_NOTHING] * view.cells
     for start, stop, char in spans:
         for cell in view.cells_of(start, stop):
@@ -172,7 +173,7 @@ def _rank_row(buffer_map: BufferMap, view: _View) -> str:
 
 
 def _ruler(view: _View) -> str:
-    """Offsets above every tenth character; one that would run into the next is left out."""
+    """Return offsets above every tenth character, without those that would overlap."""
     cells = [_NOTHING] * (view.cells + _TICK_CHARS)
     free = 0
     for cell in range(0, view.cells, _TICK_CHARS):
@@ -188,19 +189,20 @@ def _seen(buffer_map: BufferMap, view: _View) -> list[MappedPiece]:
 
 
 def _letters_of(buffer_map: BufferMap, view: _View) -> dict[str, str]:
-    """A letter for each param in view; neighbours never share one."""
+    """Return a letter for each param in view; neighbours never share a letter."""
     names = dict.fromkeys(piece.param for piece in _seen(buffer_map, view))
     return {name: _LETTERS[i % len(_LETTERS)] for i, name in enumerate(names)}
 
 
 def _legend(buffer_map: BufferMap, view: _View) -> Iterator[str]:
     letters = _letters_of(buffer_map, view)
+    # Params in view with a difference.
     bad = {
         piece.param
         for piece in _seen(buffer_map, view)
         if any(piece.start < stop and start < piece.stop for start, stop in buffer_map.differ)
     }
-    # What differs is named before what does not, if there is not room for all.
+    # If there is not enough room, name params with differences first.
     names = sorted(letters, key=lambda name: name not in bad)[:NAMES_MAX]
     entries = [f"{letters[n]} {_short(n)}" for n in letters if n in names]
     if len(letters) > len(names):
@@ -213,13 +215,14 @@ def _legend(buffer_map: BufferMap, view: _View) -> Iterator[str]:
     shared = [
         f"{_DIGITS[ranks[0] % len(_DIGITS)]} ranks {in_runs(ranks)}"
         for ranks in dict.fromkeys(shard.ranks for shard in buffer_map.shards)
+        # A single rank below 36 is its own digit and needs no legend.
         if len(ranks) > 1 or ranks[0] >= len(_DIGITS)
     ]
     entries = shared[:NAMES_MAX]
     if len(shared) > NAMES_MAX:
         entries.append(f"and {len(shared) - NAMES_MAX} more")
     if _UNKNOWN in _rank_row(buffer_map, view):
-        entries.append(f"{_UNKNOWN} of a rank that owns nothing of it")
+        entries.append(f"{_UNKNOWN} shard of a rank that owns no element")
     yield from _wrapped("rank", entries)
 
 
@@ -235,18 +238,19 @@ def _wrapped(label: str, entries: Sequence[str]) -> Iterator[str]:
 
 
 def _short(name: str) -> str:
-    """A name in ASCII, without its middle where it is long."""
+    """Return a name in ASCII, without its middle if it is long."""
     plain = ascii(name)[1:-1]
     most = _CELLS_MAX // 2
     return plain if len(plain) <= most else f"{plain[: most // 2]}...{plain[3 - most // 2 :]}"
 
 
 def in_runs(numbers: Sequence[int]) -> str:
-    """Numbers in ascending order, runs shortened, at most eight of them: `0-2, 5 and 3 runs more`.
+    """Return numbers as at most eight runs in ascending order: `0-2, 5 and 3 runs more`.
 
     Args:
-        numbers: Such as ranks; not negative, each once.
+        numbers: Distinct numbers >= 0, such as ranks.
     """
+    # -2 is next to no number, so that the first number starts a run.
     runs: list[list[int]] = []
     for before, number in pairwise([-2, *sorted(numbers)]):
         if number == before + 1:

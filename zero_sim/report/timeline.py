@@ -1,7 +1,4 @@
-"""The timeline of an event log: when each call was issued, when it ended, and whether it did.
-
-The one reading of a log that all exporters share.
-"""
+"""The timeline of an event log: issue and end of each call. All exporters use it."""
 
 from __future__ import annotations
 
@@ -13,36 +10,36 @@ from dataclasses import dataclass
 from zero_sim.sim import CollectiveRecord, EventLog
 from zero_sim.untrusted import printable
 
+# Digits of a rank; a longer number in a log is ignored.
 _RANK_CHARS_MAX = 9
-"""More digits than any rank has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallSpan:
-    """One rank's call, in its place."""
+    """One rank's call on the clock of the timeline."""
 
     record: CollectiveRecord
     refused: bool
-    """True if it did not fit the others' calls and so ended the run."""
+    """True if it did not match the other ranks' calls, which ended the run."""
     completed: bool
-    """True if all members came, with calls that fit."""
+    """True if all members came with matching calls."""
     came: tuple[int, ...]
-    """World ranks that came to this collective or message, in rank order."""
+    """World ranks that came to this collective or message, in ascending order."""
     number: int
-    """Number within the group, or within the mail of a pair of ranks: equal for all who came."""
+    """Number within the group, or within the messages of a pair of ranks; equal on all ranks."""
     peer: int | None
-    """World rank at the other end of a message; None for collectives, and where nobody was named
-    and nobody came."""
+    """World rank at the other end of a message; None for collectives, and for a receive from any
+    rank that no send matched."""
     issue_tick: int
     land_tick: int | None
-    """When its rank was done waiting for it; None where the log does not know or it never was."""
+    """Tick at which its rank's wait ended; None if it never did or the log has no such ticks."""
     of_harness: bool = False
-    """True if it completed and a harness made it, or had the program make it, on all ranks."""
+    """True if it completed and the harness caused it on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """A rank holds the baton; the span is half-open."""
+    """Time for which a rank has the baton, as a half-open span."""
 
     rank: int
     start_tick: int
@@ -51,27 +48,28 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """One run."""
+    """All calls and turns of one run."""
 
     world_size: int
     calls: tuple[CallSpan, ...]
     """Calls in the order of issue."""
     turns: tuple[Turn, ...]
     stop_tick: int
-    """When all was over."""
+    """Tick of the end of the run."""
     knows_landing: bool
-    """True if the log has the times at which calls landed."""
+    """True if the log has the ticks at which calls landed."""
 
 
 def read_timeline(log: EventLog, *, with_harness: bool = False) -> Timeline:
-    """Place every call and every turn of a log on one clock.
+    """Return every call and turn of a log on one clock.
 
     Args:
-        log: The log of one run. Where it has moments, their ticks are the clock; where not, the
-            clock ticks once a turn and once a call.
-        with_harness: Whether to include collectives that are the harness's on all ranks. Those that
-            did not complete are always included, because they may be why the run ended.
+        log: Log of one run. The clock is that of its moments. Without moments, it ticks once per
+            turn and once per call.
+        with_harness: True to include collectives that the harness caused on all ranks. Incomplete
+            ones are always included, because they may be the reason for the end of the run.
     """
+    # The largest rank in any group or turn gives the world size.
     groups = {record.group_ranks for record in log.collectives}
     ranks = [rank for group in groups for rank in group]
     issue, turns, stop = _from_moments(log) if log.moments else _from_order(log)
@@ -102,7 +100,8 @@ def read_timeline(log: EventLog, *, with_harness: bool = False) -> Timeline:
 
 
 def _shown(record: CollectiveRecord) -> CollectiveRecord:
-    """The record as viewers may have it: they print names as they are."""
+    """Return the record with printable names."""
+    # Logs may come from strangers, and viewers print names without escaping them.
     return record._replace(
         kind=printable(record.kind),
         group=printable(record.group),
@@ -113,7 +112,7 @@ def _shown(record: CollectiveRecord) -> CollectiveRecord:
 
 
 def _assign_turns(log: EventLog) -> list[int]:
-    """The turn in which each call was issued: the first one that fits, since calls keep order."""
+    """Return the turn of each call: the first possible one, because calls keep their order."""
     of_rank: dict[int, list[int]] = defaultdict(list)
     for turn, rank in enumerate(log.turns):
         of_rank[rank].append(turn)
@@ -128,6 +127,7 @@ def _assign_turns(log: EventLog) -> list[int]:
 
 
 def _from_order(log: EventLog) -> tuple[list[int], tuple[Turn, ...], int]:
+    """Return issue ticks, turns and the end, from the order of calls and turns alone."""
     issue: list[int] = []
     starts: list[int] = []
     tick = 0
@@ -144,6 +144,7 @@ def _from_order(log: EventLog) -> tuple[list[int], tuple[Turn, ...], int]:
 
 
 def _from_moments(log: EventLog) -> tuple[list[int], tuple[Turn, ...], int]:
+    """Return issue ticks, turns and the end, from the moments of the log."""
     ticks = {moment.record: moment.tick for moment in log.moments if moment.what == "issue"}
     stop = max(moment.tick for moment in log.moments) + 1
     issue: list[int] = []
@@ -153,7 +154,7 @@ def _from_moments(log: EventLog) -> tuple[list[int], tuple[Turn, ...], int]:
     for index, turn in enumerate(_assign_turns(log)):
         first.setdefault(turn, issue[index])
     starts: list[int] = []
-    # A turn without a call of its own takes no time before the next one that has.
+    # The log has no ticks of turns. A turn without calls starts with the next turn that has one.
     following = stop
     for turn in reversed(range(len(log.turns))):
         following = min(following, first.get(turn, following))
@@ -172,19 +173,19 @@ def _spans(ranks: Sequence[int], starts: Sequence[int], stop: int) -> tuple[Turn
 
 @dataclass(slots=True)
 class _Operation:
-    """One collective or message, as far as it came."""
+    """One collective or message, complete or not."""
 
     number: int
     came: set[int]
     completed: bool = False
     by_program: bool = False
-    """True if a rank made it that was in no block of a harness."""
+    """True if a rank called it outside the blocks of the harness."""
     ends: tuple[int | None, int | None] = (None, None)
     """Sender and receiver of a message."""
 
     @property
     def of_harness(self) -> bool:
-        """True if it completed and was the harness's on all ranks."""
+        """True if it completed and the harness caused it on all ranks."""
         return self.completed and not self.by_program
 
     def peer_of(self, record: CollectiveRecord) -> int | None:
@@ -193,7 +194,8 @@ class _Operation:
 
 
 def _operations_in(log: EventLog) -> list[_Operation]:
-    """The meeting that each call belongs to, found as the world finds it."""
+    """Return the operation of each call, matched by the rules of the simulated world."""
+    # Calls of a collective have the same group and sequence number; see `zero_sim.sim`.
     messages = _Messages()
     open_: dict[tuple[str, tuple[int, ...], int], _Operation] = {}
     found: list[_Operation] = []
@@ -214,7 +216,7 @@ def _operations_in(log: EventLog) -> list[_Operation]:
 
 
 class _Messages:
-    """Sends and receives, paired first come first served as the world pairs them."""
+    """Sends and receives, matched in order of issue as in the simulated world."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[str, str, int, int], deque[_Operation]] = defaultdict(deque)
@@ -223,7 +225,7 @@ class _Messages:
     def post(self, record: CollectiveRecord) -> _Operation:
         named = record.detail.removeprefix("peer ")
         peer = int(named) if named.isdecimal() and len(named) < _RANK_CHARS_MAX else None
-        # Of a log that was made up: there is no such rank.
+        # A forged log may name a rank outside the group.
         peer = peer if peer in record.group_ranks else None
         sends = record.kind == "send"
         tag = record.sequence
@@ -231,6 +233,7 @@ class _Messages:
             waiting = self._waiting[record.group, "recv", peer or 0, tag]
         else:
             waiting = self._waiting[record.group, "send", record.rank, tag]
+        # First come, first served; a receive without a peer matches any sender.
         for other in waiting:
             source, _ = other.ends
             if (source in (None, record.rank)) if sends else (peer in (None, source)):
@@ -239,6 +242,7 @@ class _Messages:
                 other.completed = True
                 other.ends = (record.rank, peer) if sends else (source, record.rank)
                 return other
+        # No match yet: wait for the other end, under the key that it will look for.
         ends = (record.rank, peer) if sends else (peer, record.rank)
         operation = _Operation(0, {record.rank}, ends=ends)
         self._posted.append((record.group, operation))
@@ -247,7 +251,7 @@ class _Messages:
         return operation
 
     def number(self) -> None:
-        """Count the messages of each pair of ranks, once it is known who received from whom."""
+        """Number the messages of each pair of ranks, after all receives have their sender."""
         counts: dict[tuple[str, frozenset[int | None]], int] = defaultdict(int)
         for group, operation in self._posted:
             pair = (group, frozenset(operation.ends))

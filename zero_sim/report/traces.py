@@ -1,25 +1,24 @@
 """Event logs for other tools: Chrome traces for Perfetto, Flight Recorder dumps for `torchfrtrace`.
 
-A Chrome trace has the field names of Kineto, as torch's own tools read them: one process a rank,
-whose lanes are who holds the baton, where calls are issued and, where the log knows, what is in
-flight. Arrows lead through the calls that make up one collective or message, in the order in which
-ranks came. The clock is the log's own: one tick is shown as one microsecond, and says nothing about
-how long anything would take on a device.
+A Chrome trace has the field names of Kineto, which torch's own tools read. Each rank is a process,
+with lanes for its turns, its calls and, if the log has them, its collectives in flight. Arrows
+connect the calls of one collective or message, in the order in which ranks came. The clock is that
+of the log: one tick is shown as one microsecond, unrelated to durations on a device.
 
-The analyser of Flight Recorder dumps reads pickles only, so this is the one place that writes any:
-dicts, lists, strings and numbers, nothing with code of its own. We never read one.
+The analyser of Flight Recorder dumps only reads pickles, so this is the only module that writes
+any: dicts, lists, strings and numbers, without code. We never read one.
 
-[Note: what the analyser believes]
-It takes the rank whose dump it reads first to be right and calls those that differ culprits. It
-reads a folder before its subfolders; so, where a call was refused, the dump of the rank that made
-it lies in a subfolder. A refused call is `scheduled` where the others' are `started`, since it
-never began; so the analyser sees even what it does not record, such as a wrong reduce operation.
+[Note: assumptions of the analyser]
+It assumes that the rank whose dump it reads first is right, and reports ranks that differ. It reads
+a folder before its subfolders, so the dump of a rank with a refused call is in a subfolder. A
+refused call never started, so it is `scheduled` where other calls are `started`. The analyser then
+also reports faults that it does not record, such as a wrong reduce operation.
 
-It also takes every member of a group that did not come to a collective to be missing. Where a
-refused call ended the run, other ranks had not had their turn yet, and nobody knows what they would
-have called: such a collective is shown in a group of those that had come.
+It also reports every member of a group that did not come to a collective as missing. If a refused
+call ended the run, other ranks had not had their turn, and their next calls are unknown. Such a
+collective is therefore shown in a group of the ranks that came.
 
-Messages get a group for each pair of ranks, as NCCL makes a communicator for each.
+Messages have a group for each pair of ranks, as NCCL creates a communicator for each.
 """
 
 from __future__ import annotations
@@ -38,13 +37,14 @@ from zero_sim.host.files import folder_whole, unwritten, write_whole
 from zero_sim.report.timeline import CallSpan, Timeline, read_timeline
 from zero_sim.sim import CollectiveRecord, EventLog
 
+# C++ name of each dtype that torch's tools know; other dtypes keep their name of the log.
 _DTYPES = {
     "float64": "Double", "float32": "Float", "float16": "Half", "bfloat16": "BFloat16",
     "int64": "Long", "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte",
     "bool": "Bool", "complex64": "ComplexFloat", "complex128": "ComplexDouble",
     "float8_e4m3fn": "Float8_e4m3fn", "float8_e5m2": "Float8_e5m2",
 }  # fmt: skip
-"""C++'s name of each dtype that torch's tools know; other dtypes keep the log's name."""
+# Flight Recorder's name of a collective, which the analysers of torch 2.13 and older both read.
 _FLIGHT_RECORDER = {
     "all_reduce_sparse": "all_reduce",
     "reduce_scatter": "_reduce_scatter_base",
@@ -53,43 +53,42 @@ _FLIGHT_RECORDER = {
     "all_gather_list": "all_gather",
     "all_to_all_list": "all_to_all",
 }
-"""The Flight Recorder's name of a collective; both spellings of 2.13 and older read it."""
+# The profiler's name of a collective, as in `record_param_comms`.
 _PROFILER = {
     **_FLIGHT_RECORDER,
     "all_reduce": "allreduce",
     "all_reduce_sparse": "allreduce",
     "all_gather": "_allgather_base",
 }
-"""The profiler's name of a collective, as in `record_param_comms`."""
 
+# Lanes of a rank; overlapping collectives in flight take further lanes.
 _BATON, _ISSUE, _IN_FLIGHT = 0, 1, 2
-"""Lanes of a rank; flights that overlap take further ones."""
 
+# Maximum ranks of a group that torch's profiler lists in full.
 _RANKS_SHOWN = 30
-"""Ranks of a group that torch's profiler writes out."""
 
 FORMAT_VERSION = "2.10"
-"""Format of the dumps, that of torch 2.13."""
+"""Version of the dump format, of torch 2.13."""
 SUSPECT_FOLDER = "suspect"
 """Subfolder for the dump of the rank whose call was refused."""
 
 _TICK_NS = 1000
+# Names for which the analyser does not check sizes against the size of an incomplete group.
 _WITHOUT_SIZES = {
     "_reduce_scatter_base": "reduce_scatter_single",
     "reduce_scatter": "reduce_scatter_v",
     "all_gather": "all_gather_v",
 }
-"""Spellings for which the analyser does not multiply by the size of a group that was cut short."""
 
 Event = dict[str, object]
 
 
 def chrome_trace(logs: Sequence[EventLog], *, name: str) -> dict[str, object]:
-    """The trace of one case.
+    """Return the trace of one case.
 
     Args:
-        logs: The log of each world that the case ran in; they are shown one after another.
-        name: What the trace is of.
+        logs: The log of each world of the case, shown one after another.
+        name: Name of the trace.
 
     Returns:
         An object ready for JSON.
@@ -108,7 +107,7 @@ def chrome_trace(logs: Sequence[EventLog], *, name: str) -> dict[str, object]:
         events.extend(_turn_events(timeline, base))
         events.extend(_call_events(timeline, base, lanes))
         events.extend(_flow_events(timeline, base, first_id=len(events)))
-        base += timeline.stop_tick
+        base += timeline.stop_tick  # The next world starts where this one ends.
     return {
         "schemaVersion": 1,
         "deviceProperties": [],
@@ -135,14 +134,15 @@ def chrome_trace(logs: Sequence[EventLog], *, name: str) -> dict[str, object]:
 
 
 def write_chrome_trace(path: Path, logs: Sequence[EventLog], *, name: str) -> None:
-    """Write the trace of one case to a file, compressed where its name ends in `.gz`.
+    """Write the trace of one case to a file, compressed if its name ends in `.gz`.
 
     Raises:
-        UsageError: The file cannot be written there.
-        EnvironmentProblem: There is no room for it.
+        UsageError: The file cannot be written.
+        EnvironmentProblem: The disk is full.
     """
     text = json.dumps(chrome_trace(logs, name=name))
     data = text.encode()
+    # Without a modification time, equal runs give equal files.
     try:
         write_whole(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     except OSError as error:
@@ -178,7 +178,8 @@ def _turn_events(timeline: Timeline, base: int) -> Iterator[Event]:
 
 
 def _flight_lanes(timeline: Timeline) -> dict[int, int]:
-    """Lane of every call that is known to be in flight: spans of one lane must not overlap."""
+    """Return the lane of every call in flight, by index of the call."""
+    # Perfetto requires that spans of one lane do not overlap, so use the first free lane.
     busy: dict[int, list[tuple[int, int]]] = defaultdict(list)
     free: dict[int, list[int]] = defaultdict(list)
     lanes: dict[int, int] = {}
@@ -195,7 +196,8 @@ def _flight_lanes(timeline: Timeline) -> dict[int, int]:
 
 
 def _stop_tick(call: CallSpan, timeline: Timeline) -> int | None:
-    """When the call left flight: at the end of all, where others landed and it never did."""
+    """Return the tick at which a call landed; None if the log has no such ticks."""
+    # A call that never landed is in flight up to the end of the run.
     if call.land_tick is None and timeline.knows_landing:
         return timeline.stop_tick
     return call.land_tick
@@ -210,7 +212,7 @@ def _call_events(timeline: Timeline, base: int, lanes: dict[int, int]) -> Iterat
             "pid": call.record.rank,
             "tid": _ISSUE,
             "ts": base + call.issue_tick,
-            # Of some length, or no arrow could be tied to it.
+            # Arrows can only be attached to spans with a duration.
             "dur": 1,
             "args": _args(call),
         }
@@ -222,12 +224,12 @@ def _call_events(timeline: Timeline, base: int, lanes: dict[int, int]) -> Iterat
 
 
 def _flow_events(timeline: Timeline, base: int, *, first_id: int) -> Iterator[Event]:
-    """An arrow from each rank's call to the next one's, for what more than one rank came to.
+    """Yield arrows between the calls of each collective or message, from rank to rank.
 
     Args:
-        timeline: The run.
-        base: When it begins.
-        first_id: Of its arrows; those of another run need ids of their own.
+        timeline: Timeline of one world.
+        base: Tick of its start.
+        first_id: First id of its arrows; arrows of other worlds need other ids.
     """
     operations: dict[tuple[object, ...], list[CallSpan]] = {}
     for call in timeline.calls:
@@ -247,7 +249,7 @@ def _flow_events(timeline: Timeline, base: int, *, first_id: int) -> Iterator[Ev
                 "tid": _ISSUE,
                 "ts": base + call.issue_tick,
             }
-            # The end binds to what encloses it, not to what begins after it.
+            # bp = e binds the end to the enclosing span, not to the next one.
             yield {**event, "bp": "e"} if event["ph"] == "f" else event
 
 
@@ -284,27 +286,28 @@ def _shown(ranks: Sequence[int]) -> str:
 
 
 def write_flight_recorder(folder: Path, log: EventLog) -> list[Path]:
-    """Write one dump a rank: `rank_0`, `rank_1`, ...
+    """Write one dump per rank: `rank_0`, `rank_1`, ...
 
     Args:
-        folder: Where to; made if it is not there, refused if it holds anything.
-        log: The log of one run.
+        folder: An empty folder; created if it does not exist.
+        log: Log of one run.
 
     Returns:
-        The files, in rank order.
+        The files in rank order.
 
     Raises:
-        UsageError: The folder is not empty, or cannot be written there.
-        EnvironmentProblem: There is no room for it.
+        UsageError: The folder is not empty or cannot be written.
+        EnvironmentProblem: The disk is full.
     """
     timeline = read_timeline(log)
+    # See [Note: assumptions of the analyser] for the subfolder.
     suspect = next((call.record.rank for call in timeline.calls if call.refused), None)
     files: list[Path] = []
     try:
         if folder.exists() and any(folder.iterdir()):
             raise UsageError(
                 f"expected an empty folder for dumps, got {folder}, whose files the analyser would "
-                "read as well. Try a new one."
+                "also read. Choose a new folder."
             )
         with folder_whole(folder) as aside:
             for rank, dump in enumerate(flight_recorder_dumps(timeline)):
@@ -320,6 +323,7 @@ def write_flight_recorder(folder: Path, log: EventLog) -> list[Path]:
 
 def flight_recorder_dumps(timeline: Timeline) -> list[dict[str, object]]:
     """Return the Flight Recorder of each rank at the end of a run, in rank order."""
+    # See [Note: assumptions of the analyser] for groups and states.
     refused = any(call.refused for call in timeline.calls)
     entries: list[list[dict[str, object]]] = [[] for _ in range(timeline.world_size)]
     groups: list[dict[str, object]] = [{} for _ in range(timeline.world_size)]
@@ -393,16 +397,16 @@ def _entry(
 
 
 def _ends(call: CallSpan, group: _Group) -> str:
-    """The ranks at the ends of a message, as numbered within its group."""
+    """Return the ranks at the ends of a message, as group ranks."""
     record = call.record
     if record.kind not in ("send", "recv"):
         return ""
-    # Received from whoever sends first, and nobody did: the analyser wants some number.
+    # A receive from any rank that no send matched: the analyser requires some number.
     peer = record.rank if call.peer not in group.ranks else call.peer
     mine, other = group.ranks.index(record.rank), group.ranks.index(peer)
     return f" {mine}->{other}" if record.kind == "send" else f" {mine}<-{other}"
 
 
 def _output_elems(record: CollectiveRecord) -> int:
-    """Elements that the rank ends up with; of a send, those that it sends, as torch counts."""
+    """Return the elements of a call's output; for a send those of its input, as torch counts."""
     return record.elems if record.kind == "send" else record.output_elems

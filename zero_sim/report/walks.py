@@ -1,7 +1,7 @@
-"""Walks: explanations step by step, as records, as text and as pages.
+"""Walkthroughs: explanations step by step, as records, text and HTML pages.
 
-A page stands alone, shows a step at a time, and takes keys; without a script, all steps are there,
-one below the other. It allows its one script by its hash and nothing else.
+A page is self-contained, shows one step at a time and reacts to keys. Without scripts, it shows all
+steps below each other. Its policy allows one script, by hash.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SIGNS: Mapping[Mark, str] = {
     "done": "=",
     "wrong": "!",
 }
-"""Sign after a marked cell in text, which has no colours."""
+"""Sign after a marked cell in text, in place of its colour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table, and how it is marked."""
+    """A cell of a table with its mark."""
 
     text: str
     mark: Mark = ""
@@ -42,7 +42,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows beneath a head."""
+    """A table with a heading row."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell | str]]
@@ -53,35 +53,35 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bars:
-    """Amounts beside each other, one of them perhaps now."""
+    """Amounts as a bar chart, with the current one marked."""
 
     title: str
     unit: str
     amounts: Sequence[tuple[str, float]]
     now: int | None = None
-    """Index of the amount that belongs to the step that is shown."""
+    """Index of the amount of the current step; None if there is none."""
 
     @property
     def most(self) -> float:
-        """The largest amount; 1 if there is none, since bars are drawn in shares of it."""
+        """Largest amount; 1 if all are 0, because bars are drawn in shares of it."""
         return max((amount for _, amount in self.amounts), default=0) or 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One step: what happens, in words, and what there is then."""
+    """One step: an explanation and the values after it."""
 
     title: str
     text: Sequence[str] = ()
     tables: Sequence[Table] = ()
     bars: Bars | None = None
     picture: Markup | None = None
-    """For pages alone; whatever it shows stands in a table, too."""
+    """Only for pages. A table contains the same values for the text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Walk:
-    """All steps."""
+    """A walkthrough."""
 
     title: str
     about: str
@@ -89,13 +89,14 @@ class Walk:
 
 
 def render_walk(walk: Walk) -> str:
-    """All of a walk as text."""
+    """Return a walkthrough as text."""
     lines = [walk.title, "=" * len(walk.title), "", walk.about]
+    # Heading underlined, as in Markdown, so that the text is also a document.
     drawn: list[Bars | None] = []
     for number, step in enumerate(walk.steps, start=1):
         lines += ["", f"{number}. {step.title}", "-" * (len(str(number)) + 2 + len(step.title))]
         lines += _step(step)
-        # Where only what is now differs, bars stand once.
+        # Print equal bars once, even if their current amounts differ.
         bars = None if step.bars is None else replace(step.bars, now=None)
         if bars is not None and bars not in drawn:
             drawn.append(bars)
@@ -120,6 +121,7 @@ def _table(table: Table) -> Iterator[str]:
 
 
 def _text(cell: Cell | str) -> str:
+    # Without colours, a sign after the value shows its mark.
     return cell if isinstance(cell, str) else f"{cell.text}{SIGNS[cell.mark]}"
 
 
@@ -130,17 +132,18 @@ def _bars(bars: Bars) -> Iterator[str]:
 
 
 def write_walk(path: Path, walk: Walk) -> None:
-    """Write a walk's page; one that is there is replaced.
+    """Write a walkthrough as a page; an existing file is replaced.
 
     Raises:
-        UsageError: It cannot be written there.
-        EnvironmentProblem: There is no room for it.
+        UsageError: The file cannot be written.
+        EnvironmentProblem: The disk is full.
     """
     pages.write_page(path, render_walk_page(walk))
 
 
 def render_walk_page(walk: Walk) -> str:
-    """The page as text."""
+    """Return the page as text."""
+    # The policy contains the hash of our script, so that injected scripts do not run.
     script = hashlib.sha256(pages.asset("walk.js").encode()).digest()
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; "

@@ -1,4 +1,4 @@
-"""Walkthroughs: how ZeRO and its collectives work, step by step, computed by running them."""
+"""Walkthroughs: ZeRO and its collectives step by step, with values from real runs."""
 
 from __future__ import annotations
 

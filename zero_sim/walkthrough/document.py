@@ -1,7 +1,7 @@
-"""Second pass through the ZeRO-1 step: the document's own figures, with its slips named.
+"""Second pass through the ZeRO-1 step: the document's own figures, and its slips.
 
-The document gives gradients for `W_q` without a loss. Everything else comes from running the system
-on these: once in fp32, because the document computes in decimals, and once in bf16.
+The document gives gradients for `W_q` without a loss. The system runs on these gradients, once in
+fp32, because the document computes in decimals, and once in bf16.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from zero_sim.workloads.transformer import (
     WIDTH,
 )
 
+# The document's slips: a standard deviation, and the elements of `W_1` on each rank.
 _DEVIATION, _CUT = 0.398, (32, 32)
-"""The document's slips: a standard deviation, and where the boundary cuts `W_1`."""
 
 
 def document_steps(first_pass: Sequence[RankStep]) -> list[Step]:
-    """Return the second pass.
+    """Return the steps of the second pass.
 
     Args:
-        first_pass: All ranks in the first pass, which has the same layout.
+        first_pass: All ranks of the first pass, which has the same layout.
     """
     in_fp32 = run_step(scenario_of("fp32"), loss_of=loss_of_given_grads)
     in_bf16 = run_step(scenario_of("bf16"), loss_of=loss_of_given_grads)
@@ -67,6 +67,7 @@ def _gradients(runs: Sequence[RankStep]) -> Step:
         matrix(torch.tensor(grads), title=f"Given gradient of W_q on rank {rank}", row="row")
         for rank, grads in enumerate(W_Q_GRADS)
     ]
+    # Rank 0 owns all of W_q; its reduced gradient is a sum.
     mean = (_of_w_q(runs[0].parts["W_q"].grad) / RANKS).view(WIDTH, WIDTH)
     return prose.step(
         "document.gradients",
@@ -75,6 +76,7 @@ def _gradients(runs: Sequence[RankStep]) -> Step:
 
 
 def _one_element(run: RankStep) -> Step:
+    # Element 0 of the part is W_q[0, 0]. At step 1, bias correction divides by 1 - beta.
     part, spec = run.parts["W_q"], scenario_of("fp32").optimizer
     m, v = part.state["exp_avg"][0].item(), part.state["exp_avg_sq"][0].item()
     rows = [
@@ -91,6 +93,7 @@ def _one_element(run: RankStep) -> Step:
 def _after(in_fp32: RankStep, in_bf16: RankStep) -> Step:
     printed = torch.tensor(W_Q_AFTER_ADAM)
     exact, rounded = (run.parts["W_q"].master.view(WIDTH, WIDTH) for run in (in_fp32, in_bf16))
+    # The only element that differs from the document to three decimals.
     place = (2, 0)
     return prose.step(
         "document.after",
@@ -99,8 +102,8 @@ def _after(in_fp32: RankStep, in_bf16: RankStep) -> Step:
                 "document.after", _to_three(values, printed), head=columns(WIDTH), title=title
             )
             for values, title in (
-                (exact, "Masters that begin with the given values in fp32"),
-                (rounded, "Masters that begin with bf16 params"),
+                (exact, "Masters that start with the given values in fp32"),
+                (rounded, "Masters that start with bf16 params"),
             )
         ],
         printed=f"{printed[place].item():.3f}",
@@ -111,6 +114,7 @@ def _after(in_fp32: RankStep, in_bf16: RankStep) -> Step:
 
 
 def _to_three(values: Tensor, printed: Tensor) -> list[list[Cell | str]]:
+    """Return values to three decimals, marked by whether they equal the document's."""
     rows: list[list[Cell | str]] = []
     for index, (got, wanted) in enumerate(zip(values.tolist(), printed.tolist(), strict=True)):
         row: list[Cell | str] = [f"row {index}"]
@@ -123,9 +127,11 @@ def _to_three(values: Tensor, printed: Tensor) -> list[list[Cell | str]]:
 
 
 def _slips(run: RankStep, first_pass: Sequence[RankStep]) -> Step:
+    # Repeat the document's computation with its slips, next to the values of the run.
     row = torch.tensor(INPUT[0])
     slipped = (row - row.mean()) / _DEVIATION
     query = slipped @ torch.tensor(GIVEN["W_q"])
+    # If W_1 were cut in halves, rank 0 would have fewer elements than rank 1.
     totals = [sum(p.place.stop - p.place.start for p in each.parts.values()) for each in first_pass]
     cut = [each.parts["W_1"].place.stop - each.parts["W_1"].place.start for each in first_pass]
     told = [total - own + half for total, own, half in zip(totals, cut, _CUT, strict=True)]
@@ -142,6 +148,7 @@ def _slips(run: RankStep, first_pass: Sequence[RankStep]) -> Step:
 
 
 def _spread(row: Tensor) -> float:
+    # Layer norm divides by N, not by N - 1.
     return row.std(correction=0).item()
 
 

@@ -1,4 +1,4 @@
-"""Life of stage 3's units over one step: their states at every moment, live bytes beneath."""
+"""Lifecycle of stage 3's units over one step: their states and the live bytes at each moment."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from zero_sim.targets.held import memory_of
 from zero_sim.walkthrough import prose
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
 
+# Small enough for a table, with enough layers to show prefetch and reduction at once.
 RANKS, LAYERS, WIDTH, ROWS = 2, 4, 8, 3
 _MARKS: dict[str, Mark] = {
     "sharded": "",
@@ -41,13 +42,14 @@ class Moment:
 
     sample: Sample
     params: tuple[str, ...]
-    """State of each unit's params."""
+    """State of the params of each unit."""
     grads: tuple[str, ...]
-    """And of its gradients."""
+    """State of the gradients of each unit."""
 
 
 def run_step(*, prefetch: int) -> Sequence[Moment]:
-    """The second step of a chain of linear layers, a unit each, as rank 0 saw it."""
+    """Return the moments of rank 0 in the second step of a chain of linear layers, a unit each."""
+    # The second step, because optimizer state and buffers exist from its start.
     moments: list[Moment] = []
     meters = [MemoryMeter() for _ in range(RANKS)]
 
@@ -57,6 +59,7 @@ def run_step(*, prefetch: int) -> Sequence[Moment]:
     with World(RANKS) as world:
 
         def program(rank: int) -> None:
+            # The log has one watch for all ranks; each call names its rank.
             world.log.watch = called
             with meters[rank].watching():
                 _train(meters[rank], prefetch=prefetch, moments=moments if rank == 0 else [])
@@ -74,7 +77,7 @@ def _train(meter: MemoryMeter, *, prefetch: int, moments: list[Moment]) -> None:
         module.add_module(f"layer_{number}", nn.Linear(WIDTH, WIDTH))
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
-    # A bucket closes with the bias of a layer.
+    # A bucket is closed after the bias of a layer, so that each layer is a unit.
     layout = LayoutPolicy(bucket_elems=WIDTH * WIDTH + 1)
     config = ZeroConfig(stage=3, layout=layout, overlap_grads=True, prefetch=prefetch)
     ddp = DistributedDataParallel(module, config=config, group=group)
@@ -100,6 +103,7 @@ def _train(meter: MemoryMeter, *, prefetch: int, moments: list[Moment]) -> None:
         meter.phase = "backward"
         loss.backward()
         ddp.end_micro_batch(True)
+        # Released as in a usual training loop, or they would count as live in the optimizer step.
         del loss, inputs
         meter.phase = "step"
         optimizer.step()
@@ -111,7 +115,7 @@ def _adam(params: ParamsT) -> Optimizer:
 
 
 def walk_lifecycle() -> Walk:
-    """The walk."""
+    """Return the walkthrough."""
     ahead, late = run_step(prefetch=1), run_step(prefetch=0)
     whole = (WIDTH * WIDTH + WIDTH) * torch.float32.itemsize
     steps = [
@@ -132,12 +136,12 @@ def walk_lifecycle() -> Walk:
 
 
 def _steps(moments: Sequence[Moment], *, prefetch: int, number: int) -> list[Step]:
-    """The steps of a run.
+    """Return the steps of a run.
 
     Args:
-        moments: What rank 0 had at each.
-        prefetch: How many units ahead were gathered.
-        number: Of the first step in the walk.
+        moments: Moments of rank 0.
+        prefetch: Number of units gathered ahead.
+        number: Number of the first step in the walkthrough.
     """
     where = [_where(moment, moments[max(0, at - 1)]) for at, moment in enumerate(moments)]
     bars = [
@@ -157,7 +161,8 @@ def _steps(moments: Sequence[Moment], *, prefetch: int, number: int) -> list[Ste
 
 
 def _where(moment: Moment, before: Moment) -> str:
-    """Describe a moment, with the units that a call is for."""
+    """Return a description of a moment, with the units of its call."""
+    # A call belongs to the units whose state changed since the moment before.
     begun = [
         f"layer_{i + 1}"
         for i, states in enumerate(zip(moment.params, moment.grads, strict=True))
@@ -171,6 +176,7 @@ def _where(moment: Moment, before: Moment) -> str:
 
 
 def _said(moment: Moment) -> str:
+    """Return a sentence about the live memory other than shards."""
     whole = [f"layer_{i + 1}" for i, state in enumerate(moment.params) if state == "whole"]
     coming = [f"layer_{i + 1}" for i, state in enumerate(moment.params) if state == "gathering"]
     grads = [f"layer_{i + 1}" for i, state in enumerate(moment.grads) if state == "filling"]
@@ -178,14 +184,14 @@ def _said(moment: Moment) -> str:
     parts = [
         f"{what} {', '.join(names)}"
         for what, names in (
-            ("whole params:", whole),
-            ("params on their way:", coming),
-            ("gradients that come:", grads),
-            ("whole gradients being reduced:", flying),
+            ("unsharded params:", whole),
+            ("params being gathered:", coming),
+            ("gradients being computed:", grads),
+            ("unsharded gradients being reduced:", flying),
         )
         if names
     ]
-    return f"Live beside the shards: {'; '.join(parts)}." if parts else "Shards alone are live."
+    return f"Live besides the shards: {'; '.join(parts)}." if parts else "Only shards are live."
 
 
 def _states(moment: Moment) -> Table:
@@ -209,6 +215,7 @@ def _compared(ahead: Sequence[Moment], late: Sequence[Moment]) -> Step:
     rows = []
     for name, moments in (("with prefetch", ahead), ("without", late)):
         gathered = [moment.sample.bytes.get("gathered", 0) for moment in moments]
+        # Categories are absent at moments without such memory.
         whole = [moment.sample.bytes.get("whole_gradients", 0) for moment in moments]
         peak = max(moments, key=lambda moment: moment.sample.total)
         rows.append(

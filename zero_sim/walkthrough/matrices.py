@@ -12,24 +12,24 @@ from zero_sim.walkthrough import prose
 from zero_sim.workloads.transformer import SHAPES
 
 FLAT_COLUMNS = 10
-"""Elements in a table row; it divides 130, so no row has two owners."""
+"""Elements in a table row. It divides 130, the boundary of the shards, so no row has two owners."""
 
 MarkOf = Callable[[int], Mark]
 """Maps an element's position to its mark."""
 
 
 def number(value: float, *, digits: int = 4) -> str:
-    """Return a value with so many significant digits; four tell all bf16 values apart."""
+    """Return a value with a number of significant digits; four distinguish all bf16 values."""
     return f"{value:.{digits}g}"
 
 
 def cells(values: Tensor, *, mark: Mark = "", digits: int = 4) -> list[Cell]:
-    """Return a row's cells.
+    """Return the cells of a row.
 
     Args:
         values: Shape (columns,), any dtype.
-        mark: For all values.
-        digits: As `number` takes them.
+        mark: Mark of all cells.
+        digits: Significant digits; see `number`.
     """
     return [Cell(number(value, digits=digits), mark) for value in values.float().tolist()]
 
@@ -39,23 +39,23 @@ def matrix(values: Tensor, *, title: str, row: str = "token", mark: Mark = "") -
 
     Args:
         values: Shape (rows, columns).
-        title: Above it.
-        row: Row name.
-        mark: For all values.
+        title: Title of the table.
+        row: Name of a row.
+        mark: Mark of all cells.
     """
     rows = [[f"{row} {index}", *cells(each, mark=mark)] for index, each in enumerate(values)]
     return Table(head=columns(values.shape[1]), rows=rows, title=title)
 
 
 def by_head(values: Tensor, *, title: str, row: str = "token") -> Table:
-    """Return the matrices from all attention heads side by side.
+    """Return the matrices of all attention heads side by side.
 
     Args:
         values: Shape (heads, rows, columns).
-        title: Above it.
-        row: Row name.
+        title: Title of the table.
+        row: Name of a row.
     """
-    heads, count, width = values.shape
+    heads, count, width = values.shape  # [heads, rows, columns]
     rows = [
         [f"{row} {index}", *(cell for head in range(heads) for cell in cells(values[head, index]))]
         for index in range(count)
@@ -70,13 +70,14 @@ def flat(entry: str, values: Tensor, *, title: str, mark_of: MarkOf, digits: int
     Args:
         entry: Table in `prose.toml` with the marks.
         values: Shape (elements,).
-        title: Above it.
-        mark_of: Gives each element its mark.
-        digits: As `number` takes them.
+        title: Title of the table.
+        mark_of: Returns the mark of an element.
+        digits: Significant digits; see `number`.
     """
     found = [number(value, digits=digits) for value in values.float().tolist()]
     marked = [Cell(text, mark_of(index)) for index, text in enumerate(found)]
     rows: list[Sequence[Cell | str]] = []
+    # Each row shows its span and params, because it may contain the end of one and the next.
     for start in range(0, len(marked), FLAT_COLUMNS):
         stop = min(start + FLAT_COLUMNS, len(marked))
         rows.append([f"[{start}, {stop})", _params(start, stop), *marked[start:stop]])
@@ -85,13 +86,13 @@ def flat(entry: str, values: Tensor, *, title: str, mark_of: MarkOf, digits: int
 
 
 def by_param(entry: str, values: Tensor, *, title: str, mark_of: MarkOf) -> Table:
-    """Return a flat buffer with a table row for each row that a param has.
+    """Return a flat buffer with a table row for each row of a param.
 
     Args:
         entry: Table in `prose.toml` with the marks.
         values: Shape (elements,).
-        title: Above it.
-        mark_of: Gives each element its mark.
+        title: Title of the table.
+        mark_of: Returns the mark of an element.
     """
     rows: list[Sequence[Cell | str]] = []
     offset, widest = 0, max(shape[-1] for shape in SHAPES.values())
@@ -100,6 +101,7 @@ def by_param(entry: str, values: Tensor, *, title: str, mark_of: MarkOf) -> Tabl
         for index in range(shape[0] if len(shape) == 2 else 1):
             stop = offset + shape[-1]
             label = f"{name}[{index}]" if len(shape) == 2 else name
+            # Narrow params are padded with empty cells to the widest one.
             row = [Cell(found[at], mark_of(at)) for at in range(offset, stop)]
             rows.append([label, *row, *[""] * (widest - len(row))])
             offset = stop
@@ -107,12 +109,12 @@ def by_param(entry: str, values: Tensor, *, title: str, mark_of: MarkOf) -> Tabl
 
 
 def columns(count: int) -> list[str]:
-    """Return a head for so many columns and, before them, row names."""
+    """Return the heading of a table with a column of row names and numbered columns."""
     return ["", *map(str, range(count))]
 
 
 def _params(start: int, stop: int) -> str:
-    """Return the params that a span meets: the first, an ellipsis, the last."""
+    """Return the params of a span: the first, an ellipsis, the last."""
     names = [name for name, shape in SHAPES.items() for _ in range(torch.Size(shape).numel())]
     first, *others = dict.fromkeys(names[start:stop])
     return ", ".join([first, *(["..."] if others[:-1] else []), *others[-1:]])

@@ -1,4 +1,4 @@
-"""Prose of the walkthroughs, out of `prose.toml`, around values of their runs."""
+"""Texts of the walkthroughs from `prose.toml`, filled with values of their runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_sim.report.walks import Cell, Step, Table, Walk
 
 
 def walk(name: str, steps: Sequence[Step], **values: object) -> Walk:
-    """Return a walk with its title and its introduction."""
+    """Return a walkthrough with its title and introduction."""
     entry = entry_of(name)
     return Walk(title=entry["title"], about=_joined(entry["about"]).format_map(values), steps=steps)
 
@@ -27,16 +27,17 @@ def step(
     more: Sequence[str] = (),
     **values: object,
 ) -> Step:
-    """Return a step with its title and its paragraphs.
+    """Return a step with its title and paragraphs.
 
     Args:
         name: Its table in `prose.toml`, such as `ring.start`.
-        tables: Shown below the text.
-        picture: Shown above the tables, on pages.
+        tables: Tables below the text.
+        picture: Picture above the tables, on pages only.
         more: Further paragraphs.
-        values: Fill in the names in braces.
+        values: Values of the names in braces.
     """
     entry = entry_of(name)
+    # A name in braces without a value raises, so texts and runs cannot drift apart.
     text = [_joined(paragraph).format_map(values) for paragraph in entry.get("text", ())]
     return Step(
         title=entry["title"].format_map(values),
@@ -49,7 +50,7 @@ def step(
 def table(
     name: str, rows: Sequence[Sequence[Cell | str]], *, head: Sequence[str] = (), title: str = ""
 ) -> Table:
-    """Return a table with the marks and, unless given, the head of a step."""
+    """Return a table with the marks of a step, and its heading unless `head` is given."""
     entry = entry_of(name)
     marks = entry.get("marks", {})
     return Table(head=head or entry["head"], rows=rows, marks=marks, title=title)

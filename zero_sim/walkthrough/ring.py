@@ -1,4 +1,4 @@
-"""Ring all-reduce of 4 ranks: 6 iterations of sends and receives, run in the simulated world."""
+"""Ring all-reduce on 4 ranks: 6 iterations of sends and receives, run in the simulated world."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from zero_sim.report.walks import Cell, Mark, Step, Table, Walk
 from zero_sim.sim import World
 from zero_sim.walkthrough import prose
 
+# As many chunks as ranks, so that each rank completes one.
 RANKS, CHUNKS = 4, 4
+# The example of slow links: 8 ranks on nodes of 2, with a divisible number of params.
 _WORLD, _NODE, _PARAMS = 8, 2, 8 * 10**9
 _RINGS: tuple[Ring, Ring] = ("across", "by-node")
 START = ((1.0, 8), (2.0, 8), (1.5, 8), (2.5, 8))
-"""First value and number of values of each rank; each next value is one more."""
+"""First value and number of values of each rank; values increase by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,38 +31,41 @@ class Iteration:
     """One rank's send and receive, and its values after them."""
 
     sent: int
-    """Chunk that it sent to the next rank."""
+    """Index of the chunk that it sent to the next rank."""
     got: int
-    """Chunk that it got from the one before."""
+    """Index of the chunk that it received from the previous rank."""
     values: tuple[float, ...]
 
 
 def values_of(rank: int) -> Tensor:
-    """Initial values of a rank."""
+    """Return the initial values of a rank."""
     first, count = START[rank]
     return first + torch.arange(float(count))
 
 
 def run_ring() -> tuple[Sequence[Sequence[Iteration]], Sequence[Tensor]]:
-    """Run both halves by messages, and the same as one collective.
+    """Run both halves with messages, and an all-reduce in ring order for comparison.
 
     Returns:
-        By rank its iterations; and what each rank has of the all-reduce that adds round a ring.
+        Iterations by rank, and each rank's result of the all-reduce.
     """
 
     def program(rank: int) -> tuple[list[Iteration], Tensor]:
         mine = values_of(rank)
-        chunks = mine.view(CHUNKS, -1)
+        chunks = mine.view(CHUNKS, -1)  # [chunks, 2], a view: writing a chunk changes `mine`.
         told: list[Iteration] = []
         for turn in range(2 * (RANKS - 1)):
-            # The second half begins with the chunk that the first one finished here.
+            # Rank r starts with chunk r. The second half starts with the chunk that the first half
+            # completed on this rank, one ahead of its last send.
             sent = (rank - turn + (turn >= RANKS - 1) * RANKS) % CHUNKS
             got = (sent - 1) % CHUNKS
             coming = torch.empty_like(chunks[got])
+            # Asynchronous: if all ranks blocked in a send, none would receive.
             sending = dist.isend(chunks[sent].clone(), (rank + 1) % RANKS)
             dist.recv(coming, (rank - 1) % RANKS)
             assert sending is not None
             sending.wait()
+            # First half: add the received chunk. Second half: replace by the completed sum.
             if turn < RANKS - 1:
                 chunks[got] += coming
             else:
@@ -76,7 +81,7 @@ def run_ring() -> tuple[Sequence[Sequence[Iteration]], Sequence[Tensor]]:
 
 
 def walk_ring() -> Walk:
-    """The walk."""
+    """Return the walkthrough."""
     iterations, wholes = run_ring()
     starts = [tuple(values_of(rank).tolist()) for rank in range(RANKS)]
     start = prose.step(
@@ -135,12 +140,13 @@ def _iteration(iterations: Sequence[Sequence[Iteration]], turn: int) -> Step:
 
 def _division(iterations: Sequence[Sequence[Iteration]], wholes: Sequence[Tensor]) -> Step:
     sums = [told[-1].values for told in iterations]
+    # The same order of addition gives the same bits, so equality is exact.
     same = all(values == tuple(whole.tolist()) for values, whole in zip(sums, wholes, strict=True))
     means = [tuple(value / RANKS for value in values) for values in sums]
     return prose.step(
         "ring.division",
         [_table([[Cell(text, "done") for text in _chunks(values)] for values in means])],
-        same="yes" if same else "no, which is a mistake of zero_sim",
+        same="yes" if same else "no, which is a bug in zero_sim",
     )
 
 
@@ -156,7 +162,8 @@ def _contrast() -> Step:
 
 
 def _nodes() -> Step:
-    """Effect of copies of the shards if some links are slow, by closed forms."""
+    """Return the effect of K replicas of the state if some links are slow, by closed forms."""
+    # P counts params, so bytes of bf16 are divided by 2 P.
     rows = []
     sent_slow: dict[tuple[int, Ring], float] = {}
     for copies in (1, 2, 4):
@@ -174,7 +181,7 @@ def _nodes() -> Step:
                 cells.append(f"{float(whole) / (2 * _PARAMS):g} P")
             sent_slow[copies, ring] = float(slow) / (2 * _PARAMS)
             cells.append(f"{sent_slow[copies, ring]:g} P")
-        # fp32 masters and Adam's two moments, of the share that a rank of a block owns.
+        # fp32 master and Adam's two moments: 12 bytes per owned element, 1 / N of each shard group.
         cells.append(f"{12 * copies / _WORLD:g} P")
         rows.append(cells)
     table = prose.table("ring.nodes", rows)

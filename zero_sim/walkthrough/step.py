@@ -1,4 +1,4 @@
-"""One step of any scenario: buffers, shards, buckets, every call in time and what is live."""
+"""One step of any scenario: buckets, shards, all calls over time, and live bytes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.walkthrough import prose
 
 CALLS_MAX = 200
-"""Calls told of one rank."""
+"""Calls to show of one rank."""
 _NAMES_SHOWN = 4
 
 
 def walk_step(scenario: Scenario) -> Walk:
-    """The walk of one case's second step, or of its only one.
+    """Return the walkthrough of a case's second step, or of its only one.
 
     Args:
         scenario: A validated case.
@@ -36,6 +36,7 @@ def walk_step(scenario: Scenario) -> Walk:
 def _layout(measured: Measured) -> Step:
     group = measured.groups[0]
     ranks = group.ranks
+    # The first dp-cp group; others train other params.
     by_rank = [_forms(measured, group, index) for index in range(len(ranks))]
     rows: list[list[Cell | str]] = []
     for number, form in enumerate(by_rank[0]):
@@ -55,7 +56,7 @@ def _layout(measured: Measured) -> Step:
     forms = (
         "by the closed forms of its stage"
         if measured.is_costed
-        else "by the closed forms of the textbook's stage; this system has a layout of its own"
+        else "by the closed forms of the textbook's stage; this system's own layout may differ"
     )
     head = ("bucket", "params", "dtype", "elements", "padding", *(f"rank {rank}" for rank in ranks))
     return prose.step(
@@ -74,6 +75,7 @@ def _forms(measured: Measured, group: DpCpGroup, index: int) -> list[BucketForm]
 def _shard(form: BucketForm) -> Cell:
     if not form.is_sharded:
         return Cell("all", "own")
+    # A shard with padding owns fewer elements than it has.
     start, stop = form.shard_start, form.shard_start + form.shard_elems
     return Cell(f"[{start}, {stop})", "own" if form.owned_elems == form.shard_elems else "sent")
 
@@ -92,9 +94,10 @@ def _calls(measured: Measured) -> Step:
         ]
         for number, record in enumerate(records[:CALLS_MAX])
     ]
+    # The topology does not matter for the sum over all links.
     traffic = measured.traffic(0, network=Network())
     left = len(records) - len(rows)
-    more = f" Of them the first {CALLS_MAX}." if left > 0 else ""
+    more = f" The table shows the first {CALLS_MAX}." if left > 0 else ""
     return prose.step(
         "step.calls",
         [prose.table("step.calls", rows)],
@@ -148,8 +151,9 @@ def _held(measured: Measured) -> Step:
          f"{ledger.peak.total:,}", f"{ledger.peak.phase}: {ledger.peak.where}"]
         for ledger in measured.ledgers
     ]  # fmt: skip
+    # Only a system that declares its costs can contradict the closed forms.
     found = list(measured.differences()) if measured.is_costed else []
-    agree = f"Closed forms differ: {found[0]}." if found else "Closed forms say the same."
+    agree = f"Closed forms differ: {found[0]}." if found else "The closed forms agree."
     head = ("", *(name.replace("_", " ") for name in names), "peak", "at")
     table = prose.table("step.held", rows, head=head)
     return prose.step("step.held", [table], more=[agree] if measured.is_costed else [])

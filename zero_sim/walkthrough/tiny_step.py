@@ -26,26 +26,27 @@ LossOf = Callable[[Workload, nn.Module, Batch, int], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStep:
-    """Everything that one rank computed, contributed and kept in the step."""
+    """Values that one rank computed, contributed and kept in the step."""
 
     batch: Batch
     activations: Mapping[str, Tensor]
-    """By `Transformer260`'s names, without the leading dim."""
+    """Activations by the names of `Transformer260`, without the batch dimension."""
     loss: Tensor  # 0-D
     grads: Tensor  # 1D (260,)
-    """This rank's own gradients, as its reduce-scatter reads them."""
+    """This rank's own gradients, the input of its reduce-scatter."""
     before: Tensor  # 1D (260,)
-    """Working params before the step, in flat order; so are the next two."""
+    """Working params before the step, in flat order, like the next two fields."""
     half: Tensor  # 1D (260,)
-    """When the rank calls the all-gather: its owned half is new, the other half old."""
+    """Working params at the call of the all-gather: the owned half is new, the other half old."""
     after: Tensor  # 1D (260,)
+    """Working params after the step."""
     parts: Mapping[str, OwnedPart]
     """Masters, reduced gradients and moments that the rank owns, by param."""
     calls: Sequence[CollectiveRecord]
 
 
 def scenario_of(dtype: DtypeName) -> Scenario:
-    """Return the walkthrough's case: stage 1 with one sequence a rank."""
+    """Return the case of the walkthrough: stage 1 with one sequence per rank."""
     return Scenario(
         schema=1,
         name="walkthrough",
@@ -61,9 +62,10 @@ def loss_of_batch(workload: Workload, module: nn.Module, batch: Batch, rank: int
 
 
 def loss_of_given_grads(workload: Workload, module: nn.Module, batch: Batch, rank: int) -> Tensor:
-    """Run forward, and return a loss that has the given gradient, for `W_q` alone."""
+    """Run forward, and return a loss with the given gradient for `W_q` and none for others."""
+    # The derivative of sum(param * grads) by param is grads.
     module(batch.inputs)
-    param = module.get_parameter("W_q")
+    param = module.get_parameter("W_q")  # [4, 4]
     return (param * torch.tensor(W_Q_GRADS[rank]).to(param.dtype)).sum()
 
 
@@ -71,8 +73,8 @@ def run_step(scenario: Scenario, *, loss_of: LossOf = loss_of_batch) -> Sequence
     """Run the step on both simulated ranks.
 
     Args:
-        scenario: From `scenario_of`.
-        loss_of: Makes the loss.
+        scenario: A case from `scenario_of`.
+        loss_of: Computes the loss.
     """
     workload = build_workload(scenario)
     calls: list[list[CollectiveRecord]] = [[] for _ in range(RANKS)]
@@ -82,6 +84,7 @@ def run_step(scenario: Scenario, *, loss_of: LossOf = loss_of_batch) -> Sequence
 
     def called(record: CollectiveRecord, call: Call) -> None:
         calls[record.rank].append(record)
+        # Copies, because later calls change the buffers.
         if record.kind == "reduce_scatter":
             grads[record.rank] = call.inputs[0].detach().clone()
         if record.kind == "all_gather":
@@ -120,7 +123,7 @@ def run_step(scenario: Scenario, *, loss_of: LossOf = loss_of_batch) -> Sequence
 
 
 def owned(runs: Sequence[RankStep], value_of: Callable[[OwnedPart], Tensor | None]) -> Tensor:
-    """Join all owners' parts into a flat tensor, shape (260,).
+    """Return the parts of all owners as one flat tensor, shape (260,).
 
     Args:
         runs: All ranks.
@@ -134,6 +137,7 @@ def _record_activations(module: nn.Module) -> dict[str, Tensor]:
     activations: dict[str, Tensor] = {}
 
     def note(name: str, activation: Tensor) -> Tensor:
+        # [1, tokens, ...] to [tokens, ...]: a rank has one sequence.
         activations[name] = activation.detach().clone().squeeze(0)
         return activation
 
@@ -143,12 +147,13 @@ def _record_activations(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _flat(module: nn.Module) -> Tensor:
-    """Copy the working params, in flat order."""
+    """Return a copy of the working params in flat order."""
     return torch.cat([param.detach().flatten() for param in module.parameters()])
 
 
 def _kept(part: OwnedPart) -> OwnedPart:
-    """Copy a part: the run's memory goes with its world."""
+    """Return a copy of a part."""
+    # The memory of a run ends with its world.
     return OwnedPart(
         place=part.place,
         grad=None if part.grad is None else part.grad.clone(),

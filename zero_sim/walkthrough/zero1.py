@@ -1,6 +1,6 @@
 """ZeRO-1 with the 260-parameter transformer on 2 ranks: a whole step, number by number.
 
-Every value is read from the system on each rank while it runs. A second pass takes the figures in
+Every value is read from the system on each rank during the run. A second pass uses the figures of
 the document that the model comes from.
 """
 
@@ -34,12 +34,12 @@ from zero_sim.workloads import build_workload
 from zero_sim.workloads.transformer import GIVEN, HEADS, SHAPES, W_Q
 
 SCENARIO = scenario_of("bf16")
+# Offset of `W_q` in the flat buffer, in elements.
 _W_Q_AT = 8
-"""Where `W_q` begins in the flat buffer."""
 
 
 def walk_zero1() -> Walk:
-    """Return the walk."""
+    """Return the walkthrough."""
     runs = run_step(SCENARIO)
     steps = [
         _owners(runs),
@@ -74,6 +74,7 @@ def _owners(runs: Sequence[RankStep]) -> Step:
             assert place.flat_start is not None
             count = place.stop - place.start
             stop = place.flat_start + count
+            # A param across the boundary has elements on both ranks.
             mark: Mark = "own" if count == elems else "sent"
             row.append(Cell(f"{count}: [{place.flat_start}, {stop})", mark))
         rows.append(row)
@@ -94,7 +95,7 @@ def _owners(runs: Sequence[RankStep]) -> Step:
 
 
 def _start(runs: Sequence[RankStep]) -> Step:
-    """Everything that the step begins with, given or drawn."""
+    """Return the initial values, given or drawn."""
     names = [name for name, shape in SHAPES.items() for _ in range(torch.Size(shape).numel())]
 
     def mark_of(index: int) -> Mark:
@@ -117,9 +118,10 @@ def _start(runs: Sequence[RankStep]) -> Step:
     )
 
 
+# Drawn params. All others are given, or start with 1 (weight of a norm) or 0 (bias).
 _DRAWN = ("W_o", "W_1", "W_2")
-"""Drawn params. All others are given, or begin with 1 (a norm's weight) or 0 (a bias)."""
 
+# Tables of `prose.toml`, with the activations to show and their titles.
 _FORWARD: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
     ("norm_1", [("norm 1", "Normalised")]),
     ("projections", [("Q", "Q"), ("K", "K"), ("V", "V")]),
@@ -139,7 +141,6 @@ _FORWARD: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
     ),
     ("logits", [("logits", "Logits")]),
 )
-"""Tables in `prose.toml`, with the activations to show and their titles."""
 
 
 def _forward(runs: Sequence[RankStep]) -> list[Step]:
@@ -157,6 +158,7 @@ def _forward(runs: Sequence[RankStep]) -> list[Step]:
         for rank, run in enumerate(runs)
         for name in ("Q", "K", "V")
     ]  # fmt: skip
+    # Splitting into heads computes nothing, so it is no activation; it comes before the scores.
     at = [entry for entry, _ in _FORWARD].index("scores")
     return [*steps[:at], prose.step("zero1.heads", heads), *steps[at:]]
 
@@ -168,6 +170,7 @@ def _activation(values: Tensor, title: str) -> Table:
 def _loss(runs: Sequence[RankStep]) -> Step:
     tables = []
     for rank, run in enumerate(runs):
+        # [tokens, vocabulary], in fp32 as in the loss itself.
         probabilities = run.activations["logits"].float().softmax(-1)
         rows: list[list[Cell | str]] = []
         for token, (row, target) in enumerate(zip(probabilities, _targets(run), strict=True)):
@@ -222,9 +225,11 @@ def _one_element(runs: Sequence[RankStep]) -> Step:
     total = part.grad
     assert total is not None
     own = [run.grads[_W_Q_AT].item() for run in runs]
+    # The sum is bf16; the owner divides it in fp32.
     gradient = total[0].float().item() / RANKS
     m, v = part.state["exp_avg"][0].item(), part.state["exp_avg_sq"][0].item()
     beta1, beta2 = spec.betas
+    # At step 1, bias correction restores m_hat = g and v_hat = g^2.
     m_hat, v_hat = m / (1 - beta1), v / (1 - beta2)
     step = spec.lr * m_hat / (v_hat**0.5 + spec.eps)
     rows = [
@@ -262,10 +267,11 @@ def _stepped(runs: Sequence[RankStep]) -> Step:
 
 
 def _half(runs: Sequence[RankStep]) -> Step:
-    """Working params between the optimizer and the all-gather."""
+    """Return the working params between the optimizer and the all-gather."""
     boundary = _totals(runs)[0]
     tables = []
     for rank, run in enumerate(runs):
+        # Owned elements whose step rounds to nothing in bf16 have no mark.
         is_new = (run.half != run.before).tolist()
 
         def mark_of(at: int, rank: int = rank, is_new: Sequence[bool] = is_new) -> Mark:
@@ -296,6 +302,7 @@ def _gathered(runs: Sequence[RankStep]) -> Step:
 
 def _bytes() -> Step:
     sizes = sizes_of(build_workload(SCENARIO).build())
+    # The same model without ZeRO, for comparison.
     plain = Scenario(
         schema=1, model=SCENARIO.model, optimizer=SCENARIO.optimizer, system=SystemSpec(stage=0)
     )
@@ -324,6 +331,7 @@ def _traffic(runs: Sequence[RankStep]) -> Step:
         [record.kind, f"{record.elems:,} {record.dtype}", f"{record.bytes:,}"]
         for record in runs[0].calls
     ]
+    # Bytes that rank 0 sends in a ring, by kind.
     sent = {flow.kind: f"{int(flow.total_sent):,}" for flow in traffic.flows}
     table = [[*row, sent[row[0]]] for row in rows]
     buffer = next(record.bytes for record in runs[0].calls if record.kind == "reduce_scatter")
@@ -333,17 +341,17 @@ def _traffic(runs: Sequence[RankStep]) -> Step:
 
 
 def _totals(runs: Sequence[RankStep]) -> list[int]:
-    """Count each rank's elements."""
+    """Return the number of elements that each rank owns."""
     return [sum(p.place.stop - p.place.start for p in run.parts.values()) for run in runs]
 
 
 def _owner_marks(runs: Sequence[RankStep]) -> MarkOf:
-    """Mark rank 0's elements and rank 1's."""
+    """Return marks for the elements of rank 0 and of rank 1."""
     first, _ = accumulate(_totals(runs))
     return lambda index: "own" if index < first else "sent"
 
 
 def _targets(run: RankStep) -> Tensor:
-    """Return a target for each token, shape (tokens,)."""
+    """Return the target of each token, shape (tokens,)."""
     assert run.batch.targets is not None
     return run.batch.targets[0]
