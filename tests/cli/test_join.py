@@ -65,6 +65,16 @@ def test_what_is_not_said_rightly_is_2(options, words):
     assert_ended(CliRunner().invoke(main, ["fuzz", *options]), 2, words, on="stderr")
 
 
+def test_the_target_of_a_corpus_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "stranger.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with open_corpus(tmp_path / "1", head=replace(HEAD, target="stranger:Target")) as corpus:
+        corpus.append(report_of(0, cases_with={"reload": 0b1}))
+    done = join(corpus.path, into=tmp_path / "all", options=["--coverage"])
+    assert "imported" not in done.output
+    assert "Features of 50 cases" in done.stdout
+
+
 def test_the_coverage_of_shards_is_that_of_all_their_cases(tmp_path):
     shards = []
     for number, cases_with in enumerate(

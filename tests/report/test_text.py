@@ -64,6 +64,13 @@ def test_line_of_an_error_says_why():
     assert render_case(result).splitlines()[1:] == ["      more"]
 
 
+@pytest.mark.parametrize(("ulp", "has_hint"), [(1, True), (5, False)])
+def test_an_update_that_rounds_otherwise_has_a_hint(ulp, has_hint):
+    finding = Finding(check="equality.master", message="differs", ulp=ulp)
+    result = dataclasses.replace(PASSED, verdict="fail", findings=(finding,))
+    assert ("declare it as `reference_step`" in render_case(result)) == has_hint
+
+
 @pytest.mark.parametrize("columns", [80, 100])
 def test_a_line_fits_the_terminal_by_a_shorter_id(columns):
     result = dataclasses.replace(PASSED, id="a-long-name-of-a-file/with=many,values=in,its=id")

@@ -223,6 +223,7 @@ def _show(
     elapsed: float,
     shown: _Shown,
     status: int,
+    is_own: bool = True,
     **more: object,
 ) -> None:
     """Print a campaign, and write its page if the command line has `--html`.
@@ -233,17 +234,20 @@ def _show(
         elapsed: Seconds.
         shown: Output formats.
         status: Exit status, for JSON.
+        is_own: True if the user named the target, and not a corpus.
         more: Further fields, for JSON.
     """
     if shown.as_json:
-        fields = json_totals(totals, plan=plan, elapsed=elapsed, coverage=shown.coverage)
+        fields = json_totals(
+            totals, plan=plan, elapsed=elapsed, coverage=shown.coverage, is_own=is_own
+        )
         echo_report({**fields, **more, "exit_status": status})
     else:
-        show_totals(totals, plan=plan, elapsed=elapsed, coverage=shown.coverage)
+        show_totals(totals, plan=plan, elapsed=elapsed, coverage=shown.coverage, is_own=is_own)
     if shown.html is not None:
         from zero_sim.report.campaign_page import write_campaign_page
 
-        names = drawable_features(plan)
+        names = drawable_features(plan, is_own=is_own)
         write_campaign_page(shown.html, totals, plan=plan, elapsed=elapsed, names=names)
 
 
@@ -281,7 +285,7 @@ def _join(
     # A finding counts even if shards are missing; a pass does not.
     status = EXIT_LOST if missing and not totals.found else exit_status_of(totals)
     shards = {"shards": joined.shard_count, "shards_missing": list(missing)}
-    _show(totals, plan=plan, elapsed=seconds, shown=shown, status=status, **shards)
+    _show(totals, plan=plan, elapsed=seconds, shown=shown, status=status, is_own=False, **shards)
     if missing and not shown.as_json:
         click.echo(f"Missing of {joined.shard_count:,} shards: {in_runs(missing)}.")
     return status

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from zero_sim.cli.options import own_options_again
-from zero_sim.errors import ScenarioError
+from zero_sim.errors import ScenarioError, UsageError
 from zero_sim.report.commands import replay_command
 from zero_sim.untrusted import printable
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zero_sim.fuzz.campaign import Plan
     from zero_sim.fuzz.records import Found
     from zero_sim.fuzz.totals import CampaignTotals
+    from zero_sim.targets import Capabilities
 
 DEFAULT_SECONDS = 60.0
 
@@ -84,7 +85,7 @@ def _show_rechecked(totals: CampaignTotals, *, plan: Plan) -> None:
 
 
 def json_totals(
-    totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage: bool
+    totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage: bool, is_own: bool
 ) -> dict[str, object]:
     """Return the report of a campaign, ready for JSON; arguments as for `show_totals`.
 
@@ -95,18 +96,35 @@ def json_totals(
 
     told: dict[str, object] = totals.as_dict()
     if coverage:
-        names, finders = drawable_features(plan), _finders()
+        names, finders = drawable_features(plan, is_own=is_own), _finders()
         told["coverage"] = coverage_data(totals.coverage, names=names, finders=finders)
     where = {"device": plan.head.device, "corpus": str(plan.corpus), "seconds": elapsed}
     return {**told, **where, "shards": plan.head.shard[1], "shards_missing": []}
 
 
-def drawable_features(plan: Plan) -> tuple[str, ...]:
+def _capabilities(plan: Plan, *, is_own: bool) -> Capabilities:
+    """Return the capabilities of a campaign's target.
+
+    Args:
+        plan: The campaign.
+        is_own: True if the user named its target. A corpus may be a stranger's, whose target must
+            not be imported. It is taken for one that can do everything.
+
+    Raises:
+        UsageError: There is no such target.
+    """
+    from zero_sim.targets import EVERYTHING, capabilities_of, import_target
+
+    if ":" in plan.head.target and not is_own:
+        return EVERYTHING
+    return capabilities_of(import_target(plan.head.target))
+
+
+def drawable_features(plan: Plan, *, is_own: bool) -> tuple[str, ...]:
     """Return the features that cases for the campaign's target can have."""
     from zero_sim.fuzz.features import features_for
-    from zero_sim.targets import capabilities_of, import_target
 
-    return features_for(capabilities_of(import_target(plan.head.target)))
+    return features_for(_capabilities(plan, is_own=is_own))
 
 
 def _finders() -> Mapping[str, frozenset[str]]:
@@ -116,7 +134,21 @@ def _finders() -> Mapping[str, frozenset[str]]:
     return features_that_found()
 
 
-def _show_silent(totals: CampaignTotals) -> None:
+def _not_generated(plan: Plan, *, is_own: bool) -> str:
+    """Return settings of models, runs and optimizers that the target does not follow."""
+    from zero_sim.targets.declared import followed
+
+    try:
+        follows = _capabilities(plan, is_own=is_own).follows
+    except UsageError:
+        # Workers of a cluster import the target; this machine may not have it.
+        return ""
+    # Settings of `system` and `topology` belong to sharded layouts, which a target may not have.
+    paths = [path for path in followed() if path.startswith(("model.", "run.", "reload"))]
+    return ", ".join(path for path in paths if path not in follows)
+
+
+def _show_silent(totals: CampaignTotals, plan: Plan, *, is_own: bool) -> None:
     """Print inconclusive cases by check, and quantities that the target did not report."""
     for name, count in sorted(totals.counts.unproved.items()):
         click.echo(f"Inconclusive by {name}: {_counted(count, 'case')}; zero-sim explain {name}")
@@ -126,6 +158,8 @@ def _show_silent(totals: CampaignTotals) -> None:
             for what, count in sorted(totals.counts.unobserved.items())
         )
         click.echo(printable(f"Not observed, because the target does not report it: {silent}"))
+    if skipped := _not_generated(plan, is_own=is_own):
+        click.echo(printable(f"Not generated, because the target does not follow it: {skipped}"))
     # Rules that were inferred: the user should declare them if they are right.
     for taken in sorted(totals.counts.taken):
         click.echo(printable(taken))
@@ -169,7 +203,9 @@ def _show_heading(found: Found, totals: CampaignTotals) -> None:
         )
 
 
-def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage: bool) -> None:
+def show_totals(
+    totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage: bool, is_own: bool
+) -> None:
     """Print the report of a campaign.
 
     Args:
@@ -177,6 +213,7 @@ def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage:
         plan: Settings of the campaign.
         elapsed: Seconds.
         coverage: True to print features and pairs that were drawn, and those that never were.
+        is_own: True if the user named the target, and not a corpus.
     """
     again = _resume_command(plan)
     # Earlier findings, new findings, lost batches, coverage, totals; the verdict comes last, where
@@ -207,9 +244,9 @@ def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage:
     if coverage:
         from zero_sim.report.coverage import render_coverage
 
-        names, finders = drawable_features(plan), _finders()
+        names, finders = drawable_features(plan, is_own=is_own), _finders()
         click.echo(render_coverage(totals.coverage, names=names, finders=finders) + "\n")
-    _show_silent(totals)
+    _show_silent(totals, plan, is_own=is_own)
     from zero_sim.report.text import count_verdicts
 
     verdicts = count_verdicts(totals.counts.verdicts, params_only=totals.counts.params_only)

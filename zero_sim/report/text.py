@@ -55,6 +55,9 @@ _OBSERVABLE = (
 
 _ID_WIDTH_MAX = 72
 _ID_CHARS_MIN = 12
+_UPDATES = ("equality.state", "equality.master", "equality.params")
+_ROUNDING_ULP_MAX = 4
+"""A hint, no tolerance: findings within it are findings as all others."""
 _TEXT_WIDTH = 100
 
 
@@ -140,6 +143,8 @@ def render_case(
     for index, finding in enumerate(shown):
         around = result.logs if index == 0 and result.verdict == "fail" else ()
         block = _finding_lines(finding, result.strip, logs=around, notes=result.notes)
+        # Later findings may only follow from the first one.
+        block += _rounding_hint(finding) if index == 0 else []
         lines.extend(f"  {line}" if line else "" for line in block)
     # After the findings: notes, the case, and commands to reproduce, replay and explain.
     if len(result.findings) > len(shown):
@@ -156,6 +161,18 @@ def render_case(
     if result.findings and result.verdict in ("fail", "inconclusive"):
         lines.append(f"  explain: zero-sim explain {result.findings[0].check}")
     return _text(lines)
+
+
+def _rounding_hint(finding: Finding) -> list[str]:
+    """Return what to declare if an update differs from torch's by as little as a formula rounds."""
+    if finding.check not in _UPDATES or finding.ulp is None or "own rule" in finding.detail:
+        return []
+    if finding.ulp > _ROUNDING_ULP_MAX:
+        return []
+    return [
+        "  hint: a formula of your own may round differently from torch's. If the optimizer is",
+        "  hand-written, declare it as `reference_step`: docs/targets.md",
+    ]
 
 
 def _finding_lines(
