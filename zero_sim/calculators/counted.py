@@ -20,6 +20,7 @@ from zero_sim.scenario.spec import (
 BUCKETS_MAX = 100_000
 """Most buckets of a counted model. More are a typing mistake, and slow to calculate."""
 
+# Name in torch, bytes of an element.
 _DTYPES: Final[Mapping[DtypeName, tuple[str, int]]] = {
     "fp32": ("torch.float32", 4),
     "bf16": ("torch.bfloat16", 2),
@@ -53,6 +54,7 @@ class Model:
             UsageError: More than `BUCKETS_MAX` buckets.
         """
         system = self.scenario.system
+        # Without buckets, reduce buffers set which gradients are reduced together.
         bucket = system.bucket_elems or system.reduce_buffer_elems
         if not self.counted or bucket is None or not self.sizes:
             return self.sizes

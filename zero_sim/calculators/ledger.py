@@ -39,6 +39,7 @@ class RankLedger:
     @property
     def between(self) -> Mapping[str, int]:
         """Bytes by category after the step."""
+        # `MemoryMeter.end()` takes the last sample.
         return self.samples[-1].bytes
 
     @property
@@ -64,6 +65,7 @@ def differences(ledger: RankLedger, footprint: Footprint) -> Iterator[str]:
         footprint: Closed form of the same rank.
     """
     for name, owed in footprint.held.items():
+        # Samples omit empty categories.
         got = ledger.between.get(name, 0)
         if got != owed:
             yield (

@@ -85,6 +85,7 @@ class Measured:
 
     def _other_calls(self, group: DpCpGroup, index: int) -> Iterator[str]:
         rank = group.ranks[index]
+        # The model-parallel group: ranks at this index of all dp-cp groups.
         parts = tuple(each.ranks[index] for each in self.groups)
         planned = planned_calls(self.sizes[rank], scenario=group.scenario, rank=index)
         # A multiset, because the closed form has no order of calls.
@@ -188,6 +189,7 @@ def check_fits(model: Model, *, available: int | None = None) -> None:
 
 
 def _free_bytes() -> int:
+    # Free pages only: memory that caches could give back does not count.
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -69,6 +69,7 @@ def model_of_name(name: str) -> Model:
     sizes = sizes_of(made)
     if not sizes:
         raise UsageError(f"expected {name} to have trainable params, got none.")
+    # A placeholder: closed forms take only `sizes`, and case_of() replaces it.
     scenario = Scenario(schema=1, name=name, model=ModelSpec(name="mlp"))
     return Model(sizes=sizes, scenario=scenario, imported=True)
 
@@ -150,6 +151,7 @@ def _chain(elems: list[int]) -> nn.Module:
     return nn.Sequential(*map(_Link, elems))
 
 
+# Memory and calls do not depend on values.
 def _zeros(generator: torch.Generator, rows: int) -> Tensor:
     return torch.zeros(rows)
 
