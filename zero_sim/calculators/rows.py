@@ -53,6 +53,7 @@ class MemoryRow:
             "redundancy": self.redundancy,
             "bucket_elems": self.bucket_elems,
             "bytes_per_rank": {**footprint.held, "total": footprint.total},
+            # Part of the total, not added to it.
             "on_cpu": footprint.on_cpu,
             "within_step": {name: dict(extra) for name, extra in footprint.moments.items()},
             "peak": footprint.peak,
@@ -154,6 +155,7 @@ def memory_row(model: Model, *, has_masters: bool = True, rank: int = 0) -> Memo
         bucket_elems=scenario.system.bucket_elems,
         footprint=footprint_of(sizes, scenario=scenario, rank=rank, has_masters=has_masters),
         unsharded=unsharded.total,
+        # torch's zero_grad() frees gradients by default.
         one_device=sum(alone(model, has_masters=has_masters)["gradients_freed"].values()),
     )
 
@@ -174,6 +176,7 @@ def traffic_row(model: Model, *, network: Network, rank: int = 0) -> TrafficRow:
 
 def alone(model: Model, *, has_masters: bool = True) -> dict[str, Mapping[str, int]]:
     """Return the bytes on one device without buffers, with gradients freed and kept."""
+    # Not laid_out(): without buckets there is no padding, so the total size is enough.
     return {
         name: single_device(
             model.sizes, scenario=model.scenario, keeps_grads=keeps, has_masters=has_masters

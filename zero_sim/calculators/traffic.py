@@ -58,6 +58,7 @@ class Traffic:
 
     def by_kind(self) -> dict[str, dict[str, int]]:
         """Return the sent bytes by kind and link, rounded up."""
+        # Add first and round once: flows rounded one by one would overstate the sum.
         sums: dict[str, dict[str, Fraction]] = {}
         for flow in self.flows:
             of_kind = sums.setdefault(flow.kind, {})
@@ -103,6 +104,7 @@ def _world_ranks_of(scenario: Scenario, *, rank: int) -> _WorldRanks:
         rank: Rank in the first dp-cp group.
     """
     spec = scenario.topology
+    # The only dp-cp group is the whole world.
     if spec.tp * spec.pp == 1:
         return lambda among, members: members
     # The case of a dp-cp group counts only its own ranks, so dp is the rest after cp.
