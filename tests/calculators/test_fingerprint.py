@@ -95,7 +95,7 @@ def test_an_all_reduce_where_a_reduce_scatter_would_do_is_odd():
         found = look(case(stage=1))
     assert patches.armed
     assert found.stage == "stage 1 by all-reduce"
-    assert "where reduce-scatters would do" in found.odd[0]
+    assert "although reduce-scatters would send half" in found.odd[0]
 
 
 def call(kind, elems, *, ranks=4, dtype="bfloat16"):

@@ -87,7 +87,7 @@ def test_all_mistakes_are_told_at_once():
 
 
 def test_two_links_of_one_name_are_refused():
-    with pytest.raises(ScenarioError, match="between: expected another name"):
+    with pytest.raises(ScenarioError, match="between: expected a name different from"):
         parse_network({"inside": "x", "between": "x"}, source="links.toml")
 
 

@@ -1,8 +1,4 @@
-"""Models of which only the number of params is known, as the closed forms take them.
-
-What a bucket holds is all that costs depend on, so such a model has one param a bucket: of
-`bucket_elems` elements each, and what is left in the last.
-"""
+"""Input of the closed forms: sizes of params, or their number alone, with a scenario."""
 
 from __future__ import annotations
 
@@ -22,8 +18,9 @@ from zero_sim.scenario.spec import (
 )
 
 BUCKETS_MAX = 100_000
-"""More are a slip of the finger."""
+"""Most buckets of a counted model. More are a typing mistake, and slow to calculate."""
 
+# Name in torch, bytes of an element.
 _DTYPES: Final[Mapping[DtypeName, tuple[str, int]]] = {
     "fp32": ("torch.float32", 4),
     "bf16": ("torch.bfloat16", 2),
@@ -34,32 +31,35 @@ Stage = Literal[0, 1, 2, 3]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """What is trained, as far as costs depend on it."""
+    """A model and its sharding, as far as costs depend on them."""
 
     sizes: tuple[ParamSize, ...]
-    """In registration order; of a counted model as if there were no buckets."""
+    """Params in registration order; a counted model has a single param with all elements."""
     scenario: Scenario
-    """How; `world.size` counts the ranks of one dp-cp group."""
+    """Settings of the training; `world.size` counts the ranks of one dp-cp group."""
     counted: bool = False
-    """Whether only the number of params is known."""
+    """True if only the number of params is known."""
     imported: bool = False
-    """Whether it is somebody's module, of which there is no data and no loss."""
+    """True for a module of the user, which comes without data and loss."""
 
     @property
     def elems(self) -> int:
-        """Number of its params."""
+        """Number of elements of all params."""
         return sum(size.elems for size in self.sizes)
 
     def laid_out(self) -> tuple[ParamSize, ...]:
-        """The params as closed forms take them: of a counted model one a bucket.
+        """Return the params that closed forms take: for a counted model, one param per bucket.
 
         Raises:
-            UsageError: There would be very many buckets.
+            UsageError: More than `BUCKETS_MAX` buckets.
         """
         system = self.scenario.system
+        # Without buckets, reduce buffers set which gradients are reduced together.
         bucket = system.bucket_elems or system.reduce_buffer_elems
         if not self.counted or bucket is None or not self.sizes:
             return self.sizes
+        # Costs depend on the elements of each bucket, not on how params share it, so one param per
+        # bucket is enough. The last bucket has the remainder.
         (whole,) = self.sizes
         count, rest = divmod(whole.elems, bucket)
         if count > BUCKETS_MAX:
@@ -81,16 +81,16 @@ class Model:
         redundancy: int | None = None,
         **system: Any,
     ) -> Model:
-        """The same model on other ranks, or sharded otherwise.
+        """Return the same model with other ranks or other sharding.
 
         Args:
-            ranks: Of the dp-cp group.
+            ranks: Size of the dp-cp group.
             stage: ZeRO stage.
-            redundancy: Copies of what is sharded.
+            redundancy: Replicas of the sharded state.
             system: Other fields of `system`.
 
         Raises:
-            UsageError: The copies do not divide the ranks, or experts do not.
+            UsageError: Redundancy or expert parallelism does not divide the ranks.
         """
         scenario = self.scenario
         size = scenario.world.size if ranks is None else ranks
@@ -102,32 +102,36 @@ class Model:
         built = replace(scenario.system, **chosen)
         ep = scenario.topology.ep
         check_ranks(size, redundancy=built.redundancy, stage=built.stage, ep=ep)
+        # Drop settings that the new stage cannot have: a table compares stages of one scenario.
         built = fitted_to_stage(replace(scenario, system=built)).system
+        # Only stages 1 and 2 gather params after the step, so only they can overlap these gathers.
         if built.stage not in (1, 2) and built.overlap_params:
             built = replace(built, overlap_params=None)
         is_buffered = built.stage == 2 and built.reduce_buffer_elems is not None
+        # With one micro-batch both values of `sync` reduce at the same time.
         if is_buffered and scenario.run.micro_batches == 1:
-            built = replace(built, sync="every")  # Of one micro-batch the same.
+            built = replace(built, sync="every")
         _check_reduce_buffers(built)
         world = replace(scenario.world, size=size)
         return replace(self, scenario=replace(scenario, world=world, system=built))
 
 
 def check_ranks(ranks: int, *, redundancy: int, stage: int, ep: int = 1) -> None:
-    """Check that ranks can be cut into as many blocks.
+    """Check that ranks divide into `redundancy` shard groups.
 
     Raises:
-        UsageError: They cannot.
+        UsageError: They do not, or stage 0 is combined with redundancy.
     """
+    # Experts are sharded among the ranks with the same experts only: `ranks // ep` of them.
     if ranks % ep or ranks // ep % redundancy:
-        of = f" of {ranks // ep} that hold the same experts" if ep > 1 else ""
+        of = f", {ranks // ep} for each set of experts" if ep > 1 else ""
         raise UsageError(
             f"expected a redundancy that divides the {ranks} ranks{of}, got {redundancy}. "
             f"Try --redundancy 1."
         )
     if not stage and redundancy > 1:
         raise UsageError(
-            f"expected redundancy 1 with stage 0, which shards nothing, got {redundancy}. "
+            f"expected redundancy 1 with stage 0, because it shards nothing, got {redundancy}. "
             "Try --stage 1."
         )
 
@@ -137,27 +141,27 @@ def _check_reduce_buffers(system: SystemSpec) -> None:
         return
     if system.redundancy > 1:
         raise UsageError(
-            f"expected redundancy 1 with reduce buffers, whose sums go on to no copies, got "
-            f"{system.redundancy}. Try --redundancy 1."
+            "expected redundancy 1 with reduce buffers, because they do not add across replicas, "
+            f"got {system.redundancy}. Try --redundancy 1."
         )
     if system.stage == 2 and system.sync == "last":
         raise UsageError(
-            "expected sync = 'every' with reduce buffers at stage 2, where no gradient stays for "
-            "the next micro-batch, got 'last'. Try --stage 1, --micro-batches 1, or system.sync in "
-            "the scenario."
+            "expected sync = 'every' with reduce buffers at stage 2, because no gradient stays for "
+            "the next micro-batch, got 'last'. Try --stage 1 or --micro-batches 1, or change "
+            "system.sync in the scenario."
         )
 
 
 def counted_model(
     elems: int, *, dtype: DtypeName, system: SystemSpec | None = None, ranks: int = 1
 ) -> Model:
-    """A model of so many params of one dtype.
+    """Return a model with a number of params of one dtype.
 
     Args:
         elems: Number of params.
-        dtype: Of params, and of gradients unless `system` says otherwise.
-        system: How they are sharded.
-        ranks: Of the dp-cp group.
+        dtype: Dtype of params, and of gradients unless `system` sets another.
+        system: Sharding; the default is that of `SystemSpec`.
+        ranks: Size of the dp-cp group.
     """
     name, each = _DTYPES[dtype]
     size = ParamSize(

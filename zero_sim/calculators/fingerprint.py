@@ -1,13 +1,12 @@
-"""Fingerprints: the sequence of collectives of a step as letters, and which stage has such a one.
+"""Fingerprints: the collectives of a step as letters, matched against a grammar per stage.
 
 [Note: letters and grammars]
-    A  all-reduce of gradients           C  sum over copies of what a reduce-scatter left
+    A  all-reduce of gradients           C  sum over replicas of reduce-scattered shards
     R  reduce-scatter                    D  reduce to one owner
     G  all-gather, or all-to-all         B  broadcast
-Numbers that do not grow with the model (norms, counts) and what happens before the first sum or
-gather are left out. Gathers of stages 1 and 2 follow the sums, those of stage 3 come before them,
-so that a step begins with one; whether gradients stay whole between them (stage 1 or 2), calls do
-not tell.
+Control messages (norms, counts) and calls before the first sum or gather are omitted. Stages 1 and
+2 gather after the sums. Stage 3 gathers before them, so its step begins with a gather. Calls do not
+distinguish stages 1 and 2, because whole gradients in memory cause no call.
 """
 
 from __future__ import annotations
@@ -21,9 +20,13 @@ from typing import Final
 
 from zero_sim.calculators.network import sent_elems
 
+# A norm, a flag or a count has no more elements; a bucket has.
 _FEW_ELEMS = 4
+# Norms are often added in float64, rarely used for params. Traces of torch's profiler
+# name dtypes as C++ does, hence both spellings.
 _WIDE_FLOATS = ("float64", "double")
 _INTEGERS = ("int64", "long", "long int", "int32", "int")
+# The first prefix that fits counts, so `reduce_scatter` comes before `reduce`.
 _LETTERS: Final = (
     ("reduce_scatter", "R"),
     ("all_reduce", "A"),
@@ -35,48 +38,49 @@ _LETTERS: Final = (
 GRAMMARS: Final = (
     ("A+", "stage 0", "DDP: every gradient is summed on every rank"),
     ("[RC]+G+", "stage 1 or 2", "sums are scattered, params gathered after the step"),
-    ("A+[GB]+", "stage 1 by all-reduce", "whole sums everywhere, of which each rank uses a part"),
+    ("A+[GB]+", "stage 1 by all-reduce", "each rank receives whole sums and uses its part"),
     ("D+B+", "stage 1 or 2, whole buckets", "each bucket has one owner"),
-    ("G[GRC]*[RC]", "stage 3", "params are gathered before they are used"),
+    ("G[GRC]*[RC]", "stage 3", "params are gathered before use"),
     ("G[GRC]*[RC]G+", "stage 3, gathered after the step", "params are gathered once more"),
 )
-"""Of the letters of a step: its grammar, what has such a one, and why."""
+"""Pattern of the letters of a step, the stage that it indicates, and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenCall:
-    """One call of one rank, from wherever it was seen."""
+    """One call of one rank, from a trace, a dump or an event log."""
 
     kind: str
     ranks: int
     elems: int
-    """What the rank contributes."""
+    """Elements that the rank contributes."""
     elem_bytes: int
     dtype: str
     start: float
     stop: float
-    """When it was issued and when it was over, in any unit; the same where that is not known."""
+    """Times of issue (`start`) and end (`stop`), in any unit; equal if not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What the calls of one rank say."""
+    """The repeated step in the calls of one rank, and the stage that it indicates."""
 
     stage: str
-    """Empty where no grammar fits."""
+    """Empty if no grammar fits."""
     why: str
     letters: str
-    """Of one step."""
+    """Letters of one step."""
     steps: float
-    """How often it is repeated."""
+    """Number of repetitions of the step; a fraction if the first one is cut off."""
     copies: int
-    """Copies of what is sharded, by the groups that sum them."""
+    """Replicas of the sharded state: the size of the group of C calls, 1 without any."""
     overlapping: int
-    """Calls of all that were still in flight when the next one was issued."""
+    """Number of calls still in flight when the next one was issued."""
     calls: int
     odd: Sequence[str]
+    """Calls that the stage does not need, as messages."""
     sizes: Sequence[tuple[int, int, int]]
-    """Message sizes: at least and less than so many bytes, and the number of calls."""
+    """Message sizes: least bytes, first byte count above the bin, number of calls."""
 
     def as_dict(self) -> dict[str, object]:
         """Ready for JSON."""
@@ -97,11 +101,12 @@ class Fingerprint:
 
 
 def fingerprint(calls: Sequence[SeenCall]) -> Fingerprint:
-    """Say of the calls of one rank what they look like.
+    """Return the fingerprint of the calls of one rank.
 
     Args:
-        calls: In order.
+        calls: Calls in order of issue.
     """
+    # Setup comes before the first sum or gather: DDP, for example, broadcasts the params first.
     large = [call for call in calls if _grows(call)]
     first = next((i for i, call in enumerate(large) if _letter(call) in "RAGD"), len(large))
     large = _without_buffers(large[first:])
@@ -111,6 +116,7 @@ def fingerprint(calls: Sequence[SeenCall]) -> Fingerprint:
     letters = _letters(step)
     found = [entry for entry in GRAMMARS if re.fullmatch(entry[0], letters)]
     stage, why = (found[0][1], found[0][2]) if found else ("", "no grammar fits")
+    # A step that reshards after forward gathers each bucket twice, so more often than it reduces.
     if stage == "stage 3" and letters.count("G") <= letters.count("R"):
         why += ", and kept until backward"
     copies = max((c.ranks for c, at in zip(step, letters, strict=True) if at == "C"), default=1)
@@ -130,13 +136,13 @@ def fingerprint(calls: Sequence[SeenCall]) -> Fingerprint:
 
 
 def shortened(letters: str) -> str:
-    """Letters with runs counted: `R3 G3`."""
+    """Return the letters with runs counted: `R3 G3`."""
     runs = [match.group() for match in re.finditer(r"(.)\1*", letters)]
     return " ".join(run[0] if len(run) == 1 else f"{run[0]}{len(run)}" for run in runs)
 
 
 def _grows(call: SeenCall) -> bool:
-    """Return True if it moves params or gradients, not a norm, count or index."""
+    """Return True if a call moves params or gradients, not a norm, count or index."""
     dtype = call.dtype.lower()
     is_norm = call.elems <= _FEW_ELEMS or dtype in _WIDE_FLOATS
     is_few = dtype in _INTEGERS or (is_norm and call.kind == "all_reduce")
@@ -144,10 +150,9 @@ def _grows(call: SeenCall) -> bool:
 
 
 def _without_buffers(calls: Sequence[SeenCall]) -> Sequence[SeenCall]:
-    """Leave out broadcasts of less than half of the gradients.
-
-    DDP broadcasts the buffers of modules before each forward. Params are as many as gradients.
-    """
+    """Omit broadcasts if they move fewer than half as many elements as the sums."""
+    # DDP broadcasts the buffers of modules before each forward. Broadcasts of params, as with one
+    # owner per bucket, have as many elements as the gradients.
     sums = sum(call.elems for call in calls if _letter(call) in "ARD")
     if 2 * sum(call.elems for call in calls if _letter(call) == "B") >= sums:
         return calls
@@ -159,7 +164,8 @@ def _letter(call: SeenCall) -> str:
 
 
 def _letters(calls: Sequence[SeenCall]) -> str:
-    """A letter a call; an all-reduce of what a reduce-scatter left is one over copies."""
+    """Return one letter per call."""
+    # An all-reduce with the elements of a reduce-scatter's output adds shards across replicas.
     left = {(c.elems // c.ranks) for c in calls if _letter(c) == "R" and c.ranks}
     return "".join(
         "C" if _letter(call) == "A" and call.elems in left else _letter(call) for call in calls
@@ -167,19 +173,21 @@ def _letters(calls: Sequence[SeenCall]) -> str:
 
 
 def _repetition(tokens: Sequence[tuple[str, int, int]]) -> tuple[int, int]:
-    """Start and length of what is repeated up to the end.
+    """Return start and length of the shortest sequence that repeats up to the end.
 
-    The first step may differ, because DDP chooses its buckets anew after it. All tokens if nothing
-    is repeated.
+    Start 0 and the length of all tokens if nothing repeats.
     """
     count = len(tokens)
     later = (0, count)
     for length in range(1, count):
+        # Count the tokens at the end that repeat with this period; the last `length` always do.
         same = length
         while same < count and tokens[count - 1 - same] == tokens[count - 1 - same + length]:
             same += 1
         if same == count:
             return 0, length
+        # Else a first step may differ: DDP chooses its buckets anew after it. Two whole
+        # repetitions must follow, and the shortest such period counts.
         whole = same - same % length
         is_shortest = later[0] == 0 and length * 2 <= whole
         if is_shortest and _is_first_step(tokens, begun=count - whole, length=length):
@@ -188,10 +196,9 @@ def _repetition(tokens: Sequence[tuple[str, int, int]]) -> tuple[int, int]:
 
 
 def _is_first_step(tokens: Sequence[tuple[str, int, int]], *, begun: int, length: int) -> bool:
-    """Return True if tokens before a repetition are a step that differs from it.
-
-    A step has calls of each kind. The gathers at the end of a single step are no steps.
-    """
+    """Return True if the tokens before a repetition are a step that differs from it."""
+    # Both need calls of each kind. Otherwise the equal gathers that end a single step would count
+    # as steps of their own.
     kinds = {kind for kind, _, _ in tokens}
     parts = tokens[:begun], tokens[len(tokens) - length :]
     return begun <= 2 * length and all({kind for kind, _, _ in part} == kinds for part in parts)
@@ -201,13 +208,12 @@ def _odd(step: Sequence[SeenCall], letters: str, *, stage: str) -> list[str]:
     found: list[str] = []
     if stage == "stage 1 by all-reduce":
         sent = sum(c.elems * c.elem_bytes for c, at in zip(step, letters, strict=True) if at == "A")
-        found.append(
-            f"all-reduces of {sent:,} bytes where reduce-scatters would do, which send half"
-        )
+        found.append(f"all-reduces of {sent:,} bytes, although reduce-scatters would send half")
     if stage == "stage 3, gathered after the step":
         found.append("gathers after the step, which the next forward repeats")
     if not stage:
         found.append("no stage of ZeRO has this sequence")
+    # Keys are group size and elements of the whole bucket, so that gathers pair with their sums.
     sums = Counter((c.ranks, c.elems) for c, at in zip(step, letters, strict=True) if at == "R")
     gathers = Counter(
         (c.ranks, c.elems * c.ranks)
@@ -215,6 +221,8 @@ def _odd(step: Sequence[SeenCall], letters: str, *, stage: str) -> list[str]:
         if at == "G" and c.kind.startswith("all_gather")
     )
     if sums and stage.startswith("stage"):
+        # The median bucket shows how often a bucket is gathered: in stage 3 once, or twice if it is
+        # resharded after forward. Stages 1 and 2 need one gather per bucket.
         rounds = [gathers[key] / count for key, count in sums.items() if gathers[key]]
         usual = max(1, round(sorted(rounds)[len(rounds) // 2])) if rounds else 1
         usual = min(usual, 1) if stage == "stage 1 or 2" else usual
@@ -228,7 +236,7 @@ def _odd(step: Sequence[SeenCall], letters: str, *, stage: str) -> list[str]:
 
 
 def _sizes(calls: Sequence[SeenCall]) -> list[tuple[int, int, int]]:
-    """Count calls by the size of their messages round a ring, in bins of powers of four."""
+    """Count calls by bytes of a message on a ring, in bins of powers of four."""
     bins: Counter[int] = Counter()
     for call in calls:
         sent = float(sent_elems(call.kind, call.elems, call.ranks) * call.elem_bytes)

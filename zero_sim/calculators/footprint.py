@@ -1,9 +1,9 @@
-"""The bytes of one rank by category in closed form: between two steps, and at its fullest.
+"""Closed forms of a rank's bytes by category: between two steps, and at the peak of a step.
 
-What is held between steps is exact (`zero_sim.cost.memory` holds runs to it). What comes on top
-within a step is what the stage lets be whole at most (`zero_sim.cost.peaks` holds runs to that,
-moment by moment), with modules that run one after another, a bucket each. Activations, and what
-kernels and autograd need on their way, are no part of it: they depend on model and data.
+Bytes between steps are exact, and `zero_sim.cost.memory` checks runs against them. Bytes within a
+step are the most that the stage allows (checked by `zero_sim.cost.peaks`), if modules run in
+sequence with a bucket each. Activations, and temporaries of kernels and autograd, are not included
+because they depend on model and data.
 """
 
 from __future__ import annotations
@@ -24,61 +24,61 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """What one rank has in memory."""
+    """Memory of one rank in closed form."""
 
     held: Mapping[str, int]
-    """Bytes between two steps by category: `params`, `gradients`, `sums` of them, `masters`, the
-    `arena` of whole gradients where there is one, and each of the optimizer's states under torch's
-    name."""
+    """Bytes between two steps by category: `params`, `gradients`, `sums` (shards of reduced
+    gradients), `masters`, `arena` if there is one, and each optimizer state under torch's name."""
     moments: Mapping[str, Mapping[str, int]]
-    """What comes on top at most in `forward`, `backward` and `step`: `gathered` params and what few
-    ranks keep of them, `whole_gradients`, and `staging`, the gradients of what the rank owns as
-    fp32, or of as much of it as a step buffer takes."""
+    """Most additional bytes in `forward`, `backward` and `step`: `gathered` params,
+    `whole_gradients`, and `staging` (fp32 gradients of owned elements, or the part of them that a
+    step buffer takes)."""
     on_cpu: int = 0
-    """Bytes of what it holds that are on the CPU wherever the model is: masters and state, where
-    these are offloaded."""
+    """Bytes of `held` on the CPU: masters and optimizer state if offloaded, else 0."""
 
     @property
     def total(self) -> int:
-        """All bytes between two steps."""
+        """Bytes of all categories between two steps."""
         return sum(self.held.values())
 
     @property
     def peak_at(self) -> str:
-        """The moment at which most comes on top; the first of several."""
+        """Moment with most additional bytes; the first if several are equal."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
     def peak(self) -> int:
-        """All bytes then."""
+        """Bytes of all categories at `peak_at`."""
         return self.total + sum(self.moments[self.peak_at].values())
 
 
 def footprint_of(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, has_masters: bool = True
 ) -> Footprint:
-    """The bytes of a rank.
+    """Return the memory of a rank.
 
     Args:
         sizes: The params that the rank trains, in registration order.
-        scenario: The case as its dp-cp group sees it.
+        scenario: The case of one dp-cp group.
         rank: Rank in that group.
-        has_masters: Whether there are fp32 masters beside the params; where not, the optimizer
-            steps the params themselves.
+        has_masters: True for fp32 masters beside the params; False if the optimizer steps the
+            params themselves.
     """
     forms = by_registration(sizes, scenario=scenario, rank=rank)
+    # No stored numbers: each state of the optimizer is added under its own name below.
     by_name = bytes_held(sizes, scenario=scenario, rank=rank, stored=0)
     held = {name: by_name[name] for name in ("params", "gradients", "sums", "masters")}
     if scenario.system.arena:
         held["arena"] = by_name["arena"]
     if not scenario.system.stage:
-        # Nothing is in buffers: the module has its own.
+        # The closed form counts buffers. Stage 0 has none for params: the module keeps its own.
         held["params"] = sum(size.elems * size.param_bytes for size in sizes)
     if not has_masters:
         held["masters"] = 0
     owned = sum(form.owned_elems for form in forms)
     held |= dict.fromkeys(state_names(scenario.optimizer), owned * STATE_BYTES)
     stepped = held["masters"] + sum(held[name] for name in state_names(scenario.optimizer))
+    # The optimizer's gradients are fp32, so only fp32 ones without masters need no copy.
     needs_copies = has_masters or any(form.grad_bytes != _FP32_BYTES for form in forms)
     staged = owned * _FP32_BYTES
     if scenario.system.step_buffer_elems is not None:
@@ -99,14 +99,14 @@ def footprint_of(
 def single_device(
     sizes: Sequence[ParamSize], *, scenario: Scenario, keeps_grads: bool, has_masters: bool = True
 ) -> Mapping[str, int]:
-    """The bytes of one device that trains alone, without buffers, between two steps.
+    """Return the bytes by category of training on one device without buffers, between two steps.
 
     Args:
         sizes: The params that are trained.
-        scenario: Says with which optimizer.
-        keeps_grads: Whether gradients stay in memory until the next backward, as they do with
+        scenario: The case; only its optimizer matters.
+        keeps_grads: True if gradients stay in memory until the next backward, as with
             `zero_grad(set_to_none=False)`.
-        has_masters: Whether it keeps fp32 masters.
+        has_masters: True for fp32 masters beside the params.
     """
     elems = sum(size.elems for size in sizes)
     return {
@@ -118,9 +118,10 @@ def single_device(
 
 
 def _gathered_in_forward(forms: Sequence[BucketForm], *, scenario: Scenario) -> int:
-    """Whole params of stage 3: a bucket in use and those ahead, or all that are kept."""
+    """Return the most bytes of unsharded params in a forward of stage 3."""
     if scenario.system.stage < 3:
         return 0
+    # Without resharding all buckets are unsharded at the end of forward, until backward.
     whole = [form.elems * form.param_bytes for form in forms]
     if not scenario.system.reshard_after_forward:
         return sum(whole)
@@ -134,25 +135,26 @@ def _gathered_in_forward(forms: Sequence[BucketForm], *, scenario: Scenario) -> 
 def _whole_at(
     index: int, forms: Sequence[BucketForm], scenario: Scenario, *, backward: bool = False
 ) -> Iterator[int]:
-    """Buckets whose params are whole while one of them is used.
-
-    How far is gathered ahead, and which one is kept from forward to backward, is counted among
-    those that as many ranks shard.
+    """Yield indices of the buckets with unsharded params while one bucket is used.
 
     Args:
-        index: The one in use.
-        forms: All of them, in the order in which they are used.
-        scenario: Says how far is gathered ahead.
-        backward: Whether that is the order of a backward.
+        index: The bucket in use.
+        forms: All buckets, in order of use.
+        scenario: The case; only `system.prefetch` matters.
+        backward: True if `forms` is in the order of a backward.
     """
+    # Prefetch, and the last bucket that stays from forward to backward, count within the buckets
+    # sharded by equally many ranks: buckets of experts form a line of their own.
     for ranks in dict.fromkeys(form.group_size for form in forms):
         line = [each for each, form in enumerate(forms) if form.group_size == ranks]
         come = [each for each in line if each <= index]
         if come:
             yield from line[len(come) :][: _prefetch(scenario)]
+        # Last in forward is first in backward.
         kept = line[0] if backward else line[-1]
         if index in line:
             yield index
+        # In forward the kept bucket stays once it was used; in backward it is there until used.
         elif (kept in come) != backward:
             yield kept
 
@@ -160,12 +162,13 @@ def _whole_at(
 def _in_backward(
     forms: Sequence[BucketForm], grads_sent: Sequence[GradForm], *, scenario: Scenario
 ) -> dict[str, int]:
-    """Whole params and gradients at the bucket at which both together take most."""
+    """Return unsharded params and whole gradients at the bucket with most bytes of both."""
     system = scenario.system
     if system.reduce_buffer_elems is not None:
         return {"gathered": 0, "whole_gradients": _in_reduce_buffers(grads_sent, scenario)}
     params = [form.elems * form.param_bytes for form in forms]
     grads = [form.elems * form.grad_bytes for form in forms]
+    # Stages 0 and 1 keep the gradient buffer between steps as well, so nothing is additional.
     if system.stage < 2:
         return {"gathered": 0, "whole_gradients": 0}
     accumulates = keeps_grads(scenario)
@@ -173,7 +176,7 @@ def _in_backward(
     best = {"gathered": 0, "whole_gradients": 0}
     back = forms[::-1]
     for index in range(len(forms)):
-        # Backward begins with all params that forward kept, and drops each once it is past.
+        # Backward begins with all params that forward kept, and reshards each after its use.
         gathered = sum(params[: index + 1] if not system.reshard_after_forward else ())
         gathered = gathered or sum(
             back[each].elems * back[each].param_bytes
@@ -181,7 +184,8 @@ def _in_backward(
         )
         now = {
             "gathered": gathered if system.stage == 3 else 0,
-            # In an arena they are held between steps as well.
+            # The arena is resident between steps, and `held` counts it.
+            # Else: all if they accumulate, or the filling bucket and the one in flight.
             "whole_gradients": 0
             if system.arena
             else sum(grads if accumulates else grads[index : index + 1 + in_flight]),
@@ -191,21 +195,26 @@ def _in_backward(
 
 
 def _in_reduce_buffers(forms: Sequence[GradForm], scenario: Scenario) -> int:
-    """Buffers, what is too long for them, and at stage 2 what waits to be copied together."""
+    """Return the most bytes of reduce buffers and of gradients that do not fit or still wait."""
     system, turns = scenario.system, buffer_turns(scenario)
     buffers: dict[tuple[str, str, int], int] = {}
     in_flight = most = 0
     for form in forms:
         size = form.buffer_elems * form.grad_bytes
+        # At stage 2 autograd's gradients wait until the last of a buffer is there, and are then
+        # copied together. With contiguous_grads each is copied when it arrives. At stage 1
+        # gradients are resident between steps, so they are not additional.
         waiting = form.elems * form.grad_bytes
         if system.contiguous_grads or system.stage == 1:
             waiting = 0
+        # Overlapped reductions take turns with two buffers per kind and dtype.
         if not form.has_own_memory:
             buffers[form.kind, form.grad_dtype, form.turn % turns] = size
             size = 0
         fixed = sum(buffers.values()) + waiting
-        # New memory for what goes together is made once the last is out of flight.
+        # Without contiguous_grads new memory is made once the last is out of flight.
         most = max(most, fixed + size, fixed + in_flight)
+        # Else a gradient too long for the buffer can be there while the last is still in flight.
         if system.contiguous_grads:
             most = max(most, fixed + in_flight + size)
         in_flight = size if overlaps_grads(system) else 0

@@ -1,4 +1,4 @@
-"""Ledger of a rank: what it had in memory at every moment of a step, and where it was fullest."""
+"""Ledger of a rank: memory by category at each moment of a step, and the peak."""
 
 from __future__ import annotations
 
@@ -12,64 +12,67 @@ BETWEEN = "between steps"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """What one rank had at one moment."""
+    """Memory of one rank at one moment."""
 
     phase: str
-    """`forward`, `backward`, `step`, or between steps."""
+    """`forward`, `backward`, `step` or `between steps`."""
     where: str
-    """What had just happened, such as `0.up began`."""
+    """Event that caused the sample, such as `0.up began`."""
     bytes: Mapping[str, int]
-    """By category, each memory once; those of which there is nothing are left out."""
+    """Bytes by category; each storage counts once, and empty categories are omitted."""
 
     @property
     def total(self) -> int:
-        """Of all categories."""
+        """Bytes of all categories."""
         return sum(self.bytes.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLedger:
-    """One rank's samples of one step, the last of them between it and the next."""
+    """Samples of one rank in one step; the last is taken between this step and the next."""
 
     rank: int
     samples: Sequence[Sample]
     unreported: tuple[str, ...] = ()
-    """Categories that the system does not tell apart."""
+    """Categories that the system does not report, so their bytes count under other names."""
 
     @property
     def between(self) -> Mapping[str, int]:
-        """What it held when the step was over."""
+        """Bytes by category after the step."""
+        # `MemoryMeter.end()` takes the last sample.
         return self.samples[-1].bytes
 
     @property
     def peak(self) -> Sample:
-        """The fullest moment, the first of several."""
+        """Sample with most bytes; the first if several are equal."""
         return max(self.samples, key=lambda sample: sample.total)
 
     def peak_of(self, category: str) -> Sample:
-        """The moment with most of a category."""
+        """Return the sample with most bytes of a category; the first if several are equal."""
         return max(self.samples, key=lambda sample: sample.bytes.get(category, 0))
 
     @property
     def categories(self) -> tuple[str, ...]:
-        """All that any moment had, in order of their first moment."""
+        """Categories of all samples, in order of first appearance."""
         return tuple(dict.fromkeys(name for sample in self.samples for name in sample.bytes))
 
 
 def differences(ledger: RankLedger, footprint: Footprint) -> Iterator[str]:
-    """What a closed form of memory between steps says otherwise than a ledger, in words.
+    """Yield a message for each category whose bytes between steps differ from the closed form.
 
     Args:
-        ledger: Of a rank.
-        footprint: Of the same rank.
+        ledger: Measured memory of a rank.
+        footprint: Closed form of the same rank.
     """
     for name, owed in footprint.held.items():
+        # Samples omit empty categories.
         got = ledger.between.get(name, 0)
         if got != owed:
             yield (
                 f"expected {owed} bytes of {name} between steps by closed form, got {got} on rank "
                 f"{ledger.rank}"
             )
+    # Both live only within a step: if they stay, the stage saves nothing.
     for name in ("gathered", "whole_gradients"):
         got = ledger.between.get(name, 0)
         if got:

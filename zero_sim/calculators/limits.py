@@ -1,4 +1,4 @@
-"""Limits: bytes of a rank by number of ranks, and the amount that they approach as ranks grow."""
+"""Limits: bytes of a rank by number of ranks, and their limit as ranks grow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARAMS = 10**10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LimitRow:
-    """One way to shard, on several numbers of ranks."""
+    """Bytes of one sharding for several numbers of ranks."""
 
     name: str
     unsharded: int
@@ -23,10 +23,10 @@ class LimitRow:
     by_ranks: Mapping[int, int]
     """Bytes of one rank by number of ranks."""
     limit: int
-    """Bytes that these approach."""
+    """Bytes of one rank with infinitely many ranks."""
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the row for JSON."""
         return {
             "name": self.name,
             "unsharded": self.unsharded,
@@ -38,7 +38,7 @@ class LimitRow:
 def limit_rows(
     model: Model, *, ranks: Sequence[int], stages: Sequence[Stage], has_masters: bool = True
 ) -> list[LimitRow]:
-    """A row for each stage, and one for the moments alone with everything in fp32.
+    """Return a row for each stage, and one with only the moments sharded, all in fp32.
 
     Args:
         model: A counted model.
@@ -50,7 +50,7 @@ def limit_rows(
         _row(f"stage {stage}", model, ranks=ranks, stage=stage, has_masters=has_masters)
         for stage in stages
     ]
-    # Stage 1 shards masters and moments. Without masters these are the moments alone.
+    # Stage 1 shards masters and moments, so without masters it shards only the moments.
     plain = counted_model(model.elems, dtype="fp32")
     moments = _row("fp32, moments alone", plain, ranks=ranks, stage=1, has_masters=False)
     return [*rows, moments]
@@ -60,7 +60,8 @@ def _row(
     name: str, model: Model, *, ranks: Sequence[int], stage: Stage, has_masters: bool
 ) -> LimitRow:
     def bytes_each(count: int, at: Stage = stage) -> Fraction:
-        """Bytes of a param on each of so many ranks, without padding: a param a rank."""
+        """Return bytes per param on each of `count` ranks."""
+        # One param per rank, so that no padding disturbs the limit.
         (size,) = model.sizes
         one = replace(model, sizes=(replace(size, elems=count),))
         one = one.with_choice(ranks=count, stage=at, redundancy=1)
@@ -69,7 +70,8 @@ def _row(
         )
         return Fraction(footprint.total, count)
 
-    # Bytes are kept + sharded / N, so that two numbers of ranks give both terms.
+    # bytes(N) = kept + sharded / N, so 2 * bytes(2) - bytes(1) = kept.
+    # Fractions keep it exact.
     limit = 2 * bytes_each(2) - bytes_each(1)
     return LimitRow(
         name=name,

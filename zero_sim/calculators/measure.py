@@ -1,8 +1,4 @@
-"""Measuring runs: a case on simulated ranks without a judge, its memory and calls in ledgers.
-
-One step is looked at, the second where there are two: by then all state is there, and what leaks
-has begun to. Faults, a reload, frozen params, loss scales and planted overflows are left out.
-"""
+"""Measuring runs: memory and calls of a case in one step on simulated ranks, without a judge."""
 
 from __future__ import annotations
 
@@ -41,35 +37,36 @@ from zero_sim.targets.protocol import CostedEngine, Engine, NamedMemoryEngine
 from zero_sim.workloads import Batch, Workload, build_module, build_workload, make_distinct
 
 _UNREPORTED = ("sums", "gathered", "whole_gradients")
-"""What nobody but the system itself can tell from other memory."""
+"""Categories that only the system itself can distinguish from other memory."""
 SPARE = 1.25
-"""What a run takes beside the closed forms: activations, copies on their way."""
+"""Memory of a run as a factor of the closed forms: activations and copies in flight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What one case did."""
+    """Memory and calls of one case in the measured step."""
 
     scenario: Scenario
     step: int
-    """The step that was looked at."""
+    """Index of the measured step."""
     ledgers: Sequence[RankLedger]
-    """By rank of the world."""
+    """Ledgers by rank of the world."""
     records: Mapping[int, Sequence[CollectiveRecord]]
-    """By rank of the world its calls in the step, up to the next forward."""
+    """Calls in the step, up to the next forward, by rank of the world."""
     sizes: Mapping[int, tuple[ParamSize, ...]]
-    """By rank of the world what it trained."""
+    """Params that each rank trained, by rank of the world."""
     groups: Sequence[DpCpGroup]
     is_costed: bool
-    """Whether the system declares that the closed forms hold for it."""
+    """True if the system declares that its costs follow the closed forms."""
     log: EventLog
 
     def traffic(self, rank: int, *, network: Network) -> Traffic:
-        """What a rank of the world sent in the step."""
+        """Return the traffic of a rank of the world in the step."""
         return traffic_in(self.records[rank], network=network)
 
     def differences(self) -> Iterator[str]:
-        """Where closed forms and ledgers differ, of a system that declares them, in words."""
+        """Yield a message for each difference between closed forms and measurement."""
+        # Other systems may have other buckets and calls, so they are only shown.
         if not self.is_costed:
             return
         for group in self.groups:
@@ -82,14 +79,16 @@ class Measured:
                 owed = checkpoint_bytes(case, rank=index)
                 if kept != owed:
                     yield (
-                        f"expected {owed} bytes of checkpoints at most by closed form, got {kept} "
-                        f"on rank {rank}"
+                        f"expected a peak of {owed} bytes of checkpoints by closed form, "
+                        f"got {kept} on rank {rank}"
                     )
 
     def _other_calls(self, group: DpCpGroup, index: int) -> Iterator[str]:
         rank = group.ranks[index]
+        # The model-parallel group: ranks at this index of all dp-cp groups.
         parts = tuple(each.ranks[index] for each in self.groups)
         planned = planned_calls(self.sizes[rank], scenario=group.scenario, rank=index)
+        # A multiset, because the closed form has no order of calls.
         owed: Counter[tuple[str, tuple[int, ...], int, str]] = Counter()
         for call, count in planned.items():
             at = parts if call.among == "parts" else tuple(group.ranks[i] for i in call.ranks)
@@ -98,22 +97,22 @@ class Measured:
         for what, counts in (("too many", made - owed), ("missing", owed - made)):
             for (kind, at, elems, dtype), count in counts.items():
                 yield (
-                    f"expected the calls of the closed form on rank {rank}, got {count} x {kind} "
-                    f"of {elems} {dtype} among {at} {what}"
+                    f"expected the calls of the closed form on rank {rank}, got {what}: {count} x "
+                    f"{kind} of {elems} {dtype} elements among ranks {at}"
                 )
 
 
 def measure(scenario: Scenario, *, target: Target | None = None) -> Measured:
-    """Run a case and keep its ledgers.
+    """Run a case and measure one step.
 
     Args:
         scenario: A validated case.
-        target: The system; without one, the registered target that the scenario names.
+        target: The system; by default the registered target that the scenario names.
 
     Raises:
-        RankFailed: A rank raised.
-        WorldFailure: The world ended otherwise.
-        EnvironmentProblem: The package that the system is of is not installed.
+        RankFailed: A rank raised an error.
+        WorldFailure: The world failed, for example in a deadlock.
+        EnvironmentProblem: The package of the system is not installed.
     """
     case = _plain(scenario)
     system = target or find_target(case.system.target)
@@ -121,6 +120,7 @@ def measure(scenario: Scenario, *, target: Target | None = None) -> Measured:
     groups = dp_cp_groups_of(case)
     workloads = [build_workload(group.scenario) for group in groups]
     ranks: dict[int, _Rank] = {}
+    # As in judged runs; restored below, because the caller's process may do other work.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -142,6 +142,7 @@ def measure(scenario: Scenario, *, target: Target | None = None) -> Measured:
                     )
 
             def called(record: CollectiveRecord, call: Call) -> None:
+                # Not yet for calls that create groups.
                 if record.rank in ranks:
                     ranks[record.rank].called(record)
 
@@ -163,16 +164,17 @@ def measure(scenario: Scenario, *, target: Target | None = None) -> Measured:
 
 
 def check_fits(model: Model, *, available: int | None = None) -> None:
-    """Check that a run of all ranks has room on this machine, before it is tried.
+    """Check that a run of all ranks fits into the memory of this machine.
 
     Args:
-        model: What is to be run.
-        available: Bytes there are; those that are free where left out.
+        model: Model and ranks of the run.
+        available: Bytes that the run may use; by default the free memory of the machine.
 
     Raises:
-        EnvironmentProblem: It has not; says how many ranks, or params, would have.
+        EnvironmentProblem: The run does not fit; the message contains a number of params that does.
     """
     free = _free_bytes() if available is None else available
+    # All simulated ranks live in this process, so their peaks add up.
     sizes, ranks = model.laid_out(), model.scenario.world.size
     each = footprint_of(sizes, scenario=model.scenario, rank=0).peak
     needed = round(ranks * each * SPARE)
@@ -180,18 +182,21 @@ def check_fits(model: Model, *, available: int | None = None) -> None:
         return
     params = model.elems * free // needed
     raise EnvironmentProblem(
-        f"expected a run that fits into the {free / 1e9:.1f} GB that are free here, got {ranks} "
-        f"ranks of {each / 1e9:.1f} GB each, about {needed / 1e9:.1f} GB together. Try about "
-        f"{params:,} params, or leave --measure out, which needs no memory."
+        f"expected a run that fits into the {free / 1e9:.1f} GB of free memory, got {ranks} ranks "
+        f"of {each / 1e9:.1f} GB each, about {needed / 1e9:.1f} GB together. Try about "
+        f"{params:,} params, or omit --measure: closed forms need no memory."
     )
 
 
 def _free_bytes() -> int:
+    # Free pages only: memory that caches could give back does not count.
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _plain(scenario: Scenario) -> Scenario:
-    """The case as if nothing went wrong, and no longer than it has to be."""
+    """Return the case without faults, reload, frozen params and loss scale, of 2 steps at most."""
+    # Faults and skipped steps change calls and memory. A reload may change the world's size, so the
+    # run ends before it.
     steps = scenario.run.steps
     if scenario.reload is not None:
         steps = scenario.reload.step
@@ -207,6 +212,7 @@ def _plain(scenario: Scenario) -> Scenario:
 
 
 def _looked_at(scenario: Scenario) -> int:
+    # The last of at most two steps. In the second all optimizer state exists, and leaks show.
     return scenario.run.steps - 1
 
 
@@ -216,6 +222,7 @@ def _place(
     if len(groups) == 1:
         assert isinstance(dist.group.WORLD, dist.ProcessGroup)
         return groups[0], workloads[0], dist.group.WORLD
+    # Every rank creates all groups in the same order, as new_group() requires.
     made = [dist.new_group(list(group.ranks)) for group in groups]
     mine = next(i for i, group in enumerate(groups) if rank in group.ranks)
     own = made[mine]
@@ -244,9 +251,10 @@ class _Rank:
         group: dist.ProcessGroup,
         tp_index: int = 0,
     ) -> None:
-        """Train as many steps as the case has."""
+        """Train all steps of the case, and sample the measured one."""
         with ExitStack() as stack:
             stack.enter_context(self._meter.watching())
+            # Build under the meter: params and buffers are born here.
             index = group.rank()
             module = build_module(
                 workload, expert_index=index % scenario.topology.ep, tp_index=tp_index
@@ -256,6 +264,7 @@ class _Rank:
             self.sizes = sizes_of(module)
             built = system.build(module, scenario=scenario, group=group)
             self.is_costed = isinstance(built, CostedEngine)
+            # Before it is adapted, because an adapter has all optional methods.
             self._names_memory = isinstance(built, NamedMemoryEngine)
             self._meter.named = _names_of(built, module)
             sample_at_modules(self._meter, module)
@@ -278,14 +287,16 @@ class _Rank:
                     self._meter.sample("forward is over")
                     self._meter.phase = "backward"
                     engine.backward(loss, last_micro=last, rows=batch.rows)
+                    # Else the loss would keep the graph and the batch in the next sample.
                     del batch, loss
                     self._meter.sample("backward is over")
                 self._meter.phase = "step"
                 engine.step(lr_factor=lr_factor(scenario, step))
                 self._meter.sample("the optimizer's step is over")
+                # Completes gathers left for the next forward: they are calls of this step.
                 engine.settle()
                 self._window = (start, len(self._log.collectives))
-            # Whatever hangs in a circle is no memory that a step needs.
+            # Memory in reference cycles is garbage that the step does not need.
             gc.collect()
             self._meter.end()
 
@@ -298,11 +309,11 @@ class _Rank:
         return batch
 
     def called(self, record: CollectiveRecord) -> None:
-        """Note what there is at a call."""
+        """Take a sample at a call of this rank."""
         self._meter.sample(f"{record.kind} of {record.elems:,} {record.dtype}")
 
     def ledger(self) -> RankLedger:
-        """What was seen of it."""
+        """Return the ledger of the measured step."""
         return RankLedger(
             rank=self._rank,
             samples=self._meter.samples,
@@ -310,23 +321,24 @@ class _Rank:
         )
 
     def records(self) -> list[CollectiveRecord]:
-        """Its calls in the step that was looked at."""
+        """Return the calls of this rank in the measured step."""
         start, stop = self._window
         return [each for each in self._log.collectives[start:stop] if each.rank == self._rank]
 
 
 def _names_of(engine: Engine, module: nn.Module) -> Named:
-    """What has a name: as the engine says, else as torch and the engine's parts tell."""
+    """Return the source of names: the engine's own report, else torch and the engine's parts."""
 
     def named() -> Iterator[tuple[str, Tensor]]:
         if isinstance(engine, NamedMemoryEngine):
             yield from (("frozen", p) for p in module.parameters() if not p.requires_grad)
             yield from engine.memory()
             return
+        # An engine's optional `parts` have its masters and state. Scalars are counters.
         for part in getattr(engine, "parts", tuple)():
             yield "masters", part.master
             yield from ((name, value) for name, value in part.state.items() if value.dim())
-        # What is told later wins: params of others can be the very masters.
+        # Later names win: without separate masters the params themselves are the masters.
         yield from named_by_torch(module)
 
     return named

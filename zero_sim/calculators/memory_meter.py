@@ -1,9 +1,8 @@
-"""Meter of a rank's memory: every tensor that its operations make, from birth to death.
+"""Meter of a rank's memory: storages of all tensors that its operations return, until freed.
 
-It looks at what each operation of torch returns, on the rank's own thread, and hears of it when
-memory is freed. A category is a name that the system gives to memory; what has none is called by
-the phase in which it was born. What the simulated world does to carry data is no operation of the
-rank, and is not seen.
+A dispatch mode on the rank's thread records the result of each torch operation; weak references
+record its end. Each storage counts under the category that the system names, else under the phase
+of its birth. Operations by which the simulated world carries data do not count.
 """
 
 from __future__ import annotations
@@ -25,34 +24,34 @@ from torch.utils._pytree import tree_leaves
 from zero_sim.calculators.ledger import BETWEEN, Sample
 from zero_sim.cost.hook_trace import tell_arrival
 
+# Frames between an operation and its caller: torch itself, and the stand-in for its compiler.
 _BETWEEN_CALLS = (
     str(Path(torch.__file__).parent),
-    # Stands between torch and who calls it; see there.
     str(Path(__file__).parents[1] / "host" / "dynamo.py"),
 )
 _WORLD = str(Path(__file__).parents[1] / "sim")
 _NAMED_BY_BIRTH = {"forward": "activations", "backward": "autograd", "step": "staging"}
 _COUNTER_BYTES = 8
-"""Of one number, such as the step that an optimizer counts: they do not grow with the model."""
+"""Bytes of a counter, such as an optimizer's step: it does not grow with the model."""
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Tells all memory that has a name now."""
+"""Source of category and tensor of all memory that has a name now."""
 
 
 @dataclass(slots=True)
 class _Block:
-    """Memory that lives."""
+    """One live storage."""
 
     storage: weakref.ref[UntypedStorage]
     bytes: int
-    born: str
+    born: str  # phase
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class MemoryMeter:
-    """Notes what lives on one rank; take `watching` around all that the rank does.
+    """Meter of one rank; enter `watching()` around all work of the rank.
 
     Args:
-        named: Tells what has a name; asked at every sample.
+        named: Source of names, called at every sample because params and gradients move.
     """
 
     named: Named = tuple
@@ -60,18 +59,20 @@ class MemoryMeter:
     samples: list[Sample] = field(default_factory=list)
     is_sampling: bool = False
     on_sample: Callable[[Sample], None] | None = None
-    """Called with each sample as it is taken."""
+    """Function called with each new sample."""
+    # By address of the storage's implementation: views share it.
     _live: dict[int, _Block] = field(default_factory=dict)
 
     def watching(self) -> TorchDispatchMode:
-        """The mode in which operations are looked at."""
+        """Return the dispatch mode that records the results of operations."""
         return _Watch(self)
 
     def note(self, tensor: Tensor) -> None:
-        """Note memory that an operation returned, unless it is known."""
+        """Record the storage of a tensor that an operation returned."""
         storage = tensor.untyped_storage()
         size, key = storage.nbytes(), storage._cdata
         block = self._live.get(key)
+        # A view, or an in-place resize.
         if block is not None:
             block.bytes = size
         elif size:
@@ -79,14 +80,15 @@ class MemoryMeter:
             self._live[key] = _Block(weakref.ref(storage, forget), size, self.phase)
 
     def sample(self, where: str) -> None:
-        """Add up what lives now, where a step is looked at."""
+        """Add up live bytes by category, if the step is measured."""
         if not self.is_sampling:
             return
+        # If a storage has several names, the last one counts.
         names = {_local(tensor).untyped_storage()._cdata: name for name, tensor in self.named()}
         sums: dict[str, int] = {}
         for key, block in self._live.items():
             storage = block.storage()
-            # Memory can be resized in place, as FSDP does with what it has gathered.
+            # FSDP resizes the storage of gathered params in place, without an operation.
             size = block.bytes if storage is None else storage.nbytes()
             born = "other" if size <= _COUNTER_BYTES else _NAMED_BY_BIRTH.get(block.born, "other")
             name = names.get(key, born)
@@ -97,7 +99,7 @@ class MemoryMeter:
             self.on_sample(self.samples[-1])
 
     def end(self) -> None:
-        """Take the sample between this step and the next, the last one."""
+        """Take the last sample, between the measured step and the next."""
         self.phase = BETWEEN
         self.sample("the step is over")
         self.is_sampling = False
@@ -106,21 +108,23 @@ class MemoryMeter:
         self.sample(f"the gradient of {name} arrived")
 
     def _forget(self, key: int, storage: weakref.ref[UntypedStorage]) -> None:
+        # The address may belong to another block by now.
         block = self._live.get(key)
         if block is not None and block.storage is storage:
             del self._live[key]
 
 
 class _Watch(TorchDispatchMode):
-    """Looks at what each operation returns."""
+    """Dispatch mode that passes the result of each operation to a meter."""
 
     def __init__(self, meter: MemoryMeter) -> None:
         super().__init__()
         self._meter = meter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # DTensor then calls the operation again, with the local tensors of this rank.
         if DTensor in types:
-            return NotImplemented  # It comes again with the tensors that this rank has of them.
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         if _is_of_world():
             return result
@@ -131,7 +135,9 @@ class _Watch(TorchDispatchMode):
 
 
 def _is_of_world() -> bool:
-    """Whether the simulated world called an operation: it carries data in the rank's thread."""
+    """Return True if the simulated world called the operation."""
+    # It carries data in the rank's thread, so only the stack shows the caller. Frame 2 is the
+    # caller of __torch_dispatch__.
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN_CALLS):
         frame = frame.f_back
@@ -139,12 +145,13 @@ def _is_of_world() -> bool:
 
 
 def sample_at_modules(meter: MemoryMeter, module: nn.Module) -> None:
-    """Take samples when modules with params of their own begin and end, and gradients arrive.
+    """Take samples when modules with direct params begin and end, and when gradients arrive.
 
     Args:
-        meter: Of the rank.
-        module: What the system was given to train, after it was built.
+        meter: Meter of the rank.
+        module: The trained module, after the system was built around it.
     """
+    # Registered after the system's hooks, so samples show memory after the system's work.
     for name, each in module.named_modules():
         if not name or any(True for _ in each.parameters(recurse=False)):
             label = name or "the model"
@@ -168,13 +175,13 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def named_by_torch(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What torch itself tells of a model: trained params, frozen ones, gradients.
+    """Yield the memory that a model itself names: trained params, frozen params, gradients.
 
     Args:
         module: The model.
     """
     for param in module.parameters():
         yield "params" if param.requires_grad else "frozen", param.detach()
-        # In forward FSDP1 has views of a flat param in the place of params.
+        # In forward FSDP1 replaces params by views of a flat param, which have no own gradient.
         if param.is_leaf and param.grad is not None:
             yield "gradients", param.grad

@@ -1,7 +1,7 @@
-"""Models whose costs are asked for: the cases of a scenario file, or a module of somebody else.
+"""Models for the calculators: cases of a scenario file, or a module of the user.
 
-Closed forms take the sizes of params, so a module of somebody else is built without memory. Runs
-take a case: of a number of params, a chain of modules with a bucket each.
+Closed forms need only the sizes of params. Runs need a case: for a number of params, a chain of
+modules with one bucket each.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _NAME = "module:name"
 _MEASURED = OwnModelName("own:measured")
 _DTYPES: dict[str, DtypeName] = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
 _FUNCTIONS = {"batch": "batch(generator, rows)", "loss": "loss(model, *batch)"}
-"""Functions of the Python module of a model that a run needs, as `OwnModel` has them."""
+"""Functions that a run needs from the Python module of a model: fields of `OwnModel`."""
 
 
 def models_of_file(path: Path) -> list[Model]:
-    """What each case of a scenario file trains, on the ranks of its first dp-cp group.
+    """Return the model of each case of a scenario file, on the ranks of its first dp-cp group.
 
     Raises:
-        ScenarioError: with every problem of the file.
+        ScenarioError: The file has problems; the error lists all of them.
     """
     return [_model_of_case(scenario) for scenario in load_cases(path)]
 
@@ -51,46 +51,49 @@ def _model_of_case(scenario: Scenario) -> Model:
 
 
 def model_of_name(name: str) -> Model:
-    """A module of somebody else; runs its code.
+    """Import a module of the user; this runs its code.
 
     Args:
-        name: `module:name`: a module of Python, and what in it is an `nn.Module`, or makes one
-            without arguments.
+        name: `module:name`, a Python module and in it an `nn.Module` or a function without
+            arguments that returns one.
 
     Raises:
-        UsageError: There is no such thing, or it is not what it should be.
+        UsageError: The import fails, or the result is no `nn.Module` with trainable params.
     """
     with theirs(f"the model {name} to be an nn.Module, or to make one without arguments"):
         made = _attribute(name, name.partition(":")[2])
         if not isinstance(made, nn.Module):
             made = _without_memory(made)
     if not isinstance(made, nn.Module):
-        raise UsageError(f"expected {name} to be or to make an nn.Module, got {made!r}.")
+        raise UsageError(f"expected {name} to be an nn.Module or to return one, got {made!r}.")
     sizes = sizes_of(made)
     if not sizes:
-        raise UsageError(f"expected {name} to have params that are trained, got none.")
+        raise UsageError(f"expected {name} to have trainable params, got none.")
+    # A placeholder: closed forms take only `sizes`, and case_of() replaces it.
     scenario = Scenario(schema=1, name=name, model=ModelSpec(name="mlp"))
     return Model(sizes=sizes, scenario=scenario, imported=True)
 
 
 @contextmanager
 def case_of(model: Model) -> Iterator[Scenario]:
-    """A scenario that trains a model on all ranks of the world, for as long as it is entered.
+    """Yield a scenario that trains a model on all ranks of the world, valid within the context.
 
     Raises:
-        UsageError: A module of somebody else comes without a batch and a loss.
-        ScenarioError: It would be none, or one that is too large.
+        UsageError: The user's module comes without `batch` or `loss`.
+        ScenarioError: The scenario is not valid, or too large.
     """
     scenario, models = model.scenario, {}
     own = _own_model(model)
     if own is not None:
         models = {_MEASURED: own}
         dtypes = {size.dtype for size in model.sizes}
-        # Of several dtypes each param keeps its own.
+        # With several dtypes each param keeps its own, because fp32 casts none.
         dtype = _DTYPES.get(dtypes.pop(), "fp32") if len(dtypes) == 1 else "fp32"
         scenario = replace(scenario, model=ModelSpec(name=_MEASURED, dtype=dtype))
+    # The model counts one dp-cp group, the world all of them.
     parts = scenario.topology.tp * scenario.topology.pp
     scenario = replace(scenario, world=replace(scenario.world, size=scenario.world.size * parts))
+    # The name is known only here, so that no fuzzer draws it afterwards.
     with known_while(models):
         problems = check_scenario(scenario)
         if problems:
@@ -99,7 +102,7 @@ def case_of(model: Model) -> Iterator[Scenario]:
 
 
 def _own_model(model: Model) -> OwnModel | None:
-    """What trains params that are only counted, or somebody's module; None for a scenario's."""
+    """Return the workload of a counted or imported model; None for a model of a scenario."""
     if model.counted:
         elems = [size.elems for size in model.laid_out()]
         return OwnModel(build=partial(_chain, elems), batch=_zeros, loss=_mean)
@@ -111,6 +114,7 @@ def _own_model(model: Model) -> OwnModel | None:
         try:
             functions[each] = _attribute(name, each)
         except UsageError:
+            # The closed forms do not need these functions, so only --measure requires them.
             module = name.partition(":")[0]
             raise UsageError(
                 f"expected functions {' and '.join(_FUNCTIONS.values())} in module {module!r} "
@@ -125,19 +129,21 @@ def _attribute(name: str, attribute: str) -> Any:
 
 
 def _fresh(name: str) -> nn.Module:
+    # A module that exists is copied, because each rank trains its own.
     made = _attribute(name, name.partition(":")[2])
     return copy.deepcopy(made) if isinstance(made, nn.Module) else made()
 
 
 class _Link(nn.Module):
-    """A param of a chain: it adds its sum, which leaves nothing for backward to keep."""
+    """Module of a chain with one param."""
 
+    # The derivative of a sum needs no tensor, so autograd saves no activations.
     def __init__(self, elems: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(elems))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` (rows) plus a number."""
+        """Return `x`, [rows], plus the sum of the param."""
         return x + self.weight.sum()
 
 
@@ -145,6 +151,7 @@ def _chain(elems: list[int]) -> nn.Module:
     return nn.Sequential(*map(_Link, elems))
 
 
+# Memory and calls do not depend on values.
 def _zeros(generator: torch.Generator, rows: int) -> Tensor:
     return torch.zeros(rows)
 
@@ -154,5 +161,6 @@ def _mean(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _without_memory(make: Callable[[], object]) -> object:
+    # Sizes are enough for closed forms, and the model may be larger than this machine's memory.
     with torch.device("meta"):
         return make()

@@ -1,4 +1,4 @@
-"""Rows of the calculators: what one way to train a model costs a rank."""
+"""Rows of the calculators: memory and traffic of a rank for one sharding of a model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zero_sim.calculators.network import Network
 from zero_sim.calculators.traffic import Flow, Traffic, traffic_of
 
 CURVE_RANKS = tuple(2**power for power in range(15))
-"""1 to 16,384 ranks."""
+"""Numbers of ranks of a curve: powers of two up to 16,384."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRow:
-    """What one rank holds."""
+    """Memory of one rank."""
 
     model: str
     params: int
@@ -28,22 +28,22 @@ class MemoryRow:
     bucket_elems: int | None
     footprint: Footprint
     unsharded: int
-    """Bytes that it would hold between two steps with stage 0, its gradient buffer included."""
+    """Bytes between two steps with stage 0, its gradient buffer included."""
     one_device: int
-    """Bytes of one device that frees gradients after a step."""
+    """Bytes on one device that frees gradients after a step."""
 
     @property
     def saved(self) -> float:
-        """Part of the bytes of stage 0 that it does not hold."""
+        """Saved part of the bytes of stage 0, at most 1."""
         return 1 - self.footprint.total / self.unsharded if self.unsharded else 0.0
 
     @property
     def saved_of_one_device(self) -> float:
-        """Part of the bytes of one device that it does not hold; negative if it holds more."""
+        """Saved part of the bytes of one device, at most 1; negative if the rank has more."""
         return 1 - self.footprint.total / self.one_device if self.one_device else 0.0
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the row for JSON."""
         footprint = self.footprint
         return {
             "model": self.model,
@@ -53,6 +53,7 @@ class MemoryRow:
             "redundancy": self.redundancy,
             "bucket_elems": self.bucket_elems,
             "bytes_per_rank": {**footprint.held, "total": footprint.total},
+            # Part of the total, not added to it.
             "on_cpu": footprint.on_cpu,
             "within_step": {name: dict(extra) for name, extra in footprint.moments.items()},
             "peak": footprint.peak,
@@ -64,7 +65,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrafficRow:
-    """What one rank sends in a step."""
+    """Traffic of one rank in a step."""
 
     model: str
     params: int
@@ -75,10 +76,11 @@ class TrafficRow:
     traffic: Traffic
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the row for JSON."""
         traffic = self.traffic
         by_kind = traffic.by_kind()
         links = (traffic.network.inside, traffic.network.between)
+        # Exact fractions are rounded up only here, so totals may be below the sum of their parts.
         totals = {link: math.ceil(traffic.sent_over(link)) for link in links}
         return {
             "model": self.model,
@@ -117,14 +119,20 @@ def choices(
     redundancies: Sequence[int] = (),
     **system: Any,
 ) -> Iterator[Model]:
-    """Each model in each way that is asked for; as it is, where nothing is.
+    """Yield each model in each combination of the given settings.
 
-    Stage 0 shards nothing, so it comes with one copy only.
+    Args:
+        models: Models with their own settings, kept for each empty argument.
+        ranks: Sizes of the dp-cp group.
+        stages: ZeRO stages.
+        redundancies: Numbers of replicas of the sharded state.
+        system: Other fields of `system`, for all models.
     """
     for model in models:
         for size in ranks or (model.scenario.world.size,):
             for stage in stages or (model.scenario.system.stage,):
                 copies = redundancies or (model.scenario.system.redundancy,)
+                # Stage 0 shards nothing, so it has no replicas of shards.
                 for redundancy in copies if stage else (1,):
                     yield model.with_choice(
                         ranks=size, stage=stage, redundancy=redundancy, **system
@@ -132,7 +140,7 @@ def choices(
 
 
 def memory_row(model: Model, *, has_masters: bool = True, rank: int = 0) -> MemoryRow:
-    """The row of a model as it is."""
+    """Return the memory of a rank with the model's own settings."""
     scenario, sizes = model.scenario, model.laid_out()
     plain = model.with_choice(stage=0, redundancy=1)
     unsharded = footprint_of(
@@ -147,12 +155,13 @@ def memory_row(model: Model, *, has_masters: bool = True, rank: int = 0) -> Memo
         bucket_elems=scenario.system.bucket_elems,
         footprint=footprint_of(sizes, scenario=scenario, rank=rank, has_masters=has_masters),
         unsharded=unsharded.total,
+        # torch's zero_grad() frees gradients by default.
         one_device=sum(alone(model, has_masters=has_masters)["gradients_freed"].values()),
     )
 
 
 def traffic_row(model: Model, *, network: Network, rank: int = 0) -> TrafficRow:
-    """The row of a model as it is."""
+    """Return the traffic of a rank with the model's own settings."""
     scenario, sizes = model.scenario, model.laid_out()
     return TrafficRow(
         model=scenario.name,
@@ -166,7 +175,8 @@ def traffic_row(model: Model, *, network: Network, rank: int = 0) -> TrafficRow:
 
 
 def alone(model: Model, *, has_masters: bool = True) -> dict[str, Mapping[str, int]]:
-    """What one device holds that trains the model without buffers, in two manners."""
+    """Return the bytes on one device without buffers, with gradients freed and kept."""
+    # Not laid_out(): without buckets there is no padding, so the total size is enough.
     return {
         name: single_device(
             model.sizes, scenario=model.scenario, keeps_grads=keeps, has_masters=has_masters
@@ -178,10 +188,11 @@ def alone(model: Model, *, has_masters: bool = True) -> dict[str, Mapping[str, i
 def curve(
     model: Model, *, stages: Sequence[Stage] = (), redundancies: Sequence[int] = ()
 ) -> Iterator[Model]:
-    """A model on 1 to 16,384 ranks, where it can be trained on so many, in each way asked for."""
+    """Yield a model on 1 to 16,384 ranks for each stage and redundancy."""
     ep, system = model.scenario.topology.ep, model.scenario.system
     for stage in stages or (system.stage,):
         for redundancy in (redundancies or (system.redundancy,)) if stage else (1,):
             for ranks in CURVE_RANKS:
+                # Skip numbers that experts or replicas do not divide: a curve needs no error.
                 if ranks % ep == 0 and ranks // ep % redundancy == 0:
                     yield model.with_choice(ranks=ranks, stage=stage, redundancy=redundancy)

@@ -1,4 +1,4 @@
-"""The state that each optimizer keeps of an element, under torch's own names."""
+"""State tensors of each optimizer per element of a master, under torch's names."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ _ALWAYS: Final[Mapping[OptimizerName, tuple[str, ...]]] = {
     "muon": ("momentum_buffer",),
     "lamb": ("exp_avg", "exp_avg_sq"),
 }
-"""In fp32 each; counters, which do not grow with the model, are left out."""
+"""Names of fp32 state tensors. Counters are omitted: they do not grow with the model."""
 
+# Masters are fp32, and torch keeps state in the dtype of the stepped tensor.
 STATE_BYTES: Final = 4
+"""Bytes of one element of a state tensor."""
 
 
 def state_names(spec: OptimizerSpec) -> tuple[str, ...]:
-    """Names of the state tensors that have an element for each of a master's.
+    """Return the names of the state tensors with one element per element of a master.
 
     Args:
-        spec: The optimizer with its settings, some of which ask for more state; of a target's own
-            rule nothing is known, and none is counted.
+        spec: The optimizer and its settings, some of which need more state.
     """
+    # The state of a target's own update rule is not known, so it counts as none.
     names = _ALWAYS.get(spec.name, ())
     if spec.name in ("adam", "adamw") and spec.amsgrad:
         names += ("max_exp_avg_sq",)
@@ -44,10 +46,10 @@ def state_names(spec: OptimizerSpec) -> tuple[str, ...]:
 
 
 def check_name(name: str) -> OptimizerName:
-    """The name of an optimizer.
+    """Return the name of a known optimizer; case does not matter.
 
     Raises:
-        UsageError: There is no such optimizer; lists those there are.
+        UsageError: The optimizer is not known; the message lists all names.
     """
     for known in _ALWAYS:
         if name.lower() == known:

@@ -25,39 +25,40 @@ if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord
 
 _WorldRanks = Callable[[Among, range], Sequence[int]]
-"""From members of the dp-cp group, or of the parts of the model, to ranks of the world."""
+"""Function from members of a dp-cp group, or from model parts, to ranks of the world."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """Calls of one rank in a step that are alike."""
+    """Calls of one rank in a step with equal kind, group and dtype."""
 
     kind: str
     group: str
-    """Who meets: what they are to each other in a closed form, the group's name in a log."""
+    """Relation of the members, such as `block`, in a closed form; the group's name in a log."""
     ranks: int
     dtype: str
     calls: int
     messages: int
     contributed_bytes: int
     sent: Mapping[str, Fraction]
-    """Bytes that the rank sends, by name of the link; a mean over its group where they differ."""
+    """Bytes that the rank sends by name of the link: the mean over its group if ranks differ."""
 
     @property
     def total_sent(self) -> Fraction:
-        """Over all links."""
+        """Bytes over all links."""
         return sum(self.sent.values(), Fraction(0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """All that a rank sends in a step."""
+    """Calls and sent bytes of a rank in a step."""
 
     flows: Sequence[Flow]
     network: Network
 
     def by_kind(self) -> dict[str, dict[str, int]]:
-        """Bytes sent by kind and link, rounded up to whole ones."""
+        """Return the sent bytes by kind and link, rounded up."""
+        # Add first and round once: flows rounded one by one would overstate the sum.
         sums: dict[str, dict[str, Fraction]] = {}
         for flow in self.flows:
             of_kind = sums.setdefault(flow.kind, {})
@@ -69,7 +70,7 @@ class Traffic:
         }
 
     def sent_over(self, link: str) -> Fraction:
-        """Bytes that a rank sends over one link, a mean over the ranks."""
+        """Return the bytes that a rank sends over one link, a mean over the ranks."""
         return sum((flow.sent.get(link, Fraction(0)) for flow in self.flows), Fraction(0))
 
     @property
@@ -80,12 +81,14 @@ class Traffic:
     @property
     def sent_per_card(self) -> Fraction:
         """Bytes that leave a node by each of its network cards."""
+        # Means over ranks, so a node sends that times its ranks.
         network = self.network
         return self.sent_over(network.between) * network.ranks_per_node / network.cards
 
     @property
     def through_first(self) -> int:
-        """Bytes that pass the first rank, where others send it what it adds; 0 elsewhere."""
+        """Bytes that pass through the first rank if it adds for all others, else 0."""
+        # A gather occurs only with `sum_by = "first-rank"`; a broadcast alone has other uses.
         if all(flow.kind != "gather" for flow in self.flows):
             return 0
         return sum(
@@ -94,15 +97,17 @@ class Traffic:
 
 
 def _world_ranks_of(scenario: Scenario, *, rank: int) -> _WorldRanks:
-    """Where the members of a dp-cp group are in the world, by the scenario's topology.
+    """Return the function from group members to ranks of the world, by the scenario's topology.
 
     Args:
-        scenario: The case as its dp-cp group sees it.
-        rank: A rank of the first such group.
+        scenario: The case of one dp-cp group.
+        rank: Rank in the first dp-cp group.
     """
     spec = scenario.topology
+    # The only dp-cp group is the whole world.
     if spec.tp * spec.pp == 1:
         return lambda among, members: members
+    # The case of a dp-cp group counts only its own ranks, so dp is the rest after cp.
     topology = Topology(
         tp=spec.tp, cp=spec.cp, pp=spec.pp, dp=scenario.world.size // spec.cp, order=spec.order
     )
@@ -114,17 +119,18 @@ def _world_ranks_of(scenario: Scenario, *, rank: int) -> _WorldRanks:
 def traffic_of(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, network: Network
 ) -> Traffic:
-    """What a rank sends in a step that is not skipped, by closed form.
+    """Return the traffic of a rank in a step by closed form, if the step is not skipped.
 
     Args:
         sizes: The params that the rank trains, in registration order.
-        scenario: The case as its dp-cp group sees it.
+        scenario: The case of one dp-cp group.
         rank: Rank in that group.
-        network: What joins the ranks.
+        network: Nodes and links.
     """
     calls = planned_calls(sizes, scenario=scenario, rank=rank)
     place = _world_ranks_of(scenario, rank=rank)
-    # Groups of as many ranks may be others, as those of experts are, and on other links.
+    # Keyed by the ranks, not their number: groups of equal size, such as those of experts, can use
+    # other links.
     rows: dict[tuple[str, Among, range, str], Counter[tuple[int, int]]] = {}
     for call, count in calls.items():
         key = (call.kind, call.among, call.ranks, call.dtype)
@@ -137,14 +143,15 @@ def traffic_of(
 
 
 def traffic_in(records: Iterable[CollectiveRecord], *, network: Network) -> Traffic:
-    """What a rank sent by its calls in an event log.
+    """Return the traffic of a rank from its calls in an event log.
 
     Args:
-        records: The calls of one rank in one step.
-        network: What joins the ranks.
+        records: Calls of one rank in one step.
+        network: Nodes and links.
     """
     rows: dict[tuple[str, str, tuple[int, ...], str], Counter[tuple[int, int]]] = {}
     for record in records:
+        # A barrier carries no data.
         if record.kind != "barrier":
             key = (record.kind, record.group, record.group_ranks, record.dtype)
             rows.setdefault(key, Counter())[record.elems, record.elem_bytes] += 1
@@ -164,7 +171,8 @@ def _flow(
     *,
     network: Network,
 ) -> Flow:
-    """The calls of one row; `counts` counts them by elements and bytes an element."""
+    """Return the flow of one row; `counts` has calls by elements and bytes per element."""
+    # Fractions, because a ring's (n-1)/n of a bucket need not be whole bytes.
     between = part_between(ranks, network=network, kind=kind)
     sent = Fraction(0)
     for (elems, elem_bytes), count in counts.items():
