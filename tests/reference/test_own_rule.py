@@ -69,16 +69,6 @@ class TestSteps:
         assert stepper.masters["w"].tolist() == pytest.approx([0.9, 1.9])
         assert stepper.masters["b"].tolist() == pytest.approx([2.5])
 
-    def test_a_step_counter_may_be_a_number(self):
-        def descend(param, grad, state, settings):
-            state["t"] = state.get("t", 0) + 1
-            param.sub_(settings["lr"] * grad / state["t"])
-
-        stepper = stepper_of(step=descend)
-        step(stepper)
-        step(stepper)
-        assert stepper.state()["w"] == {"t": torch.tensor(2)}
-
     def test_a_class_and_a_function_give_the_same_bits(self):
         pair = stepper_of(step=adamw_step), stepper_of(build=build)
         for value in (1.0, -3.0, 0.5):

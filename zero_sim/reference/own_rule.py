@@ -117,7 +117,7 @@ class OwnOptimizer:
             self._inner.step()
 
     def states(self) -> States:
-        """Return state tensors by param and key; live. A number is a 0-D tensor."""
+        """Return state tensors by param and key; live."""
         if self._rule.read_state is None:
             # torch's layout: state under the param itself.
             held = self._inner.state
@@ -125,13 +125,9 @@ class OwnOptimizer:
         else:
             with self._alone():
                 found = self._rule.read_state(self._inner, dict(self._params))
+        # Other values, such as numbers, have no elements to compare or cut.
         return {
-            name: {
-                key: value if isinstance(value, Tensor) else torch.tensor(value)
-                for key, value in found.get(name, {}).items()
-                # Other values, such as text, have no elements to compare or cut.
-                if isinstance(value, Tensor | float) or type(value) is int
-            }
+            name: {k: v for k, v in found.get(name, {}).items() if isinstance(v, Tensor)}
             for name in self._params
         }
 
