@@ -74,6 +74,7 @@ def pairs(one: Work, other: Work, repeats: int) -> list[tuple[float, float]]:
 
 def ratio(taken: list[tuple[float, float]]) -> float:
     """Return the median quotient of first over second."""
+    # The median of quotients, because only the two parts of a pair ran under the same load.
     return statistics.median(first / second for first, second in taken)
 
 
@@ -173,6 +174,7 @@ def failing_seconds(world_size: int) -> float:
     def program(rank: int) -> None:
         if world_size > 2 and rank == 1:
             return
+        # Of two ranks, rank 1 has two elements and the other one. Of many, rank 1 is missing.
         dist.all_reduce(torch.ones(1 + (rank == 1)))
 
     with World(world_size) as world:
@@ -207,6 +209,7 @@ def gloo_figures(*, hidden: int = 8, repeats: int = 20) -> tuple[float, float, f
     with WorldPool() as pool, on_workers(Setup(backend="gloo"), explainer=EXPLAINER) as judge:
         on_gloo = functools.partial(judge, scenario)
         simulated = functools.partial(run_case, scenario, pool=pool)
+        # The first runs start worlds and workers, and fill caches.
         simulated()
         on_gloo()
         taken = pairs(on_gloo, simulated, repeats)
@@ -253,6 +256,7 @@ def simulated_seconds(world: World, scenario: Scenario, workload: Workload) -> f
     def program(rank: int) -> None:
         assert dist.group.WORLD is not None
         engine = target.build(workload.build(), scenario=scenario, group=dist.group.WORLD)
+        # The first time is taken after all engines exist, so their construction does not count.
         dist.barrier()
         times.append(time.process_time())
         for step in range(scenario.run.steps):
@@ -284,6 +288,7 @@ def _train_plainly(scenario: Scenario, workload: Workload) -> float:
         for rank, module in enumerate(modules):
             module.zero_grad()
             workload.loss(module, workload.batch(step=step, rank=rank, micro=0)).backward()
+            # Zeros, because the time of a step does not depend on the values.
             masters[rank].grad = torch.zeros_like(masters[rank])
             optimizers[rank].step()
     return time.process_time() - started
@@ -315,6 +320,7 @@ def layouts_rate(count: int) -> float:
     @hypothesis.seed(0)
     @hypothesis.settings(
         max_examples=count,
+        # Generation only: no shrinking, no database and no time limits.
         phases=(hypothesis.Phase.generate,),
         database=None,
         deadline=None,
@@ -366,6 +372,7 @@ def first_verdict_seconds() -> float:
         path.write_text(to_toml(small_case()))
         command = [sys.executable, "-m", "zero_sim", "run", str(path), "--no-bundles"]
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(Path(folder, "compiled"))}
+        # Otherwise each run would compile the modules again.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
         def judge() -> float:

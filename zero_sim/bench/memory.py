@@ -90,10 +90,12 @@ def print_memory() -> None:
 
 
 def _peak_bytes() -> int:
+    # Linux gives ru_maxrss in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _resident_bytes() -> int:
     """Return the resident bytes of this process; Linux only."""
     with open("/proc/self/statm") as statm:
+        # The second number of statm is the resident set, in pages.
         return int(statm.read().split()[1]) * resource.getpagesize()

@@ -74,6 +74,7 @@ def threaded(program: Program) -> Iterator[Callable[[], object]]:
     install: Callable[[], object] = peer._install_threaded_pg
     install()
     isolate: Callable[[bool], object] = getattr(c_bindings, "_set_thread_isolation_mode")  # noqa: B009
+    # Each thread then has process groups of its own, as a process would.
     isolate(True)
     yield lambda: _on_threads(program)
 
@@ -206,6 +207,7 @@ def _model() -> nn.Sequential:
 def _train(model: nn.Module, rank: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     for step in range(_STEPS):
+        # [rows, features], fp32. Values differ by rank, so gradients have to be averaged.
         rows = torch.full((8, 13), float(rank + step))
         model(rows).square().mean().backward()
         optimizer.step()

@@ -64,6 +64,7 @@ _WORLDS = (
     ("hostile timing", WorldSpec(size=4, timing="hostile")),
     ("race detector", WorldSpec(size=4, races=True)),
 )
+# Figures without a goal are for comparison only.
 ROWS = (
     _row(
         _figure("warm all_reduce, 4 ranks", "ms", most=1.0),

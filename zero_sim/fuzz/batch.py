@@ -88,6 +88,7 @@ def run_batch(
             target=target,
             pool=pool,
             device=job.device,
+            # Single cases share no steps of a reference, so none are kept for them.
             trajectories=Trajectories() if job.family > 1 else None,
         )
         drawn = drawn_cases(target, order=job.order) if cases_from is None else cases_from
@@ -130,6 +131,7 @@ class _System:
                 # Digests of logs take a few percent of a small case; only replays need them.
                 with_digest=False,
             )
+        # Errors of the user or of this machine are no findings of the target.
         except ZeroSimError:
             raise
         except Exception as error:  # noqa: BLE001
@@ -190,6 +192,7 @@ class _Findings:
     def so_far(self) -> tuple[Found, ...]:
         """Return the new findings, with original cases if they are not shrunk yet."""
         new: dict[Key, Found] = {}
+        # `shrink_all` sorts first and counts as it goes, so the rest of the list is not shrunk yet.
         for _, scenario, key, _ in self.failed[self.looked_at :]:
             if key not in new and not self.known.explain(key, scenario):
                 new[key] = self.met[key]
@@ -202,6 +205,7 @@ class _Findings:
             keep: Called after each case.
         """
         # Within a check, the largest difference first: small ones may be its rounded consequences.
+        # From the last case to the first, so that each check gets the place of its first case.
         checks = {one.key.check: place for place, one in reversed([*enumerate(self.failed)])}
         self.failed.sort(key=lambda one: (checks[one.key.check], -one.apart))
         for failed in self.failed:
@@ -211,6 +215,7 @@ class _Findings:
                 # Two cases that shrink to the same one are one finding.
                 before = self.shrunk.get(one.is_of)
                 self.shrunk[one.is_of] = one if before is None else before.joined(one)
+            # Counted last: if an interrupt ends the shrinking, `so_far` returns the case unshrunk.
             self.looked_at += 1
             keep()
 
@@ -248,6 +253,7 @@ class _Findings:
         found = self._describe(failed, result)
         if result.verdict != "fail":
             return found
+        # A replay needs the import path of a target; a registered one is named in the case.
         imported = self.job.target if ":" in self.job.target else ""
         folder, ran = Path(self.job.bundles), Ran(target=imported, device=self.job.device)
         try:
@@ -294,10 +300,12 @@ class _Batch:
         try:
             self.findings.take_up()
             self._explore_all()
+            # Set before the shrinking, because an interrupt of that loses no case.
             self.complete = not self.stop.now
             # A complete batch without cases: the target refuses everything that can be drawn.
             if self.complete and not self.job.start and not self.counts.cases:
                 self.futile = why_none_fits(self.system.target, options=dict(self.job.options))
+            # Taken before the shrinking, whose time does not count.
             self.counts.seconds = time.monotonic() - started
             self.findings.shrink_all(self._keep)
         except KeyboardInterrupt:
@@ -350,6 +358,8 @@ class _Batch:
     def _explore(self, drawn: Scenario) -> None:
         scenario, counts = drawn, self.counts
         result = self.system.judge(scenario)
+        # The index in the batch, not in this run, because twins must not depend on where it
+        # resumed.
         case = self.job.start + counts.cases
         # A twin with one step of SGD also shows a wrong factor, which AdamW hides.
         if case % TWIN_EVERY == 0:

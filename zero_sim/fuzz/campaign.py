@@ -155,6 +155,7 @@ class _Run:
     def remember(self) -> None:
         """Load the results of earlier runs. Incomplete batches resume at their next case."""
         for report, counts in self.corpus.kept.counted():
+            # With fewer cases than in an earlier run, its last batches do not count.
             if counts and self.plan.cases_of(report.index):
                 self.ran[report.index] = report.start + report.counts.cases
                 # A worker that died in an earlier run is no loss of this one.
@@ -170,6 +171,7 @@ class _Run:
             self.recheck()
         except KeyboardInterrupt:
             self.totals.interrupted = True
+        # After the recheck, which removes reports of batches that met a fixed finding.
         self.remember()
         try:
             # Imports and the recheck of earlier findings do not count.
@@ -226,6 +228,8 @@ class _Run:
                 family=self.plan.head.family,
                 order=self.plan.head.order,
                 bundles=str(self.plan.bundles),
+                # A finding that is not shrunk has no needs yet, so it would explain every case of
+                # its key.
                 known=tuple(found for found in self.totals.found if not found.as_met),
                 seconds=self._seconds_left(),
                 unfinished=str(self.corpus.unfinished(index)),
@@ -257,17 +261,20 @@ class _Run:
         # A second interrupt ends the waiting.
         with contextlib.suppress(KeyboardInterrupt):
             wait(self.pending, timeout=INTERRUPT_SECONDS)
+        # A copy, because `_take` removes entries.
         for future, job in list(self.pending.items()):
             if future.done():
                 self._take(future)
             else:
                 future.cancel()
+                # Only shown: the file stays, and the next start saves its findings.
                 left = self.corpus.read_unfinished(job.index)
                 self.totals.note(() if left is None else left.found)
 
 
 def _report(future: Future[BatchReport], job: Job) -> BatchReport:
     """Return the report of a batch, or one that records the death of its worker."""
+    # `exception` raises for a cancelled future.
     error = None if future.cancelled() else future.exception()
     if error is None and not future.cancelled():
         return future.result()

@@ -95,6 +95,7 @@ class Seeded:
         Raises:
             Rejected: The strategy gives no values.
         """
+        # The simplest choice is the first value of a fixed seed.
         drawn, raised = drawn_in_a_run(strategy, random=self.random or Random(0))
         if raised is not None:
             raise raised

@@ -142,6 +142,8 @@ class Corpus:
             return
         try:
             new.parent.mkdir(exist_ok=True)
+            # If the finding was fixed before and came back, an older bundle is there, and `rename`
+            # would refuse to replace it.
             shutil.rmtree(new, ignore_errors=True)
             old.rename(new)
         except OSError as error:
@@ -153,6 +155,7 @@ class Corpus:
             report = from_json(BatchReport, read_file(self.unfinished(index)))
         except ValueError:
             return None
+        # The file is written at each finding, so it may lack later cases.
         return replace(report, complete=False) if report.index == index else None
 
     def _take_up_unfinished(self) -> None:
@@ -196,6 +199,7 @@ def open_corpus(folder: Path, *, head: Head, parts: Sequence[Kept] = ()) -> Iter
             if not _tables_in(database):
                 if not parts and os.path.lexists(old):
                     parts, converted = [read_corpus(old)], old
+                    # Within the transaction, so that a corpus of another campaign converts nothing.
                     _require_same(parts[0].head, head, path=old)
                 _create(database, head, parts)
         kept = _read(database, path=path)
@@ -298,6 +302,7 @@ def _locked(url: str) -> sqlite3.Connection:
 @contextlib.contextmanager
 def _transaction(database: sqlite3.Connection, path: Path) -> Iterator[None]:
     with _errors_told(path):
+        # IMMEDIATE takes the lock for writing now, not at the first change.
         database.execute("BEGIN IMMEDIATE")
         with database:
             yield
@@ -366,6 +371,8 @@ def _read(database: sqlite3.Connection, *, path: Path) -> Kept:
             if state != "ok":
                 raise ValueError(state)
             where = ", its head"
+            # Two rows at most, because a second head is as wrong as none: the unpacking refuses
+            # both.
             ((text,),) = database.execute("SELECT head FROM campaign LIMIT 2")
             head = from_json(Head, text)
             for *row, text in database.execute("SELECT * FROM batches ORDER BY batch, start"):

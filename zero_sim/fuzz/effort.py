@@ -86,6 +86,7 @@ def chunk_within(scenario: Scenario, *, sizes: Sequence[int]) -> int | None:
         return None
     # A chunk takes the same stretch of every shard.
     stretch = -(-_shard_elems(scenario, sizes) // CHUNKS_MAX)
+    # If a stretch of one element is enough, any chunk size is.
     return max(elems, stretch * _shards(scenario)) if stretch > 1 else elems
 
 
@@ -104,6 +105,7 @@ def _step_of_rank(scenario: Scenario, sizes: Sequence[int]) -> int:
 
 def _buckets(scenario: Scenario, sizes: Sequence[int]) -> int:
     elems = scenario.system.bucket_elems
+    # Each bucket has at least one param, so there are no more buckets than params.
     return 1 if elems is None else min(len(sizes), 1 + sum(sizes) // elems)
 
 

@@ -57,11 +57,13 @@ def siblings(
         then: Applied to each drawn sibling.
     """
     sizes = [spec.numel for spec in param_specs(first.model, ep=first.topology.ep)]
+    # At least 1, because it is a divisor below.
     effort_max = max(1, effort_of(first, sizes=sizes))
     room = max(EFFORT_OF_A_FAMILY, EFFORT_OF_A_MEMBER * most)
     wanted = min(most, room // effort_max) - 1
     met, random = {first}, Random(seed)
     for _ in range(_TRIES * max(0, wanted)):
+        # `met` also contains the first case, which is no sibling.
         if len(met) > wanted:
             return
         try:
@@ -109,6 +111,7 @@ def _drawn_sibling(
             # Settings of the system that the reference computes from stay the same.
             **computed_of_system(own),
         ),
+        # The order of sums decides the bits of the reference, so all members share it.
         world=replace(world, order=first.world.order, order_known=first.world.order_known),
     )
     other = fitted_to_model(other, swarm=swarm)

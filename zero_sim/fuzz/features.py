@@ -27,6 +27,7 @@ _OPTIONS = "system.options."
 _OWN_MODELS = "model.name=own:"
 # Fields that are no features: expectations and the target.
 _ASSERTED = ("faults", "expect", "pair", "system.target")
+# Cache sizes. Bounded, because names may come from a forged file.
 _NAMES_KEPT, _PAIRS_KEPT = 1 << 10, 1 << 15
 # Fields of `Capabilities` that list a setting's supported values, by path of the setting.
 _CAPABLE = {
@@ -167,6 +168,7 @@ def _cut_count(plan: BufferPlan, bucket: BucketPlan) -> int:
     starts = {bucket.shard_span(shard).start for shard in range(bucket.shard_count)}
     return max(
         (
+            # A shard that starts at the edge of a param does not cut it.
             1 + sum(param.span.start < start < param.span.stop for start in starts)
             for param in bucket.params
             if param.span.numel
@@ -178,6 +180,7 @@ def _cut_count(plan: BufferPlan, bucket: BucketPlan) -> int:
 def _boundary_between_params(plan: BufferPlan, bucket: BucketPlan) -> bool:
     """Return True if a shard ends exactly between two params."""
     inner = {param.span.start for param in bucket.params if param.span.numel}
+    # Without shard 0, which starts with the bucket.
     starts = (bucket.shard_span(shard).start for shard in range(1, bucket.shard_count))
     return any(start in inner for start in starts)
 

@@ -58,6 +58,7 @@ def join_corpora(places: Sequence[Path], *, into: Path) -> Joined:
         raise UsageError(
             f"expected a folder without a corpus for --corpus, got {into}. Choose a new one."
         )
+    # Bundles first: if the disk is full, there is no corpus whose bundles are missing.
     for path in parts:
         _copy_bundles(path.parent / "bundles", into / "bundles")
     # The result is the only shard of a campaign with one, so it can be resumed.

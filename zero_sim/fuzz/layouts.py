@@ -42,6 +42,7 @@ def layouts(*, params_max: int = PARAMS_MAX) -> st.SearchStrategy[Layout]:
 
 def _unpacked(drawn: bytes) -> Layout:
     policy_bytes, param_bytes = drawn[:_POLICY_BYTES], drawn[_POLICY_BYTES:]
+    # Not strict, because an odd last byte is ignored.
     pairs = zip(param_bytes[::2], param_bytes[1::2], strict=False)
     specs = [_param(index, *pair) for index, pair in enumerate(pairs)]
     shards, elems, others, bucket = policy_bytes

@@ -96,6 +96,7 @@ def drawn_model(
             return ModelSpec(name=name, dtype=dtype, hidden=choices.integer(1, 9))
         case "tp-block":
             heads, blocks = choices.integer(1, 2), choices.integer(1, 2)
+            # Whole heads on each rank, because attention is computed within a head.
             return ModelSpec(name=name, dtype=dtype, hidden=HEAD_ELEMS * heads, blocks=blocks)
         case "gpt":
             width, blocks = choices.integer(1, 4), choices.integer(1, 2)
@@ -153,6 +154,7 @@ def with_skipped(choices: Choices, model: ModelSpec, *, swarm: Swarm) -> ModelSp
     """
     sizes = [math.prod(shape) for shape in model.shapes or ()]
     index = choices.integer(1, max(1, len(sizes) - 1))
+    # All drawn even without the feature, so that later draws keep their place.
     start, count = choices.among(_FROZEN_FROM), choices.among((1, 1, 2))
     fits = model.name == "params" and len(sizes) > 1 and f"p{index}" not in model.unused
     # If most gradients are zero, equal ones mean little.
@@ -176,7 +178,10 @@ def recomputed_model(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> M
     recompute: Any = choices.among([each for each in able if each != "none"] or ["none"])
     is_sharded = 3 in (scenario.system.stage, after.stage if after else None)
     fits = model.name in USED_BY["model.recompute"]
+    # A joining rank follows the gathers of a plain forward and backward, but recomputed blocks
+    # gather once more.
     fits &= not (scenario.run.own_micro_batches and is_sharded)
+    # The first block of `gpt` is used twice and has no reentrant checkpoint.
     fits &= not (recompute == "reentrant" and model.name == "gpt" and model.blocks < 2)
     if not swarm.on("recomputed", fits=fits, often=True):
         return model
@@ -233,13 +238,16 @@ def fit_blocks(
     if model.name != "tp-block":
         return model, topology
     shared = (SHARED,) if topology.tp > 1 else ()
+    # `tp-block` is split within layers, so every rank has all blocks and none is left for pp.
     topology = replace(topology, pp=1, tied=(), shared=shared)
+    # Each rank keeps the width that was drawn.
     return replace(model, hidden=model.hidden * topology.tp), topology
 
 
 def _freeze(choices: Choices, *names: str) -> tuple[FreezeSpec, ...]:
     start = choices.among(_FROZEN_FROM)
     param = choices.among(names)
+    # Frozen for one step only, so that it can train again in a short case.
     return (FreezeSpec(param=param, start=start, stop=start + 1),)
 
 

@@ -28,7 +28,9 @@ _ENDINGS: dict[AnyModelName, tuple[str, str]] = {
     "moe": ("1.linear.weight", "bias"),
     "unusual": ("twice", "unused"),
 }
+# Short, in good steps, so that the scale grows within the few steps of a case.
 _GROWTH_INTERVALS = (2, 2, 1, 3)
+# With None, a group keeps the optimizer's own value.
 _SETTINGS = (None, None, 0.0, 0.01)
 _DIFFERENT = tuple(itertools.permutations((0.01, 0.0, 0.05)))
 _ONE_IN_FOUR = (False, False, False, True)

@@ -14,7 +14,10 @@ from zero_sim.scenario.spec import ModelName, PairSpec, PartitionName, Scenario
 from zero_sim.targets import Capabilities, Target, capabilities_of
 from zero_sim.targets.declared import has_own_rule
 
+# Powers of two only, because dividing by any other number of ranks rounds.
 _SIZES = (2, 1, 4)
+# With these, a step may be skipped for some or all params, ranks differ in data, or a reload adds
+# layouts, so two layouts may differ without a fault.
 _IN_THE_WAY = (
     *("optimizer.loss_scale", "reload", "reload.async_steps", "run.own_micro_batches"),
     *("model.unused", "model.skip", "model.one_rank", "model.freeze"),
@@ -34,6 +37,7 @@ def pairable(able: Capabilities) -> Capabilities:
         if path not in _IN_THE_WAY and not path.startswith("topology.")
     )
     models: tuple[ModelName, ...] = tuple(name for name in PAIRED_MODELS if name in able.models)
+    # Sums of unknown order are known only within bounds, so equal bits prove nothing there.
     return replace(able, models=models, orders=able.known_orders, follows=follows)
 
 
@@ -71,6 +75,7 @@ def with_second_layout(
         "partition": get_args(PartitionName),
         "param_order": ("registration", "reverse"),
     }
+    # Sorted, because the order of a set of strings changes from process to process.
     for name in sorted(chosen - {"world_size"}):
         others = [each for each in values[name] if each != getattr(scenario.system, name)]
         pair[name] = choices.among(others) if others else choices.refuse()

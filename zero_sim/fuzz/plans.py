@@ -31,6 +31,7 @@ def layouts_of(scenario: Scenario) -> tuple[BufferPlan, ...]:
         One plan per buffer, with one shard at stage 0.
     """
     topology, system = scenario.topology, scenario.system
+    # Ranks of one dp-cp group, which hold the same dense params.
     holders = scenario.world.size // (topology.tp * topology.pp)
     shard_counts = {"dense": holders, "expert": holders // topology.ep}
     plans: list[BufferPlan] = []

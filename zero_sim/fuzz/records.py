@@ -191,6 +191,7 @@ class Counts:
             if isinstance(ours, int | float):
                 setattr(self, name, ours + theirs)
             else:
+                # `update` adds for a Counter and unites for a set.
                 ours.update(theirs)
 
 
@@ -226,6 +227,7 @@ def _checked(report: BatchReport) -> BatchReport:
         ValueError: They are not, so no campaign wrote it.
     """
     counts = report.counts
+    # A bit at or above the number of cases would belong to no case.
     if len(report.cases_with) > _FEATURES_MAX or any(
         which >> counts.cases for which in report.cases_with.values()
     ):

@@ -77,10 +77,12 @@ from zero_sim.workloads import params_of
 OWN = "zero_sim"
 RANKS_MAX = 12
 STEPS_MAX = 4
+# From 11 ranks on, shard indices have two digits.
 _MANY_RANKS = 11
 # Mostly few ranks and steps: nearly all faults show there, at a fraction of the time per case.
 # Maximum ranks of a case, by frequency; one case in 18 has shard indices of two digits.
 _RANKS_MOSTLY = [2] * 5 + [3] * 3 + [4] * 6 + [8] * 3 + [RANKS_MAX]
+# Larger numbers of ranks have a second entry among the choices.
 _FEW_RANKS = 4
 # Limits of estimated effort, by frequency. Mostly the small one, because rare combinations of
 # features occur sooner in many cheap cases than in a few expensive ones.
@@ -160,6 +162,7 @@ def drawn_cases(
         models_from = [name for name in models_from if name != "tp-block"]
     has_pairs = target is not None and needs_pair(target)
     if has_pairs:
+        # A reload has layouts of its own, so it excludes a second layout.
         able, reload = pairable(able), False
     drawn = partial(
         _drawn_case,
@@ -301,6 +304,7 @@ def _paced(
     effort_max: int,
 ) -> Scenario:
     """Return the case with a chunk size and a number of steps that fit into the effort."""
+    # Chunks before steps, because each chunk is a call and adds to the effort of a step.
     chunk = chunk_within(scenario, sizes=sizes)
     scenario = replace(scenario, system=replace(scenario.system, gather_chunk_elems=chunk))
     most = steps_within(scenario, sizes=sizes, most=steps_max, effort_max=effort_max)
@@ -334,6 +338,7 @@ def _skips(target: Target, scenario: Scenario) -> bool:
 def _hiding(scenario: Scenario, *, swarm: Swarm) -> Scenario:
     """Return the case, maybe with an unknown order."""
     # Few, because a check against bounds is weaker than one for equal bits.
+    # The reference trains all parts of `tp-block` in a known order.
     may_hide = scenario.world.order != "linear" and scenario.model.name != "tp-block"
     may_hide &= scenario.world.order_known and not why_order_matters(scenario)
     if swarm.on("unknown order", fits=may_hide):
@@ -345,14 +350,17 @@ def _joined(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
     """Return the case, maybe with ranks without data for some micro-batches."""
     run, (fewest, least) = scenario.run, limits_of_joins(scenario)
     system = scenario.system
+    # A division before every sum comes too early to know the micro-batches that have data.
     is_late = system.divide in ("pre", "premul") and system.sync == "every"
     fits = fewest > 1 and run.micro_batches > least
     fits &= not (is_late and system.divide_by == "micro-batches")
+    # `tp-block` counts its sums over ranks, so its ranks need equally many micro-batches.
     fits &= scenario.model.name != "tp-block"
     if not swarm.on("ranks join", fits=fits, often=True):
         return scenario
     count = choices.integer(1, min(fewest, 3) - 1)
     others = [choices.integer(least, run.micro_batches - 1) for _ in range(count)]
+    # At least one rank must have data for every micro-batch.
     own = (*others, run.micro_batches)
     return replace(scenario, run=replace(run, own_micro_batches=own))
 
@@ -360,7 +368,10 @@ def _joined(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
 def _in_epochs(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
     """Return the case, maybe with a step of short micro-batches on all ranks."""
     steps = scenario.run.steps
+    # Drawn even without the feature, so that later draws keep their place.
     epoch_steps = choices.integer(2, max(2, steps))
+    # The short step has half the rows, so one row is too few. Activation bytes of `tp-block` are
+    # counted for one size of micro-batch.
     fits = scenario.model.name != "tp-block" and scenario.data.rows > 1 and steps > 1
     if not swarm.on("short step", fits=fits):
         return scenario
@@ -370,6 +381,7 @@ def _in_epochs(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenari
 def _evaluating(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
     """Return the case, maybe with a forward under `no_grad` in each step."""
     when = choices.among(_EVALUATIONS)
+    # Ranks without data cannot run a forward under `no_grad`, which also adds sums to `tp-block`.
     fits = not scenario.run.own_micro_batches and scenario.model.name != "tp-block"
     if not swarm.on("evaluation", fits=fits):
         return scenario
@@ -385,10 +397,12 @@ def fitted_to_model(scenario: Scenario, *, swarm: Swarm) -> Scenario:
     """
     system, optimizer, world = scenario.system, scenario.optimizer, scenario.world
     if optimizer.name in WHOLE_PARAM_OPTIMIZERS:
+        # These optimizers gather whole params by collectives, so not from CPU state or in pieces.
         system = replace(system, offload_state=False, step_buffer_elems=None)
     if swarm.on("buffers by group", fits=bool(optimizer.groups)):
         system = replace(system, buffers_by="param-group")
     has_blocks = scenario.model.name == "tp-block"
+    # Backward runs a block again, but stage 3 has resharded its params by then.
     if swarm.on("checkpoints", fits=has_blocks and system.stage != 3, often=True):
         system = replace(system, checkpoints="whole" if swarm.on("whole checkpoints") else "split")
         if swarm.on("offloaded checkpoints", often=True):
@@ -437,6 +451,7 @@ def _within_both(scenario: Scenario, *, steps_max: int) -> Scenario:
         nan = replace(nan, rank=0)
     if (after.step if is_before else steps - after.step) == 1:
         if steps < steps_max:
+            # The added step is on the side of the skipped one.
             steps, after = steps + 1, replace(after, step=after.step + is_before)
         else:
             nan = None

@@ -102,6 +102,7 @@ class Theme:
 
 
 ANYTHING = Theme()
+# Combinations that are too rare in cases without a theme; see [Note: themes].
 _OVERFLOW = {"loss scale", "overflow", "accumulation"}
 _FROZEN = {"freeze", "reload", "accumulation", "unused params"}
 _SAVED = {"reload", "saved async", "16-bit params", "uneven", "buckets"}
@@ -140,6 +141,7 @@ _ABOUT = (
     Theme(frozenset({"reload", "copies", "state over all"}), models=("fp8",)),
     Theme(frozenset({"cp", "accumulation"}), models=("multi-token",), ranks=(2, 2, 3, 4)),
 )
+# `ANYTHING` first, because choices shrink to the first value.
 THEMES = (ANYTHING,) * (2 * len(_ABOUT)) + _ABOUT
 """Themes to draw from; a third of the cases have one."""
 

@@ -29,6 +29,7 @@ _ENDINGS = ("bias", "weight", "0", "router", "1")
 _AXES = ("tp-cp-dp-pp", "pp-dp-cp-tp", "dp-tp-cp-pp")
 _DIVISIONS: tuple[Literal["none", "pre", "premul"], ...] = ("none", "pre", "premul")
 _COUNTS: tuple[Literal["micro-batches", "tokens"], ...] = ("micro-batches", "tokens")
+# Buckets ahead; 9 is more than most cases have.
 _PREFETCHES = (0, 2, 1, 9)
 _SUMS: tuple[Literal["all-reduce", "first-rank"], ...] = ("all-reduce", "first-rank")
 _PARTITIONS: tuple[PartitionName, ...] = ("uneven", "one-owner", "rows")
@@ -46,6 +47,7 @@ def shares(model: ModelSpec, ranks: int, *, swarm: Swarm) -> list[int]:
     """
     if model.name != "moe" or not swarm.follows("topology.ep"):
         return [1]
+    # Every rank has the same number of experts.
     return [ways for ways in divisors(ranks) if model.experts % ways == 0]
 
 
@@ -129,6 +131,7 @@ def drawn_system(
     counts = _COUNTS if sync == "last" or divide in ("none", "post") else _COUNTS[:1]
     partition: PartitionName = choices.among(_PARTITIONS) if uneven else "padded"
     if partition == "rows" and not swarm.follows("system.bucket_elems"):
+        # `rows` needs a bucket for each param, which this target cannot have.
         partition = "uneven"
     bucket_elems = bucket_size(choices, sizes) if swarm.on("buckets") else None
     redundancy = _copies(choices, ranks, fits=stage > 0 and not buffered, swarm=swarm)
@@ -146,9 +149,11 @@ def drawn_system(
         bucket_elems=1 if partition == "rows" else bucket_elems,
         # None: systems with buckets overlap by default.
         overlap_grads=choices.among((False, True)) if swarm.on("overlap grads") else None,
+        # The chunks of a gather use the same memory in turn, so no forward can overlap it.
         overlap_params=choices.among((False, True))
         if swarm.on("overlap params", fits=stage in (1, 2) and not in_chunks)
         else None,
+        # Stage 0 always sums by all-reduce, and reduce buffers exclude sums at the first rank.
         sum_by=choices.among(_SUMS[: 1 if buffered else 2] if stage else _SUMS[1:])
         if swarm.on("summed to all")
         else "reduce-scatter",
@@ -234,21 +239,26 @@ def drawn_reload(
     has_copies = stage is None and system.stage > 0 and swarm.follows("system.redundancy")
     # Other partitions than padded exclude alignment.
     padded = system.align_elems == system.align_bytes == 1 and stage != 0
+    # Replicas divide the ranks that hold the same experts.
     redundancy = choices.among(divisors(ranks // ep)) if has_copies else 1
     buckets = bucket_size(choices, sizes) if swarm.on("other buckets") else None
     partition: PartitionName | None = None
     if padded and system.stage > 0 and swarm.on("other partition"):
         partition = choices.among(["padded", "uneven", "one-owner"])
     elif stage == 0:
+        # Stage 0 has no partition, so it goes back to the default.
         partition = "padded"
     after = system.stage if stage is None else stage
     could = after == 1 or (after == 2 and system.sync == "every")
     buffered = swarm.on("other reduce buffers", fits=could and system.sum_by != "first-rank")
     if buffered or (system.reduce_buffer_elems is not None and after in (1, 2)):
+        # Sums through reduce buffers end with one owner and do not reach replicas.
         redundancy = 1
     if buckets not in (None, 1) and partition is None and system.partition == "rows":
+        # `rows` excludes buckets with several params.
         partition = "one-owner"
     if partition == "one-owner" and system.gather_chunk_elems is not None:
+        # Gathers in chunks need a shard of each bucket on every rank.
         partition = "uneven"
     return replace(
         _drawn_checkpoint(choices, before, swarm),
@@ -280,6 +290,7 @@ def _drawn_checkpoint(choices: Choices, before: Scenario, swarm: Swarm) -> Reloa
     # Only a third, because an asynchronous save takes additional steps.
     goes_on = swarm.on("saved async") and choices.integer(0, 2) == 2
     weights_only = swarm.on("weights only")
+    # Drawn even for weights only, so that later draws keep their place.
     lost_steps, lost_micro_batches = choices.among((0, 0, 1)), choices.among((0, 0, 1))
     return ReloadSpec(
         step=step,

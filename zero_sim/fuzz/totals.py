@@ -68,6 +68,7 @@ class CampaignTotals:
         for one in found:
             # Of one kind: keys equal without their places.
             alike = [known for known in self.found if known.key[:-1] == one.key[:-1]]
+            # An unshrunk finding adds nothing to one of its kind.
             if one.as_met and alike:
                 continue
             self.found = [known for known in self.found if not (known.as_met and known in alike)]

@@ -211,6 +211,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
     """Run a marked test on every rank."""
+    # With `tryfirst`, because a plugin that calls the function would run it on no rank.
     wanted = pyfuncitem.stash.get(WANTED, None)
     if wanted is None:
         return None
@@ -265,6 +266,7 @@ def pytest_runtest_makereport(
         report.outcome, report.wasxfail = "skipped", error.reason
     elif is_expected is not None:
         report.outcome = "failed"
+        # pytest counts a report with this attribute as an expected failure or an unexpected pass.
         if hasattr(report, "wasxfail"):
             del report.wasxfail
     return report

@@ -27,6 +27,7 @@ def allow_rank_fixtures(item: pytest.Item) -> None:
     need no set-up; other fixtures are checked as before. The deadline is meant for one thread on an
     idle machine, but an example on ranks takes as long as its slowest rank.
     """
+    # Imported here, because only tests with `@given` need it.
     from hypothesis import HealthCheck, Phase, settings
 
     function = getattr(item.obj, "__func__", item.obj)  # type: ignore[attr-defined]

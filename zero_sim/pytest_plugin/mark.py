@@ -68,6 +68,7 @@ def read_mark(item: pytest.Item) -> Wanted | None:
 def _closest(item: pytest.Item) -> list[pytest.Mark]:
     """Return the marks of the closest node that has any."""
     for node in reversed(item.listchain()):
+        # Not `get_closest_marker`, which would hide a second mark at the same level.
         marks = [mark for mark in node.own_markers if mark.name == MARK]
         if marks:
             return marks
@@ -94,6 +95,7 @@ def _read(item: pytest.Item, mark: pytest.Mark) -> Wanted:
         assert isinstance(item, pytest.Function)
         # `parametrize_sizes` made one test for each size.
         size = item.callspec.params[MARK]
+    # Integers of other types, such as numpy's, become plain ones.
     return Wanted(size=operator.index(size), settings=dict(mark.kwargs))
 
 

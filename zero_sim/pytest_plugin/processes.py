@@ -229,6 +229,7 @@ class OnRank:
         order = wanted.settings.get("order")
         with self._real_rank.world(wanted.size, order=order, order_seed=base):
             program(rank)
+        # Not reached if the program raises or skips.
         self._ended = True
 
     @pytest.hookimpl(trylast=True)
@@ -266,6 +267,7 @@ class OnRank:
                     return {**end, "output": self._output()}
         if self._ended:
             return {"outcome": "passed", "text": "", "output": self._output()}
+        # No report of the test: the session ended before it, for example at collection.
         text = "\n".join(self._not_collected) or printed[-_OUTPUT_CHARS_MAX:]
         return {"outcome": "failed", "text": text, "crash": "the worker did not run it"}
 

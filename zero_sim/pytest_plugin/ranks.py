@@ -62,6 +62,7 @@ def _program(
 ) -> Callable[[int], None]:
     def program(rank: int) -> None:
         __tracebackhide__ = True
+        # Only if the test names it, because it takes no other arguments.
         own = {"rank": rank} if "rank" in arguments else {}
         _check_returned(item, function(**{**arguments, **own}))
 

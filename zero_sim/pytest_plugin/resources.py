@@ -58,6 +58,7 @@ class SessionResources:
         from zero_sim.sim import World
 
         world = self._worlds.get(size)
+        # An earlier test may have closed its world.
         if world is None or world.closed:
             world = self._worlds[size] = World(size)
             self._stack.callback(world.close)

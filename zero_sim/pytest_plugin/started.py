@@ -58,6 +58,7 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     group.addoption(
         "--zero-sim-races",
         action="store_true",
+        # None and not False, so that `check_options` can tell an omitted option.
         default=None,
         help="With --zero-sim-spawn: check every operation for uses of memory in flight.",
     )

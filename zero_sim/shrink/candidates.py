@@ -45,6 +45,7 @@ _KEPT = frozenset({"size", "steps", "micro_batches", "seed", "stall_seconds", "t
 def fewer_ranks(scenario: Scenario) -> Iterator[Scenario]:
     """Yield the case in smaller worlds, the smallest first."""
     size, after = scenario.world.size, scenario.reload
+    # Empty without a reload, which has only one world.
     for steps in range(1, scenario.run.steps + 1 if after is not None else 1):
         # The world after a reload may fail by itself, in a case without a checkpoint.
         yield repaired(changed(one_world(scenario), "run.steps", steps))
@@ -60,6 +61,7 @@ def fewer_ranks(scenario: Scenario) -> Iterator[Scenario]:
                     continue
                 # The world after the reload: unchanged, as before it, then small ones.
                 for reloaded in dict.fromkeys((after.world_size, None, 1, 2, ranks)):
+                    # A larger world after the reload would make the case larger.
                     if reloaded is None or reloaded <= max(ranks, after.world_size or 0):
                         yield repaired(replace(flat, reload=replace(after, world_size=reloaded)))
 
@@ -145,6 +147,7 @@ def plainer_values(scenario: Scenario) -> Iterator[Scenario]:
             ones = (*others[:index], plainer, *others[index + 1 :])
             if ones != others:
                 yield repaired(changed(scenario, "model.one_rank", ones))
+    # No repair, because no other setting depends on the seed.
     yield from (changed(scenario, "run.seed", seed) for seed in _SEEDS)
 
 
@@ -153,6 +156,7 @@ def with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
     for smaller in (fewer_params, smaller_params, fewer_steps):
         for candidate in smaller(scenario):
             yield from _other_seeds(candidate)
+    # Only for tiny cases, because each candidate runs with all seeds.
     if size_of(scenario).elements <= _TINY_ELEMS:
         for path in _blocks(scenario):
             yield from _other_seeds(repaired(changed(scenario, path, _nothing(scenario, path))))

@@ -26,10 +26,13 @@ from zero_sim.scenario.kinds import kind_of
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|<[^>]*>")
 _ASIDE = re.compile(r"\([^()]*\)|\[[^][]*\]")
 _PATH = re.compile(r"(?:[\w.-]*/)+")
+# The world and a group of some ranks must give one template.
 _GROUP = re.compile(r"\bgroup (world|#)")
 _NUMBER = re.compile(r"[-+]?\b\d[\w.,+-]*|#\d+")
 _WORDS_MAX = 24
+# `1 rank` and `2 ranks` must give one template.
 _PLURAL = re.compile(r"\b(call|collective|element|param|rank|step)s\b")
+# Lists of numbers of any length become one `#`.
 _SAME_SPAN = re.compile(r"#(?:\W+#)+")
 
 
@@ -147,6 +150,7 @@ def _places(result: CaseResult) -> dict[str, bool]:
     if buffer_map is None or buffer_map.check != result.findings[0].check or buffer_map.differ_cut:
         # A map that is cut, or of another check, cannot locate all differences.
         return {}
+    # Neither can a map that shows only a part of the buffer.
     if (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
         return {}
     return {name: tells for name, holds, tells in _claims(buffer_map) if holds}
@@ -168,6 +172,7 @@ def _claims(buffer_map: BufferMap) -> Iterator[tuple[str, bool, bool]]:
     yield "last bucket", _within(differ, buckets[-1:]), several
     shards = sorted({shard.index for shard in buffer_map.shards})
     for name, index in (("first shard", shards[:1]), ("last shard", shards[-1:])):
+        # A shard has a span in each bucket.
         spans = [(shard.start, shard.stop) for shard in buffer_map.shards if shard.index in index]
         yield name, _within(differ, spans), len(shards) > 1
 

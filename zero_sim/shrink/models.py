@@ -58,6 +58,7 @@ def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
             distinct_start=model.distinct_start,
         )
         if not bare:
+            # The smallest network first, then one with the default sizes.
             yield with_model(scenario, replace(other, hidden=1, blocks=1, experts=1))
         yield with_model(scenario, other)
     if model.shapes is None:
@@ -93,6 +94,7 @@ def fewer_params(scenario: Scenario) -> Iterator[Scenario]:
     if shapes is None:
         return
     count = len(shapes)
+    # Not every subset, because their number doubles with each param.
     for kept_count in sorted({1, 2, count - 2, count - 1}):
         if 0 < kept_count < count:
             for kept in itertools.combinations(range(count), kept_count):
@@ -133,6 +135,7 @@ def tiny_models(scenario: Scenario) -> Iterator[Scenario]:
     count = len(params_of(scenario.model))
     for params, sizes in _GRID:
         if params <= count:
+            # By total size, so that the smallest model that fails is found first.
             for elems in sorted(itertools.product(sizes, repeat=params), key=lambda n: (sum(n), n)):
                 yield from with_buckets(with_bare_params(scenario, [(n,) for n in elems]))
 

@@ -62,6 +62,7 @@ def repaired(scenario: Scenario) -> Scenario:
             nan,
             rank=min(nan.rank, size - 1),
             step=min(nan.step, steps - 1),
+            # Not below 0, even if the number of micro-batches is out of range.
             micro_batch=max(0, micro_batch),
         )
     # `size` is the smaller world of a reload, so these ranks exist in both.
@@ -109,11 +110,13 @@ def _repair_reload(scenario: Scenario, after: ReloadSpec) -> ReloadSpec:
     topology = scenario.topology
     size = after.world_size or scenario.world.size
     if size % (topology.tp * topology.pp * topology.cp):
+        # tp, pp and cp stay across a reload, so a world that they do not divide is not possible.
         size = scenario.world.size
     ranks = size // (topology.tp * topology.pp)
     ep = _repair_ep(scenario.model, ranks, wanted=after.ep or topology.ep)
     redundancy = largest_divisor(ranks // ep, after.redundancy or scenario.system.redundancy)
     system, steps = scenario.system, scenario.run.steps
+    # At least one step follows the checkpoint.
     step = min(after.step, steps - 1)
     return replace(
         after,
@@ -156,6 +159,7 @@ def with_model(
     before = [name for name, _ in params_of(scenario.model)]
     if heirs is None:
         now = [name for name, _ in params_of(model)]
+        # Not strict: if the new model has fewer params, the last old ones have no heir.
         heirs = dict(zip(before, now, strict=False))
         if scenario.model.nested:
             own = zip(bare_names(scenario.model), bare_names(model), strict=False)

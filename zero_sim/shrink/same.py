@@ -74,6 +74,7 @@ def shrink_finding(
     def has_it(other: Scenario) -> bool:
         nonlocal best
         judged = judge(other)
+        # The key first, because it needs no run, while each control does.
         if not may_become(key, judged) or not keeps_apart(judged, before=result):
             return False
         if not all(control(other) for control in controls):
@@ -131,6 +132,7 @@ def _controls(
     """Return the controls of a case: runs that must pass for its finding to mean a fault."""
     found: list[Callable[[Scenario], bool]] = []
     if scenario.faults:
+        # A candidate without faults fails for another reason, so it has no control to pass.
         found.append(
             lambda other: bool(other.faults) and judge(replace(other, faults=())).verdict == "pass"
         )

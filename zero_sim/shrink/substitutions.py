@@ -113,6 +113,7 @@ def _frozen(index: int, *, start: int) -> Change:
         freeze = FreezeSpec(param=name, start=start, stop=start + 1)
         return changed(scenario, "model.freeze", (freeze,))
 
+    # Two steps, so that one can be frozen and one not.
     return _both(change, _at_least("run.steps", 2))
 
 
@@ -130,6 +131,7 @@ def _read_once(scenario: Scenario) -> Scenario:
 
 def _growing(scenario: Scenario) -> Scenario:
     scale = scenario.optimizer.loss_scale or LossScaleSpec()
+    # With interval 1 the scale grows after every good step, so few steps show it.
     return changed(scenario, "optimizer.loss_scale", replace(scale, growth_interval=1))
 
 

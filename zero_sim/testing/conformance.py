@@ -154,6 +154,7 @@ class _Results:
     """Number of passes without a compared averaged gradient or optimizer state."""
     worst: tuple[Scenario, CaseResult] | None = None
     """The failing case whose values differ most, with its result."""
+    # Below any difference, so that the first failing case is taken.
     apart: float = -1.0
     """Relative difference of the worst case; see `how_far_apart`."""
     manners: dict[str, Counter[str]] = field(default_factory=dict)
@@ -217,6 +218,7 @@ def _judge_all(scenarios: Iterable[Scenario], judge: Judge, *, target: Target) -
         if index % TWIN_EVERY == 0:
             result = with_twin(result, scenario, judge=judge, find=lambda: target)
         results.add(result.twin or scenario, result)
+        # No difference exceeds this one, so no later case could replace it.
         if results.apart >= BEYOND_VALUES:
             break
     return results

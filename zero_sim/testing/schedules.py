@@ -112,6 +112,7 @@ def explore(
     seen: set[int] = set()
     choices: tuple[int, ...] | None = ()
     runs = 0
+    # One world for all runs, so that its ranks stay warm.
     with World(world_size, **world_args) as world:
         while choices is not None and runs < runs_max:
             recipe = _Following(choices)
