@@ -337,8 +337,8 @@ def _skips(target: Target, scenario: Scenario) -> bool:
 
 def _hiding(scenario: Scenario, *, swarm: Swarm) -> Scenario:
     """Return the case, maybe with an unknown order."""
-    # Few, because a check against bounds is weaker than one for equal bits.
-    # The reference trains all parts of `tp-block` in a known order.
+    # Few, because a check against bounds is weaker than one for equal bits. Never for `tp-block`,
+    # because the reference trains all its parts in a known order.
     may_hide = scenario.world.order != "linear" and scenario.model.name != "tp-block"
     may_hide &= scenario.world.order_known and not why_order_matters(scenario)
     if swarm.on("unknown order", fits=may_hide):

@@ -249,6 +249,7 @@ def drawn_reload(
         # Stage 0 has no partition, so it goes back to the default.
         partition = "padded"
     after = system.stage if stage is None else stage
+    # As in `_other_stage`: stage 2 needs a sum after every micro-batch.
     could = after == 1 or (after == 2 and system.sync == "every")
     buffered = swarm.on("other reduce buffers", fits=could and system.sum_by != "first-rank")
     if buffered or (system.reduce_buffer_elems is not None and after in (1, 2)):
@@ -277,6 +278,8 @@ def _other_stage(choices: Choices, system: SystemSpec, swarm: Swarm) -> Stage | 
     # Only stages 1 and 2 gather all params after a step, so a case that overlaps this gather cannot
     # change to another stage.
     kept = (1, 2) if system.overlap_params else (0, 1, 2, 3)
+    # At stage 2 no gradient is kept for the next micro-batch, so reduce buffers need a sum after
+    # every micro-batch.
     if system.reduce_buffer_elems is not None and system.sync == "last":
         kept = tuple(stage for stage in kept if stage != 2)
     others = [stage for stage in swarm.able.stages if stage in kept and stage != system.stage]
