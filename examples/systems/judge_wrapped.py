@@ -11,14 +11,12 @@ class Engine:
         self.units = [unit for unit in self.module.modules() if isinstance(unit, Sharded)]
         shards = {unit.prefix: unit.shard for unit in self.units}
         self.optimizer = targets.plain_optimizer(scenario.optimizer, shards)
-        self.rates = targets.LearningRates(self.optimizer)
         self.zero_grad = self.optimizer.zero_grad
 
     def backward(self, loss, *, last_micro, rows):
         loss.backward()
 
     def step(self, *, lr_factor):
-        self.rates.scale(lr_factor)
         self.optimizer.step()
 
     def params(self):
@@ -32,12 +30,9 @@ class Engine:
 
 
 class Target:
-    name, settings = "wrapped", (*targets.ADAMW_SETTINGS, "optimizer.warmup_steps")
-    capabilities = targets.Capabilities(
-        models=tuple(model for model in targets.PLAIN_MODELS if model != "gpt"),
-        stages=(3,),
-        follows=(*settings, "run.micro_batches"),
-    )
+    name, follows = "wrapped", (*targets.ADAMW_SETTINGS, "run.micro_batches")
+    untied = tuple(model for model in targets.PLAIN_MODELS if model != "gpt")
+    capabilities = targets.Capabilities(models=untied, stages=(3,), follows=follows)
     numerics = targets.Numerics(divide="pre", sync="every", grads_told="after-division")
 
     def build(self, module, *, scenario, group):

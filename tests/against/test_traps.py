@@ -211,4 +211,4 @@ def test_options_after_the_script_are_refused(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(main, ["torchrun", "train.py", "--against", "1"])
     assert done.exit_code == 2
-    assert "Put it before the script" in done.output
+    assert "Move it before the script" in done.output
