@@ -81,9 +81,9 @@ class TestLifecycle:
             wanted = f"reduce_scatter for layer_{layer}, 72 float32, is called"
             assert sum(title.endswith(wanted) for title in titles) == 2
 
-    def test_bars_have_the_numbers_of_their_steps(self, lifecycle):
+    def test_points_have_the_numbers_of_their_steps(self, lifecycle):
         for number, step in enumerate(lifecycle.steps[:-1], 1):
-            name, _ = step.bars.amounts[step.bars.now]
+            name = step.chart.points[step.chart.now].name
             assert name == f"{number}. {step.title.partition(': ')[2]}"
 
     def test_each_category_is_explained(self, lifecycle):
