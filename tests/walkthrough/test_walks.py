@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from zero_sim.cli.main import main
 from zero_sim.report.walks import Cell, Step, Table, Walk, render_walk, render_walk_page
 from zero_sim.walkthrough import ring as of_ring
-from zero_sim.walkthrough import walk_lifecycle, walk_ring, walk_step
+from zero_sim.walkthrough import walk_lifecycle, walk_ring, walk_step, walk_zero1
 from zero_sim.walkthrough.lifecycle import run_step as run_life
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -65,6 +65,12 @@ class TestRing:
         rows = words(step_of(ring, "Slow links").tables[0])
         # 12 bytes a param by how many ranks have the state together.
         assert [row[4] for row in rows] == ["1.5 P", "3 P", "6 P"]
+
+
+def test_the_flat_buffer_is_drawn_with_its_boundary():
+    picture = step_of(walk_zero1(), "The flat buffer of gradients").picture
+    assert "rank 0: shard 0 of bucket 0, elements [0, 130)" in picture
+    assert "rank 1: shard 1 of bucket 0, elements [130, 260)" in picture
 
 
 class TestLifecycle:
