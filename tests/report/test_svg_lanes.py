@@ -28,11 +28,11 @@ def arrows(picture):
 def stuck(world_of):
     """Draw the deadlock of a program."""
 
-    def draw(size, program):
+    def draw(size, program, *, check="world.deadlock"):
         world = world_of(size)
         with pytest.raises(Deadlock):
             world.run(program)
-        return draw_lanes(world.log, Finding(check="world.deadlock", message=""))
+        return draw_lanes(world.log, Finding(check=check, message=""))
 
     return draw
 
@@ -43,8 +43,9 @@ def returns_early(rank):
         dist.broadcast(torch.ones(4), src=0)
 
 
-def test_all_wait_for_the_rank_that_returned(stuck):
-    picture = stuck(4, returns_early)
+@pytest.mark.parametrize("check", ["world.deadlock", "world.stalled-by-plan"])
+def test_all_wait_for_the_rank_that_returned(stuck, check):
+    picture = stuck(4, returns_early, check=check)
     assert arrows(picture) == {(0, 2), (1, 2), (3, 2)}
     waiting = ["all_reduce #0", "broadcast #1"]
     assert labels(picture) == [*waiting * 2, "all_reduce #0", "no more calls", *waiting]

@@ -62,7 +62,7 @@ def draw_lanes(log: EventLog, finding: Finding) -> Markup | None:
     Returns:
         None also if the log lacks the calls, as that of a deadlock outside of collectives does.
     """
-    if finding.check == Check.WORLD_DEADLOCK:
+    if finding.check in (Check.WORLD_DEADLOCK, Check.WORLD_STALLED_BY_PLAN):
         return _draw_deadlock(log)
     if finding.check == Check.WORLD_RACE:
         return _draw_race(log, finding)
