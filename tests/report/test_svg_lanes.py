@@ -75,12 +75,16 @@ def test_a_rank_waits_for_the_call_that_it_waits_in(stuck):
         if rank == 0:
             group, other = dist.new_group([0, 1]), dist.new_group([0, 2])
             work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
-            dist.all_reduce(torch.ones(1), group=other, async_op=True)
+            dist.broadcast(torch.ones(1), src=0, group=other, async_op=True)
             work.wait()
         else:
             dist.new_group([0, 1]), dist.new_group([0, 2])
 
-    assert arrows(stuck(3, program)) == {(0, 1)}
+    picture = stuck(3, program)
+    assert arrows(picture) == {(0, 1)}
+    # The awaited call is at the right, though it was issued first.
+    kinds = [label.partition(" ")[0] for label in labels(picture)]
+    assert kinds == ["broadcast", "all_reduce", "no", "no"]
 
 
 def test_of_many_ranks_the_absent_ones_are_drawn(stuck):

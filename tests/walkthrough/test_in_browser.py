@@ -83,13 +83,12 @@ _MARKER = """
 def test_the_marker_of_the_chart_is_seen_on_a_phone(page, lifecycle_page):
     found, path = lifecycle_page
     page.open(path, width=390)
-    for step in found.steps[:-1]:
+    for index in (0, 19, 30, 61):
+        assert page.value(f"show({index}), now") == index
         left, width, height = map(float, page.value(_MARKER).split())
-        count = len(step.chart.points)
-        # The outline of 1.5 pixels counts as width of the marker.
-        assert left == pytest.approx(step.chart.now / count, abs=0.01)
-        assert (width, height) > (5, 100)
-        press(page, "ArrowRight")
+        chart = found.steps[index].chart
+        assert left == pytest.approx(chart.now / len(chart.points), abs=0.01)
+        assert (width > 5, height > 100) == (True, True)
 
 
 def test_dark_is_dark(page, walk):

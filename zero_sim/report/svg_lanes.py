@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -87,9 +87,13 @@ def _draw_deadlock(log: EventLog) -> Markup | None:
     boxes = [
         box
         for lane, rank in enumerate(ranks)
-        for box in _lane(lane, _program_calls(timeline.calls, rank),
-                         waits=rank in awaited, is_absent=rank in absent)
-    ]  # fmt: skip
+        for box in _lane(
+            lane,
+            [c for c in timeline.calls if c.record.rank == rank and not c.of_harness],
+            awaited=awaited.get(rank, [])[-1:],
+            is_absent=rank in absent,
+        )
+    ]
     shown = [rank for rank in absent if rank in ranks]
     arrows = [
         _Arrow(
@@ -123,10 +127,6 @@ def _awaited(log: EventLog, calls: Sequence[CallSpan]) -> Mapping[int, Sequence[
     }
 
 
-def _program_calls(calls: Sequence[CallSpan], rank: int) -> Sequence[CallSpan]:
-    return [call for call in calls if call.record.rank == rank and not call.of_harness]
-
-
 def _missing(call: CallSpan) -> set[int]:
     """Return the ranks that did not come to a call."""
     if call.record.kind in ("send", "recv"):
@@ -134,20 +134,18 @@ def _missing(call: CallSpan) -> set[int]:
     return set(call.record.group_ranks) - set(call.came)
 
 
-def _lane(lane: int, calls: Sequence[CallSpan], *, waits: bool, is_absent: bool) -> Iterator[_Box]:
-    """Yield a rank's last calls; the last box is empty if it waits in none."""
-    y = lane * _LANE
-    count = LATEST_CALLS - 1
-    earlier = calls[:-1] if waits else calls
-    past = earlier[-count:]
-    for index, call in enumerate(past, start=count - len(past)):
-        yield _call_box(call, x=index * _PAST, width=_PAST, y=y)
-    x = count * _PAST
-    if waits:
-        yield _call_box(calls[-1], x=x, width=_LATEST, y=y)
-    else:
-        class_ = "unowned" if is_absent else "part"
-        title = "it made no further call"
+def _lane(
+    lane: int, calls: Sequence[CallSpan], *, awaited: Sequence[CallSpan], is_absent: bool
+) -> Iterator[_Box]:
+    """Yield a rank's last calls; the last box is the awaited call, or empty if there is none."""
+    y, x = lane * _LANE, (LATEST_CALLS - 1) * _PAST
+    past = [call for call in calls if call not in awaited][1 - LATEST_CALLS :]
+    for index, call in enumerate(reversed(past), start=1):
+        yield _call_box(call, x=x - index * _PAST, width=_PAST, y=y)
+    for call in awaited:
+        yield _call_box(call, x=x, width=_LATEST, y=y)
+    if not awaited:
+        class_, title = "unowned" if is_absent else "part", "it made no further call"
         yield _Box(x=x, width=_LATEST, y=y, label="no more calls", title=title, class_=class_)
 
 
@@ -172,22 +170,16 @@ def _draw_race(log: EventLog, finding: Finding) -> Markup | None:
     issued, later = calls[found[-1]], len(calls) - found[-1] - 1
     operation = finding.message.partition(": ")[2].partition(" at ")[0]
     calls_later = "1 call" if later == 1 else f"{later} calls"
-    parts = [
-        (30.0, _call_box(issued, x=0, width=0, y=0).label, issued.record.text,
-         class_of(issued.record.kind)),
-        (17.0, calls_later, f"{calls_later} of this rank after it", "part"),
-        (23.0, "no wait()", "wait() on the returned work is missing before the access", "unowned"),
-        (30.0, operation, finding.message, "bad"),
-    ]  # fmt: skip
-    boxes, x = [], 0.0
-    for width, label, title, class_ in parts:
-        boxes.append(_Box(x=x, width=width, y=0, label=label, title=title, class_=class_))
-        x += width
-    title = "its memory belongs to the call until wait() returns"
-    boxes.append(
-        _Box(x=0, width=x, y=_LANE, label="lent to the call, in flight", title=title,
-             class_=f"{class_of(issued.record.kind)} open")
-    )  # fmt: skip
+    box = _call_box(issued, x=0, width=30, y=0)
+    boxes = [
+        replace(box, class_=class_of(issued.record.kind)),
+        _Box(
+            x=30, width=17, y=0, label=calls_later, title=f"{calls_later} after it", class_="part"
+        ),
+        _Box(x=47, width=23, y=0, label="no wait()", title="wait() is missing", class_="unowned"),
+        _Box(x=70, width=30, y=0, label=operation, title=finding.message, class_="bad"),
+        replace(box, width=100, y=_LANE, label="lent to the call, in flight"),
+    ]
     return _render([f"rank {finding.rank}", "memory"], boxes, [], title="The race", note="")
 
 
