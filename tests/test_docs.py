@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
+from tests.transcripts import assert_shown, blocks, run_command, transcripts
 from zero_sim import run_case, targets
 from zero_sim.cli.main import main
 from zero_sim.reference import CLIP_FORMS, LossRows, ScaleLoss
@@ -140,6 +141,38 @@ def test_the_script_of_a_page_runs_by_the_commands_that_the_page_gives(tmp_path,
         done = CliRunner().invoke(main, command.split())
         assert done.exit_code == 0, done.output
         assert "step 1 loss" in done.output
+
+
+# Slower than a quarter of a second: the script runs ten times.
+def test_the_script_of_the_tutorial_is_judged_as_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "your-script.md").read_text()
+    script, change = blocks(page, "python")
+    mended = script.replace("            dist.all_reduce(param.grad)\n", change)
+    assert mended != script
+    for text, (command, shown) in zip((script, mended), transcripts(page), strict=True):
+        Path("train.py").write_text(text)
+        assert_shown(shown, run_command(command))
+
+
+def test_the_finding_of_a_page_is_as_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "reading-a-finding.md").read_text()
+    (case,) = blocks(page, "toml")
+    Path("flipped.toml").write_text(case)
+    ((command, shown),) = transcripts(page)
+    assert_shown(shown, run_command(command))
+    run_command("report")
+    assert "equality.grad" in Path("zero-sim.html").read_text()
+
+
+def test_commands_of_the_page_on_reporting_have_the_options_that_it_gives():
+    page = (DOCS / "reporting-upstream.md").read_text()
+    lines = re.findall(r"(?:^|`)zero-sim ([^`\n]+)", page, flags=re.MULTILINE)
+    assert len(lines) == 3
+    for name, *words in map(str.split, lines):
+        options = {option for param in main.commands[name].params for option in param.opts}
+        assert {word for word in words if word.startswith("--")} <= options
 
 
 def test_the_example_of_every_schedule_runs():

@@ -1,15 +1,14 @@
 """What README and the first pages show works as shown."""
 
 import re
-import shlex
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import click
 import pytest
 import torch.distributed as dist
-from click.testing import CliRunner
 
+from tests.transcripts import assert_shown, blocks, run_command, transcripts
 from zero_sim import World
 from zero_sim.cli.main import main
 from zero_sim.scenario.load import load_cases
@@ -26,10 +25,6 @@ README = (ROOT / "README.md").read_text()
 WORLDS, SCENARIOS, FINDING = (
     (ROOT / "docs" / f"{name}.md").read_text() for name in ("worlds", "scenarios", "first-finding")
 )
-
-
-def blocks(page, language):
-    return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
 
 
 (TEST,) = blocks(README, "python")
@@ -98,37 +93,9 @@ def test_every_path_that_pages_name_exists():
 
 UPSTREAM = (ROOT / "scenarios" / "upstream" / "README.md").read_text()
 CONSOLE = [*blocks(FINDING, "console"), *blocks(SCENARIOS, "console")]
-SHOWN = [
-    (command, shown)
-    for block in CONSOLE
-    for command, shown in re.findall(r"^\$ zero-sim (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
-]
+SHOWN = [each for page in (FINDING, SCENARIOS) for each in transcripts(page)]
 """Each command of which the output is shown."""
 SELECTED, BROKEN, MENDED = SHOWN
-
-
-def run_command(command):
-    return CliRunner().invoke(main, shlex.split(command, comments=True)).output
-
-
-def without_times(text):
-    """Leave out seconds, and multiples of rounding, which kernels of a machine decide."""
-    text = re.sub(r"\d+\.\d+ s\b", "T s", re.sub(r"\de\+\d+ x rounding", "N x rounding", text))
-    return re.sub(r" +", " ", text)
-
-
-def assert_shown(shown, output):
-    """Every line that is shown comes, in that order; between them only where there are dots."""
-    come = iter([line.strip() for line in without_times(output).splitlines()])
-    may_skip = False
-    for line in without_times(shown).splitlines():
-        wanted = line.strip()
-        if wanted == "...":
-            may_skip = True
-            continue
-        got = next((each for each in come if each == wanted or not may_skip), "(nothing)")
-        assert got.startswith(wanted.removesuffix("...")), (wanted, got)
-        may_skip = False
 
 
 # Slower than a quarter of a second: two of its cases are the large toy that the block shows.

@@ -1,14 +1,24 @@
 """Pages of the site that come from the code: scenario fields, checks, commands, API and gallery."""
 
 import re
-import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import mkdocs_gen_files
 
+from zero_sim.findings.records import CaseResult
 from zero_sim.report.explain import EXPLANATIONS
+from zero_sim.report.svg_buffer_map import buffer_map_svg
+from zero_sim.report.text import render_location
+from zero_sim.report.walks import render_walk_page
+from zero_sim.rules.judging import run_case
+from zero_sim.scenario.load import load_scenario
 from zero_sim.scenario.schema import scenario_schema
+from zero_sim.scenario.spec import ExpectSpec, Scenario
+from zero_sim.targets.rank_local import why_missing
+from zero_sim.targets.registry import find_target
+from zero_sim.walkthrough import walk_lifecycle, walk_ring, walk_zero1
 
 ROOT = Path(__file__).resolve().parents[2]
 UPSTREAM = ROOT / "scenarios" / "upstream"
@@ -150,23 +160,65 @@ def gallery() -> Iterator[tuple[str, str]]:
 
 def _gallery_page(name: str, text: str) -> Iterator[str]:
     yield text
-    picture = ROOT / "docs" / "gallery" / f"{name}.svg"
-    if picture.exists():
-        yield f"## The finding\n\n![Where state differs]({name}.svg)\n"
     case, script = UPSTREAM / f"{name}.toml", UPSTREAM / f"{name}.py"
     if case.exists():
-        description = tomllib.loads(case.read_text()).get("description", "")
-        yield f"## The smallest case\n\n{description}\n"
+        scenario = load_scenario(case)
+        yield from _finding(name, scenario)
+        yield f"## The smallest case\n\n{scenario.description}\n"
         yield f"```toml\n{case.read_text()}```\n"
         yield f"`zero-sim run scenarios/upstream/{name}.toml` judges it.\n"
     if script.exists():
         yield f"## Without zero_sim\n\n```python\n{script.read_text()}```\n"
 
 
+def _finding(name: str, scenario: Scenario) -> Iterator[str]:
+    """Yield the expected finding of a case, as a picture and a table.
+
+    Nothing if the library is not installed, or if its installed version is mended.
+    """
+    if why_missing(find_target(scenario.system.target)):
+        return
+    result: CaseResult = run_case(replace(scenario, expect=ExpectSpec()))
+    first = next((f for f in result.findings if f.check == scenario.expect.finding), None)
+    if first is None:
+        return
+    yield "## The finding\n"
+    if result.strip is not None and result.strip.check == first.check:
+        with mkdocs_gen_files.open(f"gallery/{name}.svg", "w") as file:
+            file.write(buffer_map_svg(result.strip, title=f"Where {first.check} differs"))
+        yield f"![Flat buffer, and the elements that differ]({name}.svg)\n"
+    extent = f"{first.differ_count} of {first.compared_count}" if first.differ_count else ""
+    yield f"| check | [{first.check}](../reference/checks.md#{first.check.replace('.', '')}) |"
+    yield "|---|---|"
+    rows = {
+        "message": _cell(first.message),
+        "at": render_location(first),
+        "expected": first.expected_value,
+        "got": first.got_value,
+        "elements that differ": extent,
+    }
+    yield from (f"| {row} | {value} |" for row, value in rows.items() if value)
+    yield ""
+
+
+def walkthroughs() -> Iterator[str]:
+    """Yield the page that lists the walkthroughs, and write their own pages."""
+    yield "# Walkthroughs\n"
+    yield "Every number on these pages comes from a run. Arrow keys go from step to step.\n"
+    walks = {"zero1": walk_zero1, "ring": walk_ring, "lifecycle": walk_lifecycle}
+    for name, make in walks.items():
+        walk = make()
+        with mkdocs_gen_files.open(f"walkthrough/{name}.html", "w") as file:
+            file.write(render_walk_page(walk))
+        yield f"- [{walk.title}]({name}.html), {len(walk.steps)} steps. {walk.about}"
+    yield "\n`zero-sim walkthrough step --scenario FILE --html PAGE` makes one of your own case."
+
+
 write("reference/commands.md", commands())
 write("reference/scenario.md", scenario_fields())
 write("reference/checks.md", checks())
 write("reference/api.md", api())
+write("walkthrough/index.md", walkthroughs())
 for path, page in PAGES.items():
     write(page, iter([_with_links((ROOT / path).read_text())]))
 entries = list(gallery())

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zero_sim.findings.buffer_map import PIECES_MAX, build_buffer_map
+from zero_sim.findings.buffer_map import PIECES_MAX, build_buffer_map, map_buffer
 from zero_sim.findings.records import Finding, MappedBucket, MappedPiece, MappedShard
 from zero_sim.scenario.spec import ModelSpec, RunSpec, SystemSpec, WorldSpec
 from zero_sim.targets import Place
@@ -45,6 +45,11 @@ def found(param="w", *spans, rank=0):
 
 def strip_of(*findings, places=PLACES):
     return build_buffer_map(findings[0], found=findings, places=places)
+
+
+def test_a_map_without_a_finding_has_the_same_parts():
+    strip = strip_of(found("w", (6, 8)))
+    assert map_buffer(PLACES) == replace(strip, check="", differ=(), differ_ranks=())
 
 
 def test_buckets_shards_pieces_and_padding():

@@ -233,6 +233,10 @@ class TestStripPicture:
         assert "All of it differs" not in text
         assert "The buffer as a picture" not in text
 
+    def test_without_a_difference_there_is_no_row_for_it(self, even_strip):
+        assert "<span>differs</span>" in buffer_map_pictures(even_strip())
+        assert "<span>differs</span>" not in buffer_map_pictures(even_strip(differ=()))
+
     def test_a_small_one_is_one_picture(self, even_strip):
         assert buffer_map_pictures(even_strip()).count('class="strip"') == 1
 

@@ -123,6 +123,23 @@ def test_each_known_divergence_has_a_page(site):
     assert names == {path.stem for path in (site / "gallery").glob("*.html")} - {"index"}
 
 
+def test_a_divergence_of_torch_shows_its_finding(site):
+    cases = sorted((ROOT / "scenarios/upstream").glob("torch-*.toml"))
+    assert len(cases) > 5
+    for case in cases:
+        page = (site / "gallery" / f"{case.stem}.html").read_text()
+        check = re.search(r'finding = "([^"]+)"', case.read_text())[1]
+        assert f'<a href="../reference/checks.html#{check.replace(".", "")}">{check}</a>' in page
+
+
+def test_walkthroughs_are_listed_and_have_all_their_steps(site):
+    index = (site / "walkthrough/index.html").read_text()
+    for name, count in re.findall(r'<a href="(\w+)\.html">[^<]+</a>, (\d+) steps', index):
+        page = (site / "walkthrough" / f"{name}.html").read_text()
+        assert page.count('<section class="walk">') == int(count) > 9
+    assert len(list((site / "walkthrough").glob("*.html"))) == 4
+
+
 def _pictures():
     path = ROOT / "docs" / "site" / "pictures.py"
     spec = importlib.util.spec_from_file_location("pictures", path)

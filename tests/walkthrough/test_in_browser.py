@@ -37,6 +37,14 @@ def walk(request, tmp_path_factory):
     return found, path
 
 
+@pytest.fixture(scope="module")
+def lifecycle_page(tmp_path_factory):
+    found = walk_lifecycle()
+    path = tmp_path_factory.mktemp("walk") / "lifecycle.html"
+    write_walk(path, found)
+    return found, path
+
+
 def test_keys_go_from_step_to_step(page, walk):
     found, path = walk
     page.open(path, width=1280)
@@ -61,6 +69,26 @@ def test_every_step_fits_a_phone(page, walk, scheme):
             wide.append(step.title)
         press(page, "ArrowRight")
     assert wide == []
+
+
+_MARKER = """
+[...document.querySelectorAll(".area")].filter(each => each.offsetParent !== null).map(area => {
+  const all = area.querySelector("svg").getBoundingClientRect();
+  const now = area.querySelector("rect.now").getBoundingClientRect();
+  return [(now.left - all.left) / all.width, now.width, now.height].join(" ");
+}).join("|")
+"""
+
+
+def test_the_marker_of_the_chart_is_seen_on_a_phone(page, lifecycle_page):
+    found, path = lifecycle_page
+    page.open(path, width=390)
+    for index in (0, 19, 30, 61):
+        assert page.value(f"show({index}), now") == index
+        left, width, height = map(float, page.value(_MARKER).split())
+        chart = found.steps[index].chart
+        assert left == pytest.approx(chart.now / len(chart.points), abs=0.01)
+        assert (width > 5, height > 100) == (True, True)
 
 
 def test_dark_is_dark(page, walk):

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from zero_sim.cli.main import main
 from zero_sim.report.walks import Cell, Step, Table, Walk, render_walk, render_walk_page
 from zero_sim.walkthrough import ring as of_ring
-from zero_sim.walkthrough import walk_lifecycle, walk_ring, walk_step
+from zero_sim.walkthrough import walk_lifecycle, walk_ring, walk_step, walk_zero1
 from zero_sim.walkthrough.lifecycle import run_step as run_life
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -67,6 +67,12 @@ class TestRing:
         assert [row[4] for row in rows] == ["1.5 P", "3 P", "6 P"]
 
 
+def test_the_flat_buffer_is_drawn_with_its_boundary():
+    picture = step_of(walk_zero1(), "The flat buffer of gradients").picture
+    assert "rank 0: shard 0 of bucket 0, elements [0, 130)" in picture
+    assert "rank 1: shard 1 of bucket 0, elements [130, 260)" in picture
+
+
 class TestLifecycle:
     def test_what_is_live_in_the_third_layers_backward(self, lifecycle):
         step = step_of(lifecycle, "With prefetch, backward: the gradient of layer_3.bias")
@@ -81,9 +87,9 @@ class TestLifecycle:
             wanted = f"reduce_scatter for layer_{layer}, 72 float32, is called"
             assert sum(title.endswith(wanted) for title in titles) == 2
 
-    def test_bars_have_the_numbers_of_their_steps(self, lifecycle):
+    def test_points_have_the_numbers_of_their_steps(self, lifecycle):
         for number, step in enumerate(lifecycle.steps[:-1], 1):
-            name, _ = step.bars.amounts[step.bars.now]
+            name = step.chart.points[step.chart.now].name
             assert name == f"{number}. {step.title.partition(': ')[2]}"
 
     def test_each_category_is_explained(self, lifecycle):

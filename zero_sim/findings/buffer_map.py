@@ -6,6 +6,7 @@ Integers and names only; `zero_sim.report` draws it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -48,35 +49,49 @@ def build_buffer_map(
     # A param may also have parts in other buffers; their differences are not marked here.
     own, elsewhere = _spans_by_param(inside), _spans_by_param(set(owned).difference(inside))
     outside = {name: _without(spans, own.get(name, ())) for name, spans in elsewhere.items()}
-    pieces = _pieces(inside)
-    buckets = _buckets(inside)
-    padding, unowned = _gaps([each.place for each in inside], pieces, buckets)
+    whole = _whole_map(inside)
+    pieces, elems = whole.pieces, whole.elems
     found = [finding for finding in found if _flat([finding], pieces, outside)]
     differ = _flat(found, pieces, outside)
     if not differ:
         return None
         # All differences lie in other buffers.
-    elems = max(bucket.stop for bucket in buckets)
     # Center on the finding itself. If it lies outside all pieces, on any difference.
     start, stop = _window(pieces, differ=_flat([first], pieces, outside) or differ, elems=elems)
     # Empty buckets and shards at the ends meet no window, but belong to a whole map.
-    whole = (start, stop) == (0, elems)
-    return BufferMap(
+    is_whole = (start, stop) == (0, elems)
+    return replace(
+        whole,
         check=first.check,
-        buffer=inside[0].place.buffer,
-        elems=elems,
         start=start,
         stop=stop,
-        buckets=tuple(b for b in buckets if whole or _meets(b, start, stop)),
-        shards=tuple(s for s in _shards(inside) if whole or _meets(s, start, stop)),
-        pieces=tuple(p for p in pieces if whole or _meets(p, start, stop)),
-        padding=_cut(padding, start, stop),
-        unowned=_cut(unowned, start, stop),
+        buckets=tuple(b for b in whole.buckets if is_whole or _meets(b, start, stop)),
+        shards=tuple(s for s in whole.shards if is_whole or _meets(s, start, stop)),
+        pieces=tuple(p for p in pieces if is_whole or _meets(p, start, stop)),
+        padding=_cut(whole.padding, start, stop),
+        unowned=_cut(whole.unowned, start, stop),
         differ=_cut(differ, start, stop)[:DIFFER_MAX],
         differ_cut=len(_cut(differ, start, stop)) > DIFFER_MAX
         # Findings keep at most SPANS_MAX spans, so such a finding may have more.
         or any(len(finding.differ_spans) == SPANS_MAX for finding in found),
         differ_ranks=tuple(sorted({f.rank for f in found if f.rank is not None})),
+    )
+
+
+def map_buffer(places: Mapping[int, Sequence[Place]]) -> BufferMap:
+    """Return the map of the flat buffer 0, without a finding.
+
+    Args:
+        places: Places of each rank that shares the buffer; one of them has an offset in it.
+    """
+    return _whole_map(
+        [
+            located
+            for rank, owned in sorted(places.items())
+            for place in owned
+            for located in _locate(rank, place)
+            if place.buffer == 0
+        ]
     )
 
 
@@ -108,6 +123,26 @@ def _buffer_of(first: Finding, owned: Sequence[_Located]) -> list[_Located]:
         # Overlapping buckets: offsets restart in each, so treat each as a buffer of its own.
         return [each for each in inside if each.bucket == at.bucket]
     return inside
+
+
+def _whole_map(inside: Sequence[_Located]) -> BufferMap:
+    pieces, buckets = _pieces(inside), _buckets(inside)
+    padding, unowned = _gaps([each.place for each in inside], pieces, buckets)
+    elems = max(bucket.stop for bucket in buckets)
+    return BufferMap(
+        buffer=inside[0].place.buffer,
+        elems=elems,
+        start=0,
+        stop=elems,
+        buckets=tuple(buckets),
+        shards=tuple(_shards(inside)),
+        pieces=tuple(pieces),
+        padding=tuple(padding),
+        unowned=tuple(unowned),
+        differ=(),
+        differ_cut=False,
+        differ_ranks=(),
+    )
 
 
 def _spans_by_param(located: Iterable[_Located]) -> dict[str, list[Span]]:

@@ -149,8 +149,8 @@ class BufferMap:
     Spans are half-open and count elements from the start of the buffer.
     """
 
-    check: str
-    """Check of the finding."""
+    check: str = ""
+    """Check of the finding; empty for a buffer without one."""
     buffer: int
     elems: int
     """Length of the buffer, as reported by its owners."""

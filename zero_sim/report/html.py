@@ -21,6 +21,7 @@ from zero_sim.report.commands import replay_command
 from zero_sim.report.explain import EXPLANATIONS
 from zero_sim.report.html_calls import calls_table, near_calls
 from zero_sim.report.svg_buffer_map import buffer_map_pictures
+from zero_sim.report.svg_lanes import draw_lanes
 from zero_sim.report.svg_timeline import draw_timeline
 from zero_sim.report.text import render_finding, render_location
 from zero_sim.report.text_buffer_map import describe_buffer_map, describe_spread, equal_elems
@@ -112,6 +113,7 @@ def _calls(bundle: Bundle) -> dict[str, object] | None:
     table, table_of = calls_table(log, first)
     world = f" of world {len(bundle.logs)} of {len(bundle.logs)}" if len(bundle.logs) > 1 else ""
     return {
+        "lanes": draw_lanes(log, first),
         "near": near_calls(log, first, bundle.strip, shows_grads=shows_grads),
         "timeline": picture,
         "timeline_of": f"{timeline_of}{world}",

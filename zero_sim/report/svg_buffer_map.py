@@ -75,7 +75,9 @@ def buffer_map_pictures(buffer_map: BufferMap) -> Markup:
         }
         for frame in frames
     ]
-    return pages.render("buffer_map.html", pictures=pictures, rows=_ROWS, height=_HEIGHT)
+    rows = _ROWS if buffer_map.differ else _ROWS[:-1]
+    height = _TOP + len(rows) * (ROW + GAP)
+    return pages.render("buffer_map.html", pictures=pictures, rows=rows, height=height)
 
 
 def buffer_map_svg(buffer_map: BufferMap, *, title: str) -> str:

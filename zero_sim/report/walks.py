@@ -16,7 +16,8 @@ from typing import Literal
 from markupsafe import Markup
 
 from zero_sim.report import pages
-from zero_sim.report.amounts import aligned, bar
+from zero_sim.report.amounts import aligned
+from zero_sim.report.area_chart import Chart, draw_area, render_bars
 from zero_sim.untrusted import printable
 
 Mark = Literal["", "own", "new", "sent", "got", "done", "wrong"]
@@ -52,29 +53,13 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bars:
-    """Amounts as a bar chart, with the current one marked."""
-
-    title: str
-    unit: str
-    amounts: Sequence[tuple[str, float]]
-    now: int | None = None
-    """Index of the amount of the current step; None if there is none."""
-
-    @property
-    def most(self) -> float:
-        """Largest amount; 1 if all are 0, because bars are drawn in shares of it."""
-        return max((amount for _, amount in self.amounts), default=0) or 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """One step: an explanation and the values after it."""
 
     title: str
     text: Sequence[str] = ()
     tables: Sequence[Table] = ()
-    bars: Bars | None = None
+    chart: Chart | None = None
     picture: Markup | None = None
     """Only for pages. A table contains the same values for the text."""
 
@@ -92,15 +77,15 @@ def render_walk(walk: Walk) -> str:
     """Return a walkthrough as text."""
     lines = [walk.title, "=" * len(walk.title), "", walk.about]
     # Heading underlined, as in Markdown, so that the text is also a document.
-    drawn: list[Bars | None] = []
+    drawn: list[Chart | None] = []
     for number, step in enumerate(walk.steps, start=1):
         lines += ["", f"{number}. {step.title}", "-" * (len(str(number)) + 2 + len(step.title))]
         lines += _step(step)
-        # Print equal bars once, even if their current amounts differ.
-        bars = None if step.bars is None else replace(step.bars, now=None)
-        if bars is not None and bars not in drawn:
-            drawn.append(bars)
-            lines += ["", *_bars(bars)]
+        # Charts that differ by their marker alone are one chart in text.
+        chart = None if step.chart is None else replace(step.chart, now=None)
+        if chart is not None and chart not in drawn:
+            drawn.append(chart)
+            lines += ["", *render_bars(chart)]
     return printable("\n".join(lines), lines=True)
 
 
@@ -125,12 +110,6 @@ def _text(cell: Cell | str) -> str:
     return cell if isinstance(cell, str) else f"{cell.text}{SIGNS[cell.mark]}"
 
 
-def _bars(bars: Bars) -> Iterator[str]:
-    yield f"{bars.title}, in {bars.unit}"
-    rows = [[name, bar(amount / bars.most), f"{amount:,.0f}"] for name, amount in bars.amounts]
-    yield from aligned(rows, words=range(2)).splitlines()
-
-
 def write_walk(path: Path, walk: Walk) -> None:
     """Write a walkthrough as a page; an existing file is replaced.
 
@@ -149,4 +128,6 @@ def render_walk_page(walk: Walk) -> str:
         "default-src 'none'; style-src 'unsafe-inline'; "
         f"script-src 'sha256-{base64.b64encode(script).decode()}'"
     )
-    return str(pages.render("walk.html", title=walk.title, policy=policy, walk=walk))
+    return str(
+        pages.render("walk.html", title=walk.title, policy=policy, walk=walk, draw_area=draw_area)
+    )

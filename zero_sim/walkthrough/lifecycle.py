@@ -14,7 +14,8 @@ from torch.optim.optimizer import ParamsT
 from zero_sim.calculators.ledger import Sample
 from zero_sim.calculators.memory_meter import MemoryMeter, sample_at_modules
 from zero_sim.layout import LayoutPolicy
-from zero_sim.report.walks import Bars, Cell, Mark, Step, Table, Walk
+from zero_sim.report.area_chart import Chart, Point
+from zero_sim.report.walks import Cell, Mark, Step, Table, Walk
 from zero_sim.sim import CollectiveRecord, World
 from zero_sim.sim.call import Call
 from zero_sim.targets.held import memory_of
@@ -144,8 +145,12 @@ def _steps(moments: Sequence[Moment], *, prefetch: int, number: int) -> list[Ste
         number: Number of the first step in the walkthrough.
     """
     where = [_where(moment, moments[max(0, at - 1)]) for at, moment in enumerate(moments)]
-    bars = [
-        (f"{number + index}. {where[index]}", float(moment.sample.total))
+    points = [
+        Point(
+            name=f"{number + index}. {where[index]}",
+            phase=moment.sample.phase,
+            amounts=moment.sample.bytes,
+        )
         for index, moment in enumerate(moments)
     ]
     return [
@@ -154,7 +159,7 @@ def _steps(moments: Sequence[Moment], *, prefetch: int, number: int) -> list[Ste
             f"{where[index]}",
             text=[_said(moment)],
             tables=[_states(moment), _live(moment)],
-            bars=Bars(title="Live bytes of rank 0", unit="bytes", amounts=bars, now=index),
+            chart=Chart(title="Live bytes of rank 0", unit="bytes", points=points, now=index),
         )
         for index, moment in enumerate(moments)
     ]

@@ -6,10 +6,11 @@ from zero_sim.calculators.ledger import RankLedger
 from zero_sim.calculators.measure import Measured, measure
 from zero_sim.calculators.network import Network
 from zero_sim.cost.forms import BucketForm, by_registration
+from zero_sim.report.area_chart import Chart, Point
 from zero_sim.report.ledger import chosen_moments
 from zero_sim.report.svg_timeline import draw_timeline
 from zero_sim.report.timeline import read_timeline
-from zero_sim.report.walks import Bars, Cell, Step, Table, Walk
+from zero_sim.report.walks import Cell, Step, Table, Walk
 from zero_sim.run.dp_cp_groups import DpCpGroup
 from zero_sim.scenario.spec import Scenario
 from zero_sim.walkthrough import prose
@@ -125,7 +126,7 @@ def _timeline(measured: Measured) -> Step:
 
 def _moments(ledger: RankLedger) -> list[Step]:
     samples = chosen_moments(ledger.samples)
-    amounts = [(f"{s.phase}: {s.where}", float(s.total)) for s in samples]
+    points = [Point(name=f"{s.phase}: {s.where}", phase=s.phase, amounts=s.bytes) for s in samples]
     return [
         Step(
             title=f"{sample.phase}: {sample.where}",
@@ -138,7 +139,7 @@ def _moments(ledger: RankLedger) -> list[Step]:
                     ],
                 )
             ],
-            bars=Bars(title="Live bytes of rank 0", unit="bytes", amounts=amounts, now=index),
+            chart=Chart(title="Live bytes of rank 0", unit="bytes", points=points, now=index),
         )
         for index, sample in enumerate(samples)
     ]

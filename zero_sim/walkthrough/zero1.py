@@ -16,6 +16,8 @@ from zero_sim.calculators.footprint import footprint_of
 from zero_sim.calculators.network import Network
 from zero_sim.calculators.traffic import traffic_of
 from zero_sim.cost.forms import sizes_of
+from zero_sim.findings.buffer_map import map_buffer
+from zero_sim.report.svg_buffer_map import buffer_map_pictures
 from zero_sim.report.walks import Cell, Mark, Step, Table, Walk
 from zero_sim.scenario.spec import Scenario, SystemSpec
 from zero_sim.walkthrough import prose
@@ -199,12 +201,14 @@ def _gradients(runs: Sequence[RankStep]) -> Step:
 
 def _buffer(runs: Sequence[RankStep]) -> Step:
     mark_of = _owner_marks(runs)
+    places = {rank: [part.place for part in run.parts.values()] for rank, run in enumerate(runs)}
     return prose.step(
         "zero1.buffer",
         [
             flat("zero1.buffer", run.grads, title=f"Buffer of rank {rank}", mark_of=mark_of)
             for rank, run in enumerate(runs)
         ],
+        picture=buffer_map_pictures(map_buffer(places)),
         elems=len(runs[0].grads),
         owned=_totals(runs),
         cut=[run.parts["W_1"].place.stop - run.parts["W_1"].place.start for run in runs],
