@@ -34,9 +34,9 @@ MISTAKES = {
         '                    group["weight_decay"] = -group["weight_decay"]\n',
     ),
     ("flat_adamw", "masters are copied before rank 0 sends its params"): (
-        "        dist.broadcast(self.flat, src=0)\n",
+        "        for tensor in (self.flat, *buffers):\n",
         "        sent, self.flat = self.flat, self.flat.clone()\n"
-        "        dist.broadcast(sent, src=0)\n",
+        "        for tensor in (sent, *buffers):\n",
     ),
     ("flat_adamw", "clips by the norm of its own shard"): (
         "        dist.all_reduce(total)\n",

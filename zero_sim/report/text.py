@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from zero_sim.report.amounts import aligned
 from zero_sim.report.calls import observed_grads, render_calls
 from zero_sim.report.text_buffer_map import draw_buffer_map
+from zero_sim.scenario.checks import Check
 from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ _OBSERVABLE = (
 
 _ID_WIDTH_MAX = 72
 _ID_CHARS_MIN = 12
-_UPDATES = ("equality.state", "equality.master", "equality.params")
+_UPDATES = (Check.EQUALITY_STATE, Check.EQUALITY_MASTER, Check.EQUALITY_PARAMS)
 _ROUNDING_ULP_MAX = 4
 """A hint, no tolerance: findings within it are findings as all others."""
 _TEXT_WIDTH = 100
