@@ -127,6 +127,7 @@ def judge_script(
         if was_run and options.against == "1" and comparison.side.world_size < 2:
             raise UsageError(_TOO_FEW_RANKS)
         verdict, account = comparison.verdict, account_of(comparison)
+        # Runs that differ in float64 have a fault that rounding cannot explain.
         if options.precision and verdict.outcome == "equal":
             report = measure_precision(
                 expected,
@@ -255,6 +256,7 @@ def replay_script(path: Path, *, trust: bool) -> int:
             f"{path / CODE_FOLDER}, then add --trust."
         )
     # A copy, so that files the script writes do not change the bundle.
+    # Absolute, because the copy becomes the working folder.
     with in_copy_of(path.absolute() / CODE_FOLDER):
         prepared = prepare(
             bundle.expected, seed=bundle.seed, keeps_rows=bundle.feeds, by_rank=bundle.by_rank
@@ -302,6 +304,7 @@ def _sides(
     # The other run has the same script; only its world and arguments may differ.
     other = side
     if options.arguments_of_one is not None:
+        # One option contains several arguments, quoted as in a shell.
         other = replace(side, arguments=tuple(shlex.split(options.arguments_of_one)))
     if options.against == "1":
         one = replace(settings, ranks_per_node=1, nodes=1)
