@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 RELATIONS = ("1", "resumed", "mesh", "micro")
 # Of several sizes, the gravest status is the command's.
 _ORDER_OF_STATUS = (1, 2, 4, 3)
+# Raised before the run if possible, else after it: a script may start its ranks itself.
 _TOO_FEW_RANKS = (
     "expected at least two ranks to compare with one, got 1. Add --nproc-per-node 4. If the script "
     "starts its ranks itself, put their number into ARGUMENTS, and 1 into --arguments-of-one."
@@ -127,7 +128,6 @@ def judge_script(
         if was_run and options.against == "1" and comparison.side.world_size < 2:
             raise UsageError(_TOO_FEW_RANKS)
         verdict, account = comparison.verdict, account_of(comparison)
-        # Runs that differ in float64 have a fault that rounding cannot explain.
         if options.precision and verdict.outcome == "equal":
             report = measure_precision(
                 expected,

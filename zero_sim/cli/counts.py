@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-# At most two digits of an exponent: 1e999 would be infinite, and int() of it an error.
 _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:e\d{1,2})?)([kmbt]?)", re.IGNORECASE)
 
 
@@ -31,7 +30,7 @@ class Count(click.ParamType):
             scale = _SUFFIXES[found[2].lower()]
             # As integers if possible, because floats above 2^53 lose digits.
             number = int(digits) * scale if digits.isdecimal() else float(digits) * scale
-        # The bound first: a float such as 1e99 has no useful int.
+        # The bound first: hundreds of digits with a point are infinite, and int() would raise.
         if not 1 <= number <= self._most or number != int(number):
             self.fail(
                 f"expected a whole number of 1 to {self._most:,}, as 7e9, 7b or 7_000_000_000, got "

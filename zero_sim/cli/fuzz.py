@@ -191,7 +191,6 @@ def fuzz(
         cases=batch_cases(family),
         shard=shard,
         device=device,
-        # Sorted, so that their order on the command line does not make another campaign.
         options=tuple(sorted(parse_own_options(said).items())),
         family=family,
         order=order,

@@ -51,7 +51,7 @@ Judge = Callable[["Scenario"], "CaseResult"]
 
 # Exit statuses, the gravest first.
 _GRAVITY = (1, 2, 4, 3, 0)
-# An `error` with 1 is an exception that nobody foresaw. Refused cases get 2; see `_judge`.
+# An `error` with findings. Without any, the case was refused and gets 2; see `_judge`.
 _STATUS = {"pass": 0, "fail": 1, "error": 1, "inconclusive": 3}
 _DOTS = {"pass": ".", "fail": "F", "error": "E", "inconclusive": "?"}
 DOTS_A_ROW = 50

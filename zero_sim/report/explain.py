@@ -40,6 +40,7 @@ def _read() -> dict[str, Explanation]:
     }
 
 
+# At import, so that an invalid file fails every command and cannot go unnoticed.
 EXPLANATIONS = _read()
 
 
