@@ -138,7 +138,7 @@ def check_evidence(evidence: Evidence, *, where: str) -> None:
                 f"{where}: expected tensors of one dimension, of at most {EVIDENCE_ELEMS_MAX} "
                 f"elements, got shape {tuple(side.shape)}"
             )
-        # torch cannot subtract bools, and complex numbers have no order of differences.
+        # torch cannot subtract bools, and complex numbers have no order.
         if side.is_complex() or side.dtype == torch.bool:
             raise InvalidField(f"{where}: expected tensors of numbers, got {_dtype(side)}")
     if sides[0].dtype != sides[1].dtype or sides[0].numel() != sides[1].numel():

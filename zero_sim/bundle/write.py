@@ -172,7 +172,7 @@ def _events(logs: Sequence[EventLog]) -> Iterator[str]:
             # By index into the groups above, which is much shorter than name and ranks.
             fields = record._asdict() | {"group": groups[key]}
             del fields["group_ranks"]
-            # Only if true, because nearly all calls are the system's own.
+            # Omitted if false, which is the default of the reader.
             if index in log.harness:
                 fields["harness"] = True
             yield _line(world, "call", fields)

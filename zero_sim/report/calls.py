@@ -199,7 +199,7 @@ def _bucket_of(finding: Finding, buffer_map: BufferMap) -> MappedBucket | None:
 def _sizes(buffer_map: BufferMap, bucket: MappedBucket) -> set[int]:
     """Return the element counts of calls for a bucket: the whole bucket, or one rank's shard."""
     shards = [shard for shard in buffer_map.shards if shard.bucket == bucket.index]
-    # 0 is the size of empty shards, and would fit every barrier.
+    # 0, the size of an empty shard, would fit every call without output elements.
     return {bucket.stop - bucket.start, *(shard.stop - shard.start for shard in shards)} - {0}
 
 

@@ -40,7 +40,7 @@ def _read() -> dict[str, Explanation]:
     }
 
 
-# At import, so that an invalid file fails every command and cannot go unnoticed.
+# Read at import, so that an entry of an unknown check fails at once, not when it is shown.
 EXPLANATIONS = _read()
 
 

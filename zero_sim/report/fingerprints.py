@@ -62,7 +62,7 @@ def calls_of_log(log: EventLog, *, rank: int) -> list[SeenCall]:
                     elem_bytes=record.elem_bytes,
                     dtype=record.dtype,
                     start=float(call.issue_tick),
-                    # Nothing can overlap a synchronous call, so it has no duration.
+                    # A synchronous call ends before the rank's next one, so it overlaps none.
                     stop=float(stop if record.asynchronous else call.issue_tick),
                 )
             )

@@ -17,7 +17,6 @@ def render_trial(trial: Trial, mutant: Mutant) -> str:
     verdict = "killed" if trial.killed else "ERROR" if trial.error else "SURVIVED"
     by = f" by {trial.check}" if trial.killed else ""
     size = "" if trial.size is None else f", shrunk to {trial.size}"
-    # A different size means that the case on record is out of date or that the search changed.
     if trial.minimum is not None and trial.minimum != trial.size:
         size += f" (on record: {trial.minimum})"
     judged = f" ({trial.judged} judged)" if trial.judged != trial.cases else ""

@@ -336,7 +336,7 @@ def flight_recorder_dumps(timeline: Timeline) -> list[dict[str, object]]:
         group = _group_of(call, is_cut_short=refused and not call.completed)
         if group.name not in groups[call.record.rank]:
             config = {"name": group.name, "desc": "undefined", "ranks": str(list(group.ranks))}
-            # For all members: the analyser finds missing ranks by the groups in their own dumps.
+            # For all members, because the group also contains ranks that made no call in it.
             for rank in group.ranks:
                 groups[rank][group.name] = config
         mine = entries[call.record.rank]
@@ -361,7 +361,7 @@ def _group_of(call: CallSpan, *, is_cut_short: bool) -> _Group:
         name = f"{record.group}: mail of ranks {' and '.join(map(str, ranks))}"
     else:
         ranks, name = list(record.group_ranks), record.group
-    # The number is part of the name, because other ranks may have come to the next collective.
+    # With the number in its name, because each such collective has a group of its own.
     if is_cut_short and len(call.came) < len(ranks):
         name = f"{name}: those who came to #{call.number}"
         return _Group(name=name, ranks=call.came, is_cut_short=True)
