@@ -67,6 +67,7 @@ def check_case(text: str, scenario: Scenario, *, seed: int) -> None:
         )
     try:
         (written,) = parse_cases(text, source="case.toml", stem="case")
+    # ValueError: a file with several cases does not unpack into one.
     except (ScenarioError, ValueError) as error:
         first = str(error).splitlines()[-1].strip()
         raise InvalidField(f"case.toml: expected the case of this bundle, got: {first}") from None
@@ -111,6 +112,7 @@ def check_buffer_map(buffer_map: BufferMap, *, rank_stop: int) -> None:
         )
     integers(list(buffer_map.differ_ranks), stop=rank_stop, where="strip.differ_ranks")
     for shard in buffer_map.shards:
+        # Pictures label a shard with its first rank.
         if not shard.ranks:
             raise InvalidField("strip.shards: expected a rank or more for each, got none")
         integers(list(shard.ranks), stop=rank_stop, where="strip.shards")
@@ -136,6 +138,7 @@ def check_evidence(evidence: Evidence, *, where: str) -> None:
                 f"{where}: expected tensors of one dimension, of at most {EVIDENCE_ELEMS_MAX} "
                 f"elements, got shape {tuple(side.shape)}"
             )
+        # torch cannot subtract bools, and complex numbers have no order.
         if side.is_complex() or side.dtype == torch.bool:
             raise InvalidField(f"{where}: expected tensors of numbers, got {_dtype(side)}")
     if sides[0].dtype != sides[1].dtype or sides[0].numel() != sides[1].numel():
@@ -154,6 +157,7 @@ def check_moment(moment: Moment, log: EventLog, *, where: str) -> None:
     if moment.rank != rank:
         raise InvalidField(f"{where}.rank: expected {rank}, the call's, got {moment.rank}")
     # Ticks count calls into the world, so they never decrease.
+    # Timelines compute durations from ticks, which must not be negative.
     least = log.moments[-1].tick if log.moments else 0
     if moment.tick < least:
         raise InvalidField(f"{where}.tick: expected at least {least}, got {moment.tick}")
@@ -178,6 +182,7 @@ def _anonymous(scenario: Scenario) -> Scenario:
 
 def _check_spans(spans: Sequence[tuple[int, int]], *, where: str) -> None:
     for start, stop in spans:
+        # Equal ends are allowed: a rank may have an empty shard.
         if start > stop:
             raise InvalidField(f"{where}: expected spans, got [{start}, {stop})")
 

@@ -26,6 +26,7 @@ def frozen_path(bundle: Bundle, *, folder: Path, name: str = "", force: bool = F
     Raises:
         UsageError: If the file exists, or the name is no valid file name.
     """
+    # With a part of the id, because several bundles may be of the same check.
     name = name or f"{bundle.findings[0].check.replace('.', '-')}-{bundle.id[:6]}"
     # Names may come from bundles of others: no folders, hidden files or control characters.
     if Path(name).name != name or name.startswith(".") or printable(name) != name:
@@ -33,6 +34,7 @@ def frozen_path(bundle: Bundle, *, folder: Path, name: str = "", force: bool = F
             "expected the name of a file, without a folder and without control characters, got "
             f"{name!r}. Choose another --name."
         )
+    # Users give names with and without the suffix.
     path = folder / f"{name.removesuffix('.toml')}.toml"
     # lexists, so that a dangling link counts too.
     if os.path.lexists(path) and not force:
@@ -55,6 +57,7 @@ def freeze(bundle: Bundle, path: Path) -> None:
     scenario = dataclasses.replace(bundle.scenario, name="", description=_description(bundle))
     text = f"# Frozen from bundle {bundle.id}.\n{to_chosen_toml(scenario)}"
     try:
+        # Names in bundles may contain lone surrogates, which UTF-8 cannot encode.
         write_whole(path, text.encode(errors="replace"))
     except OSError as error:
         raise unwritten("a scenario", path, error) from None

@@ -54,6 +54,7 @@ from zero_sim.untrusted_json import (
     show,
 )
 
+# The head has the smaller limit, because it is parsed before any hash can be checked.
 HEAD_BYTES_MAX = 1 << 26
 FILE_BYTES_MAX = 1 << 30
 """Limits of files, in bytes. zero_sim writes no larger ones, so those are refused unread."""
@@ -83,6 +84,7 @@ def find_bundle(name: str, *, folder: Path) -> Path:
     known = sorted(path.parent.name for path in folder.glob(f"*/{BUNDLE_FILE}"))
     # The writer's unfinished folders begin with a dot.
     known = [entry for entry in known if not entry.startswith(".")]
+    # Every id starts with the empty string, so an empty name would match a folder's only bundle.
     found = [entry for entry in known if name and entry.startswith(name)]
     if len(found) == 1:
         return folder / found[0]
@@ -240,6 +242,7 @@ def _read(path: Path) -> Bundle:
 
 def _read_head(path: Path) -> _Head:
     table = parse(_read_file(path / BUNDLE_FILE, bytes_max=HEAD_BYTES_MAX), where=BUNDLE_FILE)
+    # Format and version before the fields, whose errors would mislead for any other file.
     if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
         raise InvalidField(
             f'{BUNDLE_FILE}: expected a bundle, "format": "{FORMAT}", got something else'
@@ -250,6 +253,7 @@ def _read_head(path: Path) -> _Head:
             f"version: expected at most {VERSION}, got {version}: a newer zero_sim wrote it. "
             "Upgrade zero_sim to read it"
         )
+    # 1 is the first version, so there are no older bundles to read.
     if version != VERSION:
         raise InvalidField(f"version: expected {VERSION}, got {version}")
     # All integers outside the scenario are counts or indices.
@@ -279,6 +283,7 @@ def _read_files(path: Path, named: Mapping[str, _File]) -> dict[str, bytes]:
     """Return the content of the files named in the head, checked by size and hash."""
     # Only fixed names, so a head cannot name files elsewhere.
     needed, known = {TURNS_FILE, EVENTS_FILE}, {TURNS_FILE, EVENTS_FILE, TENSORS_FILE}
+    # Tensors are optional, because a finding may have no evidence.
     if not needed <= named.keys() <= known:
         raise InvalidField(
             f"files: expected {', '.join(sorted(known))}, got {', '.join(sorted(named))}"
@@ -286,6 +291,7 @@ def _read_files(path: Path, named: Mapping[str, _File]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for file, facts in named.items():
         data = _read_file(path / file, bytes_max=FILE_BYTES_MAX)
+        # The size before the hash, because it separates a truncated copy from an edited file.
         if len(data) != facts.bytes:
             raise InvalidField(f"expected {facts.bytes} bytes in {file}, got {len(data)}")
         if hashlib.sha256(data).hexdigest() != facts.sha256:
@@ -316,6 +322,7 @@ def _evidence(
     tensors: dict[str, Tensor] = {}
     if TENSORS_FILE in files:
         try:
+            # Unlike the pickles of torch.load, safetensors cannot contain code.
             tensors = load(files[TENSORS_FILE])
         except (SafetensorError, ValueError, KeyError) as error:
             raise InvalidField(
@@ -347,6 +354,7 @@ def _logs(
     check_logs(logs, scenario)
     sizes = world_sizes(scenario)
     for i, log in enumerate(logs):
+        # A turn is the rank that ran, and a replay gives the turn to this rank of its world.
         log.turns = integers(turns[i], stop=sizes[i], where=f"{TURNS_FILE}[{i}]")
     # Groups by index, separately for each world.
     groups: list[list[_Group]] = [[] for _ in worlds]
@@ -360,6 +368,7 @@ def _logs(
         _add_event(logs[world], groups[world], event, where, rank_stop=sizes[world])
     for i, (world, log) in enumerate(zip(worlds, logs, strict=True)):
         counts = (len(log.collectives), len(log.moments), len(log.turns))
+        # Without this, a file cut at a line would pass for a shorter run if its hash was adapted.
         if counts != (world.calls, world.moments, world.turns):
             raise InvalidField(
                 f"worlds[{i}]: expected {world.calls} calls, {world.moments} moments and "
@@ -369,6 +378,7 @@ def _logs(
         if world.refused is not None:
             integers([world.refused], stop=len(log.collectives), where=f"worlds[{i}].refused")
         log.refused = world.refused
+        # Without faults, because a bundle does not contain the results of planned faults.
         if is_hashed and log.digest(with_faults=False) != world.digest:
             raise InvalidField(
                 f"worlds[{i}].digest: expected that of the events, got {world.digest[:80]!r}: the "
@@ -394,6 +404,7 @@ def _add_event(
         (index,) = integers([event.pop("group", None)], stop=len(groups), where=f"{where}.group")
         group = groups[index]
         if build_record(bool, event.pop("harness", False), where=f"{where}.harness"):
+            # The index that the record gets when it is appended below.
             log.harness.add(len(log.collectives))
         # Ranks are checked once per group and set afterwards: 1,000 ranks make many calls.
         whole = event | {"group": group.name, "group_ranks": []}

@@ -22,6 +22,7 @@ from zero_sim.sim import EventLog
 
 FORMAT = "zero_sim bundle"
 VERSION = 1
+# 48 bits of the hash: short enough to type, long enough for the failures of one folder.
 ID_CHARS = 12
 
 BUNDLE_FILE = "bundle.json"
@@ -63,6 +64,7 @@ def current_environment(device: str = "cpu") -> Environment:
     """
     return Environment(
         zero_sim=zero_sim.__version__,
+        # A plain string: torch's TorchVersion compares by the rules of versions, not by its text.
         torch=str(torch.__version__),
         python=platform.python_version(),
         numpy=numpy.__version__,
@@ -129,5 +131,6 @@ def bundle_id(scenario: Scenario, finding: Finding, *, ran: Ran | None = None) -
         facts.append(ran.target)
     if (ran.device, ran.backend) != ("cpu", "sim"):
         facts.append({"device": ran.device, "backend": ran.backend})
+    # Sorted, so that the order of fields in the code does not change ids.
     text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:ID_CHARS]

@@ -112,6 +112,7 @@ def replay_bundle(
         else:
             with on_workers(own_setup(ran.backend), explainer=EXPLAINER) as judge:
                 result = judge(bundle.scenario)
+    # A result and no exception, so that JSON shows the error next to the bundle's finding.
     except ZeroSimError as error:
         seconds = time.perf_counter() - started
         result = not_judged(bundle.scenario.name, str(error), seconds=seconds)
@@ -143,6 +144,7 @@ def _again(
 ) -> CaseResult:
     check_device(device)
     turns = [log.turns for log in bundle.logs]
+    # The turns decide the schedule. The logs are kept to compare their digests.
     return run_case(
         bundle.scenario, pool=pool, target=target, turns=turns, keep_logs=True, device=device
     )

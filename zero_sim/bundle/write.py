@@ -84,7 +84,9 @@ def write_bundle(
 def _move(source: Path, target: Path) -> None:
     """Move a folder over another one, which cannot be overwritten while it contains files."""
     # Two renames are not atomic together, so another process may come in between.
+    # After the last try, its bundle stays: the id is the same, so it is of the same failure.
     for _ in range(_REPLACE_TRIES):
+        # Hidden as well, because the source's name begins with a dot.
         old = source.with_name(f"{source.name}-old")
         with contextlib.suppress(FileNotFoundError):
             target.rename(old)
@@ -117,6 +119,7 @@ def _head(
         "id": name,
         "verdict": result.verdict,
         "scenario": to_data(scenario),
+        # Also in the scenario; the reader refuses a bundle in which the two differ.
         "seed": scenario.run.seed,
         "findings": [finding.as_dict() for finding in result.findings],
         "evidence": [
@@ -148,6 +151,7 @@ def _head(
 
 def _tensors(findings: Sequence[Finding]) -> dict[str, Tensor]:
     return {
+        # safetensors refuses tensors that are not contiguous, such as strided views.
         f"{index}.{side}": getattr(finding.evidence, side).contiguous()
         for index, finding in enumerate(findings)
         if finding.evidence is not None
@@ -168,6 +172,7 @@ def _events(logs: Sequence[EventLog]) -> Iterator[str]:
             # By index into the groups above, which is much shorter than name and ranks.
             fields = record._asdict() | {"group": groups[key]}
             del fields["group_ranks"]
+            # Omitted if false, which is the default of the reader.
             if index in log.harness:
                 fields["harness"] = True
             yield _line(world, "call", fields)
@@ -176,4 +181,5 @@ def _events(logs: Sequence[EventLog]) -> Iterator[str]:
 
 
 def _line(world: int, event: str, fields: Mapping[str, object]) -> str:
+    # Without blanks, because a run has a line for each call of each rank.
     return json.dumps({"world": world, "event": event, **fields}, separators=(",", ":"))

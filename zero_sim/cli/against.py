@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 RELATIONS = ("1", "resumed", "mesh", "micro")
 # Of several sizes, the gravest status is the command's.
 _ORDER_OF_STATUS = (1, 2, 4, 3)
+# Raised before the run if possible, else after it: a script may start its ranks itself.
 _TOO_FEW_RANKS = (
     "expected at least two ranks to compare with one, got 1. Add --nproc-per-node 4. If the script "
     "starts its ranks itself, put their number into ARGUMENTS, and 1 into --arguments-of-one."
@@ -255,6 +256,7 @@ def replay_script(path: Path, *, trust: bool) -> int:
             f"{path / CODE_FOLDER}, then add --trust."
         )
     # A copy, so that files the script writes do not change the bundle.
+    # Absolute, because the copy becomes the working folder.
     with in_copy_of(path.absolute() / CODE_FOLDER):
         prepared = prepare(
             bundle.expected, seed=bundle.seed, keeps_rows=bundle.feeds, by_rank=bundle.by_rank
@@ -302,6 +304,7 @@ def _sides(
     # The other run has the same script; only its world and arguments may differ.
     other = side
     if options.arguments_of_one is not None:
+        # One option contains several arguments, quoted as in a shell.
         other = replace(side, arguments=tuple(shlex.split(options.arguments_of_one)))
     if options.against == "1":
         one = replace(settings, ranks_per_node=1, nodes=1)

@@ -257,6 +257,7 @@ def traffic(
 
         texts = [
             render_traffic_ledger(run, row, network=network)
+            # Without --measure, there are rows but no runs.
             for run, row in zip(runs, rows, strict=bool(runs))
         ]
         click.echo("\n\n".join([render_traffic(rows), *texts]))

@@ -30,6 +30,7 @@ class Count(click.ParamType):
             scale = _SUFFIXES[found[2].lower()]
             # As integers if possible, because floats above 2^53 lose digits.
             number = int(digits) * scale if digits.isdecimal() else float(digits) * scale
+        # The bound first: hundreds of digits with a point are infinite, and int() would raise.
         if not 1 <= number <= self._most or number != int(number):
             self.fail(
                 f"expected a whole number of 1 to {self._most:,}, as 7e9, 7b or 7_000_000_000, got "

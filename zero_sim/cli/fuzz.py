@@ -281,6 +281,7 @@ def _join(
     totals.take_all(joined.kept)
     missing = joined.shards_missing
     plan = Plan(head=joined.kept.head, corpus=into)
+    # Seconds of the shards' cases, because the time to join files means nothing to a reader.
     seconds = totals.counts.seconds
     # A finding counts even if shards are missing; a pass does not.
     status = EXIT_LOST if missing and not totals.found else exit_status_of(totals)
@@ -341,6 +342,7 @@ class _Progress:
         line = totals.progress(seconds=now - self._started)
         # Elsewhere a new finding is shown at once, because a log has no line to rewrite.
         if takes_codes(sys.stderr):
+            # Back to the start of the line, then the ANSI code that erases to its end.
             click.echo(f"\r\x1b[K{line}", err=True, nl=False)
         elif now - self._shown_at >= self.LINE_SECONDS or len(totals.found) > self._known:
             click.echo(line, err=True)

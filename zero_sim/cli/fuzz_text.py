@@ -189,6 +189,7 @@ def _shares(found: Found, totals: CampaignTotals) -> bool:
 def _largest_first(found: Sequence[Found]) -> list[Found]:
     """Return findings grouped by check, the largest difference first in each group."""
     # The largest difference is the easiest to understand, and smaller ones may share its cause.
+    # Reversed, so that of each check the first place is kept.
     checks = {each.key.check: place for place, each in reversed([*enumerate(found)])}
     return sorted(found, key=lambda each: (checks[each.key.check], -each.apart))
 

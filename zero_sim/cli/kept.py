@@ -63,6 +63,7 @@ def _cases(target: Target) -> Iterator[Scenario]:
     able = capabilities_of(target)
     # Two micro-batches if possible, so that state between them shows too.
     micro_batches = 2 if "run.micro_batches" in able.follows else 1
+    # A target without a known order gets the default, which is then hidden from the judge.
     order = (*able.known_orders, WorldSpec().order)[0]
     for stage in able.stages:
         case = Scenario(
@@ -95,6 +96,7 @@ def _lines(found: KeptNames) -> Iterator[str]:
     yield ""
     yield "rank_local = RankLocal("
     yield "    names=("
+    # repr would quote with ', which formatters of the pasted code change.
     yield from (f'        "{name}",' for name in found.names)
     yield "    )"
     yield ")"

@@ -88,6 +88,7 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands by group, each with the whole first line of its help."""
         for heading, names in GROUPS.items():
+            # By default, click cuts a help line after 45 characters.
             lines = [(name, self.commands[name].get_short_help_str(200)) for name in names]
             with formatter.section(heading):
                 formatter.write_dl(lines, col_max=12)
@@ -107,6 +108,7 @@ class _Commands(click.Group):
         try:
             return super().main()
         except SystemExit as ended:
+            # As Python does: None is status 0, and a message as the code is status 1.
             supervisor.confirm(ended.code if isinstance(ended.code, int) else int(bool(ended.code)))
             raise
 
@@ -116,6 +118,7 @@ class _Commands(click.Group):
                 supervisor.listen()
                 return super().invoke(ctx)
         except ZeroSimError as error:
+            # A message may quote names of untrusted files, with control characters in them.
             click.echo(printable(f"Error: {error.report}", lines=True), err=True)
             ctx.exit(error.exit_status)
         except KeyboardInterrupt:
@@ -145,8 +148,10 @@ def _end_soon() -> None:
     """End the process soon, even if a rank is in code that cannot be interrupted."""
 
     def end() -> None:
+        # The end below skips Python's own flush at exit.
         sys.stdout.flush()
         click.echo("Interrupted.", err=True)
+        # sys.exit would only end the thread of the timer.
         supervisor.end_process(EXIT_INTERRUPTED)
 
     timer = threading.Timer(END_SECONDS, end)

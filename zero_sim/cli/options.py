@@ -37,6 +37,7 @@ def parse_own_options(said: Sequence[str]) -> dict[str, str]:
     """
     parsed: dict[str, str] = {}
     for each in said:
+        # Only the first = separates, so a value may contain others.
         name, equals, value = each.partition("=")
         if not name or not equals:
             raise UsageError(
@@ -48,6 +49,7 @@ def parse_own_options(said: Sequence[str]) -> dict[str, str]:
 
 def own_options_again(said: Mapping[str, str]) -> list[str]:
     """Return command line words that set the same options."""
+    # One value per name: of a repeated name, the last value was kept.
     return [word for name, value in said.items() for word in ("--option", f"{name}={value}")]
 
 

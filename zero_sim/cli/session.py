@@ -51,6 +51,7 @@ Judge = Callable[["Scenario"], "CaseResult"]
 
 # Exit statuses, the gravest first.
 _GRAVITY = (1, 2, 4, 3, 0)
+# An `error` with findings. Without any, the case was refused and gets 2; see `_judge`.
 _STATUS = {"pass": 0, "fail": 1, "error": 1, "inconclusive": 3}
 _DOTS = {"pass": ".", "fail": "F", "error": "E", "inconclusive": "?"}
 DOTS_A_ROW = 50
@@ -208,6 +209,7 @@ class Session:
                 self._note(case, result, status)
                 self._show_progress()
         except KeyboardInterrupt:
+            # Not raised again, so that the results so far are still printed.
             self.interrupted = True
             where = cases[len(self.judged)].id if self.left_out else "the last case"
             click.echo(f"\nInterrupted during {where}.", err=True)
@@ -224,6 +226,7 @@ class Session:
 
     def _end_row(self) -> None:
         """Begin a new line after dots, because the report of a case follows."""
+        # One less, because the current case is judged already but has no dot yet.
         if not self._shows_each and (len(self.judged) - 1) % DOTS_A_ROW:
             click.echo(err=True)
 
@@ -278,6 +281,7 @@ class Session:
         from zero_sim.report.text import render_observed, render_summary
 
         self._write_junit()
+        # After the JUnit file, because a failed write adds its status.
         status = EXIT_INTERRUPTED if self.interrupted else _gravest(self.statuses)
         if self.outputs.as_json:
             echo_report(self.as_dict(status=status))
@@ -340,6 +344,7 @@ class Session:
                 source=str(case.source),
                 text=each.text,
             )
+            # Not strict: after an interrupt, fewer cases are judged than selected.
             for case, each in zip(self.selected, self.judged, strict=False)
         ]
         # Cases after an interrupt are skipped tests, so that counts of runs are comparable.
@@ -390,6 +395,7 @@ class Session:
             write_chrome_trace(path, result.logs, name=case.id)
             self.traced += 1
         except ZeroSimError as error:
+            # The verdict of the case stands; only the exit status reports the failed write.
             click.echo(f"No trace of {case.id}: {error}", err=True)
             self.statuses.append(error.exit_status)
 
@@ -454,5 +460,6 @@ def progress(label: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        # A start that is under way must end first, or the display would start after its stop.
         timer.join()
         progress.stop()

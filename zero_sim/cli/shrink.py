@@ -191,6 +191,7 @@ def _case_of(name: str, *, expression: str, bundles: Path) -> tuple[Scenario, st
     from zero_sim.scenario.discover import discover
 
     found = discover([name], expression=expression)
+    # The first invalid file ends the command, because there is no other case to go on with.
     for error in found.errors:
         raise error
     if len(found.cases) != 1:
@@ -235,6 +236,7 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float, device: str) 
                 scenario,
                 result,
                 judge=judge,
+                # A case that the target refuses has no finding to compare, so it must not be tried.
                 may_ask=lambda other: not refusals(target, other),
                 limits=Limits(seconds=seconds),
                 is_over=lambda: stop.asked,
@@ -276,4 +278,5 @@ def _show(done: _Done, *, replay: str, reproduce: str) -> None:
     small = done.reduced
     if small is None:
         return
+    # TOML ends with a line break of its own.
     click.echo(f"{render_reduced(small)}\n\n{to_chosen_toml(small.scenario)}", nl=False)

@@ -56,6 +56,7 @@ class _Numbers(click.ParamType):
         if isinstance(value, tuple):
             return value
         words = str(value).split(",")
+        # int() would also accept signs, blanks, underscores and digits of other scripts.
         if not all(word.isascii() and word.isdecimal() for word in words):
             self.fail(f"expected numbers such as 0,3; got {value!r}", param, ctx)
         return tuple(map(int, words))
@@ -162,6 +163,7 @@ class _WorldOptions:
         help="Longest time between two calls of torch.distributed.",
     )
     address: str = option(*_spelled("master-addr"), default="localhost", hidden=True)
+    # torchrun's default port; scripts read it from MASTER_PORT.
     port: int = option(*_spelled("master-port"), type=int, default=29500, hidden=True)
 
     def settings(self, *, several: bool) -> Settings:
@@ -172,6 +174,7 @@ class _WorldOptions:
         """
         from zero_sim.script.launch import Settings
 
+        # `Settings` has the opposite field, `strict`.
         names = [each.name for each in fields(self) if each.name != "no_strict"]
         given = {name: getattr(self, name) for name in names}
         return Settings(
@@ -222,6 +225,7 @@ class _RunOptions:
 
 
 @click.command(
+    # Options after the script are the script's own, as with torchrun.
     context_settings={"allow_interspersed_args": False},
     options_metavar="[OPTIONS]",
 )
@@ -300,6 +304,7 @@ def _run(
     from zero_sim.script.program import read_script
     from zero_sim.script.record import first_difference
 
+    # As an index, True is 1, which skips the -m.
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
     script = read_script(name, is_module=is_module, arguments=arguments)
@@ -437,6 +442,7 @@ def repeat_command(
             options += [flag, str(value)]
     # Explicit, because their defaults depend on the number of runs.
     options += ["--timing", settings.timing, "--schedule", settings.schedule]
+    # The default of --races depends on the number of runs too; see `_WorldOptions.settings`.
     if settings.races != (len(seeds) > 1):
         options += ["--races" if settings.races else "--no-races"]
     flags = (("--no-strict", not settings.strict), ("--cuda-is-cpu", settings.cuda_is_cpu))
@@ -452,6 +458,7 @@ def repeat_command(
     if len(seeds) == 1:
         options += ["--seed", str(seeds[0])]
     else:
+        # The two seeds that differ, not --runs, which would repeat all runs between them.
         options += ["--seeds", ",".join(map(str, seeds))]
     return shlex.join(["zero-sim", "torchrun", *options, *words])
 

@@ -117,10 +117,12 @@ def calls_near(
     told = shows_grads or buffer_map is not None
     carrying = [pair for pair in of_step if _carries(pair[1], finding, told=told)]
     sizes = set() if buffer_map is None or bucket is None else _sizes(buffer_map, bucket)
+    # A gather takes the shard and returns the bucket, a reduce-scatter the reverse.
     fitting = [p for p in carrying if sizes & {p[1].elems, p[1].output_elems}]
     # Without a call of a fitting size, suspect all that could carry at least the smallest shard.
     least = min(sizes, default=0)
     fitting = fitting or [p for p in carrying if max(p[1].elems, p[1].output_elems) >= least]
+    # None, if no call was refused, is no index of a call.
     marked = {index for index, _ in fitting} | {log.refused}
     others = [pair for pair in of_step if pair[0] not in marked]
 
@@ -151,6 +153,7 @@ def observed_grads(notes: Iterable[str]) -> bool:
     """
     from zero_sim.targets.adapt import GRADIENTS  # Imports torch, which the command line defers.
 
+    # Notes, because bundles keep no other record of it.
     silent = (note.removeprefix(UNOBSERVED) for note in notes if note.startswith(UNOBSERVED))
     return not any(GRADIENTS in each.split(", ") for each in silent)
 
@@ -196,6 +199,7 @@ def _bucket_of(finding: Finding, buffer_map: BufferMap) -> MappedBucket | None:
 def _sizes(buffer_map: BufferMap, bucket: MappedBucket) -> set[int]:
     """Return the element counts of calls for a bucket: the whole bucket, or one rank's shard."""
     shards = [shard for shard in buffer_map.shards if shard.bucket == bucket.index]
+    # 0, the size of an empty shard, would fit every call without output elements.
     return {bucket.stop - bucket.start, *(shard.stop - shard.start for shard in shards)} - {0}
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 CELL = 8
 """Side of a square of the heat map, in SVG units."""
+# Findings contain text of targets. If it got past the escaping, no script of it would run.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _VERDICTS = ("pass", "fail", "error", "inconclusive")
 # Lightness of a pair that occurred once, and of the most frequent pair, in percent.
@@ -41,6 +42,7 @@ def write_campaign_page(
         UsageError: The file cannot be written.
     """
     verdicts = totals.counts.verdicts
+    # At least 1, because a campaign without a case has a page too.
     cases = max(sum(verdicts.values()), 1)
     known = [name for name in _VERDICTS if verdicts.get(name)]
     # Features of the corpus too, because another version may have known others.
@@ -89,6 +91,7 @@ def _cells(coverage: Coverage, names: Sequence[str]) -> Iterator[dict[str, objec
             if row == column:
                 count, title = coverage.features[first], first
             else:
+                # Keys of `pairs` are sorted by name, as `pairs_of` makes them.
                 low, high = sorted((first, second))
                 count, title = coverage.pairs[low, high], f"{low} + {high}"
             # On a logarithmic scale, because counts of pairs span powers of ten.

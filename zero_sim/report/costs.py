@@ -77,6 +77,7 @@ def render_limits(rows: Sequence[LimitRow], *, params: int) -> str:
         sharded = [*row.by_ranks.values(), row.limit]
         table += [
             [row.name, *(in_unit(b, unit) for b in (row.unsharded, *sharded)), unit[0]],
+            # With every state sharded, the limit is 0 bytes, and the factor grows with N.
             ["", "", *(f"{row.unsharded / b:,.4g}x" if b else "N x" for b in sharded), "less"],
             ["", "", *(f"{1 - b / row.unsharded:.1%}" for b in sharded), "saved"],
         ]

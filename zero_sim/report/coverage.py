@@ -11,8 +11,8 @@ from zero_sim.report.amounts import aligned
 from zero_sim.untrusted import printable
 
 _PAIRS_SHOWN = 15
-# If fewer cases are expected, absence of a pair means nothing.
-# Expected cases of a pair from which on its absence is reported.
+# Expected cases of a pair from which on its absence is reported. If fewer are expected, absence
+# means nothing.
 _EXPECTED_MIN = 1.0
 
 

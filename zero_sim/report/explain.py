@@ -40,6 +40,7 @@ def _read() -> dict[str, Explanation]:
     }
 
 
+# Read at import, so that an entry of an unknown check fails at once, not when it is shown.
 EXPLANATIONS = _read()
 
 

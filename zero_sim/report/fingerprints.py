@@ -22,6 +22,7 @@ from zero_sim.report.timeline import read_timeline
 from zero_sim.sim import EventLog
 from zero_sim.untrusted import NESTING_MAX, Unreadable, nests_too_deep, printable, read_regular
 
+# 512 MiB, before and after unpacking.
 FILE_BYTES_MAX = 2**29
 _ELEM_BYTES = {
     "double": 8, "long": 8, "float64": 8, "int64": 8, "float": 4, "int": 4, "float32": 4,
@@ -61,6 +62,7 @@ def calls_of_log(log: EventLog, *, rank: int) -> list[SeenCall]:
                     elem_bytes=record.elem_bytes,
                     dtype=record.dtype,
                     start=float(call.issue_tick),
+                    # A synchronous call ends before the rank's next one, so it overlaps none.
                     stop=float(stop if record.asynchronous else call.issue_tick),
                 )
             )
@@ -162,6 +164,7 @@ def _of_dump(raw: Mapping[str, Any]) -> Iterator[SeenCall]:
             elem_bytes=_ELEM_BYTES.get(dtype.lower(), 1),
             dtype=dtype,
             start=start,
+            # A forged file may complete a call before it was issued.
             stop=max(start, stop),
         )
 
@@ -235,6 +238,7 @@ def _of_operators(
             # The input is a list of lists of tensors, which the profiler does not record.
             elems = output * ranks
         elif kind in ("reduce_scatter", "all_gather") and output and elems:
+            # The group's size is not recorded, but it is the ratio of input and output.
             ranks = max(output, elems) // min(output, elems)
         start = _number(event.get("ts"))
         did = next(_begun_after(start, waiting[elems]), event)
@@ -279,6 +283,7 @@ def _elems(sizes: object) -> int:
 
 def _number(value: object) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # NaN and infinity fail the comparison, and a huge integer would overflow a float.
     return float(value) if is_number and abs(value) < 2**62 else 0.0  # type: ignore[arg-type]
 
 

@@ -41,6 +41,7 @@ _Key = tuple[str, tuple[int, ...], int, str]
 
 def class_of(kind: str) -> str:
     """Return the CSS class that colours a collective."""
+    # The last prefix is empty, so there is always a match.
     return next(class_ for start, class_, _ in _KINDS if kind.startswith(start))
 
 
@@ -113,6 +114,7 @@ def _ranks(
     absent = {
         rank
         for call in calls
+        # A message has two ends only, so other ranks of its group are not absent.
         if call.record.kind not in ("send", "recv")
         for rank in set(call.record.group_ranks) - came[_key(call.record)]
     }

@@ -87,6 +87,7 @@ def file_of(error: ScenarioError) -> TestCase:
         source=error.source,
         outcome="error",
         kind="zero_sim.scenario",
+        # One line, because viewers show the message in a list. The text has all problems.
         message=str(error).partition("\n")[0],
         text=str(error),
     )

@@ -133,6 +133,7 @@ def chosen_moments(samples: Sequence[Sample]) -> Sequence[Sample]:
 
 def _moments(samples: Sequence[Sample], unit: tuple[str, int]) -> list[str]:
     """Return the live bytes at each moment as bars."""
+    # Bars are shares of the largest total, which is 0 if nothing is live.
     most = max(sample.total for sample in samples) or 1
     shown = chosen_moments(samples)
     rows = [["phase", "moment", "", unit[0]]]

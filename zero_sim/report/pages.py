@@ -41,6 +41,7 @@ def write_page(path: Path, page: str) -> None:
         EnvironmentProblem: The disk is full.
     """
     try:
+        # Names may contain lone surrogates, which UTF-8 cannot encode.
         write_whole(path, page.encode(errors="replace"))
     except OSError as error:
         raise unwritten("a page", path, error) from None

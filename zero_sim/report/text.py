@@ -84,6 +84,7 @@ def cut_middle(text: str, chars_max: int) -> str:
     """Return a text of at most so many characters, with `...` in place of its middle."""
     if len(text) <= chars_max:
         return text
+    # 3 for the dots, and at least one character on each side of them.
     kept = max(chars_max - 3, 2)
     # Ids of one matrix differ at their end, so it gets the odd character.
     return f"{text[: kept // 2]}...{text[len(text) - (kept + 1) // 2 :]}"
@@ -110,6 +111,7 @@ def render_case_line(result: CaseResult, *, width: int = 0, columns: int | None 
     rest = f"  {result.seconds:>8.3f} s  {outcome}"
     name = printable(result.id)
     if columns is not None:
+        # In a very narrow terminal the line wraps, because a shorter id would be of no use.
         room = max(columns - len(f"{mark:<5} {rest}"), _ID_CHARS_MIN)
         name, width = cut_middle(name, room), min(width, room)
     return printable(f"{mark:<5} {name:<{width}}{rest}")
@@ -189,6 +191,7 @@ def _finding_lines(
         lines.extend(f"  {line}" for line in draw_buffer_map(buffer_map))
     if logs:
         shows_grads = observed_grads(notes)
+        # A case with a reload has several worlds. The first finding stopped the last one.
         calls = render_calls(logs[-1], finding, buffer_map, shows_grads=shows_grads)
         lines.extend(f"  {line}" for line in calls)
     return lines

@@ -45,6 +45,7 @@ class _View:
 
     @property
     def cells(self) -> int:
+        # Rounded up, so that the last, partly filled character is shown.
         return -(-(self.stop - self.start) // self.per_char)
 
     def cells_of(self, start: int, stop: int) -> range:
@@ -59,6 +60,7 @@ class _View:
 def draw_buffer_map(buffer_map: BufferMap) -> list[str]:
     """Return the picture as lines of at most `WIDTH` ASCII characters."""
     lines = [describe_buffer_map(buffer_map)]
+    # A picture with a mark under every element would show nothing more than this sentence.
     if equal_elems(buffer_map) == 0:
         return [*lines, describe_spread(buffer_map)]
     if (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
@@ -86,6 +88,7 @@ def equal_elems(buffer_map: BufferMap) -> int | None:
         for piece in buffer_map.pieces
         for start, stop in buffer_map.differ
     )
+    # Only pieces count, because padding belongs to no param.
     return sum(piece.stop - piece.start for piece in buffer_map.pieces) - inside
 
 
@@ -126,6 +129,7 @@ def _zoom(buffer_map: BufferMap) -> _View:
     if numel > _CELLS_MAX and buffer_map.differ:
         # A third before the difference; at a multiple of ten, so that the ruler is easy to read.
         start = max(buffer_map.start, (buffer_map.differ[0][0] - _CELLS_MAX // 3) // 10 * 10)
+        # At the end of the buffer, a full line that ends there, not a short one.
         start = max(buffer_map.start, min(start, buffer_map.stop - _CELLS_MAX))
     return _View(start=start, stop=min(buffer_map.stop, start + _CELLS_MAX), per_char=1)
 
@@ -174,6 +178,7 @@ def _rank_row(buffer_map: BufferMap, view: _View) -> str:
 
 def _ruler(view: _View) -> str:
     """Return offsets above every tenth character, without those that would overlap."""
+    # With room for an offset above one of the last characters, which may be wider than the rest.
     cells = [_NOTHING] * (view.cells + _TICK_CHARS)
     free = 0
     for cell in range(0, view.cells, _TICK_CHARS):
@@ -239,6 +244,7 @@ def _wrapped(label: str, entries: Sequence[str]) -> Iterator[str]:
 
 def _short(name: str) -> str:
     """Return a name in ASCII, without its middle if it is long."""
+    # Without the quotes that ascii() adds.
     plain = ascii(name)[1:-1]
     most = _CELLS_MAX // 2
     return plain if len(plain) <= most else f"{plain[: most // 2]}...{plain[3 - most // 2 :]}"

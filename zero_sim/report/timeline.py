@@ -91,6 +91,7 @@ def read_timeline(log: EventLog, *, with_harness: bool = False) -> Timeline:
         if with_harness or not operations[index].of_harness
     )
     return Timeline(
+        # -1, so that an empty log has 0 ranks.
         world_size=max((*ranks, *log.turns, -1)) + 1,
         calls=calls,
         turns=turns,
@@ -121,6 +122,7 @@ def _assign_turns(log: EventLog) -> list[int]:
     for record in log.collectives:
         own = of_rank[record.rank]
         place = bisect_left(own, turn)
+        # A rank without a further turn occurs in cut or forged logs only.
         turn = own[place] if place < len(own) else turn
         assigned.append(turn)
     return assigned
@@ -146,9 +148,11 @@ def _from_order(log: EventLog) -> tuple[list[int], tuple[Turn, ...], int]:
 def _from_moments(log: EventLog) -> tuple[list[int], tuple[Turn, ...], int]:
     """Return issue ticks, turns and the end, from the moments of the log."""
     ticks = {moment.record: moment.tick for moment in log.moments if moment.what == "issue"}
+    # Spans are half-open, so the end comes one tick after the last moment.
     stop = max(moment.tick for moment in log.moments) + 1
     issue: list[int] = []
     for index in range(len(log.collectives)):
+        # A call without a moment is placed at the call before it.
         issue.append(ticks.get(index, issue[-1] if issue else 0))
     first: dict[int, int] = {}
     for index, turn in enumerate(_assign_turns(log)):
@@ -206,9 +210,11 @@ def _operations_in(log: EventLog) -> list[_Operation]:
             key = (record.group, record.group_ranks, record.sequence)
             operation = open_.setdefault(key, _Operation(record.sequence, set()))
             operation.came.add(record.rank)
+            # As a set: a rank that a forged log repeats counts once.
             operation.completed = len(operation.came) == len(record.group_ranks)
         operation.by_program |= index not in log.harness
         found.append(operation)
+        # All ranks may have come, but the last call did not match those of the others.
         if index == log.refused:
             operation.completed = False
     messages.number()
@@ -228,6 +234,7 @@ class _Messages:
         # A forged log may name a rank outside the group.
         peer = peer if peer in record.group_ranks else None
         sends = record.kind == "send"
+        # For messages, this field contains the tag of send and recv.
         tag = record.sequence
         if sends:
             waiting = self._waiting[record.group, "recv", peer or 0, tag]
@@ -237,6 +244,7 @@ class _Messages:
         for other in waiting:
             source, _ = other.ends
             if (source in (None, record.rank)) if sends else (peer in (None, source)):
+                # The loop over `waiting` ends here, so its change does no harm.
                 waiting.remove(other)
                 other.came.add(record.rank)
                 other.completed = True

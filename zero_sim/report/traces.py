@@ -72,6 +72,7 @@ FORMAT_VERSION = "2.10"
 SUSPECT_FOLDER = "suspect"
 """Subfolder for the dump of the rank whose call was refused."""
 
+# A tick is shown as one microsecond in both formats.
 _TICK_NS = 1000
 # Names for which the analyser does not check sizes against the size of an incomplete group.
 _WITHOUT_SIZES = {
@@ -106,6 +107,7 @@ def chrome_trace(logs: Sequence[EventLog], *, name: str) -> dict[str, object]:
             lane_counts[rank] = max(lane_counts[rank], lane + 1)
         events.extend(_turn_events(timeline, base))
         events.extend(_call_events(timeline, base, lanes))
+        # An arrow has two events or more, so ids of earlier worlds are below their number.
         events.extend(_flow_events(timeline, base, first_id=len(events)))
         base += timeline.stop_tick  # The next world starts where this one ends.
     return {
@@ -151,6 +153,7 @@ def write_chrome_trace(path: Path, logs: Sequence[EventLog], *, name: str) -> No
 
 def _names(lane_counts: Sequence[int]) -> Iterator[Event]:
     for rank, lane_count in enumerate(lane_counts):
+        # In the order of the constants `_BATON`, `_ISSUE`, `_IN_FLIGHT`.
         lanes = ["baton", "issue", *(f"in flight {n}" for n in range(lane_count - _IN_FLIGHT))]
         yield _meta("process_name", rank, 0, name=f"rank {rank}")
         yield _meta("process_sort_index", rank, 0, sort_index=rank)
@@ -235,6 +238,7 @@ def _flow_events(timeline: Timeline, base: int, *, first_id: int) -> Iterator[Ev
     for call in timeline.calls:
         record = call.record
         message_ranks = call.came if record.kind in ("send", "recv") else ()
+        # Messages are numbered per pair of ranks, so their key contains the pair.
         key = record.group, record.group_ranks, message_ranks, call.number
         operations.setdefault(key, []).append(call)
     for number, calls in enumerate(each for each in operations.values() if len(each) > 1):
@@ -314,6 +318,7 @@ def write_flight_recorder(folder: Path, log: EventLog) -> list[Path]:
                 home = Path(SUSPECT_FOLDER if rank == suspect else "")
                 (aside / home).mkdir(exist_ok=True)
                 file = home / f"rank_{rank}"
+                # Protocol 2, as in the dumps that torch writes.
                 (aside / file).write_bytes(pickle.dumps(dump, protocol=2))
                 files.append(folder / file)
     except OSError as error:
@@ -331,6 +336,7 @@ def flight_recorder_dumps(timeline: Timeline) -> list[dict[str, object]]:
         group = _group_of(call, is_cut_short=refused and not call.completed)
         if group.name not in groups[call.record.rank]:
             config = {"name": group.name, "desc": "undefined", "ranks": str(list(group.ranks))}
+            # For all members, because the group also contains ranks that made no call in it.
             for rank in group.ranks:
                 groups[rank][group.name] = config
         mine = entries[call.record.rank]
@@ -355,6 +361,7 @@ def _group_of(call: CallSpan, *, is_cut_short: bool) -> _Group:
         name = f"{record.group}: mail of ranks {' and '.join(map(str, ranks))}"
     else:
         ranks, name = list(record.group_ranks), record.group
+    # With the number in its name, because each such collective has a group of its own.
     if is_cut_short and len(call.came) < len(ranks):
         name = f"{name}: those who came to #{call.number}"
         return _Group(name=name, ranks=call.came, is_cut_short=True)

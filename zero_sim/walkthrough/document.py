@@ -108,6 +108,7 @@ def _after(in_fp32: RankStep, in_bf16: RankStep) -> Step:
         ],
         printed=f"{printed[place].item():.3f}",
         rounded=f"{rounded[place].item():.3f}",
+        # 8 elements, those of the first norm, come before W_q in the flat buffer.
         begin=number(in_bf16.before[8 + WIDTH * place[0] + place[1]].item(), digits=8),
         other=number(rounded[place].item(), digits=8),
     )
@@ -119,6 +120,7 @@ def _to_three(values: Tensor, printed: Tensor) -> list[list[Cell | str]]:
     for index, (got, wanted) in enumerate(zip(values.tolist(), printed.tolist(), strict=True)):
         row: list[Cell | str] = [f"row {index}"]
         for value, figure in zip(got, wanted, strict=True):
+            # Compared as printed, because the document has three decimals.
             text = f"{value:.3f}"
             mark: Mark = "new" if text == f"{figure:.3f}" else "wrong"
             row.append(Cell(text, mark))

@@ -63,6 +63,7 @@ def run_step(*, prefetch: int) -> Sequence[Moment]:
             # The log has one watch for all ranks; each call names its rank.
             world.log.watch = called
             with meters[rank].watching():
+                # All shards have the same size, so rank 0 stands for every rank.
                 _train(meters[rank], prefetch=prefetch, moments=moments if rank == 0 else [])
 
         world.run(program)
@@ -72,6 +73,7 @@ def run_step(*, prefetch: int) -> Sequence[Moment]:
 
 def _train(meter: MemoryMeter, *, prefetch: int, moments: list[Moment]) -> None:
     """Build the model and its system, and take two steps."""
+    # All ranks need the same params; their values do not change any number of bytes.
     torch.manual_seed(0)
     module = nn.Sequential()
     for number in range(1, LAYERS + 1):
@@ -144,6 +146,7 @@ def _steps(moments: Sequence[Moment], *, prefetch: int, number: int) -> list[Ste
         prefetch: Number of units gathered ahead.
         number: Number of the first step in the walkthrough.
     """
+    # The first moment is compared with itself, so no unit counts as changed.
     where = [_where(moment, moments[max(0, at - 1)]) for at, moment in enumerate(moments)]
     points = [
         Point(

@@ -22,6 +22,7 @@ RANKS, CHUNKS = 4, 4
 # The example of slow links: 8 ranks on nodes of 2, with a divisible number of params.
 _WORLD, _NODE, _PARAMS = 8, 2, 8 * 10**9
 _RINGS: tuple[Ring, Ring] = ("across", "by-node")
+# Multiples of 1/2, so that all sums are exact in fp32 and short in print.
 START = ((1.0, 8), (2.0, 8), (1.5, 8), (2.5, 8))
 """First value and number of values of each rank; values increase by one."""
 
@@ -75,6 +76,7 @@ def run_ring() -> tuple[Sequence[Sequence[Iteration]], Sequence[Tensor]]:
         dist.all_reduce(whole)
         return told, whole
 
+    # The order of addition of the messages above, so that the all-reduce gives the same bits.
     with World(RANKS, order="ring") as world:
         done = world.run(program)
     return [told for told, _ in done], [whole for _, whole in done]
@@ -99,9 +101,11 @@ def _iteration(iterations: Sequence[Sequence[Iteration]], turn: int) -> Step:
     now = [told[turn] for told in iterations]
     rows: list[list[Cell]] = []
     for rank, each in enumerate(now):
+        # Chunks received from iteration RANKS - 2 on are whole sums.
         finished = {each.got for each in iterations[rank][RANKS - 2 : turn + 1]}
         row = []
         for index, text in enumerate(_chunks(each.values)):
+            # The last mark that applies is shown: a chunk may be sent and whole at once.
             mark: Mark = ""
             if index == each.sent:
                 mark = "sent"
@@ -152,6 +156,7 @@ def _division(iterations: Sequence[Sequence[Iteration]], wholes: Sequence[Tensor
 
 def _contrast() -> Step:
     elems = START[0][1]
+    # In each of 2 (RANKS - 1) iterations, a rank sends one chunk of elems / RANKS elements.
     ring = 2 * elems * (RANKS - 1) // RANKS
     rows = [
         ["ring", f"{ring}", f"{ring}", f"{2 * (RANKS - 1)}"],

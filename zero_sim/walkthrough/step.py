@@ -87,6 +87,7 @@ def _calls(measured: Measured) -> Step:
         [
             str(number + 1),
             record.kind,
+            # Cut, because the ranks of a large group would fill the page.
             f"{record.group} {list(record.group_ranks)}"[:60],
             f"{record.elems:,} {record.dtype}",
             f"{record.bytes:,}",

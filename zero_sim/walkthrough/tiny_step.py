@@ -95,11 +95,13 @@ def run_step(scenario: Scenario, *, loss_of: LossOf = loss_of_batch) -> Sequence
         def program(rank: int) -> RankStep:
             group = dist.group.WORLD
             assert isinstance(group, dist.ProcessGroup)
+            # Kept by rank for `called`, which gets a call but no module.
             module = modules[rank] = workload.build()
             activations = _record_activations(module)
             engine = ZeroSimTarget().build(module, scenario=scenario, group=group)
             engine.zero_grad()
             before = _flat(module)
+            # Only now, so that calls of the build are not recorded.
             world.log.watch = called
             batch = workload.batch(step=0, rank=rank, micro=0)
             loss = loss_of(workload, engine.module, batch, rank)

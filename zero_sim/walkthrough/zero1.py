@@ -35,6 +35,7 @@ from zero_sim.walkthrough.tiny_step import RANKS, RankStep, owned, run_step, sce
 from zero_sim.workloads import build_workload
 from zero_sim.workloads.transformer import GIVEN, HEADS, SHAPES, W_Q
 
+# bf16, so that fp32 masters differ visibly from the working params.
 SCENARIO = scenario_of("bf16")
 # Offset of `W_q` in the flat buffer, in elements.
 _W_Q_AT = 8
@@ -83,6 +84,7 @@ def _owners(runs: Sequence[RankStep]) -> Step:
         offset += elems
     totals = _totals(runs)
     rows.append(["all", f"[0, {offset})", *(str(total) for total in totals)])
+    # W_1 is the param that the boundary cuts, so both ranks have a part of it.
     cut = [run.parts["W_1"].place for run in runs]
     assert cut[0].flat_start is not None
     return prose.step(
@@ -235,6 +237,7 @@ def _one_element(runs: Sequence[RankStep]) -> Step:
     beta1, beta2 = spec.betas
     # At step 1, bias correction restores m_hat = g and v_hat = g^2.
     m_hat, v_hat = m / (1 - beta1), v / (1 - beta2)
+    # eps is added to the root, as in torch.optim.Adam, not inside of it.
     step = spec.lr * m_hat / (v_hat**0.5 + spec.eps)
     rows = [
         ["gradient of rank 0", number(own[0]), "bf16"],
@@ -279,6 +282,7 @@ def _half(runs: Sequence[RankStep]) -> Step:
         is_new = (run.half != run.before).tolist()
 
         def mark_of(at: int, rank: int = rank, is_new: Sequence[bool] = is_new) -> Mark:
+            # `sent`: elements of the other rank, which this rank receives only in the all-gather.
             return "sent" if (at >= boundary) != bool(rank) else "new" if is_new[at] else ""
 
         title = f"Working params on rank {rank}"
@@ -351,6 +355,7 @@ def _totals(runs: Sequence[RankStep]) -> list[int]:
 
 def _owner_marks(runs: Sequence[RankStep]) -> MarkOf:
     """Return marks for the elements of rank 0 and of rank 1."""
+    # Shards are contiguous, so the first rank's total is the boundary in the flat buffer.
     first, _ = accumulate(_totals(runs))
     return lambda index: "own" if index < first else "sent"
 
