@@ -23,6 +23,7 @@ from zero_sim.scenario.spec import Scenario
 if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord
 
+# Lengths of control messages in elements; see `control_elems`.
 _CONTROL_ELEMS = 16
 _CONTROL_ELEMS_A_PARAM = 4
 
