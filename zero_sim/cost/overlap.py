@@ -304,6 +304,7 @@ def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator
         elif left[call.call]:
             left[call.call] -= 1
             copies.append(call)
+    # Without copies there is no term, so `copies[-1]` is not read.
     waited = sum(call.waited < copies[-1].issued for call in copies)
     if waited:
         yield rank.finding(

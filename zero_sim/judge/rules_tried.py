@@ -12,6 +12,7 @@ from zero_sim.scenario.checks import Check
 
 UPDATED = (Check.EQUALITY_MASTER, Check.EQUALITY_STATE, Check.EQUALITY_PARAMS)
 """Checks that an update affects; a difference in an earlier check has another cause."""
+# Number of fitting rules from which the text adds `_AMBIGUOUS`.
 _MANY = 3
 # Number of fitting rules from which a finding warns that the case hardly tells them apart.
 _SEVERAL = 2
