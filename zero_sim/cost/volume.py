@@ -29,6 +29,7 @@ _CONTROL_ELEMS_A_PARAM = 4
 
 _SUMS = ("SUM", "AVG", "PREMUL_SUM")
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list")
+# A broadcast gathers the shard of an owner.
 _GATHERING = ("all_gather", "all_gather_list", "broadcast")
 
 

@@ -269,6 +269,7 @@ class Judge:
             params = engine.params()
             if self.group.recorder is not None and PARTS in self.group.unobserved:
                 self.group.recorder.note_params(step, params)
+            # On every rank too; the check gets the same answer within `asked_once`.
             engine.stray_padding()
             if not self.bad.is_before(step):
                 shown = self._shown(rank, step, engine, params=params)

@@ -143,6 +143,7 @@ def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
         return None
     alike = [each if each and each.what == first.what else None for each in reported]
     fitting = [set(each.fitting) if each else set[str]() for each in alike]
+    # Only of judges with the same quantity: rules of others explain another difference.
     also = [each.also for each in alike if each is not None]
     return replace(
         first,

@@ -51,6 +51,7 @@ class LentStorage:
 
     def acquire(self) -> Tensor:
         """Allocate the memory if needed, and return the unit's part."""
+        # From the start of the buffer, which has one unit at a time.
         self._whole = self._lender.acquire().narrow(0, 0, self._elems)
         return self._whole
 
