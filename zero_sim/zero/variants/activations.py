@@ -79,7 +79,7 @@ class TensorParallel:
             memory = flat.new_zeros(each)
             own = flat[rank * each : (rank + 1) * each]
             memory[: own.numel()].copy_(own)
-        # A blocking copy, so that the device memory is free when the block begins.
+        # A blocking copy, so that it is complete before the device memory is reused.
         if self._offload:
             memory = torch.empty_like(memory, device="cpu").copy_(memory)
         kept = _Kept(memory, x.shape, x.device)
