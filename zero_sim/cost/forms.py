@@ -322,6 +322,7 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
     if bucket[0].kind == "expert":
         holders, place = holders // ways, rank // ways
     group_size = holders // system.redundancy
+    # At stage 0 each rank has everything: one shard.
     shards = group_size if system.stage else 1
     payload = sum(size.elems for size in bucket)
     param_bytes = bucket[0].param_bytes
@@ -339,6 +340,7 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
     has_one_owner = system.partition == "one-owner"
     grad_dtype = bucket[0].grad_dtype or bucket[0].dtype
     # Offsets follow buffer order, names registration order.
+    # Not strict, because `accumulate` also returns the end of the last param.
     placed = list(zip(bucket, accumulate((s.elems for s in bucket), initial=0), strict=False))
     members = _in_order(bucket, scenario=scenario)
     return BucketForm(

@@ -98,6 +98,8 @@ def record_hooks(module: nn.Module, *, names: Mapping[Tensor, str], clock: Clock
     hook_trace = HookTrace(clock, unguarded=readers.get(None, frozenset()))
     for param, name in names.items():
         if param.requires_grad:
+            # Fires before autograd accumulates the gradient, so before systems' post-accumulate
+            # hooks reduce it.
             param.register_hook(partial(hook_trace._arrive, frozenset({name})))
     for reader, read in readers.items():
         if reader is not None:

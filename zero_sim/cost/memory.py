@@ -16,6 +16,7 @@ from zero_sim.scenario.derived import overlaps_grads
 from zero_sim.scenario.spec import Scenario
 
 _FP32_BYTES = 4
+# Not imported from `zero_sim.layout`: a closed form must not use the layout under test.
 PLACE_BYTES = 512
 """Alignment in bytes of buffers in an arena."""
 

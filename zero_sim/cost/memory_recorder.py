@@ -108,6 +108,7 @@ class MemoryRecorder(Observer):
 
     def before_evaluation(self, step: int) -> None:
         """Stop recording modules: a forward under `no_grad` keeps nothing for backward."""
+        # As in backward, where `_begin` records only modules that run with gradients.
         self._in_backward = True
 
     def after_forward(self, step: int) -> None:

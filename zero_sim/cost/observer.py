@@ -19,6 +19,7 @@ class Observer:
     the order of their selection; `updating` blocks are nested.
     """
 
+    # Otherwise subclasses with slots would have a `__dict__` as well.
     __slots__ = ()
 
     def before_backward(self, step: int) -> None:

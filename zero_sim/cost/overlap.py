@@ -49,6 +49,7 @@ from zero_sim.scenario.names import frozen_at
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog
 
+# Uneven shards are gathered by an all-to-all, and those of a single owner by a broadcast.
 _GATHERS = ("all_gather", "all_to_all", "broadcast")
 _COUNTS = "int64"
 """Dtype of the exchange of counts. Ranks wait for it at once, because the divisor depends on it."""
@@ -304,6 +305,7 @@ def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator
         elif left[call.call]:
             left[call.call] -= 1
             copies.append(call)
+    # Without copies there is no term, so `copies[-1]` is not read.
     waited = sum(call.waited < copies[-1].issued for call in copies)
     if waited:
         yield rank.finding(

@@ -267,6 +267,7 @@ def _check_peaks(
 ) -> Iterator[Finding]:
     """Check whole memory at each moment of modules and gradients."""
     for moment in moments:
+        # Moments of checkpoints and of staged gradients, which have closed forms of their own.
         if moment.what in ("forward", "update"):
             continue
         replay.take(moment, buckets=buckets)
@@ -383,6 +384,7 @@ def watch_peaks(
         step=recorder.step,
         reads=_Reads(
             users=users,
+            # The default of `ZeroConfig.prefetch`.
             prefetch=1 if system.prefetch is None else system.prefetch,
             kept=last if system.reshard_after_forward else frozenset(users),
             sharers=[form.group_size for form in forms],

@@ -39,6 +39,7 @@ def owned_lengths(sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int) 
             # Intersection of param and shard; negative if they do not meet.
             own = min(start + elems[name], stop) - max(start, form.shard_start)
             lengths.append(max(0, own))
+    # Params outside the shard are no fragments, and would count as fitting a step buffer.
     return [length for length in lengths if length]
 
 

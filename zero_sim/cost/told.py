@@ -199,6 +199,7 @@ def _told_buckets(
             continue
         key = (place.buffer, place.reduced_by, elems, where)
         told = calls.setdefault(key, _Told(kind=place.reduced_by, elems=elems))
+        # By position, so that replicas of a part count once.
         told.parts[place.param, place.start] = place.stop - place.start
     return calls.values()
 
@@ -221,6 +222,7 @@ def _over_copies(
     """
     largest = max((elems for _, elems in wanted), default=0)
     left = Counter(_kind_of(record) for record in reduced) - wanted
+    # A sum over replicas runs on one rank of each replica.
     left &= Counter(_kind_of(record) for record in reduced if len(record.group_ranks) == copies)
     is_one_each = left.total() <= wanted.total()
     within = all(elems <= largest for _, elems in left)

@@ -23,11 +23,13 @@ from zero_sim.scenario.spec import Scenario
 if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord
 
+# Lengths of control messages in elements; see `control_elems`.
 _CONTROL_ELEMS = 16
 _CONTROL_ELEMS_A_PARAM = 4
 
 _SUMS = ("SUM", "AVG", "PREMUL_SUM")
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list")
+# A broadcast gathers the shard of an owner.
 _GATHERING = ("all_gather", "all_gather_list", "broadcast")
 
 

@@ -165,6 +165,7 @@ def elements_apart(wanted: Values, shown: Values) -> Tensor | None:
             return None
         # Counters and factors of matrices have another shape and are not compared by element.
         if one.shape == apart.shape and not torch.equal(one, other):
+            # Masks are on the CPU; tensors of the system may be on another device.
             apart |= ~same_elements(one, other).cpu()
     return apart.nonzero().reshape(-1)
 

@@ -205,6 +205,7 @@ class BoundedComparison(Steps):
                 rank=self._group.world_ranks[rank],
                 norm=None if norm is None else norm.item(),
                 zeros=zeros,
+                # Frozen params do not count in the norm, so their parts are not summed either.
                 terms=sum(expected.grads[name].numel() for name in expected.active),
             )
         )

@@ -18,6 +18,7 @@ from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import Place
 
+# 2 values of 24 random bits, or 6 of at least 8 bits: 48 bits each; see [Note: chance].
 _NEEDED = {torch.float32: 2}
 _NEEDED_16_BITS = 6
 

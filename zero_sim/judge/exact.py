@@ -144,6 +144,7 @@ class ExactComparison:
         ):
             return  # This rank has everything, so its norm is the right one.
         what = "the norm of this rank's shard alone: the squares were not added over the ranks"
+        # Shard groups are consecutive ranks, so `rank % shards` is the rank in its group.
         for norm in norms_of_shard(whole, holding, rank=rank % shards, shard_count=shards):
             # Several candidates: ways to take a norm, and forms of the shard if it is not reported.
             if not same_bits(norm, expected.norm):

@@ -118,6 +118,7 @@ class ForwardReads(Observer):
                 for before in [self._reads.get((step - 1, 0), {})]
                 if name in before
             ]
+            # A default argument, because a closure would see the value of the loop's last turn.
             yield group.differing(found, params[name], got, known=lambda known=known: known)
 
 

@@ -221,6 +221,7 @@ class Judge:
                 # Findings of later steps are consequences of the first.
                 return
             self._observe(self._shown(rank, step, engine, losses=losses, result=result))
+        # After the block, which sets the judge's own calls aside from those of the step.
         self.book.end(rank, step)
 
     def _query_after_step(self, rank: int, step: int, engine: CompletedEngine) -> None:
@@ -249,6 +250,7 @@ class Judge:
             # The reference cannot take this step; only record whether the system skipped it.
             skipped.setdefault(step, bool(shown.result.skipped))
             return
+        # If the target declares norm = "told", the reference clips by the reported norm.
         steps.get(step, told=shown.result.norm)
         if steps.uncertified_step is not None:
             # An overflow may depend on the order of addition, so skipping is not judged either.
@@ -267,6 +269,7 @@ class Judge:
             params = engine.params()
             if self.group.recorder is not None and PARTS in self.group.unobserved:
                 self.group.recorder.note_params(step, params)
+            # On every rank too; the check gets the same answer within `asked_once`.
             engine.stray_padding()
             if not self.bad.is_before(step):
                 shown = self._shown(rank, step, engine, params=params)

@@ -196,6 +196,7 @@ def _of_param(group: JudgedGroup, name: str, *, rank: int) -> Finding:
 
 def _narrowed(standing: Standing, name: str, *, start: int) -> Known:
     """Return the working param in fp32, as a candidate for a master."""
+    # Widening is exact, so the lower bits of such a master are zeros.
     values = standing.params[name].float()
     return Known(what="the working param, without the lower bits", values=values, start=start)
 

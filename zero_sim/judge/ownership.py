@@ -324,6 +324,7 @@ def _check_cover(
         spans = [(place.start, place.stop, rank) for rank, place in held]
         for start, stop, ranks in _stretches(spans, numel=numel):
             # All places of these elements must agree on the number of replicas.
+            # Elements without any place should have had one owner.
             said = {p.replicas for _, p in held if p.start < stop and start < p.stop} or {1}
             if said != {len(ranks)} or len(set(ranks)) != len(ranks):
                 of = "" if ranks else f" of {numel}"
@@ -383,6 +384,7 @@ def _ownership(param: str, offset: int, message: str, *, stop: int | None = None
     return Finding(
         check=Check.INVARIANT_OWNERSHIP,
         message=message,
+        # `check_ownership` and `check_held` set the step.
         step=0,
         phase=Phase.FORWARD,
         param=param,

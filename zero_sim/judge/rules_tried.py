@@ -12,6 +12,7 @@ from zero_sim.scenario.checks import Check
 
 UPDATED = (Check.EQUALITY_MASTER, Check.EQUALITY_STATE, Check.EQUALITY_PARAMS)
 """Checks that an update affects; a difference in an earlier check has another cause."""
+# Number of fitting rules from which the text adds `_AMBIGUOUS`.
 _MANY = 3
 # Number of fitting rules from which a finding warns that the case hardly tells them apart.
 _SEVERAL = 2
@@ -142,6 +143,7 @@ def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
         return None
     alike = [each if each and each.what == first.what else None for each in reported]
     fitting = [set(each.fitting) if each else set[str]() for each in alike]
+    # Only of judges with the same quantity: rules of others explain another difference.
     also = [each.also for each in alike if each is not None]
     return replace(
         first,

@@ -93,6 +93,7 @@ def digest_of(tensor: Tensor) -> str:
     # With dtype and length, because other tensors can have the same bytes.
     flat = tensor.detach().reshape(-1).contiguous().cpu()
     hashed = hashlib.sha256(f"{tensor.dtype} {flat.numel()} ".encode())
+    # -1 is no uint8, so other dtypes than floats are hashed unchanged.
     as_int, minus_zero = torch.uint8, -1
     if flat.is_floating_point():
         # As integers, because flush-to-zero modes affect comparisons of floats.
@@ -105,6 +106,7 @@ def digest_of(tensor: Tensor) -> str:
             chunk = chunk.copy()
             chunk[chunk == minus_zero] = 0
         hashed.update(chunk.data)
+    # Two hex digits per byte.
     return hashed.hexdigest()[: 2 * _DIGEST_BYTES]
 
 

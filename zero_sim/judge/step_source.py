@@ -267,6 +267,7 @@ class StepSource(Steps):
         # The reference overwrites its tensors in the next step.
         for earlier, kept in self.steps.items():
             self.steps[earlier] = frozen(kept)
+        # These orders add every element alike, so no positions are needed.
         if self._group.scenario.world.order in POSITION_FREE:
             return None
         return self._group.ownership.orders()

@@ -56,6 +56,7 @@ class Observations:
         """Return the flat buffer of the first finding that lies in one."""
         drawn = [
             (judged, buffer_map)
+            # Not strict, because observations may have no buffer maps at all.
             for judged, buffer_map in zip(self.judged, self.buffer_maps, strict=False)
             if buffer_map is not None
         ]

@@ -42,5 +42,6 @@ def plan_arena(sizes: Sequence[int], *, at_a_time: int | None) -> ArenaPlan:
     return ArenaPlan(
         size=size,
         # Only starts are aligned; each span has the buffer's own length.
+        # Not strict, because `accumulate` also returns the end of the last buffer.
         places=tuple(Span(start, start + own) for start, own in zip(starts, sizes, strict=False)),
     )

@@ -51,6 +51,7 @@ class GradUnitPlan:
     @property
     def numel(self) -> int:
         """Number of elements."""
+        # Gradients are contiguous, so the last one ends the unit.
         return self.grads[-1].span.stop
 
 
@@ -141,6 +142,7 @@ def _plan_unit(
         turn=turn,
         grads=tuple(grads),
         runs=tuple(_runs(owned)),
+        # Only a gradient in a unit of its own can be longer than a buffer.
         is_large=start > buffer_elems,
     )
 

@@ -30,4 +30,5 @@ def round_up(value: int, /, multiple: int) -> int:
     Raises:
         LayoutError: If `value < 0` or `multiple < 1`.
     """
+    # `ceil_div` also refuses a multiple below 1.
     return ceil_div(value, multiple) * multiple

@@ -35,6 +35,7 @@ class Partition:
     def is_even(self) -> bool:
         """True if all shards have the same length."""
         if self.owner is not None:
+            # The owner has all elements and the other shards none.
             return self.shard_count == 1 or self.numel == 0
         return self.numel % self.shard_count == 0
 

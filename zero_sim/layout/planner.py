@@ -48,6 +48,7 @@ def plan_buffers(params: Iterable[ParamSpec], *, policy: LayoutPolicy) -> tuple[
                 f"A tied param is one param: list it once."
             )
         names.add(spec.name)
+        # A dict keeps the order of registration, so buffers have the same order on every rank.
         groups.setdefault(BufferKey(kind=spec.kind, dtype=spec.dtype, group=spec.group), []).append(
             spec
         )

@@ -45,6 +45,7 @@ class ParamSpec:
     @property
     def numel(self) -> int:
         """Number of elements."""
+        # The product of no dimensions is 1: a scalar has one element.
         return math.prod(self.shape)
 
 

@@ -53,6 +53,7 @@ class Span:
         Raises:
             LayoutError: If the result would begin before element 0.
         """
+        # The constructor refuses a negative start.
         return Span(self.start + offset, self.stop + offset)
 
     def __str__(self) -> str:

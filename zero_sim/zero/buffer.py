@@ -140,6 +140,7 @@ class Buffer:
                     _view(unit.param_shard, held.shift(-unit.own_span.start)).copy_(flat)
                 # The placeholder drops the unsharded values; only the shard stays in memory.
                 memory.param.data = absent(memory.param)
+            # Without a transition, because the unit has no unsharded memory to free yet.
             unit.param_state = ParamState.SHARDED
 
     def zero_grads(self) -> None:
@@ -273,6 +274,7 @@ class Buffer:
             main_grad = None
             if self.grad_data is not None:
                 main_grad = _view(self.grad_data, placed.span).view(param.shape)
+            # An empty param in an empty bucket has no unit that would set it.
             elif unit is None:
                 main_grad = self._zeros(0, dtype=self.grad_dtype).view(param.shape)
             set_main_grad(param, main_grad)
@@ -290,6 +292,7 @@ class Buffer:
                 own_grad = _view(unit.grad_total, in_shard)
             elif self.grad_data is not None:
                 own_grad = _view(self.grad_data, own)
+            # Stage 0: the whole param in its own memory and shape.
             own_working = param.detach()
             if unit is not None and unit.param_shard is not None:
                 own_working = _view(unit.param_shard, in_shard)

@@ -115,6 +115,7 @@ class ZeroConfig:
         unused: dict[str, object] = {}
         if not sharding.state:
             unused |= {"redundancy": 1, "layout.partition": "padded", "overlap_params": False}
+        # Gathers on use overlap by `prefetch` instead.
         if sharding.params:
             unused |= {"overlap_params": False}
         else:

@@ -123,6 +123,7 @@ class DistributedDataParallel:
             ):
                 broadcast_from_first(tensors, group=holders)
         for buffer in self.buffers:
+            # After the broadcast, so that shards are cut from the first rank's values.
             buffer.shard_params()
         # One tensor for the whole run; step_count.fix() overwrites it in each step.
         self.divisor = build_divisor(size_and_rank(dense.group)[0], device=self.buffers[0].device)
@@ -300,6 +301,7 @@ class DistributedDataParallel:
         Raises:
             UsageError: If a micro-batch was begun as the last and not ended.
         """
+        # First, because it refuses while gradients are being reduced.
         self.zero_grad_buffer()
         self.finish_param_gather()
         whole = self.whole_params()
@@ -309,6 +311,7 @@ class DistributedDataParallel:
         for name, param in self.params.items():
             param.data = whole[name].clone(memory_format=torch.contiguous_format)
             param.grad = None
+            # A param with `main_grad` counts as wrapped, and a new wrapper would refuse it.
             vars(param).pop("main_grad", None)
         self._handles.clear()
         return self.module

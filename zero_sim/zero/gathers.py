@@ -345,6 +345,7 @@ class OnUse(StayWhole):
     def _gather(self, needed: Sequence[Unit], *, ahead: Sequence[Unit]) -> None:
         for unit in (*needed, *ahead):
             if unit.is_sharded:
+                # Some sums end with a second call, which must precede the gather on all ranks.
                 self._grads.before_gather(unit.group)
                 unit.start_gather()
         for unit in needed:
@@ -366,6 +367,7 @@ class OnUse(StayWhole):
         """Return the next units that backward will reach, from the order of forward's uses."""
         if not needed or not self._prefetch:
             return ()
+        # Backward passes uses in reverse; only the first of a unit counts.
         coming = dict.fromkeys(unit for use in self._uses[::-1] for unit in use.needed)
         ahead: list[Unit] = []
         for group in dict.fromkeys(unit.group for unit in needed):
@@ -400,6 +402,7 @@ class OnUse(StayWhole):
         self._gather((kept.unit,), ahead=())
         whole = kept.unit.params
         assert whole is not None
+        # From the position, because the unit may be at another address than in forward.
         return whole.as_strided(kept.size, kept.stride, kept.offset)
 
 

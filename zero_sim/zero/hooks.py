@@ -33,6 +33,7 @@ def find_users(module: nn.Module) -> dict[nn.Module | None, list[nn.Parameter]]:
 
 
 def _has_forward(module: nn.Module) -> bool:
+    # `nn.Module.forward` only raises. A forward may also be set on the instance.
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 

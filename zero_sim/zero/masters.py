@@ -65,6 +65,8 @@ def build_masters(
             # Offsets into the shard, not into the bucket.
             place = fragment.in_shard
             view = shards[key].narrow(0, place.start, place.numel)
+            # [fragment elements]: 16-bit values widen exactly, and fp8 ones arrive as fp32 times
+            # their scale.
             view.copy_(buffer.get_param_shard(param))
             # The leaf is a view of the shard, so the optimizer steps the shard in place.
             leaf = nn.Parameter(view, requires_grad=False)

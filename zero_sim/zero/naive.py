@@ -65,7 +65,9 @@ class NaiveZero:
         self.master.grad = reduced.to(torch.float32) / reduced.new_full(
             (), self._world_size, dtype=torch.float32
         )
+        # The optimizer is elementwise, so a slice is stepped as in the whole vector.
         self.inner.step()
+        # `whole` has the right length and dtype, and its gradients are no longer needed.
         all_gather(whole, self.master.to(whole.dtype), group=self._group)
         self._take(whole)
         for param in self._params:
@@ -77,9 +79,11 @@ class NaiveZero:
         return nn.functional.pad(flat, (0, -flat.numel() % self._world_size))
 
     def _own_slice(self, whole: Tensor) -> Tensor:
+        # [elements / world size]: `whole` is padded, so all chunks have one length.
         return whole.chunk(self._world_size)[self._rank]
 
     def _take(self, whole: Tensor) -> None:
+        # Padding at the end belongs to no param and is dropped.
         start = 0
         for param in self._params:
             param.copy_(whole[start : start + param.numel()].view(param.shape))

@@ -256,6 +256,7 @@ class DistributedOptimizer:
 
     def settings(self) -> dict[str, dict[str, object]]:
         """Return the group settings of each param with an owned fragment; `lr` without factor."""
+        # By id, because == of tensors compares elements.
         names = {id(master.leaf): master.fragment.param for master in self.masters}
         settings: dict[str, dict[str, object]] = {}
         for group, base_lr in zip(self.inner.param_groups, self.base_lrs, strict=True):
@@ -300,7 +301,9 @@ class DistributedOptimizer:
         grad = self.stepper.copy(reduced)
         if self.loss_scaler is not None:
             scale = torch.full((), self._scale_of_step, dtype=grad.dtype, device=grad.device)
+            # Exact unless it underflows, because the scale of LossScaler is a power of two.
             grad.div_(scale)
+        # `pre` and `premul` were applied before the sum, in the gradient's dtype.
         if self.ddp.config.divide == "post":
             divide_(grad, divisor=self.ddp.divisor.to(grad.device))
         return grad
@@ -324,6 +327,7 @@ class DistributedOptimizer:
 
     def _agree_on(self, measured: Tensor) -> tuple[Tensor, int, bool]:
         """Sum the measurements over ranks, and return norm, zeros and overflow."""
+        # [3], fp64: squares, zeros and overflows in one message.
         all_reduce_sum(measured, group=self.ddp.group)
         # Two sums in this order give every rank of every part the same total.
         if self.seams.model_parallel_group is not None:

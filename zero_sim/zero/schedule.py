@@ -106,6 +106,8 @@ class AtEnd:
         """Reduce every unit and wait for the sums."""
         for buffer in self._buffers:
             for unit in buffer.units:
+                # Units without any gradient on this rank too, because other ranks wait for their
+                # sums.
                 unit.fill()
                 self._before_sum(unit)
             buffer.reduce_grads()

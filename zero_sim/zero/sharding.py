@@ -26,6 +26,7 @@ class Sharding:
 
 
 # The only place that knows stage numbers; all other code reads the three booleans.
+# Rows 1 to 3 are P_os, P_os+g and P_os+g+p of the paper.
 _TABLE: dict[Stage, Sharding] = {
     0: Sharding(state=False, grads=False, params=False),
     1: Sharding(state=True, grads=False, params=False),

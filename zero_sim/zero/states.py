@@ -57,9 +57,11 @@ _GRAD_STEPS: Final[Mapping[GradStep, tuple[tuple[GradState, ...], GradState]]] =
     "fill": ((GradState.EMPTY, GradState.REDUCED), GradState.FILLING),
     "reduce": ((GradState.FILLING,), GradState.REDUCING),
     "finish": ((GradState.REDUCING,), GradState.REDUCED),
+    # Also from FILLING, because a step may be dropped before its reduction.
     "reset": ((GradState.FILLING, GradState.REDUCED), GradState.EMPTY),
 }
 _PARAM_STEPS: Final[Mapping[ParamStep, tuple[tuple[ParamState, ...], ParamState]]] = {
+    # Also from WHOLE, because a rank that owns nothing of a unit does not update it.
     "gather": (
         (ParamState.SHARDED, ParamState.WHOLE, ParamState.UPDATED),
         ParamState.GATHERING,

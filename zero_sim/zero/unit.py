@@ -220,6 +220,7 @@ class Unit:
             self.grad_total.copy_(self.grad_shard)
         else:
             self.grad_total.add_(self.grad_shard)
+        # Resident memory is reused by the next micro-batch, which accumulates from zero.
         if not self.frees_grads:
             self.grads.zero_()
 

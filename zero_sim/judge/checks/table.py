@@ -211,6 +211,7 @@ RankCheck = Callable[[Shown], Iterator[Finding]]
 BEFORE_BACKWARD: Sequence[RankCheck] = (check_zero_gradients,)
 
 AFTER_STEP: Sequence[RankCheck] = (
+    # First, because bounded comparisons follow parts by the norm that it notes.
     compare_measured,
     check_result,
     compare_losses,

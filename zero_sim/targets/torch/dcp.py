@@ -45,5 +45,6 @@ def load(module: nn.Module, optimizer: Optimizer, path: Path) -> None:
 def _state_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
+    # Keyed by names of params, not by their index, so ranks with other shards can load it.
     model_state, optimizer_state = get_state_dict(module, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}

@@ -92,6 +92,7 @@ class DDPEngine(WholeParamEngine):
         params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         self._ddp = _wrapped(module, group=group, options=options)
         super().__init__(module, self._build_optimizer(params, group), group=group)
+        # Forward must go through the wrapper, because DDP prepares its reductions there.
         self.module = self._ddp
         self._unsynced = ExitStack()
 
@@ -185,6 +186,7 @@ class ZeroRedundancyEngine(DDPEngine):
 
     def owns(self, name: str) -> bool:
         """Return True if this rank's local optimizer steps the param of a name."""
+        # `optim` is the local optimizer, which has only the params that this rank owns.
         groups = self._sharded.optim.param_groups
         # By identity, because == of tensors compares elements.
         return any(self.named[name] is param for group in groups for param in group["params"])
@@ -229,6 +231,7 @@ class TorchZeroRedundancy:
 
     name = "torch-zero-redundancy"
     capabilities = Capabilities(stages=(1,), optimizers=OPTIMIZERS, follows=_FOLLOWS)
+    # As for DDP, because gradients are all-reduced whole and only the update is sharded.
     numerics = NUMERICS
 
     def build(

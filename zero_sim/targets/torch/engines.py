@@ -236,6 +236,7 @@ class FlatShardEngine(_WholeWorkingParams):
         own = torch.empty_like(buffer.shard, dtype=grads.dtype)  # [shard elems]
         pieces = [grads[start:stop] for start, stop in buffer.spans]
         dist.reduce_scatter(own, pieces, group=self.group)
+        # Widened first, so that the mean of 16-bit gradients is not rounded to 16 bits.
         return own.float() / self.group.size()
 
     def update(self) -> StepResult | None:
@@ -290,8 +291,10 @@ class FlatShardEngine(_WholeWorkingParams):
     def _buffer(self, named: dict[str, nn.Parameter]) -> FlatBuffer:
         flat = torch.cat([param.detach().reshape(-1) for param in named.values()])
         spans = [self.shard_of(len(flat), rank) for rank in range(self.group.size())]
+        # Zeros, because `stray_padding` reports any other padding.
         flat = pad(flat, (0, spans[-1][1] - len(flat)))
         first, stop = spans[self.group.rank()]
+        # clone(), because float() of an fp32 tensor returns a view of `flat`, not a copy.
         shard = nn.Parameter(flat[first:stop].float().clone())
         offset = 0
         # Params become views of the buffer, so that a gather into it updates them.

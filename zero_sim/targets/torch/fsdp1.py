@@ -38,6 +38,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _STRATEGIES = {0: "NO_SHARD", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
 # By stage, for `system.redundancy` above 1.
 _HYBRID = {2: "_HYBRID_SHARD_ZERO2", 3: "HYBRID_SHARD"}
+# Names of torch's BackwardPrefetch. Option `none` has no entry, because None turns prefetching off.
 _PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST"}
 
 
@@ -65,16 +66,20 @@ class FSDP1Engine:
         self._fsdp_type = FullyShardedDataParallel
         self._dtype = _DTYPES[scenario.model.dtype]
         self._syncs_every = scenario.system.sync == "every"
+        # Before wrapping, because flat params keep the dtype that FSDP1 finds, and masters are
+        # fp32.
         widen_params(module)
         device = next((param.device for param in module.parameters()), torch.device("cpu"))
         chosen = {
             **self._settings(options),
             **_sharding(scenario.system, group=group, device=device),
         }
+        # Before wrapping, because afterwards params are 1D views of this rank's shards.
         self._shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         with warnings.catch_warnings():
             # torch warns that NO_SHARD will be replaced by DDP, and that one rank uses it.
             warnings.simplefilter("ignore")
+            # Children first: the flat param of the root takes the params that are left.
             for name, child in called_children(module):
                 setattr(module, name, FullyShardedDataParallel(child, **chosen))
             self._fsdp: FullyShardedDataParallel = FullyShardedDataParallel(module, **chosen)
@@ -93,6 +98,7 @@ class FSDP1Engine:
 
         prefetch = _PREFETCH.get(options["backward_prefetch"])
         return {
+            # Otherwise the optimizer gets flat params only, and param groups could not match names.
             "use_orig_params": True,
             "mixed_precision": MixedPrecision(
                 param_dtype=None if self._dtype is torch.float32 else self._dtype,
@@ -108,6 +114,8 @@ class FSDP1Engine:
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, param in self._fsdp.named_parameters():
+            # Each wrapper adds this prefix; the judge knows params by their names in the bare
+            # model.
             yield name.replace("_fsdp_wrapped_module.", ""), param
 
     def zero_grad(self) -> None:
@@ -121,6 +129,7 @@ class FSDP1Engine:
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
         """Run backward, during which gradients are reduced."""
+        # Leaving this block leaves `no_sync`, if `start_micro_batch` entered it.
         with self._unsynced:
             loss.backward()
 
@@ -158,6 +167,7 @@ class FSDP1Engine:
                 held |= dict(zip(map(id, flat._params), flat._shard_param_infos, strict=True))
         for name, param in self._params.items():
             info = held[id(param)]
+            # Flat params are cut at any element, so this rank may have no element of a param.
             if not info.in_shard:
                 continue
             # The end is inclusive.
@@ -181,6 +191,7 @@ def _sharding(system: SystemSpec, *, group: ProcessGroup, device: torch.device) 
     if blocks == 1:
         strategy = ShardingStrategy[_STRATEGIES[system.stage]]
         return {"device_id": device, "process_group": group, "sharding_strategy": strategy}
+    # Rows of the mesh are shard groups, so each has consecutive ranks.
     shape, names = (blocks, group.size() // blocks), ("replicate", "shard")
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     strategy = ShardingStrategy[_HYBRID[system.stage]]

@@ -224,6 +224,7 @@ class TorchFSDP2:
     options = {  # noqa: RUF012
         "reduce_dtype": Option(default="param", values=_DTYPES),
         "force_sum": Option(default=False, values=(True,)),
+        # Division by 2 is exact; by 3 and 0.7 it rounds, so the place of the division matters.
         "divide_factor": Option(default=0.0, values=(2.0, 3.0, 0.7)),
         "fp32_output": Option(default=False, values=(True,)),
         "cpu_offload": Option(default=False, values=(True,)),

@@ -47,6 +47,7 @@ class FSDP2Engine:
     ) -> None:
         self._spec, self._system, self._options = scenario.optimizer, scenario.system, options
         self._dtype = _DTYPES[scenario.model.dtype]
+        # Sharded params are the masters, so they must be fp32; `param_dtype` narrows only gathers.
         widen_params(module)
         self.module = module
         # The params' device, because torch moves params to the device of a mesh.
@@ -71,6 +72,7 @@ class FSDP2Engine:
             for name, param in module.named_parameters()
             if param.requires_grad
         }
+        # After sharding, because `fully_shard` replaces params by DTensors.
         self._optimizer = plain_optimizer(self._spec, dict(module.named_parameters()))
         self._rates = LearningRates(self._optimizer)
         self._reduced: dict[str, Tensor] = {}
@@ -91,6 +93,7 @@ class FSDP2Engine:
         )
         more: dict[str, Any] = {}
         if options["cpu_offload"]:
+            # Pinned memory needs an accelerator, and this option is refused on one.
             more["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         return fully_shard(
             module,
@@ -133,6 +136,7 @@ class FSDP2Engine:
 
     def step(self, *, lr_factor: float) -> StepResult:
         """Clip, if the scenario does, and update the shards."""
+        # Before clipping, which writes to gradients.
         self._reduced = grads_to_tell(self._spec, self._gradients())
         norm = self._clip()
         self._rates.scale(lr_factor)
@@ -148,12 +152,14 @@ class FSDP2Engine:
                 grad.clamp_(-spec.clip_value, spec.clip_value)
         if spec.clip_norm is not None:
             norm = nn.utils.clip_grad_norm_(self._params.values(), spec.clip_norm)
+            # Until here a DTensor of each rank's own norm; this adds the squares over the ranks.
             norm = cast("DTensor", norm).full_tensor()
         return norm
 
     def params(self) -> Mapping[str, Tensor]:
         """Return gathered working params, in the dtype of forward."""
         return {
+            # A collective per param, in registration order on every rank.
             name: param.full_tensor().detach().to(self._dtype)
             for name, param in self._params.items()
         }
@@ -168,6 +174,7 @@ class FSDP2Engine:
                 place=self._place(name, param.shape),
                 grad=torch.zeros_like(local) if grad is None else grad.detach().reshape(-1),
                 master=local,
+                # Moments are DTensors like their params; the step counter is a plain tensor.
                 state=flat_state({key: local_of(value) for key, value in state.items()}),
             )
 
@@ -208,6 +215,7 @@ def _build_mesh(group: ProcessGroup, *, blocks: int, device: str) -> DeviceMesh:
 
     if blocks == 1:
         return DeviceMesh.from_group(group, device)
+    # Rows of the mesh are shard groups, so each has consecutive ranks.
     shape = (blocks, group.size() // blocks)
     return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
 
@@ -227,6 +235,7 @@ def _reshard_after_forward(system: SystemSpec, *, few: int) -> bool | int | None
 
 def _prefetch(units: list[FSDPModule], *, ahead: int | None) -> None:
     """Make each unit prefetch `ahead` more: in forward those after it, in backward those before."""
+    # Without these calls torch prefetches in backward only, in reverse order of the forward.
     for index, unit in enumerate(units if ahead else ()):
         unit.set_modules_to_forward_prefetch(units[index + 1 :][:ahead])
         unit.set_modules_to_backward_prefetch(units[:index][::-1][:ahead])

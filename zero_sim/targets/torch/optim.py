@@ -206,6 +206,7 @@ class LearningRates:
                 "write the engine without a ready class, as at the start of docs/targets.md."
             )
         self._optimizer = optimizer
+        # One per group, because groups may have learning rates of their own.
         self._base = [group["lr"] for group in optimizer.param_groups]
 
     def scale(self, factor: float) -> None:
@@ -244,6 +245,7 @@ def flat_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
         torch.Size([6])
     """
     return {
+        # A 0D tensor belongs to the whole param, so a fragment has all of it.
         key: value.detach().reshape(-1) if value.dim() else value
         for key, value in state.items()
         if isinstance(value, Tensor)

@@ -46,6 +46,7 @@ def widen_params(module: nn.Module) -> None:
     wide: dict[nn.Parameter, nn.Parameter] = {}
     for name, param in tuple(module.named_parameters(remove_duplicate=False)):
         owner, _, last = name.rpartition(".")
+        # Tied params are one param under several names, and must stay one.
         if param not in wide:
             wide[param] = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
         setattr(module.get_submodule(owner), last, wide[param])

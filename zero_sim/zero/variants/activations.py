@@ -79,6 +79,7 @@ class TensorParallel:
             memory = flat.new_zeros(each)
             own = flat[rank * each : (rank + 1) * each]
             memory[: own.numel()].copy_(own)
+        # A blocking copy, so that it is complete before the device memory is reused.
         if self._offload:
             memory = torch.empty_like(memory, device="cpu").copy_(memory)
         kept = _Kept(memory, x.shape, x.device)
@@ -129,6 +130,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # The derivative of the sum by each rank's term is 1.
         return grads[0], None
 
 
@@ -139,6 +141,7 @@ class _Checkpointed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, block: nn.Module, parallel: TensorParallel) -> Tensor:
         ctx.block, ctx.parallel = block, parallel
         ctx.kept = parallel.keep(x)
+        # Autograd records nothing inside a Function's forward, so the block keeps no activations.
         return block(x)
 
     @staticmethod
@@ -147,6 +150,7 @@ class _Checkpointed(torch.autograd.Function):
         x = ctx.parallel.bring_back(ctx.kept).requires_grad_()
         with torch.enable_grad():
             out = ctx.block(x)
+        # Unlike autograd.grad, it accumulates into the params and fires their hooks.
         torch.autograd.backward(out, grads[0])
         return x.grad, None, None
 

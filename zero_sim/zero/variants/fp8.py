@@ -226,6 +226,7 @@ class ScaleUpdate:
         # A frozen param keeps its values, so it keeps its scale.
         for param, scale in self._scales.items():
             if param.requires_grad:
+                # In place, because the scale is a buffer of the module.
                 scale.copy_(choose_scale(amax[self._index_of[param]], dtype=param.dtype))
 
 

@@ -45,6 +45,7 @@ class ChunkedUnit(Unit):
             chunk = whole.new_empty(sum(parts))
             self.collect(chunk, mine, sizes=parts, async_op=False)
             # Shards lie one after another, so a chunk is scattered to a position in each.
+            # Not strict, because `starts` also has the end of the last shard.
             for start, part, got in zip(starts, parts, chunk.split(parts), strict=False):
                 whole.narrow(0, start + min(first, whole.numel() - start), part).copy_(got)
 

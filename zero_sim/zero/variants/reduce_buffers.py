@@ -51,6 +51,7 @@ class LentStorage:
 
     def acquire(self) -> Tensor:
         """Allocate the memory if needed, and return the unit's part."""
+        # From the start of the buffer, which has one unit at a time.
         self._whole = self._lender.acquire().narrow(0, 0, self._elems)
         return self._whole
 
@@ -77,6 +78,7 @@ class BufferSettings:
     """True to sum everything to all ranks; each keeps its part."""
 
     def __post_init__(self) -> None:
+        # type(), because bool is a subclass of int.
         if type(self.elems) is not int or self.elems < 1:
             raise UsageError(f"expected elems to be an integer of at least 1, got {self.elems!r}.")
 
@@ -116,6 +118,7 @@ class ReduceBuffers:
         plans = plan_grad_units(
             [buffer.plan for buffer in buffers],
             lanes=[f"{kind}/{dtype}" for kind, dtype in lanes],
+            # Backward reaches the last registered param first.
             arrivals=[*params][::-1],
             buffer_elems=self._elems,
         )
@@ -162,8 +165,10 @@ class ReduceBuffers:
             storage=self._storage_of(plan, home=home),
             group=group,
             sums_whole=self._settings.sums_whole,
+            # Stage 1 accumulates in `main_grad`; stage 2 keeps only the owner's part of the sum.
             grads_stay=not config.sharding.grads,
             on_arrival=self._settings.contiguous_grads,
+            # In these cases every micro-batch is reduced, so sums add up over the step.
             accumulates=config.sharding.grads or config.sync == "every",
         )
 

@@ -50,6 +50,7 @@ class LossScaler:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale. Call backward on the result."""
+        # Exact unless it overflows, because the scale is a power of two.
         return loss * self.scale
 
     def update(self, *, found_inf: bool) -> None:
@@ -66,5 +67,6 @@ class LossScaler:
         self.good_steps += 1
         # Counted from the last change of the scale, up or down.
         if self.good_steps == self.growth_interval:
+            # Without an upper limit: an overflow halves it again.
             self.scale *= 2
             self.good_steps = 0

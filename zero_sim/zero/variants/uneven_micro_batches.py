@@ -131,6 +131,7 @@ def join_micro_batch(
             "divisor, got a StepCount. Pass seams=Seams(step_count=UnevenStepCount)."
         )
     ddp.step_count.join()
+    # On this rank no forward waits for the gathers in flight.
     ddp.finish_param_gather()
     # Other schedules issue no gathers in forward.
     if isinstance(ddp.param_schedule, RepeatableOnUse):

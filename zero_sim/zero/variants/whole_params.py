@@ -235,6 +235,7 @@ def _whole_of(
 
 def whole_of_unit(unit: Unit, shard: Tensor) -> Tensor:
     """Return the whole of a unit from each owner's shard, 1D; a collective if several own parts."""
+    # Decided from the plan, which is equal on all ranks, so they agree not to gather.
     if unit.plan.partition.owner is not None or unit.plan.shard_count == 1:
         return shard
     whole = shard.new_empty(unit.plan.span.numel)
