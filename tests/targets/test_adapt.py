@@ -141,7 +141,7 @@ def test_a_reload_of_an_engine_that_cannot_save_is_refused(pool):
     target = Target(capabilities="everything")
     result = judge(pool, target, reload=ReloadSpec(step=1), run=RunSpec(steps=2))
     assert result.verdict == "error"
-    assert "save and load" in result.error
+    assert "save() and load()" in result.error
 
 
 def test_an_engine_is_told_of_the_last_micro_batch_before_its_forward(pool):

@@ -90,7 +90,7 @@ def test_shards_of_rows_refuse_them():
 def test_an_unknown_order_refuses_them():
     world = replace(CASE.world, order="ring", order_known=False)
     (problem,) = check_scenario(replace(CASE, world=world))
-    assert "looks at whole params" in problem.message
+    assert "needs whole params" in problem.message
 
 
 def test_foreach_is_refused():
