@@ -44,6 +44,8 @@ KEPT_FAST = {
     "tests/test_tidy.py::*": "rules of the house, over all modules",
     "tests/test_words.py::*": "rules of the house, over all modules",
     "tests/test_readme.py::*": "every command of the README, end to end",
+    "tests/site/*": "every page of the documentation in a browser",
+    "tests/packaging/test_wheel.py::*": "the wheel by itself, as users get it",
     "tests/mutants/test_catalogue.py::*": "every mutant still fits the code",
     "tests/mutants/test_smallest.py::*": "every mutant is found by its smallest case",
     "property_tests/quality/test_sentinels.py::*": "drawn cases find a mutant of each class",
