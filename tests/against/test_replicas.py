@@ -161,7 +161,7 @@ def test_local_sgd_is_a_warning(watched, name):
     replicas = watched(WRAPPED + LOCAL[name]).replicas
     assert not replicas.findings
     assert names(replicas.warnings) >= {"0.weight"}
-    assert "It is no error, because" in replicas.warning
+    assert "This alone is no error, because" in replicas.warning
 
 
 RIGHT = {

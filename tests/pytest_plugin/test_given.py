@@ -74,6 +74,19 @@ def test_methods_run_for_each_size(run_given):
     """).assert_outcomes(passed=2)
 
 
+def test_parametrized_tests_are_drawn_for(run_given):
+    run_given("""
+    @pytest.mark.parametrize("factor", [1, 2])
+    @pytest.mark.world_size(2)
+    @settings(suppress_health_check=[])
+    @given(n=st.integers(0, 3))
+    def test_scaled(rank, factor, n):
+        total = torch.full((1,), n * factor)
+        dist.all_reduce(total)
+        assert total == 2 * n * factor
+    """).assert_outcomes(passed=2)
+
+
 def test_draws_inside_of_ranks_are_refused(run_given):
     result = run_given("""
     @pytest.mark.world_size(2)

@@ -38,7 +38,10 @@ def allow_rank_fixtures(item: pytest.Item) -> None:
         # Each parametrized test of a method has an instance of its own.
         needless.add(HealthCheck.differing_executors)
     named = set(inspect.signature(function).parameters) & set(getattr(item, "fixturenames", ()))
-    if named - {"self"} <= _OF_RANKS:
+    # Values of `parametrize` are no fixtures that a test would set up anew.
+    callspec = getattr(item, "callspec", None)
+    values = set() if callspec is None else set(callspec.params)
+    if named - values - {"self"} <= _OF_RANKS:
         needless.add(HealthCheck.function_scoped_fixture)
     # The attribute that Hypothesis's own plugin for pytest sets for the same purpose.
     function._hypothesis_internal_use_settings = settings(

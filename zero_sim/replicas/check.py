@@ -198,7 +198,7 @@ class ReplicaCheck:
         return _in_words(
             self.warnings,
             "equal on all ranks at first, then not",
-            f"It is no error, because {excuse}. If ranks may differ here, name it",
+            f"This alone is no error, because {excuse}. If ranks are meant to differ, name it",
         )
 
     @property
