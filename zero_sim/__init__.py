@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from zero_sim.rules.judging import run_case
     from zero_sim.scenario.load import load_scenario
     from zero_sim.scenario.spec import Scenario
-    from zero_sim.script.points import checkpoint_here
+    from zero_sim.script.script_checkpoints import checkpoint_here
     from zero_sim.sim import World
 
 __version__ = "0.2.0"
@@ -24,7 +24,7 @@ __all__ = ["Scenario", "World", "checkpoint_here", "errors", "load_scenario", "r
 _HOMES = {
     "Scenario": "zero_sim.scenario.spec",
     "World": "zero_sim.sim",
-    "checkpoint_here": "zero_sim.script.points",
+    "checkpoint_here": "zero_sim.script.script_checkpoints",
     "load_scenario": "zero_sim.scenario.load",
     "run_case": "zero_sim.rules.judging",
 }

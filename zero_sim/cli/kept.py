@@ -29,7 +29,7 @@ def tell_kept_names(name: str, *, packages: Sequence[str]) -> int:
     """
     with packages_needed():
         from zero_sim.rules.rank_globals import find_kept_names
-        from zero_sim.script.own_modules import check_found
+        from zero_sim.script.rank_local_modules import check_found
         from zero_sim.targets import import_target
     target = import_target(name)
     check_found(packages)

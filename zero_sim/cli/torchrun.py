@@ -300,8 +300,8 @@ def _run(
     from zero_sim.against.watch import ScriptWatch
     from zero_sim.replicas.shares import shared_rows_note
     from zero_sim.script.launch import Launcher
-    from zero_sim.script.own_modules import check_found
     from zero_sim.script.program import read_script
+    from zero_sim.script.rank_local_modules import check_found
     from zero_sim.script.record import first_difference
 
     # As an index, True is 1, which skips the -m.

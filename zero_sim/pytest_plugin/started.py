@@ -157,7 +157,7 @@ def _stall_seconds() -> float:
 
 def _run(processes: Sequence[RankPopen], config: pytest.Config, names: Sequence[str]) -> None:
     """Run processes as ranks that share all modules, apart from the rank-local names."""
-    from zero_sim.script.own_names import NoSuchName, find_slots
+    from zero_sim.script.rank_local_names import NoSuchName, find_slots
     from zero_sim.script.rank_state import RankState
     from zero_sim.script.settings import SINGLETONS
     from zero_sim.sim import RankFailed, World

@@ -23,7 +23,7 @@ from zero_sim.run.rank_local import Own, OwnState, RankLocalState
 from zero_sim.run.runner import judge_case
 from zero_sim.run.simulated import Simulated
 from zero_sim.scenario.spec import Scenario
-from zero_sim.script.own_names import OwnNames, copied, default_positions, is_data
+from zero_sim.script.rank_local_names import OwnNames, copied, default_positions, is_data
 from zero_sim.targets import Target
 from zero_sim.targets.rank_local import RankLocal, prepare, rank_local_of
 

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from zero_sim.script.cuda import CudaOnCpu
-from zero_sim.script.own_modules import OwnModules
-from zero_sim.script.own_names import OwnNames
+from zero_sim.script.rank_local_modules import OwnModules
+from zero_sim.script.rank_local_names import OwnNames
 from zero_sim.sim.world.baton import RankLocal as RankLocalOfWorld
 from zero_sim.sim.world.rank_threads import rank_state
 from zero_sim.targets import Target

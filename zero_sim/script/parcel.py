@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from zero_sim.script.own_names import copied
+from zero_sim.script.rank_local_names import copied
 
 _SHARED = (ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_sim.script.own_modules import OwnModules
-from zero_sim.script.own_names import OwnNames
+from zero_sim.script.rank_local_modules import OwnModules
+from zero_sim.script.rank_local_names import OwnNames
 
 # Scripts replace each of these, for example `print` to silence all ranks but the first.
 _SLOTS: tuple[tuple[Any, str], ...] = (

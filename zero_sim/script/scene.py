@@ -11,11 +11,11 @@ from zero_sim.script.absent import stubs_of_kernels, without_compiler
 from zero_sim.script.cuda import CudaOnCpu
 from zero_sim.script.custom_ops import operators_of_ranks
 from zero_sim.script.output import RankOutput
-from zero_sim.script.points import record_with
 from zero_sim.script.process_calls import calls_of_ranks, processes_of_ranks
 from zero_sim.script.rank_state import RankState
 from zero_sim.script.record import PointRecorder, ScriptRun
 from zero_sim.script.remote_calls import remote_calls_refused
+from zero_sim.script.script_checkpoints import record_with
 from zero_sim.script.settings import Guest, Settings
 from zero_sim.sim import RankFailed, World, WorldFailure
 from zero_sim.sim.callsite import raising_site, site_of

@@ -37,7 +37,8 @@ from zero_sim.sim.comm.arguments import (
     root_tensor_of,
     splits_of,
 )
-from zero_sim.sim.comm.facade import DEFAULT_TIMEOUT, SimBackend
+from zero_sim.sim.comm.backend_options import DEFAULT_TIMEOUT, SimBackend
+from zero_sim.sim.comm.cluster_protocol import Cluster
 from zero_sim.sim.comm.plain_memory import (
     check_writable,
     inner_calls,
@@ -47,7 +48,6 @@ from zero_sim.sim.comm.plain_memory import (
     storages_of,
 )
 from zero_sim.sim.comm.rendezvous import Group
-from zero_sim.sim.comm.seam import Cluster
 from zero_sim.sim.comm.timeouts import after_monitored, check_monitored, seconds_of
 from zero_sim.sim.dispatch import tell_modes
 from zero_sim.sim.failures import TimedOut

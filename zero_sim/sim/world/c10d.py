@@ -23,7 +23,7 @@ from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from zero_sim.errors import UsageError
-from zero_sim.sim.comm.facade import present_devices
+from zero_sim.sim.comm.backend_options import present_devices
 from zero_sim.sim.comm.process_group import SimProcessGroup
 from zero_sim.sim.comm.torch_stores import StoreWaits
 from zero_sim.sim.world import meshes, torch_futures

@@ -11,7 +11,7 @@ from torch import Tensor
 from zero_sim.errors import UsageError
 from zero_sim.sim.call import IN_PLACE, SPARSE, Call
 from zero_sim.sim.callsite import call_site, here, is_of_torch, site_of
-from zero_sim.sim.comm.facade import present_devices
+from zero_sim.sim.comm.backend_options import present_devices
 from zero_sim.sim.comm.rendezvous import DEFAULT_GROUP, Group, Message
 from zero_sim.sim.contract.groups import foreign_group
 from zero_sim.sim.failures import WorldFailure
