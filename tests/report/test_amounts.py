@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_sim.report.amounts import binary_bytes, decimal_bytes, in_unit, unit_for
+from zero_sim.report.amounts import aligned, binary_bytes, decimal_bytes, fitted, in_unit, unit_for
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,23 @@ def test_a_small_amount_in_a_column_of_large_ones_has_its_own_unit():
     unit = unit_for([2 * 10**9, 4_000_000, 0])
     cells = [in_unit(each, unit) for each in (2 * 10**9, 4_000_000, 0)]
     assert (unit[0], cells) == ("GB", ["2.00", "4,000.00 kB", "0.00"])
+
+
+TABLE = [["model", "stage", "total GB"], ["7b", "0", "112.00"], ["7b", "3", "14.00"]]
+
+
+def test_a_table_that_fits_stays_upright():
+    assert fitted(TABLE, columns=80) == aligned(TABLE)
+
+
+def test_a_table_that_is_too_wide_lies_on_its_side():
+    assert fitted(TABLE, columns=20).splitlines() == [
+        "model: 7b",
+        "stage          0      3",
+        "total GB  112.00  14.00",
+    ]
+
+
+def test_rows_of_several_models_keep_their_names():
+    table = [TABLE[0], TABLE[1], ["8b", *TABLE[2][1:]]]
+    assert fitted(table, columns=20).splitlines()[0] == "model         7b     8b"

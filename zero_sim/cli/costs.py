@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from zero_sim.cli.parts import FILE, echo_report, json_option, option, takes
 from zero_sim.cli.session import progress
 from zero_sim.errors import UsageError
 from zero_sim.host.packages import packages_needed
+from zero_sim.host.terminal import columns_of
 
 if TYPE_CHECKING:
     from zero_sim.calculators.counted import Model
@@ -174,7 +176,7 @@ def memory(
     runs = _run_all(chosen, has_masters=has_masters, curve=curve) if measure else []
     rows = [memory_row(model, has_masters=has_masters) for model in chosen]
     baseline = alone(models[0], has_masters=has_masters) if len(models) == 1 else None
-    first = rows[0]
+    first, columns = rows[0], columns_of(sys.stdout)
     if as_json:
         told = first.as_dict()
         echo_report(
@@ -197,11 +199,11 @@ def memory(
         from zero_sim.report.ledger import render_memory_ledger
 
         texts = [render_memory_ledger(run, row) for run, row in zip(runs, rows, strict=True)]
-        click.echo("\n\n".join([render_memory(rows, alone=baseline), *texts]))
+        click.echo("\n\n".join([render_memory(rows, alone=baseline, columns=columns), *texts]))
     elif limits and not is_counted:
         click.echo(render_limits(limits, params=models[0].elems))
     else:
-        texts = [render_memory(rows, alone=baseline)]
+        texts = [render_memory(rows, alone=baseline, columns=columns)]
         texts += [render_limits(limits, params=models[0].elems)] if limits else []
         texts += _waterfall(chosen[-1], rows[-1], has_masters=has_masters)
         click.echo("\n\n".join(texts))
@@ -260,7 +262,7 @@ def traffic(
             # Without --measure, there are rows but no runs.
             for run, row in zip(runs, rows, strict=bool(runs))
         ]
-        click.echo("\n\n".join([render_traffic(rows), *texts]))
+        click.echo("\n\n".join([render_traffic(rows, columns=columns_of(sys.stdout)), *texts]))
     ctx.exit(int(any(any(run.differences()) for run in runs)))
 
 

@@ -37,7 +37,7 @@ from zero_sim.judge.step_source import Steps
 from zero_sim.judge.told import told_within_bounds
 from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Follower
 from zero_sim.scenario.checks import Check
-from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
+from zero_sim.targets import EngineAdapter, OwnedPart, StepResult
 from zero_sim.targets.adapt import GRADIENTS, PARTS
 
 _NOT_TOLD = (
@@ -137,7 +137,7 @@ class BoundedComparison(Steps):
         """Compare a rank's losses; arguments as for `compare_measured`."""
         return compare_losses(losses, self.steps[step], reads=reads, group=self._group, rank=rank)
 
-    def compare_loaded(self, engine: CompletedEngine, *, rank: int) -> Iterator[Finding]:
+    def compare_loaded(self, engine: EngineAdapter, *, rank: int) -> Iterator[Finding]:
         """Yield nothing: a case with an unknown order does not continue in another world."""
         yield from ()
 
@@ -309,9 +309,7 @@ class BoundedComparison(Steps):
             self._followers[key] = expected.step + 1, follower
         return follower
 
-    def compare_reported(
-        self, engine: CompletedEngine, *, rank: int, step: int
-    ) -> Iterator[Finding]:
+    def compare_reported(self, engine: EngineAdapter, *, rank: int, step: int) -> Iterator[Finding]:
         """Yield nothing: a target without parts cannot be followed."""
         yield from ()
 

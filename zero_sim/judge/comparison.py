@@ -29,7 +29,7 @@ from zero_sim.reference import (
 )
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
+from zero_sim.targets import EngineAdapter, OwnedPart, StepResult
 from zero_sim.targets.adapt import GRADIENTS
 from zero_sim.workloads import Workload
 
@@ -88,9 +88,7 @@ class DigestComparison:
         for name, value in part.state.items():
             yield from self._compare(expected, value, "state", *at, name)
 
-    def compare_reported(
-        self, engine: CompletedEngine, *, rank: int, step: int
-    ) -> Iterator[Finding]:
+    def compare_reported(self, engine: EngineAdapter, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare gradients of whole params, if the target declares that it reports them."""
         expected = self._steps[step]
         self._group.note_unreported(divisor=expected.divisor)
@@ -164,9 +162,7 @@ class Comparing(Protocol):
         """Compare a part that a rank owns: gradient, master and optimizer state."""
         ...
 
-    def compare_reported(
-        self, engine: CompletedEngine, *, rank: int, step: int
-    ) -> Iterator[Finding]:
+    def compare_reported(self, engine: EngineAdapter, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare gradients of whole params, if the target declares that it reports them."""
         ...
 
@@ -190,7 +186,7 @@ class Comparing(Protocol):
 class Comparison(Comparing, Protocol):
     """Comparison with a reference in this process, which has more than digests."""
 
-    def compare_loaded(self, engine: CompletedEngine, *, rank: int) -> Iterator[Finding]:
+    def compare_loaded(self, engine: EngineAdapter, *, rank: int) -> Iterator[Finding]:
         """Compare all loaded state of a rank, before its first step."""
         ...
 

@@ -24,7 +24,7 @@ from zero_sim.judge.step_source import StepSource
 from zero_sim.judge.told import told_as, told_otherwise
 from zero_sim.reference import ReferenceStep, norms_of_shard, quotient, wide_ends
 from zero_sim.scenario.checks import Check
-from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
+from zero_sim.targets import EngineAdapter, OwnedPart, StepResult
 from zero_sim.targets.adapt import GRADIENTS, PARTS
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class ExactComparison:
         """Compare a rank's losses, and if one differs the params that its forward read."""
         return compare_losses(losses, self._steps[step], reads=reads, group=self._group, rank=rank)
 
-    def compare_loaded(self, engine: CompletedEngine, *, rank: int) -> Iterator[Finding]:
+    def compare_loaded(self, engine: EngineAdapter, *, rank: int) -> Iterator[Finding]:
         """Compare all loaded state of a rank, before its first step."""
         standing = self._source.reference.standing()
         # Ranks need not wait for each other. If one has stepped already, so has the reference.
@@ -255,9 +255,7 @@ class ExactComparison:
             why = f"dividing by {ranks}, or adding {ranks} times, may round"
             yield replace(found, message=f"{found.message}; {share}: {why}")
 
-    def compare_reported(
-        self, engine: CompletedEngine, *, rank: int, step: int
-    ) -> Iterator[Finding]:
+    def compare_reported(self, engine: EngineAdapter, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare gradients of whole params, if the target declares that it reports them."""
         group = self._group
         if PARTS in group.unobserved:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.reference import Addresses, MemoryLayout, memory_layout_of
-from zero_sim.targets import CompletedEngine, Place
+from zero_sim.targets import EngineAdapter, Place
 
 _DIGEST_BYTES = 8
 
@@ -91,9 +91,7 @@ class Facts:
         )
 
 
-def facts_of(
-    engine: CompletedEngine, *, with_start: bool = False, with_drawn: bool = False
-) -> Facts:
+def facts_of(engine: EngineAdapter, *, with_start: bool = False, with_drawn: bool = False) -> Facts:
     """Return the facts about a rank's engine.
 
     Args:

@@ -28,7 +28,7 @@ from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.step_book import FirstBadStep, StepBook
 from zero_sim.judge.step_source import AnyStep, SharedSteps
 from zero_sim.judge.trajectory import LateReference
-from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
+from zero_sim.targets import EngineAdapter, OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
 
 
@@ -153,7 +153,7 @@ class Judge:
             tell_parts = PARTS not in self.group.unobserved
             self.bad.report(step, ownership.check(step, tell_parts=tell_parts))
 
-    def observe_load(self, rank: int, engine: CompletedEngine) -> None:
+    def observe_load(self, rank: int, engine: EngineAdapter) -> None:
         """Judge the state that a rank has loaded from a checkpoint.
 
         Args:
@@ -178,7 +178,7 @@ class Judge:
         self.notes[rank] = notes
         self.book.begin(rank)
 
-    def before_backward(self, rank: int, step: int, engine: CompletedEngine) -> None:
+    def before_backward(self, rank: int, step: int, engine: EngineAdapter) -> None:
         """Check a rank directly before the first backward of a step."""
         self.book.begin_backward(rank, step)
         if self.bad.is_before(step):
@@ -203,7 +203,7 @@ class Judge:
         step: int,
         losses: Sequence[Tensor],
         result: StepResult,
-        engine: CompletedEngine,
+        engine: EngineAdapter,
     ) -> None:
         """Judge a rank's state after a step.
 
@@ -224,7 +224,7 @@ class Judge:
         # After the block, which sets the judge's own calls aside from those of the step.
         self.book.end(rank, step)
 
-    def _query_after_step(self, rank: int, step: int, engine: CompletedEngine) -> None:
+    def _query_after_step(self, rank: int, step: int, engine: EngineAdapter) -> None:
         """Query an engine for everything that may be compared after a step.
 
         Queries may be collective, so they depend on the case only. If findings or reports of one
@@ -262,7 +262,7 @@ class Judge:
         if self._is_weighed(rank, step):
             self.bad.report(step, table.run_checks(table.WEIGHED, shown))
 
-    def observe_params(self, rank: int, step: int, engine: CompletedEngine) -> None:
+    def observe_params(self, rank: int, step: int, engine: EngineAdapter) -> None:
         """Judge a rank's working params once gathered; the last check of a step."""
         with self.book.aside(rank), engine.asked_once():
             # On every rank, whatever was found: see `_query_after_step`.
@@ -297,7 +297,7 @@ class Judge:
             steps.fall_back()
             steps.advance()
 
-    def _shown(self, rank: int, step: int, engine: CompletedEngine, **seen: Any) -> Shown:
+    def _shown(self, rank: int, step: int, engine: EngineAdapter, **seen: Any) -> Shown:
         return Shown(
             rank=rank,
             step=step,

@@ -16,9 +16,9 @@ from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
 from zero_sim.judge.judged_group import JudgedGroup, beside, cut_state
-from zero_sim.reference import Standing
+from zero_sim.reference import TrainingState
 from zero_sim.scenario.checks import Check
-from zero_sim.targets import CompletedEngine, OwnedPart, Settings
+from zero_sim.targets import EngineAdapter, OwnedPart, Settings
 from zero_sim.targets.bare_model import names_like
 
 CHECK = Check.EQUALITY_LOAD
@@ -28,7 +28,7 @@ _FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "decouple
 
 
 def compare_loaded(
-    group: JudgedGroup, engine: CompletedEngine, *, standing: Standing, rank: int
+    group: JudgedGroup, engine: EngineAdapter, *, standing: TrainingState, rank: int
 ) -> Iterator[Finding]:
     """Compare masters, state, working params, scales, buffers and settings, if reported.
 
@@ -65,7 +65,7 @@ def compare_loaded(
 
 
 def _compare_part(
-    group: JudgedGroup, part: OwnedPart, *, standing: Standing, rank: int
+    group: JudgedGroup, part: OwnedPart, *, standing: TrainingState, rank: int
 ) -> Iterator[Finding]:
     place, step = part.place, group.first_step
 
@@ -114,7 +114,7 @@ def _compare_part(
 
 
 def _compare_scales(
-    group: JudgedGroup, engine: CompletedEngine, *, standing: Standing, rank: int
+    group: JudgedGroup, engine: EngineAdapter, *, standing: TrainingState, rank: int
 ) -> Iterator[Finding]:
     held = [name for name in standing.scales if name in group.ownership.held[rank]]
     for name, scale in engine.scales(held).items():
@@ -127,7 +127,7 @@ def _compare_scales(
 
 
 def _compare_buffers(
-    group: JudgedGroup, engine: CompletedEngine, *, standing: Standing, rank: int
+    group: JudgedGroup, engine: EngineAdapter, *, standing: TrainingState, rank: int
 ) -> Iterator[Finding]:
     held = engine.module_tensors() if standing.buffers else {}
     for name, wanted in standing.buffers.items():
@@ -141,7 +141,7 @@ def _compare_buffers(
 
 
 def _compare_settings(
-    group: JudgedGroup, settings: Settings, *, standing: Standing, rank: int
+    group: JudgedGroup, settings: Settings, *, standing: TrainingState, rank: int
 ) -> Iterator[Finding]:
     for name, reported in settings.params.items():
         wanted = standing.settings.get(name, {})
@@ -194,7 +194,7 @@ def _of_param(group: JudgedGroup, name: str, *, rank: int) -> Finding:
     )
 
 
-def _narrowed(standing: Standing, name: str, *, start: int) -> Known:
+def _narrowed(standing: TrainingState, name: str, *, start: int) -> Known:
     """Return the working param in fp32, as a candidate for a master."""
     # Widening is exact, so the lower bits of such a master are zeros.
     values = standing.params[name].float()

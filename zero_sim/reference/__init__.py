@@ -38,7 +38,7 @@ from zero_sim.reference.rules import (
 )
 from zero_sim.reference.scaling import LossRows, ScaleLoss, ScaleLossFunction
 from zero_sim.reference.stepping import same_elements, settings_in_words
-from zero_sim.reference.steps import ReferenceStep, Standing
+from zero_sim.reference.steps import ReferenceStep, TrainingState
 
 __all__ = [
     "AVERAGES",
@@ -76,12 +76,12 @@ __all__ = [
     "Rules",
     "ScaleLoss",
     "ScaleLossFunction",
-    "Standing",
     "StepAgain",
     "SumSite",
     "SumSpan",
     "Sync",
     "Terms",
+    "TrainingState",
     "Unused",
     "computed_from",
     "computed_of_system",

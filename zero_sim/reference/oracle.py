@@ -37,12 +37,12 @@ from zero_sim.reference.rules import Rules, clip_by_rule_
 from zero_sim.reference.scaling import LossScale
 from zero_sim.reference.stepping import Stepper, lr_factor
 from zero_sim.reference.steps import (
-    BegunStep,
     OptimizerHistory,
     OptimizerStep,
+    PendingStep,
     ReferenceStep,
-    Standing,
     StepStart,
+    TrainingState,
 )
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import EXACT_MODELS, Workload, build_workload
@@ -192,10 +192,10 @@ class Reference:
             self._history = self._new_history()
         self._write_params()
 
-    def standing(self) -> Standing:
+    def standing(self) -> TrainingState:
         """Return the state before the next step."""
         scale = self._loss_scale
-        return Standing(
+        return TrainingState(
             next_step=self._next_step,
             masters=self._stepper.masters,
             params=self._ranks.params(),
@@ -222,7 +222,7 @@ class Reference:
         begun = self.begin(orders, order_seed=order_seed)
         return self.finish(begun, measured=begun.measured)
 
-    def begin(self, orders: Orders | None = None, *, order_seed: int = 0) -> BegunStep:
+    def begin(self, orders: Orders | None = None, *, order_seed: int = 0) -> PendingStep:
         """Run the next step up to the norm of the whole gradient.
 
         Args:
@@ -285,7 +285,7 @@ class Reference:
         grads: Mapping[str, Tensor],
         *,
         start: StepStart | None = None,
-    ) -> BegunStep:
+    ) -> PendingStep:
         """Unscale, divide and measure the sums over ranks."""
         # 1D, fp32: all trained params
         flat = self._flatten(grads, local)
@@ -295,7 +295,7 @@ class Reference:
             flat = quotient(flat, self._scale)
         if local.divisor != 1:
             local.division.after_(flat)
-        return BegunStep(
+        return PendingStep(
             local=local,
             grads=grads,
             start=start,
@@ -315,7 +315,7 @@ class Reference:
         return flatten_wide(grads, names=local.active)
 
     def finish(
-        self, begun: BegunStep, *, measured: Measure, told: Tensor | None = None
+        self, begun: PendingStep, *, measured: Measure, told: Tensor | None = None
     ) -> ReferenceStep:
         """Clip and update, or skip, depending on the measure of the whole gradient.
 

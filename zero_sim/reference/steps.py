@@ -146,7 +146,7 @@ class ReferenceStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
+class TrainingState:
     """State before the next step; live, not copied."""
 
     next_step: int
@@ -166,7 +166,7 @@ class Standing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BegunStep:
+class PendingStep:
     """A step with gradients, before its update."""
 
     local: Contributions

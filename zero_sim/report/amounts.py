@@ -73,3 +73,21 @@ def aligned(rows: Sequence[Sequence[str]], *, words: Container[int] = (0,)) -> s
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def fitted(rows: Sequence[Sequence[str]], *, columns: int | None) -> str:
+    """Return a table as `aligned` does, on its side if a terminal is too narrow for it.
+
+    Args:
+        rows: Cells by row, the heading first. The first column names the row.
+        columns: Characters of a line; None for no limit.
+    """
+    table = aligned(rows)
+    if columns is None or max(map(len, table.splitlines())) <= columns:
+        return table
+    named, *sideways = (list(column) for column in zip(*rows, strict=True))
+    label, *names = named
+    # One name for all rows would only widen each column.
+    if len(set(names)) == 1:
+        return f"{label}: {names[0]}\n{aligned(sideways)}"
+    return aligned([named, *sideways])

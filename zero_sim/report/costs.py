@@ -12,15 +12,25 @@ from zero_sim.report.amounts import (
     binary_bytes,
     binary_unit,
     decimal_bytes,
+    fitted,
     in_unit,
     unit_for,
 )
 
 
 def render_memory(
-    rows: Sequence[MemoryRow], *, alone: Mapping[str, Mapping[str, int]] | None = None
+    rows: Sequence[MemoryRow],
+    *,
+    alone: Mapping[str, Mapping[str, int]] | None = None,
+    columns: int | None = None,
 ) -> str:
-    """Return a table of the bytes of a rank, and below it those of one device alone."""
+    """Return a table of the bytes of a rank, and below it those of one device alone.
+
+    Args:
+        rows: One per way to train.
+        alone: Bytes of one device by kind, with gradients freed and kept.
+        columns: Characters of the terminal; None for no limit.
+    """
     names = _categories([row.footprint.held for row in rows])
     unit = unit_for(row.footprint.peak for row in rows)
     binary = binary_unit(unit)
@@ -55,7 +65,7 @@ def render_memory(
         "`saved`: compared with stage 0, which keeps gradients in a buffer; `of one`: compared "
         "with one device that frees them after a step.",
         "",
-        aligned(table),
+        fitted(table, columns=columns),
     ]
     if alone:
         freed, kept = (sum(alone[name].values()) for name in ("gradients_freed", "gradients_kept"))
@@ -117,7 +127,7 @@ def render_waterfall(before: Mapping[str, int], after: Mapping[str, int], *, tit
     unit = unit_for(stop for _, _, stop in bars)
     # Totals are drawn solid, changes hatched; all share one scale.
     most = max(max(start, stop) for _, start, stop in bars) or 1
-    rows = [[title, "", unit[0]]]
+    rows = [["", "", unit[0]]]
     for index, (name, start, stop) in enumerate(bars):
         low, high = sorted((start, stop))
         first, last = (round(amount / most * BAR_CHARS) for amount in (low, high))
@@ -126,7 +136,8 @@ def render_waterfall(before: Mapping[str, int], after: Mapping[str, int], *, tit
         rows.append(
             [name, f"{bar:<{BAR_CHARS}}", signed if stop < start or not start else f"+{signed}"]
         )
-    return aligned(rows, words=range(2))
+    # The title above, because in the table it would widen the column of names.
+    return f"{title}\n{aligned(rows, words=range(2))}"
 
 
 def render_curve(series: Mapping[str, Sequence[tuple[int, float]]], *, what: str, unit: str) -> str:
@@ -158,8 +169,8 @@ def render_curve(series: Mapping[str, Sequence[tuple[int, float]]], *, what: str
     return f"{what} in {unit}, by number of ranks N\n\n{aligned(rows, words=())}"
 
 
-def render_traffic(rows: Sequence[TrafficRow]) -> str:
-    """Return a table of the bytes that a rank sends, by kind and link."""
+def render_traffic(rows: Sequence[TrafficRow], *, columns: int | None = None) -> str:
+    """Return a table of the bytes that a rank sends, by kind and link; see `render_memory`."""
     network = rows[0].traffic.network
     inside, between = network.inside, network.between
     # One column per kind that occurs in any row.
@@ -195,7 +206,7 @@ def render_traffic(rows: Sequence[TrafficRow]) -> str:
             f"each card.",
             *_through_first(rows, unit),
             "",
-            aligned(table),
+            fitted(table, columns=columns),
         ]
     )
 

@@ -34,8 +34,8 @@ from zero_sim.scenario.derived import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import (
     CheckpointedEngine,
-    CompletedEngine,
     CostedEngine,
+    EngineAdapter,
     PeakEngine,
     StepResult,
 )
@@ -73,7 +73,7 @@ class Watched:
     judge: Judge
     rank: int
     """Rank in the dp-cp group of the judge."""
-    engine: CompletedEngine
+    engine: EngineAdapter
     rank_time: RankTime
 
 
@@ -136,7 +136,7 @@ def choose_observers(
     return Observers([*recorders, JudgeObserver(watched), unwrapping]), notes
 
 
-def _look_at(engine: CompletedEngine) -> Look:
+def _look_at(engine: EngineAdapter) -> Look:
     """Return the engine's method that reports memory of whole tensors.
 
     Raises:

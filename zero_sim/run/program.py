@@ -27,7 +27,7 @@ from zero_sim.run.observers import BareModule, Observers, Watched, choose_observ
 from zero_sim.scenario.derived import overlaps_params, own_micro_batches
 from zero_sim.scenario.fitting import after_reload
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import CompletedEngine, Saving, Target, capabilities_of, complete
+from zero_sim.targets import EngineAdapter, Saving, Target, capabilities_of, complete
 from zero_sim.targets.bare_model import model_of, names_like
 from zero_sim.targets.costs import Costs, costs_of
 from zero_sim.targets.drawn_weights import draws_weights
@@ -237,7 +237,7 @@ class _Training:
     context: GroupContext
     rank: int
     """Rank in the dp-cp group."""
-    engine: CompletedEngine
+    engine: EngineAdapter
     names: frozenset[str]
     """Names of the params of the bare model."""
     observers: Observers
@@ -261,7 +261,7 @@ def _build(
     target: Target,
     group: dist.ProcessGroup,
     rank_time: RankTime,
-) -> tuple[BareModule, CompletedEngine, Costs]:
+) -> tuple[BareModule, EngineAdapter, Costs]:
     """Build a rank's engine."""
     scenario = context.dp_cp_group.scenario
     with rank_time.harness():
@@ -412,7 +412,7 @@ def _save(training: _Training, segment: Segment, path: Path) -> None:
         training.engine.save(path, form=segment.scenario.reload.form)
 
 
-def _check_can_reload(engine: CompletedEngine, segment: Segment, *, target: Target) -> None:
+def _check_can_reload(engine: EngineAdapter, segment: Segment, *, target: Target) -> None:
     if (segment.save or segment.load) and not engine.can_reload:
         raise UsageError(
             "expected a target with save() and load(), because the scenario has `reload`, got "
@@ -467,7 +467,7 @@ def draw_batch(workload: Workload, scenario: Scenario, step: int, rank: int, mic
 
 
 def start_step(
-    engine: CompletedEngine,
+    engine: EngineAdapter,
     workload: Workload,
     scenario: Scenario,
     *,

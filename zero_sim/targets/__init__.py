@@ -2,7 +2,7 @@
 
 from zero_sim.reference import LossRows
 from zero_sim.scenario.derived import with_options
-from zero_sim.targets.adapt import CompletedEngine, complete
+from zero_sim.targets.adapt import EngineAdapter, complete
 from zero_sim.targets.bare_model import shapes_of
 from zero_sim.targets.costs import TEXTBOOK, CostCase, Costs, costs_of
 from zero_sim.targets.declared import (
@@ -70,11 +70,11 @@ __all__ = [
     "UNKNOWN",
     "Capabilities",
     "CheckpointedEngine",
-    "CompletedEngine",
     "CostCase",
     "CostedEngine",
     "Costs",
     "Engine",
+    "EngineAdapter",
     "FlatBuffer",
     "FlatShardEngine",
     "FullEngine",

@@ -67,7 +67,7 @@ def _query(method: _Query) -> _Query:
     """Charge a query to the engine, and answer it once within a block of `asked_once`."""
 
     @wraps(method)
-    def ask(self: CompletedEngine, **options: object) -> object:
+    def ask(self: EngineAdapter, **options: object) -> object:
         # None outside of such a block: there the engine may have trained since the last answer.
         known = self._answers
         question = (method.__name__, *options.items())
@@ -82,7 +82,7 @@ def _query(method: _Query) -> _Query:
     return ask  # pyrefly: ignore
 
 
-class CompletedEngine:
+class EngineAdapter:
     """An engine with all methods; those that it lacks do nothing.
 
     Methods raise ProtocolError if the engine returns something that the protocol does not allow.
@@ -405,20 +405,20 @@ class CompletedEngine:
 
 def complete(
     engine: Engine, *, model: Model | None = None, asking: Asking = nullcontext
-) -> CompletedEngine:
+) -> EngineAdapter:
     """Wrap an engine with the required members into one with all methods that the harness calls.
 
     Args:
         engine: Engine from a target's `build`; a complete one is returned unchanged.
         model: The bare model, against which return values are checked.
-        asking: As for `CompletedEngine`.
+        asking: As for `EngineAdapter`.
 
     Raises:
         ProtocolError: Required members are missing, all of which the message names, or a method
             takes other arguments.
     """
     # So that callers need not know if an engine is wrapped already.
-    if isinstance(engine, CompletedEngine):
+    if isinstance(engine, EngineAdapter):
         return engine
     missing = [name for name in _REQUIRED if not hasattr(engine, name)]
     if missing:
@@ -427,4 +427,4 @@ def complete(
             f"without {', '.join(missing)}. Add them; zero_sim.targets.Engine documents each."
         )
     check_calls(engine)
-    return CompletedEngine(engine, model=model, asking=asking)
+    return EngineAdapter(engine, model=model, asking=asking)

@@ -14,7 +14,7 @@ from zero_sim.cost.volume import HeldSize
 from zero_sim.judge.comparison import Comparing, Owed
 from zero_sim.judge.forward_reads import ForwardReads
 from zero_sim.judge.judged_group import JudgedGroup
-from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
+from zero_sim.targets import EngineAdapter, OwnedPart, StepResult
 from zero_sim.targets.costs import Costs
 
 
@@ -50,7 +50,7 @@ class Shown:
     """Rank in the judged group."""
     step: int
     """Index of the step, from 0."""
-    engine: CompletedEngine
+    engine: EngineAdapter
     notes: RankNotes
     group: JudgedGroup
     owed: Owed
