@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 import time
@@ -29,6 +28,7 @@ from zero_sim.cli.parts import (
     device_option,
     echo_report,
     option,
+    stdout_for,
     takes,
 )
 from zero_sim.errors import UsageError
@@ -202,9 +202,7 @@ def fuzz(
         corpus=corpus or _fresh_folder(target, seed=seed, device=device),
     )
     progress = _Progress(started := time.monotonic())
-    # Models may print, which must not mix with the JSON.
-    out = contextlib.redirect_stdout(sys.stderr) if shown.as_json else contextlib.nullcontext()
-    with out, open_pool(jobs=jobs, scheduler=scheduler) as pool:
+    with stdout_for(as_json=shown.as_json), open_pool(jobs=jobs, scheduler=scheduler) as pool:
         totals = run_campaign(
             plan, pool=pool, render=render_case, tell=progress.tell, tell_converted=_tell_converted
         )

@@ -222,8 +222,7 @@ def show_totals(
     _show_rechecked(totals, plan=plan)
     for found in _largest_first(totals.found):
         _show_heading(found, totals)
-        # Cases are counted by key, so similar findings may share some; `_shares` checks this.
-        count = sum(count for key, count in totals.counts.keys.items() if found.is_met_by(key))
+        count = totals.cases_with(found)
         size = f"so far      {found.size}; " if found.as_met else f"smallest    {found.size}"
         if found.as_met:
             size += f"to shrink it: {again}"

@@ -60,6 +60,10 @@ class CampaignTotals:
                 self.take(report)
         self.note(kept.found.values())
 
+    def cases_with(self, found: Found) -> int:
+        """Return the number of cases with a finding; similar findings may share some."""
+        return sum(count for key, count in self.counts.keys.items() if found.is_met_by(key))
+
     def note(self, found: Iterable[Found]) -> None:
         """Add findings. Two with the same smallest case are one.
 

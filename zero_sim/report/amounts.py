@@ -91,3 +91,11 @@ def fitted(rows: Sequence[Sequence[str]], *, columns: int | None) -> str:
     if len(set(names)) == 1:
         return f"{label}: {names[0]}\n{aligned(sideways)}"
     return aligned([named, *sideways])
+
+
+def cut_middle(text: str, chars_max: int) -> str:
+    """Return a text of at most `chars_max` characters, with `...` in place of its middle."""
+    if len(text) <= chars_max:
+        return text
+    head = chars_max // 2
+    return f"{text[:head]}...{text[len(text) - (chars_max - 3 - head) :]}"

@@ -67,7 +67,7 @@ def write_campaign_page(
 
 
 def _finding(found: Found, totals: CampaignTotals, plan: Plan) -> dict[str, str]:
-    count = sum(count for key, count in totals.counts.keys.items() if found.is_met_by(key))
+    count = totals.cases_with(found)
     replay = ""
     if found.bundle:
         folder = str(plan.bundles / found.bundle)

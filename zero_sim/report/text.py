@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from zero_sim.report.amounts import aligned
+from zero_sim.report.amounts import aligned, cut_middle
 from zero_sim.report.calls import observed_grads, render_calls
 from zero_sim.report.text_buffer_map import draw_buffer_map
 from zero_sim.scenario.checks import Check
@@ -78,16 +78,6 @@ def count_verdicts(verdicts: Mapping[str, int], *, params_only: int) -> str:
 def id_width(ids: Iterable[str]) -> int:
     """Return the width of a column of case ids, in characters."""
     return min(max((len(case_id) for case_id in ids), default=0), _ID_WIDTH_MAX)
-
-
-def cut_middle(text: str, chars_max: int) -> str:
-    """Return a text of at most so many characters, with `...` in place of its middle."""
-    if len(text) <= chars_max:
-        return text
-    # 3 for the dots, and at least one character on each side of them.
-    kept = max(chars_max - 3, 2)
-    # Ids of one matrix differ at their end, so it gets the odd character.
-    return f"{text[: kept // 2]}...{text[len(text) - (kept + 1) // 2 :]}"
 
 
 def render_case_line(result: CaseResult, *, width: int = 0, columns: int | None = None) -> str:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from zero_sim.report.amounts import cut_middle
+
 if TYPE_CHECKING:
     from zero_sim.findings.records import BufferMap, MappedPiece
 
@@ -245,9 +247,7 @@ def _wrapped(label: str, entries: Sequence[str]) -> Iterator[str]:
 def _short(name: str) -> str:
     """Return a name in ASCII, without its middle if it is long."""
     # Without the quotes that ascii() adds.
-    plain = ascii(name)[1:-1]
-    most = _CELLS_MAX // 2
-    return plain if len(plain) <= most else f"{plain[: most // 2]}...{plain[3 - most // 2 :]}"
+    return cut_middle(ascii(name)[1:-1], _CELLS_MAX // 2)
 
 
 def in_runs(numbers: Sequence[int]) -> str:

@@ -52,9 +52,9 @@ class GainedWorkload:
 
 @cache
 def _gained(kind: type[nn.Module]) -> type[nn.Module]:
-    # Cached, so that all modules of a class share their subclass.
     """Return the subclass of a class of modules that multiplies outputs by `gain`."""
 
+    # Cached, so that all modules of a class share their subclass.
     class Gained(kind):
         gain: Tensor
 
