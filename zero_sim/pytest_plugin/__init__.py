@@ -1,21 +1,20 @@
-"""pytest plugin: scenario files as tests, and tests on every rank of a world.
+"""pytest plugin: tests on every rank of a world, and scenario files as tests.
 
-- `@pytest.mark.world_size(4)` runs the test function on four ranks at once. Inside it
-  `torch.distributed` works as usual, and the fixture `rank` is the rank. `world_size(2, 4)` makes
-  two tests. Other settings configure the simulated world: `order`, `schedule`, `timing`, `seed`,
-  `races`, `strict`.
+- `@pytest.mark.world_size(4)` runs a test function on four ranks at once. `torch.distributed` works
+  as usual in it, and the fixture `rank` is the calling rank. `world_size(2, 4)` makes two tests.
+  Keyword arguments configure the simulated world: `order`, `schedule`, `timing`, `seed`, `races`,
+  `strict`.
 - Under Hypothesis's `@given`, each example is drawn once and runs on all ranks.
-- A scenario file is collected if it is named on the command line or lies under a path of the ini
-  option `zero_sim_scenarios`. Each of its cases is one test.
-- `--zero-sim-backend gloo` runs both on real processes instead.
-- `--zero-sim-spawn` runs processes that tests start as ranks of a world.
-- A failing scenario leaves a bundle in `--zero-sim-bundles`. The failure contains the commands to
-  run the case and to replay the bundle. Test properties `zero_sim.*` contain them too, so JUnit
-  files and xdist carry them along.
-- The summary counts scenarios and conformance tests with passes by params only.
+- Scenario files are collected from the command line and from the ini option `zero_sim_scenarios`.
+  Each case is a test.
+- `--zero-sim-backend gloo` runs tests and scenarios on real processes instead.
+- `--zero-sim-spawn` turns processes that a test starts into simulated ranks.
+- A failing scenario leaves a bundle in `--zero-sim-bundles`. The failure shows the commands that
+  run the case and replay the bundle. JUnit files and xdist carry them as properties `zero_sim.*`.
+- The summary counts scenarios and conformance tests that passed by params only.
 
-torch is imported only when a test needs it. The fixture `simulated_world`, a function of the size,
-returns a plain `World`.
+torch is imported only if a test needs it. The fixture `simulated_world` opens a plain `World` of a
+given size.
 """
 
 from __future__ import annotations
@@ -50,18 +49,18 @@ SECONDS_MAX = 10**6
 
 
 class _EveryRank(int):
-    """Value of the fixture `rank` outside of ranks; Hypothesis prints it."""
+    """Value of the fixture `rank` outside the ranks; Hypothesis prints it."""
 
     def __repr__(self) -> str:
         return "<every rank>"
 
 
 _RUN: pytest.StashKey[bool] = pytest.StashKey()
-"""True once a marked test was passed to its ranks."""
+"""True once the ranks of a marked test were started."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of the plugin."""
+    """Add the plugin's options."""
     group = parser.getgroup("zero_sim", "multi-rank tests and scenarios")
     group.addoption(
         "--zero-sim-backend",
@@ -103,7 +102,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _seconds(text: str) -> float:
-    """Parse the seconds of an option."""
+    """Parse a number of seconds."""
     seconds = float(text)
     if not 0 < seconds <= SECONDS_MAX:
         # argparse reports this type as a usage error.
@@ -114,13 +113,13 @@ def _seconds(text: str) -> float:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark, and open the resources of the session."""
+    """Register the mark, check the options and open the session's resources."""
     config.addinivalue_line(
         "markers",
         f"{MARK}(*sizes, **settings): run the test on every rank of a simulated world, once for "
         "each size. The settings are those of zero_sim.sim.World.",
     )
-    # Before anything is opened, so that wrong options cost nothing.
+    # First, so that a wrong option costs nothing.
     check_options(config)
     for path in config.getini("zero_sim_scenarios"):
         if not path.exists():
@@ -132,7 +131,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Close the resources of the session."""
+    """Close the session's resources."""
     resources = config.stash.get(RESOURCES, None)
     if resources is not None:
         resources.close()
@@ -142,27 +141,27 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test for each size of a mark."""
+    """Make one test per size in the mark."""
     parametrize_sizes(metafunc)
 
 
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> int:
-    """Return the rank on which the test runs."""
+    """Rank that runs the test."""
     _wanted(request, "rank")
-    # `program_of` replaces this value by the rank when it calls the test.
+    # `program_of` passes the real rank when it calls the test.
     return _EveryRank(-1)
 
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> int:
-    """Return the number of ranks on which the test runs."""
+    """Number of ranks that run the test."""
     return _wanted(request, MARK).size
 
 
 @pytest.fixture
 def simulated_world(request: pytest.FixtureRequest) -> Callable[..., World]:
-    """Return a function of size and settings that opens a `World`, reused between tests."""
+    """Function of size and settings that opens a `World`. Tests share worlds of one size."""
     resources = request.config.stash[RESOURCES]
     return lambda size, **settings: resources.world(size, settings)
 
@@ -181,7 +180,8 @@ def _wanted(request: pytest.FixtureRequest, fixture: str) -> Wanted:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
 ) -> None:
-    """Refuse a fixture that uses the rank, because fixtures are set up before ranks exist."""
+    """Refuse a fixture that uses `rank`, because no rank exists when fixtures are set up."""
+    # `tryfirst`, so that the fixture's function does not run.
     if "rank" in fixturedef.argnames and request.node.stash.get(WANTED, None) is not None:
         raise Refused(
             request.node,
@@ -193,13 +193,13 @@ def pytest_fixture_setup(
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Run processes that a test or its fixtures start as ranks, if the option is given."""
+    """Run processes that the test or its fixtures start as ranks, under `--zero-sim-spawn`."""
     with processes_as_ranks(item.config):
         return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Read the mark of a test before its fixtures are set up."""
+    """Read the test's mark before its fixtures are set up."""
     wanted = read_mark(item)
     if wanted is not None:
         item.stash[WANTED] = wanted
@@ -211,13 +211,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
     """Run a marked test on every rank."""
-    # With `tryfirst`, because a plugin that calls the function would run it on no rank.
+    # `tryfirst`, because a plugin that calls the function itself would run it on no rank.
     wanted = pyfuncitem.stash.get(WANTED, None)
     if wanted is None:
         return None
-    # Before the run, which may raise: it shows that no other plugin took the test.
+    # Before the run, which may raise. A False means that another plugin took the test.
     pyfuncitem.stash[_RUN] = True
-    # Set only in the session of a worker.
+    # Set only in a worker's session.
     inside = pyfuncitem.config.stash.get(ON_RANK, None)
     resources = pyfuncitem.config.stash[RESOURCES]
     if inside is not None:
@@ -231,13 +231,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Check that this plugin ran a marked test, and add properties that its function has.
+    """Add the function's properties to the test, and check that this plugin ran it on ranks.
 
     Raises:
-        Refused: If another plugin ran it.
+        Refused: If another plugin ran the test.
     """
     yield
-    # `zero_sim.testing.conformance` sets it; its constant is not imported, to avoid torch.
+    # Set by `zero_sim.testing.conformance`. Importing its constant would import torch.
     found = getattr(getattr(item, "obj", None), "zero_sim_properties", {})
     item.user_properties += [(f"zero_sim.{name}", value) for name, value in found.items()]
     if item.stash.get(WANTED, None) is not None and not item.stash[_RUN]:
@@ -252,7 +252,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Decide by the ranks whether a failure is expected; a wrong mark never is."""
+    """Let the ranks decide if a failure was expected. A wrong mark is never expected."""
+    # The outermost wrapper, so marks have already changed the report.
     report = yield
     error = None if call.excinfo is None else call.excinfo.value
     is_expected = None
@@ -262,11 +263,11 @@ def pytest_runtest_makereport(
         is_expected = error.is_expected
     if is_expected:
         assert isinstance(error, RanksFailed)
-        # The report that pytest itself makes for an expected failure.
+        # As pytest reports an expected failure.
         report.outcome, report.wasxfail = "skipped", error.reason
     elif is_expected is not None:
         report.outcome = "failed"
-        # pytest counts a report with this attribute as an expected failure or an unexpected pass.
+        # With this attribute, pytest counts the report as an expected failure or unexpected pass.
         if hasattr(report, "wasxfail"):
             del report.wasxfail
     return report
@@ -276,8 +277,8 @@ def pytest_runtest_makereport(
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Collect scenario files that are named or configured."""
-    # pyproject.toml lies in most roots and is never a scenario.
+    """Collect a scenario file named on the command line or in the ini file."""
+    # Most roots contain a pyproject.toml, which is never a scenario.
     if file_path.suffix != ".toml" or file_path.name == "pyproject.toml":
         return None
     folders: list[Path] = parent.config.getini("zero_sim_scenarios")
@@ -288,7 +289,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Count tests with passes by params only, because a dot does not show them."""
+    """Count tests that passed by params only, because their dots look like any other."""
     passed = terminalreporter.getreports("passed")
     count = sum(("zero_sim.scope", "params-only") in each.user_properties for each in passed)
     if count:

@@ -1,4 +1,4 @@
-"""Hypothesis's `@given` under the mark: each example is drawn once and runs on all ranks."""
+"""Hypothesis's `@given` under the mark: each example is drawn once for all ranks."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ _OF_RANKS = {"rank", "world_size"}
 
 
 def is_given(item: pytest.Item) -> bool:
-    """Return True for a test that Hypothesis draws arguments for."""
+    """Return True if Hypothesis draws the test's arguments."""
     return bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
 
 
 def allow_rank_fixtures(item: pytest.Item) -> None:
-    """Turn off a health check and the deadline of Hypothesis for a test on ranks.
+    """Turn off Hypothesis's deadline, and health checks that do not apply to a test on ranks.
 
-    The check refuses fixtures that are not set up again for each example. `rank` and `world_size`
-    need no set-up; other fixtures are checked as before. The deadline is meant for one thread on an
-    idle machine, but an example on ranks takes as long as its slowest rank.
+    One check refuses fixtures that are not set up again for each example. `rank` and `world_size`
+    need no set-up, so they are allowed; other fixtures are still checked. The deadline assumes one
+    thread on an idle machine, but an example takes as long as its slowest rank.
     """
-    # Imported here, because only tests with `@given` need it.
+    # Imported late, because only tests with `@given` need it.
     from hypothesis import HealthCheck, Phase, settings
 
     function = getattr(item.obj, "__func__", item.obj)  # type: ignore[attr-defined]
-    # settings() and not settings.default, which Hypothesis declares as possibly None.
+    # Not settings.default, which Hypothesis declares as possibly None.
     now = getattr(function, "_hypothesis_internal_use_settings", settings())
     needless = set(now.suppress_health_check)
     if hasattr(item, "callspec"):
-        # Each parametrized test of a method has an instance of its own.
+        # Each parametrized test of a class has its own instance.
         needless.add(HealthCheck.differing_executors)
     named = set(inspect.signature(function).parameters) & set(getattr(item, "fixturenames", ()))
-    # Values of `parametrize` are no fixtures that a test would set up anew.
+    # Values of `parametrize` are not fixtures, so they need no set-up.
     callspec = getattr(item, "callspec", None)
     values = set() if callspec is None else set(callspec.params)
     if named - values - {"self"} <= _OF_RANKS:
         needless.add(HealthCheck.function_scoped_fixture)
-    # The attribute that Hypothesis's own plugin for pytest sets for the same purpose.
+    # Hypothesis's own pytest plugin sets this attribute for the same purpose.
     function._hypothesis_internal_use_settings = settings(
         now,
         suppress_health_check=needless,
         deadline=None,
-        # The explain phase would report lines of the simulated world.
+        # It would report lines of the simulated world.
         phases=[phase for phase in now.phases if phase is not Phase.explain],
     )
 
@@ -57,7 +57,7 @@ def allow_rank_fixtures(item: pytest.Item) -> None:
 def on_all_ranks(
     item: pytest.Function, run: Callable[[Callable[..., object], dict[str, Any]], None]
 ) -> Iterator[None]:
-    """Make Hypothesis pass each example to all ranks instead of the test function.
+    """Make Hypothesis pass each example to all ranks instead of to the test function.
 
     Args:
         item: The test.
@@ -83,14 +83,14 @@ def on_all_ranks(
 
         def on_rank(**arguments: Any) -> object:
             __tracebackhide__ = True
-            # Rank threads start without this context, but `assume`, `note` and `target` need it.
+            # Rank threads do not inherit this context, but `assume`, `note` and `target` need it.
             with _current_build_context.with_value(context):
-                # Positional: the instance, if the test is a method.
+                # `positional` is the instance if the test is a method.
                 return inner(*positional, **arguments)
 
         run(on_rank, drawn)
 
-    # Hypothesis reads this attribute in each run; plugins for async tests replace it too.
+    # Hypothesis reads this attribute for each run. Plugins for async tests replace it, too.
     handle.inner_test = run_example
     try:
         yield

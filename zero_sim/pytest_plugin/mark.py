@@ -1,4 +1,4 @@
-"""The mark `world_size`: number of ranks and settings of the world, and the tests it refuses."""
+"""The mark `world_size`: number of ranks, world settings, and tests that cannot have it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from zero_sim.host.arguments import WORLD_SETTINGS, check_kind, is_of_kind, unru
 MARK = "world_size"
 WANTED: pytest.StashKey[Wanted] = pytest.StashKey()
 _HINT = f"Try @pytest.mark.{MARK}(4)."
-# Names that users give to the number of ranks; the error then shows the right form.
+# Keywords that users try for the number of ranks. The error then shows the right form.
 _SIZE_WORDS = ("size", "world_size", "n", "ranks", "nprocs", "num_ranks")
 
 
 class Refused(pytest.fail.Exception):
-    """A test cannot run as marked. Marks such as `xfail` do not excuse this."""
+    """Error of a test that cannot run as marked. `xfail` and similar marks do not excuse it."""
 
-    # pytest's summaries begin with the qualified name; keep it as short as pytest's own.
+    # pytest's summaries show the qualified name; keep it short.
     __module__ = "builtins"
 
     def __init__(self, item: pytest.Item, message: str) -> None:
@@ -35,20 +35,20 @@ class Refused(pytest.fail.Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """Number of ranks and world settings of a mark."""
+    """Settings in a mark."""
 
     size: int
     """Number of ranks."""
     settings: Mapping[str, Any]
-    """World settings by argument name of `zero_sim.sim.World`; omitted ones are defaults."""
+    """Keyword arguments for `zero_sim.sim.World`."""
 
 
 def read_mark(item: pytest.Item) -> Wanted | None:
-    """Return the settings of a test's closest mark; None if it has no mark.
+    """Return the settings in a test's closest mark; None without a mark.
 
     Raises:
-        Refused: If the mark is wrong, there are several at one level, or tests of this kind cannot
-            run on ranks.
+        Refused: If the mark is wrong, if one level has several marks, or if tests of this kind
+            cannot run on ranks.
     """
     marks = _closest(item)
     if not marks:
@@ -66,9 +66,9 @@ def read_mark(item: pytest.Item) -> Wanted | None:
 
 
 def _closest(item: pytest.Item) -> list[pytest.Mark]:
-    """Return the marks of the closest node that has any."""
+    """Return the marks of the closest node that has the mark."""
     for node in reversed(item.listchain()):
-        # Not `get_closest_marker`, which would hide a second mark at the same level.
+        # `get_closest_marker` would hide a second mark at the same level.
         marks = [mark for mark in node.own_markers if mark.name == MARK]
         if marks:
             return marks
@@ -93,29 +93,29 @@ def _read(item: pytest.Item, mark: pytest.Mark) -> Wanted:
     size, *others = sizes_of(mark)
     if others:
         assert isinstance(item, pytest.Function)
-        # `parametrize_sizes` made one test for each size.
+        # `parametrize_sizes` made one test per size.
         size = item.callspec.params[MARK]
-    # Integers of other types, such as numpy's, become plain ones.
+    # Convert numpy's integers, for example.
     return Wanted(size=operator.index(size), settings=dict(mark.kwargs))
 
 
 def sizes_of(mark: pytest.Mark) -> tuple[Any, ...]:
-    """Return the numbers of ranks in a mark, which may also be given as one list."""
+    """Return the sizes in a mark, given as arguments or as one list."""
     args = mark.args
     is_list = len(args) == 1 and isinstance(args[0], list | tuple)
     return tuple(args[0]) if is_list else args
 
 
 def are_sizes(sizes: tuple[Any, ...]) -> bool:
-    """Return True if these are one or more valid numbers of ranks."""
+    """Return True for one or more positive integers."""
     return bool(sizes) and all(is_of_kind(size, "an integer") and size >= 1 for size in sizes)
 
 
 def parametrize_sizes(metafunc: pytest.Metafunc) -> None:
-    """Make a test for each size of a mark with several, such as `test_sum[2-ranks]`."""
+    """If a mark has several sizes, make one test for each, such as `test_sum[2-ranks]`."""
     mark = metafunc.definition.get_closest_marker(MARK)
     sizes = () if mark is None else sizes_of(mark)
-    # A wrong mark is refused during setup, where its line can be shown.
+    # A wrong mark is refused during setup, where the error shows its line.
     if len(sizes) < 2 or not are_sizes(sizes):
         return
     # pytest only parametrizes fixtures that the test uses.
@@ -139,14 +139,14 @@ def _show(mark: pytest.Mark) -> str:
 
 
 def _check_kind(item: pytest.Item) -> None:
-    """Refuse tests that do not run as a plain function on every rank."""
+    """Refuse a test that would not run as a plain function on every rank."""
     if not isinstance(item, pytest.Function):
         raise Refused(
             item,
             f"expected {MARK} on a test function, got it on {item.name!r}, a "
             f"{type(item).__name__}, which does not run on ranks. Remove the mark.",
         )
-    # unittest calls the method itself, past pytest_pyfunc_call.
+    # unittest calls the method itself, so pytest_pyfunc_call does not run.
     if item.cls is not None and issubclass(item.cls, unittest.TestCase):
         raise Refused(
             item,
@@ -159,7 +159,7 @@ def _check_kind(item: pytest.Item) -> None:
         raise Refused(item, f"{is_async()} Use a plain function that calls asyncio.run(...).")
     if unrun is not None:
         raise Refused(item, "expected a test function, got a generator. Remove `yield`.")
-    # Plugins for async tests override it, and would run the test outside of the ranks.
+    # Plugins for async tests override it and would run the test on no rank.
     if type(item).runtest is not pytest.Function.runtest:
         raise Refused(
             item,
@@ -170,7 +170,7 @@ def _check_kind(item: pytest.Item) -> None:
 
 
 def is_async() -> str:
-    """Return the error of an async test, beginning with pytest's own words."""
+    """Return the error for an async test. It begins like pytest's own."""
     return (
         f"async def functions are not natively supported, nor by a plugin under {MARK}, because "
         "nothing would await them on a rank."
@@ -178,12 +178,12 @@ def is_async() -> str:
 
 
 def check_arguments(item: pytest.Function, wanted: Wanted, arguments: Iterable[str]) -> None:
-    """Refuse arguments of a test that contradict its mark.
+    """Refuse test arguments that contradict the mark.
 
     Raises:
         Refused: If `rank` or `world_size` is a parameter or another plugin's fixture.
     """
-    # -1 is the value of the fixture `rank` outside of the ranks.
+    # The fixture `rank` is -1 until a rank calls the test.
     own = {"rank": -1, MARK: wanted.size}
     for name in own.keys() & set(arguments):
         if item.funcargs[name] != own[name]:

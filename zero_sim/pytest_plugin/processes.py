@@ -1,10 +1,9 @@
-"""A marked test on worker processes, each of which runs a pytest session.
+"""A marked test on worker processes. Each of them runs a pytest session.
 
 [Note: outcome of a rank]
-Marks such as `xfail` are evaluated in every worker, and again in the main session. So a worker
-returns two things: the outcome of its rank without such marks, and True if a failure was expected.
-Only the worker can decide that, because it has the exception. The main session evaluates the marks
-for passes.
+Marks such as `xfail` apply twice: in every worker and in the main session. So a worker reports its
+rank's outcome without these marks, and separately if they expect a failure. Only the worker can
+decide this, because it has the exception. If all ranks pass, the main session applies the marks.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ _OUTPUT_CHARS_MAX = 4000
 
 
 class RanksFailed(pytest.fail.Exception):
-    """A test failed on worker processes.
+    """Failure of a test on worker processes.
 
     Args:
         message: Failures by rank.
-        is_expected: True if marks expect every failure; None if no rank lived to report one, so
-            pytest decides.
-        reason: Reason in the mark.
+        is_expected: True if marks expect every failure. None if pytest must decide, because no rank
+            lived to report a failure.
+        reason: The mark's reason.
     """
 
-    # pytest's summaries begin with the qualified name; keep it as short as pytest's own.
+    # pytest's summaries show the qualified name; keep it short.
     __module__ = "builtins"
 
     def __init__(self, message: str, *, is_expected: bool | None, reason: str) -> None:
@@ -59,21 +58,21 @@ def run_on_processes(resources: SessionResources, item: pytest.Function, wanted:
     """Run a test on worker processes, one per rank.
 
     Raises:
-        Refused: If real processes cannot provide the settings of the mark.
+        Refused: If the mark's settings are invalid.
         RanksFailed: If a rank failed, died or hung.
     """
     if is_given(item):
         pytest.skip(
             "@given needs simulated ranks, because each process would draw its own examples"
         )
-    # Check arguments here too, so that errors are the same as in the simulated world.
+    # Before the workers do it, so that errors are the same as in the simulated world.
     program_of(item, wanted)
     _check_settings(item, wanted)
     order = wanted.settings.get("order")
     about = f"{wanted.size} {resources.backend} processes" + (f", order {order}" if order else "")
     item.user_properties.append(("zero_sim.world", about))
     config = item.config
-    # Plain data only, because it is sent to the workers.
+    # Only plain data can be sent to the workers.
     payload = {
         "nodeid": item.nodeid,
         "rootdir": str(config.rootpath),
@@ -107,7 +106,7 @@ def _check_settings(item: pytest.Function, wanted: Wanted) -> None:
 
 
 def _options_of(config: pytest.Config) -> list[str]:
-    """Return the options that affect a test's collection and meaning, for a worker's session."""
+    """Return the options that a worker's session needs to collect the same test."""
     option = config.option
     options = [f"--import-mode={option.importmode}"]
     options += [f"-p{name}" for name in option.plugins]
@@ -116,7 +115,7 @@ def _options_of(config: pytest.Config) -> list[str]:
     options += ["--runxfail"] if option.runxfail else []
     options += ["--noconftest"] if option.noconftest else []
     options += [f"--confcutdir={option.confcutdir}"] if option.confcutdir else []
-    # -n0 and not -p no:xdist, because the ini file may have options of xdist.
+    # Not -p no:xdist, because the ini file may contain xdist's options.
     options += ["-n0"] if config.pluginmanager.hasplugin("xdist") else []
     return options
 
@@ -137,15 +136,16 @@ def _conclude(wanted: Wanted, endings: tuple[Ending, ...]) -> None:
             alike.setdefault(ending.result["crash"], []).append(ending)
         else:
             bad.append(f"rank {rank} {ending.how}: {ending.error}\n{ending.detail}".rstrip())
-    # Usually all ranks fail alike, so show each distinct failure once.
+    # Ranks usually fail alike, so show each distinct failure once.
     failed = [
         f"{_ranks_in_words([each.rank for each in endings])}: {crash}\n{endings[0].result['text']}"
         for crash, endings in alike.items()
     ]
     bad = failed + bad
     bad += [f"rank {rank} skipped: {reason}" for rank, reason in skips.items()] if bad else []
-    # Skips explain a failure, but alone they are judged below.
+    # With a failure, skips help to explain it. Without one, they are judged below.
     if bad:
+        # All of them: a mark on one rank's failure must not excuse another failure.
         is_expected = all(each["outcome"] == "xfailed" for each in failures) if failures else None
         reason = failures[0]["reason"] if is_expected else ""
         raise RanksFailed("\n".join(bad), is_expected=is_expected, reason=reason)
@@ -159,15 +159,15 @@ def _ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def run_on_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any]:
-    """Run a test on this process as one of the ranks; a worker calls it.
+    """Run a test in this worker process as one rank.
 
     Args:
         payload: Node id, rootdir, ini file and options of the test.
         real_rank: This process's rank.
 
     Returns:
-        `outcome`: `passed`, `failed`, `xfailed` or `skipped`; `text`: its description; for
-        `xfailed`, `reason` of the mark.
+        `outcome` (`passed`, `failed`, `xfailed` or `skipped`), `text` that describes it, and for
+        `xfailed` the mark's `reason`.
     """
     inside = OnRank(real_rank)
     path, separator, rest = str(payload["nodeid"]).partition("::")
@@ -175,16 +175,16 @@ def run_on_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, An
         f"{Path(str(payload['rootdir']), path)}{separator}{rest}",
         f"--rootdir={payload['rootdir']}",
         *payload["options"],
-        # Workers would write the same cache at once.
+        # Or all workers would write one cache at once.
         "-pno:cacheprovider",
     ]
     if payload["inifile"]:
-        # The same ini file, or markers and options would differ from the main session.
+        # Or markers and options would differ from the main session.
         arguments += ["-c", str(payload["inifile"])]
     if not any(point.value == _PLUGIN for point in entry_points(group="pytest11")):
-        # Not installed, but loaded with -p. pytest refuses a plugin under two names.
+        # The plugin is not installed but loaded with -p. pytest refuses it under two names.
         arguments += ["-p", _PLUGIN]
-    # The main session shows the output.
+    # The reports contain the test's output, and the main session shows it.
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         pytest.main(arguments, plugins=[inside])
@@ -193,16 +193,17 @@ def run_on_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, An
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Phase:
-    """Reports of a phase of a test, such as `call`, before and after marks apply."""
+    """Report of one phase of a test, such as `call`."""
 
     before: str
+    """Outcome before marks apply."""
     report: pytest.TestReport
     reason: str
-    """Text of the exception; empty if there was none."""
+    """Exception text; empty without an exception."""
 
 
 class OnRank:
-    """Plugin of the session inside a worker: provides the rank and collects the reports."""
+    """Plugin for a worker's session: provides the rank and collects the reports."""
 
     def __init__(self, real_rank: RealRank) -> None:
         self._real_rank = real_rank
@@ -211,17 +212,17 @@ class OnRank:
         self._ended = False
 
     def run(self, item: pytest.Function, wanted: Wanted) -> None:
-        """Run a test as this process's rank of a world.
+        """Run a test as this process's rank.
 
         Raises:
-            Refused: If its arguments contradict the mark, or it returned a value.
+            Refused: If the arguments contradict the mark, or the test returned a value.
         """
         import numpy as np
         import torch
 
         program = program_of(item, wanted)
         rank, base = self._real_rank.rank, wanted.settings.get("seed", 0)
-        # The same seeds as for the ranks of a simulated world.
+        # Seeded like the ranks of a simulated world.
         torch.manual_seed(base + rank)
         random.seed(base + rank)
         # numpy only takes seeds below 2**32.
@@ -234,45 +235,45 @@ class OnRank:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Publish this rank to the hooks of the plugin."""
+        """Publish this rank to the plugin's hooks."""
         config.stash[ON_RANK] = self
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Collect the report, before and after marks apply."""
-        # As the innermost wrapper, it gets the report unchanged; outer ones change the same object.
+        """Collect a report together with its outcome before marks apply."""
+        # The innermost wrapper, so marks have not changed the report yet. They change this object.
         report = yield
         reason = "" if call.excinfo is None else str(call.excinfo.value)
         self._phases.append(_Phase(before=report.outcome, report=report, reason=reason))
         return report
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep the reason why a file could not be collected."""
+        """Keep the error of a file that cannot be collected."""
         if report.failed:
             self._not_collected.append(report.longreprtext)
 
     def outcome(self, printed: str) -> dict[str, Any]:
-        """Return the outcome of the test on this rank; see [Note: outcome of a rank].
+        """Return the test's outcome on this rank; see [Note: outcome of a rank].
 
         Args:
             printed: Output of the session.
         """
         ends = [_end_of(phase) for phase in self._phases if phase.before != "passed"]
-        # A failure outweighs an expected one, and both outweigh a skip, in any phase.
+        # In any phase, a failure outweighs an expected failure, and both outweigh a skip.
         for kind in ("failed", "xfailed", "skipped"):
             for end in ends:
                 if end["outcome"] == kind:
                     return {**end, "output": self._output()}
         if self._ended:
             return {"outcome": "passed", "text": "", "output": self._output()}
-        # No report of the test: the session ended before it, for example at collection.
+        # The session ended before the test, for example at collection.
         text = "\n".join(self._not_collected) or printed[-_OUTPUT_CHARS_MAX:]
         return {"outcome": "failed", "text": text, "crash": "the worker did not run it"}
 
     def _output(self) -> dict[str, str]:
-        """Return the end of the rank's output during the test, by stream."""
+        """Return the last characters that the test printed, by stream."""
         streams = {"stdout": "capstdout", "stderr": "capstderr"}
         reports = [phase.report for phase in self._phases if phase.report.when == "call"]
         printed = {name: getattr(reports[0], of, "") for name, of in streams.items() if reports}
@@ -280,7 +281,7 @@ class OnRank:
 
 
 def _end_of(phase: _Phase) -> dict[str, str]:
-    """Return outcome and text of a phase, with `crash`, a line by which ranks are compared."""
+    """Return a phase's outcome and text. Ranks with the same `crash` failed alike."""
     report, expected = phase.report, getattr(phase.report, "wasxfail", None)
     if phase.before == "skipped":
         return {"outcome": "skipped", "text": phase.reason}
@@ -291,7 +292,7 @@ def _end_of(phase: _Phase) -> dict[str, str]:
 
 
 def _crash_of(report: pytest.TestReport) -> str:
-    """Return the first line of an exception, without addresses, because these differ by rank."""
+    """Return an exception's first line, without addresses, because they differ by rank."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = report.longreprtext if crash is None else crash.message
     return re.sub(r"0x[0-9a-f]+", "0x...", text.partition("\n")[0])

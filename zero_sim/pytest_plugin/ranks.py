@@ -1,4 +1,4 @@
-"""A marked test on every rank of a simulated world, and its outcome from those of the ranks."""
+"""A marked test on every rank of a simulated world."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
 
 class ProcessEnded(BaseException):
-    """A test called os._exit. A BaseException, so that the test does not catch it."""
+    """Error of os._exit on a rank. A BaseException, so that tests do not catch it."""
 
+    # pytest's summaries show the qualified name; keep it short.
     __module__ = "builtins"
 
 
-# Fixtures that replace sys.stdout: a prefix would change what the test reads.
+# Fixtures that replace sys.stdout. A prefix would change the text that the test reads.
 _CAPTURES = {"capsys", "capfd", "capsysbinary", "capfdbinary"}
 SKIPS = (pytest.skip.Exception, unittest.SkipTest)
 
@@ -43,14 +44,14 @@ def program_of(item: pytest.Function, wanted: Wanted) -> Callable[[int], None]:
         wanted: Settings of its mark.
 
     Raises:
-        Refused: If an argument contradicts the mark. The returned function raises it if the test
-            returns a value.
+        Refused: If an argument contradicts the mark. The returned function raises it, too, if the
+            test returns a value.
     """
     return _program(item, item.obj, _arguments_of(item, wanted))
 
 
 def _arguments_of(item: pytest.Function, wanted: Wanted) -> dict[str, Any]:
-    """Return the fixtures named by the function, without autouse ones."""
+    """Return the values of the function's fixtures, without autouse fixtures."""
     names = inspect.signature(item.obj).parameters
     arguments = {name: item.funcargs[name] for name in names if name in item.funcargs}
     check_arguments(item, wanted, arguments)
@@ -62,7 +63,7 @@ def _program(
 ) -> Callable[[int], None]:
     def program(rank: int) -> None:
         __tracebackhide__ = True
-        # Only if the test names it, because it takes no other arguments.
+        # A function that does not name `rank` takes no such argument.
         own = {"rank": rank} if "rank" in arguments else {}
         _check_returned(item, function(**{**arguments, **own}))
 
@@ -70,7 +71,7 @@ def _program(
 
 
 def _check_returned(item: pytest.Function, returned: object) -> None:
-    """Refuse a test whose body may not have run, or that returns a value instead of asserting."""
+    """Refuse a returned value: either the body never ran, or an assert was forgotten."""
     if returned is None:
         return
     unrun = unrun_result(returned)
@@ -88,7 +89,7 @@ def run_simulated(resources: SessionResources, item: pytest.Function, wanted: Wa
     """Run a test on every rank of a simulated world.
 
     Raises:
-        Refused: If the settings of the mark are invalid.
+        Refused: If the mark's settings are invalid.
     """
     try:
         world = resources.world(wanted.size, wanted.settings)
@@ -100,6 +101,7 @@ def run_simulated(resources: SessionResources, item: pytest.Function, wanted: Wa
     arguments = _arguments_of(item, wanted)
 
     def run(program: Callable[[int], None]) -> None:
+        # pytest leaves frames with this variable out of tracebacks.
         __tracebackhide__ = True
         with _labelled_output(item, wanted):
             _run_on_ranks(world, program, wanted=wanted, in_rank=resources.in_rank)
@@ -113,7 +115,7 @@ def run_simulated(resources: SessionResources, item: pytest.Function, wanted: Wa
 
         def program(rank: int) -> None:
             __tracebackhide__ = True
-            # Each rank gets a copy, because ranks would share the memory of a drawn array.
+            # A copy per rank, because ranks would share the memory of a drawn array.
             _program(item, function, copy.deepcopy(drawn))(rank)
 
         run(program)
@@ -129,7 +131,7 @@ def _run_on_ranks(
     wanted: Wanted,
     in_rank: Callable[[], AbstractContextManager[object]],
 ) -> None:
-    """Run a program on every rank; raise the error of a rank, or a skip if all ranks skip."""
+    """Run a program on every rank. Raise a rank's error, or skip if all ranks skip."""
     __tracebackhide__ = True
     from zero_sim.sim import RankFailed, WorldFailure
 
@@ -141,7 +143,7 @@ def _run_on_ranks(
             with in_rank():
                 call(rank)
         except SKIPS as skip:
-            # A skip does not end the world, because another rank may still fail.
+            # The world goes on, because another rank may still fail.
             skips[rank] = skip
         else:
             ended.add(rank)
@@ -151,7 +153,7 @@ def _run_on_ranks(
         with _held_exits() as exits:
             world.run(program)
     except RankFailed as failed:
-        # Raise the rank's own exception, so that pytest shows its assertion and line.
+        # The rank's own exception, so that pytest shows its assertion and line.
         error = failed.error
         error.add_note(f"on rank {failed.rank} of {settings}")
         for line in _skip_lines(skips):
@@ -161,7 +163,7 @@ def _run_on_ranks(
         lines = [str(failed), f"in a world of {settings}", *_skip_lines(skips)]
         raise pytest.fail.Exception("\n".join(lines), pytrace=False) from None
     if exits:
-        # Raised again here, because the test may have caught it.
+        # Again, because the test may have caught it.
         raise exits[0]
     if len(skips) == wanted.size:
         raise skips[0] from None
@@ -170,7 +172,7 @@ def _run_on_ranks(
 
 @contextlib.contextmanager
 def _labelled_output(item: pytest.Function, wanted: Wanted) -> Iterator[None]:
-    """Prefix each line that a rank prints with its number, unless the test captures output."""
+    """Prefix each printed line with its rank, unless the test captures output itself."""
     if _CAPTURES & set(item.fixturenames):
         yield
         return
@@ -192,17 +194,17 @@ def _labelled_output(item: pytest.Function, wanted: Wanted) -> Iterator[None]:
         for name, output in labelled.items():
             for rank in range(wanted.size):
                 output.end_rank(rank)
-            # A debugger may have replaced the stream by the terminal.
+            # Unless a debugger has put the terminal in its place.
             if getattr(sys, name) is output:
                 setattr(sys, name, streams[name])
 
 
 @contextlib.contextmanager
 def _held_exits() -> Iterator[list[ProcessEnded]]:
-    """Keep ranks from ending the process, which runs all ranks and all later tests.
+    """Keep ranks from ending the process, because it runs all ranks and all later tests.
 
     Yields:
-        The refused calls of os._exit.
+        Refused calls of os._exit.
     """
     from zero_sim.sim.world.c10d import rank_state
 
@@ -210,7 +212,7 @@ def _held_exits() -> Iterator[list[ProcessEnded]]:
 
     def hold(status: int) -> NoReturn:
         __tracebackhide__ = True
-        # Forked children of ranks and threads outside of the ranks may end the process.
+        # Allowed in forked children and in threads that are not ranks.
         if os.getpid() != pid or rank_state.c10d_world is None:
             exit_process(status)
         exits.append(
@@ -229,7 +231,7 @@ def _held_exits() -> Iterator[list[ProcessEnded]]:
 
 
 def check_all_ran(wanted: Wanted, *, skips: Mapping[int, str], ended: set[int]) -> None:
-    """Fail a test that only some ranks skipped, or that some ranks did not finish.
+    """Fail a test that some ranks skipped or did not finish.
 
     Args:
         wanted: Settings of the mark.

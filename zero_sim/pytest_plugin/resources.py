@@ -1,4 +1,4 @@
-"""Resources of a pytest session: worlds, worker processes and judge, opened when first needed."""
+"""Worlds, worker processes and judge of a pytest session, opened on first use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESOURCES: pytest.StashKey[SessionResources] = pytest.StashKey()
 
 
 class SessionResources:
-    """Worlds, worker processes and judge of a session, opened when first needed."""
+    """Worlds, worker processes and judge of a session, opened on first use."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -32,16 +32,17 @@ class SessionResources:
         self.timeout_seconds: float = config.getoption("--zero-sim-timeout")
         self.bundles = Path(config.getoption("--zero-sim-bundles"))
         self.in_rank: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-        """Makes a context for the program of a rank, in its thread."""
+        """Context for a rank's program, entered in its thread."""
         self._stack = contextlib.ExitStack()
         if config.getoption("zero_sim_cuda_is_cpu"):
             self._find_gpus(config.getoption("zero_sim_gpus") or GPUS)
+        # By size. Tests share worlds, because a new world starts a thread per rank.
         self._worlds: dict[int, World] = {}
         self._judge: Any = None
         self._teams: Any = None
 
     def _find_gpus(self, count: int) -> None:
-        """Simulate GPUs from before collection, when modules check for them."""
+        """Simulate GPUs now, before collection, because test modules check for them."""
         with packages_needed():
             from zero_sim.script.cuda import CudaOnCpu
             from zero_sim.sim.world.rank_threads import rank_state
@@ -54,7 +55,7 @@ class SessionResources:
         self.in_rank = cuda.in_rank
 
     def world(self, size: int, settings: Mapping[str, Any]) -> World:
-        """Return an open world with defaults apart from the settings."""
+        """Return an open world with these settings, and defaults for all others."""
         from zero_sim.sim import World
 
         world = self._worlds.get(size)
@@ -62,14 +63,14 @@ class SessionResources:
         if world is None or world.closed:
             world = self._worlds[size] = World(size)
             self._stack.callback(world.close)
-        # Set all of them, or settings of one test would stay for the next.
+        # Set defaults explicitly, because the world keeps the settings of an earlier test.
         named = inspect.signature(World).parameters.values()
         defaults = {p.name: p.default for p in named if p.default is not p.empty}
         world.configure(**{**defaults, **settings})
         return world
 
     def teams(self) -> Any:
-        """Return the worker processes for real backends."""
+        """Return worker processes for a real backend."""
         if self._teams is None:
             from zero_sim.backends.team import Teams
 
@@ -78,7 +79,7 @@ class SessionResources:
         return self._teams
 
     def judge(self, scenario: Scenario) -> Any:
-        """Judge the case of a scenario."""
+        """Run and judge a case."""
         if self._judge is None:
             with packages_needed():
                 from zero_sim.rules.judging import EXPLAINER
@@ -88,12 +89,12 @@ class SessionResources:
         return self._judge(scenario)
 
     def write_bundle(self, scenario: Scenario, result: CaseResult) -> str:
-        """Write the bundle of a failed case and return its id; empty if there is none to write.
+        """Write a failed case's bundle and return its id; empty if nothing can be replayed.
 
         Raises:
-            OSError: If it cannot be written.
+            OSError: If the bundle cannot be written.
         """
-        # A case that was not judged has no finding that a replay could reproduce.
+        # Without findings there is nothing that a replay could reproduce.
         if result.verdict != "fail" or not result.findings:
             return ""
         from zero_sim.bundle import Ran, write_bundle
@@ -102,5 +103,5 @@ class SessionResources:
         return write_bundle(scenario, result, folder=self.bundles, ran=ran).name
 
     def close(self) -> None:
-        """Close all resources, the latest first."""
+        """Close all resources, latest first."""
         self._stack.close()

@@ -1,4 +1,4 @@
-"""Scenario files as tests, one for each case."""
+"""Scenario files as tests, one per case."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ScenarioFile(pytest.File):
-    """A scenario file; each of its cases is a test."""
+    """Scenario file, collected as one test per case."""
 
     def collect(self) -> Iterator[pytest.Item]:
         """Load the file and yield its cases."""
@@ -34,7 +34,7 @@ class ScenarioFile(pytest.File):
 
 
 class ScenarioCase(pytest.Item):
-    """One case of a scenario file."""
+    """Test of one case."""
 
     def __init__(self, *, scenario: Scenario, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -42,11 +42,11 @@ class ScenarioCase(pytest.Item):
 
     def runtest(self) -> None:
         """Run and judge the case."""
-        # Imported here, so that a session without scenarios does not import torch.
+        # Imported late, so that a session without scenarios does not import torch.
         from zero_sim.targets import find_target, library_target_names, why_missing
 
         resources = self.config.stash[RESOURCES]
-        # A missing library skips the case, like an optional dependency.
+        # Skip if the target's library is missing, as for any optional dependency.
         if self.scenario.system.target in library_target_names():
             why = why_missing(find_target(self.scenario.system.target))
             if why:
@@ -60,7 +60,7 @@ class ScenarioCase(pytest.Item):
         if result.verdict == "pass":
             return
         reproduce, replay, bundle = self._reproduce(), "", ""
-        # Before the bundle is written, which may fail.
+        # Now, because writing the bundle may fail.
         self.user_properties.append(("zero_sim.reproduce", reproduce))
         try:
             bundle = resources.write_bundle(result.twin or self.scenario, result)
@@ -74,7 +74,7 @@ class ScenarioCase(pytest.Item):
         raise CaseFailed(result, reproduce=reproduce, replay=replay)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Show the findings instead of a traceback through the harness."""
+        """Return the findings instead of a traceback through the harness."""
         error = excinfo.value
         if isinstance(error, CaseFailed):
             from zero_sim.report.text import render_case
@@ -101,7 +101,7 @@ class ScenarioCase(pytest.Item):
 
 
 class CaseFailed(AssertionError):
-    """A case whose verdict is not `pass`."""
+    """Failure of a case whose verdict is not `pass`."""
 
     def __init__(self, result: CaseResult, *, reproduce: str, replay: str) -> None:
         super().__init__(f"verdict {result.verdict}")

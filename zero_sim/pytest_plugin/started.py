@@ -1,6 +1,6 @@
-"""`--zero-sim-spawn`: processes that tests start run as ranks, inside the process of pytest.
+"""`--zero-sim-spawn`: processes that a test starts run as ranks in pytest's process.
 
-Suites built on `torch.multiprocessing.spawn` or on torch's `MultiProcessTestCase` run unchanged.
+Suites that use `torch.multiprocessing.spawn` or torch's `MultiProcessTestCase` run unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zero_sim.script.started_ranks import RankPopen
 
 _OPTIONS = ("timing", "schedule", "seed", "races", "strict")
-"""Arguments of `World` that have command-line options."""
+"""`World` arguments with a command-line option."""
 
 
 def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
@@ -58,7 +58,7 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     group.addoption(
         "--zero-sim-races",
         action="store_true",
-        # None and not False, so that `check_options` can tell an omitted option.
+        # None, because False would look like a given option to `check_options`.
         default=None,
         help="With --zero-sim-spawn: check every operation for uses of memory in flight.",
     )
@@ -72,10 +72,10 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
 
 
 def check_options(config: pytest.Config) -> None:
-    """Refuse options that have no effect.
+    """Refuse options without effect.
 
     Raises:
-        pytest.UsageError: If an option lacks another one, or excludes it.
+        pytest.UsageError: If an option lacks or excludes another.
     """
     for name in ("spawn", "cuda_is_cpu"):
         if config.getoption(f"zero_sim_{name}") and config.getoption("zero_sim_backend") != "sim":
@@ -101,7 +101,7 @@ def check_options(config: pytest.Config) -> None:
 
 
 def processes_as_ranks(config: pytest.Config) -> AbstractContextManager[None]:
-    """Run processes that a test starts as ranks, if the option is given."""
+    """Run processes that a test starts as ranks, under `--zero-sim-spawn`."""
     if not config.getoption("zero_sim_spawn"):
         return contextlib.nullcontext()
     return _as_ranks(config)
@@ -124,10 +124,10 @@ def _as_ranks(config: pytest.Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _world_per_test(names: list[str]) -> Iterator[None]:
-    """Start and end the processes of torch's `MultiProcContinuousTest` with each test.
+    """End the processes of torch's `MultiProcContinuousTest` after each test.
 
     Args:
-        names: Extended by rank-local attributes of the test's class.
+        names: Receives the rank-local attributes of the test's class.
     """
     module = sys.modules.get("torch.testing._internal.common_distributed")
     if module is None:
@@ -140,9 +140,10 @@ def _world_per_test(names: list[str]) -> Iterator[None]:
         set_up(self)
         kind = type(self)
         names.extend(f"{kind.__module__}:{kind.__qualname__}.{name}" for name in ("pg", "rank"))
-        # Ranks only run when the test first waits for them, so queue their end now.
+        # Ranks run only when the test waits for them, so queue the end of their loop now.
         for queue in self.task_queues:
             queue.put(None)
+        # The next test spawns new processes.
         kind._processes_spawned = False
 
     with mock.patch.object(case, "setUp", set_up_and_end):
@@ -156,7 +157,7 @@ def _stall_seconds() -> float:
 
 
 def _run(processes: Sequence[RankPopen], config: pytest.Config, names: Sequence[str]) -> None:
-    """Run processes as ranks that share all modules, apart from the rank-local names."""
+    """Run processes as ranks that share all modules except for rank-local names."""
     from zero_sim.script.rank_local_names import NoSuchName, find_slots
     from zero_sim.script.rank_state import RankState
     from zero_sim.script.settings import SINGLETONS
@@ -165,13 +166,14 @@ def _run(processes: Sequence[RankPopen], config: pytest.Config, names: Sequence[
     given = {name: config.getoption(f"zero_sim_{name}") for name in _OPTIONS}
     settings = {name: value for name, value in given.items() if value is not None}
     in_rank = config.stash[RESOURCES].in_rank
+    # Check names here, so that the error names the ini option.
     for name in names:
         try:
             find_slots(name)
         except NoSuchName as error:
             pytest.fail(f"expected a name in zero_sim_rank_local, got {name}: {error}")
     known = [name for name in SINGLETONS if name.partition(":")[0] in sys.modules]
-    # Singletons of libraries such as accelerate, as far as they are imported.
+    # Singletons of imported libraries such as accelerate.
     state = RankState(environment=lambda rank: {}, folder=None, names=[*known, *names])
 
     def program(rank: int) -> None:
@@ -184,7 +186,7 @@ def _run(processes: Sequence[RankPopen], config: pytest.Config, names: Sequence[
     except UsageError as error:
         pytest.fail(f"expected options that fit the ranks of this test: {error}", pytrace=False)
     except RankFailed as failed:
-        # Print like a process would; the test that started it only sees an exit code.
+        # As a process would. The test that started it sees only an exit code.
         sys.stderr.write(f"rank {failed.rank}:\n{failed.traceback_text}")
         raise
     finally:
