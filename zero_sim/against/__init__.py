@@ -1,1 +1,1 @@
-"""Judging a script by another run of itself, such as one on one rank in float64."""
+"""Judgement of a script by another run of itself, for example on one rank in float64."""

@@ -1,4 +1,4 @@
-"""The account of a difference: the ranks and elements that differ, their pattern, their source."""
+"""Account of a difference: wrong ranks and elements, their pattern, and the call they came from."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from zero_sim.sim.call import IN_PLACE, Call
 from zero_sim.sim.log import CollectiveRecord
 
 SEARCHED_ELEMS = 16
-"""Consecutive elements of a tensor that are searched for in the results of collectives."""
+"""Number of consecutive elements to look for in results of collectives."""
 KEPT_CALLS = 512
-"""Latest calls of a rank whose results are searched."""
-# Relative difference below which two float64 values come from one computation: rounding of a step
-# moves them by less than 1e-12, and unrelated tensors do not agree in 16 elements by chance.
+"""Number of latest calls per rank in which to look for a tensor."""
+# Largest relative difference at which two float64 values count as equal. Rounding within a step
+# stays below 1e-12, and unrelated tensors do not agree in 16 elements by chance.
 _SAME = 1e-9
-# Simple factors are those of world sizes and micro-batches, such as 1/8.
+# World sizes and micro-batches cause simple factors, such as 1/8.
 _DENOMINATOR_MAX = 4096
-# A factor this close to 1 is reported as its distance from 1.
+# A factor this close to 1 is printed as its distance from 1.
 _NEAR_ONE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feed:
-    """The collective that wrote one rank's tensor."""
+    """Collective that wrote a rank's tensor."""
 
     rank: int
     call: str
@@ -62,28 +62,28 @@ class Account:
     spans: tuple[tuple[int, int], ...]
     """Half-open spans of flat elements that differ."""
     element: int
-    """Flat index of the element that differs most."""
+    """Flat index of the worst element."""
     expected: float
     got: float
     manners: tuple[str, ...]
     """Patterns of the wrong elements, such as "every wrong element is 0"."""
     is_unreduced: bool
-    """True if ranks did not reduce this param's gradient, while its mean over ranks is right."""
+    """True if ranks did not reduce this param's gradient, although its mean over ranks is right."""
     feeds: tuple[Feed, ...]
     beside: tuple[str, ...]
-    """Names of other tensors that differ at the same point."""
+    """Other tensors that differ at the same point."""
     later_count: int
     picture: BufferMap
 
 
 def account_of(comparison: Comparison) -> Account | None:
-    """Analyse the first difference, with one more run; None if no tensor differs."""
+    """Analyse the first difference in one more run; None if no tensor differs."""
     measurement, differences = comparison.measurement, comparison.verdict.differences
     if measurement is None or comparison.way is None or not differences:
         return None
     prepared, side, first = comparison.prepared, comparison.side, differences[0]
     expected, whole = measurement.compared(first.point)
-    # 64 times the rounding seen, so that rounded elements do not count as wrong ones.
+    # 64 times the measured rounding, so that rounded elements do not count as wrong.
     bound = max(first.rounding * 64, FLOOR * 64) * float(expected.abs().max() or 1.0)
     # The rank with the largest error.
     rank, got = max(
@@ -92,11 +92,11 @@ def account_of(comparison: Comparison) -> Account | None:
     differs = ((got - expected).abs() > bound).reshape(-1)
     element = int((got - expected).abs().reshape(-1).argmax())
     spans = spans_of(differs)
-    # If all shards lie along the first dimension, elements have owners, and the faulty ranks are
+    # Elements have owners if all shards lie along the first dimension. Then the faulty ranks are
     # known.
     owners = _owners(measurement.kept.get(first.point, {}), expected.shape)
     if whole.kind == "replicated":
-        # Replicas: each rank has its own copy, which may be right.
+        # Each rank has its own replica, which may be right.
         off = {rank: (each - expected).abs() > bound for rank, each in whole.candidates.items()}
         ranks = tuple(rank for rank, each in off.items() if bool(each.any()))
     else:
@@ -105,12 +105,12 @@ def account_of(comparison: Comparison) -> Account | None:
             for rank, (start, stop) in owners.items()
             if any(a < stop and b > start for a, b in spans)
         )
-    # Feeds are only found while tensors are in memory, so the run is repeated with a probe.
+    # Results of calls are only in memory during a run, so run once more with a probe.
     probe = _Probe(first.point)
     way = replace(comparison.way, sink=probe, called=probe.called)
     observe(side, way, seed=prepared.seed)
     elems = expected.numel()
-    # For the picture: without owners, each rank has the whole tensor.
+    # Without owners, the picture shows the whole tensor on each rank.
     places = owners or dict.fromkeys(range(side.world_size), (0, elems))
     same_point = [each for each in differences[1:] if each.point[:2] == first.point[:2]]
     return Account(
@@ -133,12 +133,12 @@ def account_of(comparison: Comparison) -> Account | None:
 
 
 def _owners(pieces: Mapping[int, Piece], shape: torch.Size) -> dict[int, tuple[int, int]]:
-    """Return each rank's flat span, for tensors sharded only along their first dimension."""
+    """Return each rank's flat span; empty unless tensors are only sharded along dimension 0."""
     if not len(shape) or any([dim for dim, _, _ in each.shards] != [0] for each in pieces.values()):
         return {}
     is_flat = any(piece.is_flat for piece in pieces.values())
     row_elems = 1 if is_flat else math.prod(shape[1:])
-    # By position in the shard group, because replicas have the same shard.
+    # Keyed by position in the shard group, because replicas have the same shard.
     sizes = {each.shards[0][1]: each.values.shape[0] * row_elems for each in pieces.values()}
     stops = dict(zip(sorted(sizes), accumulate(sizes[each] for each in sorted(sizes)), strict=True))
     places = {rank: piece.shards[0][1] for rank, piece in sorted(pieces.items())}
@@ -155,7 +155,7 @@ def _manners(
     factor = _factor(wrong, right)
     if factor is not None:
         found.append(f"every wrong element is {factor} times the expected one")
-    # A missing or early copy shows the value of the step before.
+    # A missing or early copy leaves the last step's value.
     before = baseline.expected(point._replace(step=point.step - 1))
     if before is not None and before.shape == expected.shape:
         old = before.reshape(-1)[differs]
@@ -164,7 +164,7 @@ def _manners(
     if expected.numel() > 2 and wrong.numel() > 1:
         found += [
             f"the elements are shifted by {shift}"
-            # Off by one element, as from a wrong offset of a shard.
+            # A wrong shard offset shifts elements by one.
             for shift in (1, -1)
             if _close(wrong, expected.reshape(-1).roll(shift)[differs])
         ]
@@ -172,19 +172,19 @@ def _manners(
 
 
 def _factor(wrong: Tensor, right: Tensor) -> str | None:
-    """Return the common factor of all wrong elements, as a fraction if it is simple."""
+    """Return the factor common to all wrong elements, as a fraction if it is simple."""
     if not bool(right.all()) or not bool(wrong.any()):
-        # A zero has no ratio, and all zeros are reported as such.
+        # A zero has no ratio. All zeros are reported elsewhere.
         return None
     ratios = wrong / right
     middle = float(ratios.median())
     if not bool(((ratios - middle).abs() <= _SAME * abs(middle)).all()):
         return None
-    # 2, 1/4 or 3/2: factors that name a world size or a number of micro-batches.
+    # Factors such as 2, 1/4 or 3/2 point to a world size or a number of micro-batches.
     simple = Fraction(middle).limit_denominator(_DENOMINATOR_MAX)
     is_simple = abs(float(simple) - middle) <= _SAME * abs(middle)
     if wrong.numel() < 2 and not (is_simple and 1 in (simple.numerator, simple.denominator)):
-        return None  # One element is a multiple of any other, so only 1/n and n mean something.
+        return None  # One element is a multiple of any other, so only 1/n and n have a meaning.
     if is_simple and simple != 1:
         return str(simple)
     return f"1 {middle - 1:+.3g}" if abs(middle - 1) < _NEAR_ONE else f"{middle:.9g}"
@@ -198,7 +198,7 @@ def _is_unreduced(measurement: Measurement, point: Point) -> bool:
     name = point.name.partition(":")[0]
     return any(
         each.name == name
-        # A forward shows the params that the step before computed from the gradients.
+        # A forward uses the params that the last step computed from the gradients.
         and each.step == point.step - (point.moment == "forward")
         and measured.reduced_relative is not None
         and measured.reduced_relative <= _SAME < measured.relative
@@ -207,7 +207,7 @@ def _is_unreduced(measurement: Measurement, point: Point) -> bool:
 
 
 class _Probe(Sink):
-    """Finds the collective that fed a tensor, at the moment when the tensor is observed."""
+    """Search for the collective that wrote a tensor, at the moment of its observation."""
 
     def __init__(self, point: Point) -> None:
         self.feeds: dict[int, Feed] = {}
@@ -219,25 +219,25 @@ class _Probe(Sink):
         return point == self._point
 
     def forget(self) -> None:
-        """Forget all calls, because a script may run again in another way."""
+        """Forget all calls, because the script runs again with other settings."""
         self.feeds.clear()
         self._calls.clear()
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
-        """Keep a call and its written tensors."""
+        """Keep a call with the tensors it writes."""
         written = call.inputs if call.kind in IN_PLACE else call.outputs
         calls = self._calls.setdefault(record.rank, deque(maxlen=KEPT_CALLS))
         if written:
-            # In the script's dtype, because all tensors are stored in float64 here.
+            # With the script's dtype, because all tensors are stored in float64 here.
             calls.append((record._replace(dtype=dtype_name(native(written[0]))), written))
 
     def take(self, rank: int, point: Point, piece: Piece) -> None:
-        """Search a rank's calls for the tensor, the latest first."""
+        """Search a rank's calls for the tensor, latest first."""
         feed = Feed(rank=rank, call="")
         for record, tensors in reversed(self._calls.get(rank, ())):
             match = next(filter(None, (_match(piece.values, each) for each in tensors)), None)
             if match is not None:
-                # Calls by torch's C++ code (DDP's reducer) have no dtype of the script's.
+                # Calls by torch's C++ code (DDP's reducer) have no native dtype, so show none.
                 call = record.text.replace("(float64, ", "(")
                 feed = replace(feed, call=call, start=match[0], factor=match[1])
                 break
@@ -245,13 +245,13 @@ class _Probe(Sink):
 
 
 def _match(tensor: Tensor, result: Tensor) -> tuple[int, float] | None:
-    """Return a tensor's start in a result, and tensor divided by result; None if not in it."""
+    """Return a tensor's start in a result, and tensor divided by result; None if not found."""
     if not result.is_floating_point() or not result.untyped_storage().nbytes():
         return None
     wanted, held = tensor.reshape(-1), result.detach().to(torch.float64).reshape(-1)
     if wanted.numel() < 2 or held.numel() < wanted.numel() or not bool(wanted.any()):
         return None
-    # Search for a window around the largest element, which is the least likely one to be padding.
+    # Look for the largest element and its neighbours, because they are hardly padding.
     count = min(wanted.numel(), SEARCHED_ELEMS)
     start = max(0, min(int(wanted.abs().argmax()), wanted.numel() - count))
     part = wanted[start : start + count]
@@ -260,7 +260,7 @@ def _match(tensor: Tensor, result: Tensor) -> tuple[int, float] | None:
     windows = held.unfold(0, count, 1)
     factors = windows[:, largest] / part[largest]
     off = (windows - factors[:, None] * part).abs()
-    # The window equals the part times a factor, since a script may scale before or after the call.
+    # A window may match up to a factor, because a script may scale before or after the call.
     fits = (off <= _SAME * windows.abs().amax(1, keepdim=True)).all(1) & (factors != 0)
     places = fits.nonzero().reshape(-1)
     if not len(places) or int(places[0]) < start:
@@ -276,7 +276,7 @@ def _picture(
     spans: Sequence[tuple[int, int]],
     ranks: Sequence[int],
 ) -> BufferMap:
-    """Return the tensor as a buffer map with its shards and differing spans."""
+    """Return a buffer map of the tensor with its shards and differing spans."""
     shards: dict[tuple[int, int], list[int]] = {}
     for rank, span in owners.items():
         shards.setdefault(span, []).append(rank)

@@ -1,7 +1,7 @@
-"""Bundles of scripts: the code, the settings of both runs, and the verdict, for a replay.
+"""Script bundles: code, settings of both runs, and verdict, for a replay.
 
-A bundle contains the Python files of the working folder, but no data. A replay executes this code,
-so foreign bundles are only replayed with `--trust`.
+A bundle contains the working folder's Python files but no data. A replay executes this code, so a
+foreign bundle is only replayed with `--trust`.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ CODE_FOLDER = "code"
 FORMAT = "zero_sim script bundle"
 VERSION = 1
 CODE_BYTES_MAX = 16 << 20
-"""Size limit of the copied Python files."""
-# A valid head is a few KiB. More is not read, because the file may be anybody's.
+"""Size limit of all copied Python files."""
+# A valid head is a few KiB. Read no more, because anybody may have written the file.
 _HEAD_BYTES_MAX = 1 << 20
 _ID_CHARS = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptBundle:
-    """A verdict on a script, with all settings to repeat it."""
+    """Verdict on a script, with the settings to repeat it."""
 
     expected: Side
     got: Side
     seed: int
     by_rank: bool
-    """True if a rank has the same parts of tensors on both sides."""
+    """True if each rank has the same parts of tensors on both sides."""
     feeds: bool
     starts_alike: bool
     all_read_all: bool
     outcome: str
     reason: str
     first: str
-    """Description of the first difference; empty if there is none."""
+    """Description of the first difference; empty without one."""
 
 
 def write_script_bundle(bundle: ScriptBundle, *, folder: Path) -> Path:
-    """Write a bundle with the Python files of the working folder to a folder named by its id.
+    """Write a bundle with the working folder's Python files to a folder named by its id.
 
     Args:
         bundle: Verdict with its settings.
@@ -62,10 +62,10 @@ def write_script_bundle(bundle: ScriptBundle, *, folder: Path) -> Path:
     """
     code = dict(_code(bundle.got))
     bundle = replace(bundle, expected=_inside(bundle.expected), got=_inside(bundle.got))
-    # Sets become sorted lists (below), so that equal bundles have equal text.
+    # Write sets as sorted lists, so that equal bundles have equal text.
     head = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(bundle)}
     text = json.dumps(head, indent=2, default=sorted) + "\n"
-    # The id is a hash of the contents, so the same finding is written once.
+    # The id is a content hash, so the same finding is written once.
     digest = hashlib.sha256(text.encode())
     for name, data in sorted(code.items()):
         digest.update(name.encode() + b"\0" + data)
@@ -85,10 +85,10 @@ def write_script_bundle(bundle: ScriptBundle, *, folder: Path) -> Path:
 
 
 def _code(side: Side) -> Iterator[tuple[str, bytes]]:
-    """Yield the Python files of the working folder, and the script if it is elsewhere."""
+    """Yield the working folder's Python files, and the script if it lies elsewhere."""
     working, total = Path.cwd(), 0
     paths = {str(each.relative_to(working)): each for each in files_of(working)}
-    # Data may be large or private.
+    # Nothing but code, because data may be large or private.
     paths = {name: each for name, each in paths.items() if name.endswith(".py")}
     if not side.is_module:
         paths.setdefault(_inside(side).name, Path(side.name))
@@ -104,7 +104,7 @@ def _code(side: Side) -> Iterator[tuple[str, bytes]]:
 
 
 def _inside(side: Side) -> Side:
-    """Return the side with the script's name as in the bundle."""
+    """Return the side with the script's path in the bundle."""
     path = Path(os.path.abspath(side.name))
     if side.is_module:
         return side
@@ -113,12 +113,12 @@ def _inside(side: Side) -> Side:
 
 
 def find_script_bundle(name: str, *, folder: Path) -> Path | None:
-    """Return the folder of a bundle by path or unique prefix of its id; None if not found."""
+    """Return a bundle's folder by path or unique id prefix; None if not found."""
     if (Path(name) / HEAD_FILE).is_file():
         return Path(name)
     found = [path.parent for path in folder.glob(f"*/{HEAD_FILE}")]
     found = [path for path in found if name and path.name.startswith(name)]
-    # An ambiguous prefix names none.
+    # An ambiguous prefix finds nothing.
     return found[0] if len(found) == 1 else None
 
 
@@ -126,7 +126,7 @@ def read_script_bundle(path: Path) -> ScriptBundle:
     """Read the bundle in a folder.
 
     Raises:
-        BundleError: The folder contains no bundle of a script, or one of another version.
+        BundleError: The folder contains no script bundle, or one of another version.
     """
     try:
         data = (path / HEAD_FILE).read_bytes()[:_HEAD_BYTES_MAX]

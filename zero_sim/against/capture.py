@@ -1,13 +1,11 @@
 """Observation of one rank from inside: params, gradients, state, checkpoints and rows.
 
-The script is not changed. torch's global hooks of modules and optimizers call this module, and so
-does a replaced `torch.autograd.backward`. Shards are assembled after the run, so no collective is
-added.
+The script is unchanged. torch's global module and optimizer hooks call this module, and so does a
+replaced `torch.autograd.backward`. Shards are assembled after the run, so no collective is added.
 
 [Note: params as forward used them]
 A global forward hook runs before the module's own hooks. So FSDP's params are still unsharded, and
-overlapped gathers have arrived. After `Optimizer.step` both may still be outdated in a correct
-script.
+overlapped gathers have arrived. After `Optimizer.step`, a correct script may still have old params.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ from zero_sim.replicas.of_rank import RankReplicas, plain_name
 from zero_sim.replicas.rows import RowLog, digest_of
 from zero_sim.sim import unwatched
 
-# Deeper structures are not searched: a checkpoint may contain references to itself.
+# Limit, because a checkpoint may contain references to itself.
 _TREE_DEPTH = 8
 WATCHED_PARAMS = 3
-"""Number of params that are compared between forwards to detect a step of an own optimizer."""
+"""Number of params that reveal the steps of a script's own optimizer between forwards."""
 
 
 class Current(threading.local):
-    """Capture of the running thread; None if the thread is no observed rank."""
+    """Capture of the running thread; None outside observed ranks."""
 
     capture: RankCapture | None = None
 
@@ -53,11 +51,11 @@ class RankCapture:
 
     Args:
         sink: Receives the observations.
-        rows: Receives the rows that outermost forwards read, and may replace them.
+        rows: Receives the rows of outermost forwards, and may replace them.
         replicas: Compares tensors that several ranks have.
-        steps: Optimizer steps of the run that this one continues.
-        start: Values to give to params before their first forward, by name.
-        known: Digests of the params that the expected run started with, by name.
+        steps: Optimizer steps of the earlier run that this one resumes.
+        start: Values that params get before their first forward, by name.
+        known: Digests of the expected run's initial params, by name.
     """
 
     def __init__(
@@ -71,21 +69,21 @@ class RankCapture:
         known: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.steps = steps
-        """Outermost calls of `Optimizer.step` so far, or changes of params without such a call."""
+        """Optimizer steps so far: outermost `Optimizer.step`, or changed params without a call."""
         self.saved_at = -1
-        """Optimizer steps before the last checkpoint that the rank saved; -1 for none."""
+        """Optimizer steps before the last saved checkpoint; -1 if none was saved."""
         self.start = _Start(start or {})
         self.names = _Names(known)
         self.design = ByDesign(self._aside)
         self._sink = sink
         self._rows = rows
-        # Nested calls (submodules, recomputed forwards, wrapped optimizers) are one event.
+        # Nested calls count as one event: submodules, recomputed forwards, wrapped optimizers.
         self._depth = {"forward": 0, "backward": 0, "step": 0}
         self._replicas = replicas
         self._seen: set[tuple[Moment, str]] = set()
-        # Own optimizers call no hook of torch, so their steps are found by changed params.
+        # A script's own optimizer calls no hook of torch, so changed params reveal its steps.
         self._watched: dict[str, Tensor] | None = None
-        """Values of a few params at the last forward; None if an `Optimizer.step` followed it."""
+        """Values of a few params at the last forward; None if `Optimizer.step` ran since."""
         self._files: Counter[tuple[str, str, int]] = Counter()
 
     @property
@@ -103,7 +101,7 @@ class RankCapture:
         current.capture = self
         try:
             yield
-            # Only after success: a failed run must not count a step or show an end.
+            # Only after success, because a failed run has no last step and no end.
             with self._aside():
                 self._count_own_step()
             self._observe_end()
@@ -111,26 +109,25 @@ class RankCapture:
             current.capture = None
 
     def begin_forward(self, module: Module, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Handle the start of a module's forward; return new arguments if rows are dealt."""
+        """Begin a module's forward. Return new arguments if rows are dealt."""
         self._depth["forward"] += 1
         replaced = None
         trains = torch.is_grad_enabled()
         with self._aside():
             if self._depth["forward"] == 1:
-                # In this order: names first, then the start of newly named params, then everything
-                # that reads them.
+                # Name params first, then give new ones their start values, then read values.
                 self.names.add(module)
                 self.start.apply(self.names)
                 if trains:
                     self._count_own_step()
                 self._replicas.begin_outermost(module, trains=trains)
-                # A teacher computes without gradients, but on rows of the training.
+                # A teacher computes without gradients, but on training rows.
                 if trains or module.training:
                     name = _class_name(module)
                     replaced = self._rows.read(self.steps, name, args, kwargs, trains=trains)
                 else:
                     self._rows.evaluated(args, kwargs)
-            # Only now, because the module may have been named just before.
+            # Only now, because `add` may have named the module.
             name = self.names.of_module(module)
             self._replicas.begin_forward(module, name, steps=self.steps, trains=trains)
         now_args, now_kwargs = replaced or (args, kwargs)
@@ -139,19 +136,19 @@ class RankCapture:
         return replaced
 
     def _count_own_step(self) -> None:
-        """Count a step by an own optimizer, seen by params that changed since the last forward."""
-        # A few small params suffice, because an optimizer changes all that it trains.
+        """Count a step of the script's own optimizer, if params changed since the last forward."""
+        # A few small params suffice, because an optimizer changes all params that it trains.
         now = {name: _local(param).clone() for name, param in self.names.smallest()}
         before, self._watched = self._watched, now
         if before is None or before.keys() != now.keys():
             return
-        # The next forward observes params again.
+        # The next forward observes all params again.
         if any(not torch.equal(before[name], now[name]) for name in now):
             self.steps += 1
             self._seen.clear()
 
     def end_forward(self, module: Module) -> None:
-        """Handle the end of a module's forward, and observe its params."""
+        """End a module's forward, and observe its params."""
         self._depth["forward"] -= 1
         prefix = self.names.of_module(module)
         with self._aside():
@@ -159,7 +156,7 @@ class RankCapture:
         self.design.end_forward(module)
         if prefix is None:
             return
-        # Apart, because an evaluation may use averaged weights.
+        # A moment of its own, because an evaluation may use averaged weights.
         moment: Moment = "forward" if torch.is_grad_enabled() else "evaluation"
         for name, tensor in _used(module):
             mesh = getattr(tensor, "device_mesh", None)
@@ -167,43 +164,43 @@ class RankCapture:
             if mesh is not None:
                 self._rows.sharers.update(mesh.mesh.flatten().tolist())
             full = f"{prefix}.{name}".lstrip(".")
-            # Once per step, because each micro-batch uses the same params.
+            # Once per step, because all micro-batches use the same params.
             if (moment, full) not in self._seen:
                 self._seen.add((moment, full))
                 self._observe(moment, full, tensor)
 
     def read_target(self, loss: str, target: Tensor) -> Tensor:
-        """Record the targets of a loss outside of any forward; return others if rows are dealt."""
+        """Record targets of a loss outside of forwards. Return other targets if rows are dealt."""
         if self._depth["forward"] or not torch.is_grad_enabled():
             return target
         with self._aside():
             return self._rows.read(self.steps, loss, (), {"target": target})[1]["target"]
 
     def begin_pass(self) -> None:
-        """Handle the start of a pass over a DataLoader."""
+        """Begin a pass over a DataLoader."""
         self._rows.begin_pass()
 
     @contextlib.contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Observe a backward and the gradients after it."""
+        """Observe a backward, and gradients after it."""
         self._depth["backward"] += 1
         try:
             yield
         finally:
             self._depth["backward"] -= 1
-        # Checkpointed modules run a backward within the backward.
+        # Activation checkpointing runs a backward within a backward.
         if not self._depth["backward"]:
             for name, param in self.names.params():
                 if param.grad is not None:
                     self._observe("backward", name, param.grad, owner=param)
 
     def begin_step(self, optimizer: Any) -> None:
-        """Handle the start of `Optimizer.step`: observe settings and gradients."""
+        """Begin `Optimizer.step`: observe settings and gradients."""
         self._depth["step"] += 1
         if self._depth["step"] > 1:
             return
         with self._aside():
-            # A step may come before any forward, so that no module has named the params yet.
+            # Before the first forward, no module has named the params.
             self.names.add_optimizer(optimizer)
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
@@ -215,7 +212,7 @@ class RankCapture:
                     self._observe("gradient", name, param.grad, owner=param)
 
     def end_step(self, optimizer: Any) -> None:
-        """Handle the end of `Optimizer.step`: observe state and params."""
+        """End `Optimizer.step`: observe state and params."""
         self._depth["step"] -= 1
         if self._depth["step"]:
             return
@@ -226,29 +223,29 @@ class RankCapture:
                 for key, value in optimizer.state.get(param, {}).items():
                     if isinstance(value, Tensor):
                         self._observe("state", f"{name}:{key}", value, owner=param)
-                    # The step counter, in optimizers that keep it as a number.
+                    # Some optimizers keep the step counter as a number.
                     elif isinstance(value, (int, float)) and not isinstance(value, bool):
                         self._observe_number("state", f"{name}:{key}", float(value))
                 self._observe("param", name, param, owner=param)
         self.steps += 1
-        # A step has ended, so the next forward shows new params.
+        # The next forward uses new params.
         self._seen.clear()
         self._watched = None
 
     def observe_file(self, moment: Moment, content: Any, site: tuple[str, int]) -> None:
-        """Observe a checkpoint's tensors by their paths in it."""
+        """Observe a checkpoint's tensors, named by their paths in it."""
         if moment == "saved":
             self.saved_at = self.steps
         if self.names.is_renumbered:
             return  # The names in it are this rank's own.
         key = (moment, *site)
         self._files[key] += 1
-        # By line and count, which are the same on any number of ranks.
+        # Line and count are the same on any number of ranks.
         label = f"checkpoint of line {site[1]}, #{self._files[key]}"
         for path, tensor in _leaves(content):
             self._observe(moment, f"{label}: {path}", tensor)
 
-    # At a step number of its own, because runs may end after different steps.
+    # With `END_STEP`, because runs may end after different steps.
     def _observe_end(self) -> None:
         for name, param in self.names.params():
             self._observe("end", name, param, step=END_STEP, owner=param)
@@ -276,12 +273,12 @@ class RankCapture:
     ) -> None:
         with self._aside():
             point = Point(self.steps if step is None else step, moment, name)
-            # Sparse gradients have no elements to compare one by one.
+            # The elements of sparse gradients cannot be compared one by one.
             if tensor.layout is torch.strided and self._sink.wants(point):
                 piece = replace(piece_of(tensor), is_buffer=is_buffer)
                 place = self.names.flat.get(id(owner))
-                # A gradient or state of the param's shape has the same place; scalars such as
-                # `step` none.
+                # Gradients and state of the param's shape have its place. Scalars such as `step`
+                # have none.
                 if place is not None and owner is not None and tensor.shape == owner.shape:
                     piece = place.placed(piece)
                 self._sink.take(self._replicas.rank, point, piece)
@@ -289,13 +286,13 @@ class RankCapture:
     @staticmethod
     @contextlib.contextmanager
     def _aside() -> Iterator[None]:
-        # Unwatched for data races; in stored dtypes, so that reading converts nothing.
+        # Not watched for data races. In stored dtypes, so that reading converts nothing.
         with torch.no_grad(), unwatched(), stored_dtypes():
             yield
 
 
 class _Start:
-    """Values that replace the params a script starts with.
+    """Start values that replace a script's params.
 
     Args:
         values: Values by name.
@@ -303,22 +300,22 @@ class _Start:
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         self.replaced: dict[str, str] = {}
-        """Digests of the replaced values by name, without those of shards."""
+        """Digests of replaced values by name, except for shards."""
         self._left = dict(values)
 
     def apply(self, names: _Names) -> None:
-        """Replace the values of params that were named since the last call."""
+        """Give start values to params that were named since the last call."""
         met = list(names.params()) if self._left else []
-        # Shards too: an unsharded param will be gathered from them again.
+        # Shards as well, because unsharded params are gathered from them again.
         for name, param in (*met, *names.shards()):
             value = self._left.get(name)
             piece = None if value is None else piece_of(param)
-            # Another shape is another param of the same name; it keeps its own start.
+            # A param with another shape only shares the name. It keeps its own start.
             if value is None or piece is None or piece.shape != tuple(value.shape):
                 continue
             if not piece.shards:
                 self.replaced[name] = digest_of(piece.values)
-            # The param's part of the value, cut along each sharded dimension in turn.
+            # Cut the rank's part out of the value, one sharded dimension after another.
             for dim, index, count in piece.shards:
                 value = _chunk(value, dim=dim, index=index, count=count)
             if not torch.equal(piece.values, value):
@@ -328,14 +325,14 @@ class _Start:
 
 
 class _Names:
-    """Names of a rank's modules and params, in the order in which forwards reach them."""
+    """Names of a rank's modules and params, in order of their first forwards."""
 
     def __init__(self, known: Mapping[str, str]) -> None:
         self._known = known
         self.is_renumbered = False
         """True if some modules have other names on this rank than in the expected run."""
         self.roots: list[Module] = []
-        """Outermost modules, in the order of their first forwards."""
+        """Outermost modules, in order of their first forwards."""
         self._modules: dict[int, str] = {}
         self._params: dict[int, str] = {}
         self._optimizers: list[Any] = []
@@ -343,14 +340,14 @@ class _Names:
         self.flat: dict[int, FlatPlace] = {}
         """Places of params within flat params, by identity."""
         self.others: dict[str, Tensor] = {}
-        """Params of optimizers that belong to no module."""
+        """Optimizer params that belong to no module, by name."""
 
     def add(self, module: Module) -> None:
-        """Name an outermost module and its parts, unless it is part of a named one."""
+        """Name an outermost module and its parts, unless a named module contains it."""
         if id(module) in self._modules:
             return
         self.roots.append(module)
-        # The first module has no prefix, so that names are those of the script's own model.
+        # No prefix for the first module, so that names are those of the script's own model.
         prefix = "" if len(self.roots) == 1 else f"module {len(self.roots)}: "
         others = self._other_prefixes(module, prefix)
         self.is_renumbered |= bool(others)
@@ -360,10 +357,10 @@ class _Names:
             name = renamed(prefix + plain_name(name), others)
             known = self._params.get(id(param))
             if known is None or known in self.others:
-                # An optimizer's step before the first forward named it by its position.
+                # A step before the first forward named it by position.
                 self.others.pop(known or "", None)
                 self._params[id(param)] = name
-        # Names of views and shards, which are other objects than the registered params.
+        # Views and shards are other objects than the registered params.
         self.flat.update((id(param), place) for param, place in flat_places(module))
         for owner, name, shard in shards_of_whole(module):
             full = f"{self._modules.get(id(owner), '')}.{name}".lstrip(".")
@@ -374,19 +371,19 @@ class _Names:
         if not self._known:
             return {}
         pieces = {prefix + plain_name(n): piece_of(each) for n, each in module.named_parameters()}
-        # Shards have no digest of the whole param.
+        # A shard has no digest of the whole param.
         whole = {name: piece for name, piece in pieces.items() if not piece.shards}
         return other_prefixes(
             {name: digest_of(piece.values) for name, piece in whole.items()}, self._known
         )
 
     def shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the shards of params that are unsharded now."""
+        """Return shards of params that are unsharded now."""
         present = {id(param) for _, param in self.params()}
         return (each for each in self._shards if id(each[1]) not in present)
 
     def add_optimizer(self, optimizer: Any) -> None:
-        """Name an optimizer's params that belong to no module, by their positions in it."""
+        """Name an optimizer's params that belong to no module, by position."""
         # By identity, because optimizers may define equality, and ids are reused.
         if not any(each is optimizer for each in self._optimizers):
             self._optimizers.append(optimizer)
@@ -399,7 +396,7 @@ class _Names:
                     self.others[name] = param
 
     def of_module(self, module: Module) -> str | None:
-        """Return a module's name; None if it is part of no outermost module."""
+        """Return a module's name; None if no outermost module contains it."""
         return self._modules.get(id(module))
 
     def of_param(self, param: Tensor) -> str:
@@ -415,7 +412,7 @@ class _Names:
                 if prefix is None or id(module) in met:
                     continue
                 met.add(id(module))
-                # Read each time, because FSDP exchanges the registered params.
+                # Read anew, because FSDP exchanges the registered params.
                 for name, param in module._parameters.items():
                     if param is not None and id(param) not in met:
                         met.add(id(param))
@@ -424,7 +421,7 @@ class _Names:
         yield from self.others.items()
 
     def smallest(self) -> list[tuple[str, Tensor]]:
-        """Return the smallest trained params with memory, which are cheap to compare."""
+        """Return the smallest trained params that have memory. They are cheap to compare."""
         trained = [
             (name, param)
             for name, param in self.params()
@@ -433,7 +430,7 @@ class _Names:
         return sorted(trained, key=lambda each: each[1].numel())[:WATCHED_PARAMS]
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all named buffers of floats."""
+        """Yield all named float buffers."""
         for index, root in enumerate(self.roots):
             prefix = "" if not index else f"module {index + 1}: "
             for name, buffer in root.named_buffers():
@@ -442,7 +439,7 @@ class _Names:
 
 
 def _class_name(module: Module) -> str:
-    """Return the class of the model within its wrappers, which differ between layouts."""
+    """Return the model's class name, without wrappers, because these differ between layouts."""
     while len(module._modules) == 1 and not module._parameters:
         (inner,) = module._modules.values()
         if inner is None:
@@ -454,21 +451,21 @@ def _class_name(module: Module) -> str:
 
 
 def _used(module: Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the module's own params as its forward uses them.
+    """Yield the params that a module's own forward uses.
 
-    FSDP with flat params replaces them by views, which are plain attributes.
+    FSDP with flat params replaces registered params by views, which are plain attributes.
     """
     for name, tensor in module._parameters.items():
         if tensor is not None:
             yield name, tensor
     for name, value in vars(module).items():
-        # Views of a flat param need gradients; other plain attributes are constants.
+        # Views of a flat param require gradients. Other plain attributes are constants.
         if isinstance(value, Tensor) and value.requires_grad:
             yield name, value
 
 
 def piece_of(tensor: Any) -> Piece:
-    """Return the calling rank's part of a tensor, as a view of its memory if possible."""
+    """Return the calling rank's part of a tensor, as a view if possible."""
     dtype = dtype_name(native(tensor))
     shape = tuple(tensor.shape)
     placements = getattr(tensor, "placements", None)
@@ -477,7 +474,7 @@ def piece_of(tensor: Any) -> Piece:
     mesh = tensor.device_mesh
     coordinates = mesh.get_coordinate() or [0] * mesh.ndim
     strided = [index for index, each in enumerate(placements) if _is_strided(each)]
-    # A strided shard (FSDP over tensor parallelism) is cut last, from the parts that later mesh
+    # A strided shard (FSDP over tensor parallelism) is cut last, out of the parts that later mesh
     # dimensions have cut.
     order = [*(i for i in range(len(placements)) if i not in strided), *strided]
     shards = tuple(
@@ -500,21 +497,21 @@ def _is_strided(placement: Any) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return the memory of a DTensor's own shard, or of a plain tensor."""
+    """Return a DTensor's local shard, or a plain tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
 
 
 def _chunk(tensor: Tensor, *, dim: int, index: int, count: int) -> Tensor:
-    """Return DTensor's shard of a coordinate: chunks have the rounded-up size."""
+    """Return the shard at an index as DTensor cuts it: chunk sizes are rounded up."""
     chunks = tensor.chunk(count, dim)
-    # The last coordinates may get nothing.
+    # So the last shards may be empty.
     return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
 
 
 def _as_float64(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_complex():
-        # Complex as [..., 2] floats.
+        # [...] complex to [..., 2] float.
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.to(torch.float64)
 

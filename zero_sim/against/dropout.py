@@ -1,10 +1,9 @@
 """Dropout with equal masks on any number of ranks, and modules that cannot be compared.
 
 [Note: one mask for all rows]
-A mask per row would have to follow the row through any layout. So a mask has one number per
-feature, the last dimension, and all rows of a step share it. It is drawn from a seed made of step,
-module name and feature count. So micro-batches, recomputed forwards and ranks with partial
-sequences get equal masks for any rows.
+A mask per row would have to follow its row through any layout. Instead, all rows of a step share a
+mask with one number per feature (the last dimension). Step, module name and feature count make its
+seed, so micro-batches, recomputed forwards and ranks with partial sequences get equal masks.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ from torch.nn.modules.dropout import AlphaDropout, FeatureAlphaDropout
 from zero_sim.sim.dispatch import has_own_dispatch
 
 Mask = tuple[str, int]
-"""Module with dropout, and feature count of the mask."""
+"""Module with dropout, and the mask's feature count."""
 _OWN_MASK = "each rank draws a mask of its own"
 
 
 class ByDesign:
-    """Dropout of one rank, and its modules whose result depends on the number of ranks by design.
+    """Dropout of one rank, and modules whose result depends on the number of ranks by design.
 
     Args:
-        aside: Context without observation, in which tensors keep their stored dtypes.
+        aside: Context without observation, in which tensors keep stored dtypes.
     """
 
     def __init__(self, aside: Callable[[], AbstractContextManager[None]]) -> None:
         self.refusals: dict[str, str] = {}
-        """Reason for each module that cannot be compared."""
+        """Reason why a module cannot be compared, by module."""
         self.masks: set[Mask] = set()
         """Masks drawn so far."""
         self._aside = aside
         self._inside: list[str] = [""]
-        """Names of modules whose forwards run, the innermost last."""
+        """Names of modules whose forwards run, innermost last."""
         self._rows: set[int] = set()
-        """First dimensions of the outermost forward's tensors: its numbers of rows."""
+        """Possible row counts: first dimensions of the outermost forward's tensors."""
         self._step = 0
 
     @property
@@ -52,10 +51,10 @@ class ByDesign:
         return len(self._inside) > 1
 
     def begin_forward(self, name: str | None, values: Iterable[Any], *, step: int) -> None:
-        """Handle the start of a module's forward.
+        """Begin a module's forward.
 
         Args:
-            name: Name of the module; None if it has none.
+            name: Module name; None if it has none.
             values: Arguments of the forward.
             step: Optimizer steps so far.
         """
@@ -64,13 +63,13 @@ class ByDesign:
             self._rows = {
                 each.shape[0] for each in values if isinstance(each, Tensor) and each.dim()
             }
-        # A module without a name takes that of the module around it.
+        # A module without a name takes the name of the module around it.
         self._inside.append(self._inside[-1] if name is None else name)
 
     def end_forward(self, module: Module) -> None:
-        """Handle the end of a module's forward, and record a reason not to compare it."""
+        """End a module's forward. Record a reason if the module cannot be compared."""
         name = self._inside.pop()
-        # Evaluation is deterministic in all of these modules.
+        # In evaluation, all these modules are deterministic.
         if module.training and torch.is_grad_enabled() and (reason := _reason(module)):
             self.refusals[f"{type(module).__name__} {name}".strip()] = reason
 
@@ -79,21 +78,21 @@ class ByDesign:
 
         Args:
             tensor: Tensor to drop from.
-            p: Probability to drop a feature.
-            dim: Dimension of the features.
+            p: Probability of dropping a feature.
+            dim: Feature dimension.
 
         Returns:
             True for kept features, in a shape that broadcasts to the tensor.
         """
         name, shape = self._inside[-1], tensor.shape
-        # A single dimension may be rows, so all of it is kept or dropped.
+        # A single dimension may be rows, so keep or drop all of it.
         size = shape[dim] if len(shape) > 1 else 1
-        # Features as many as rows, and no rows in front: dropout drops rows, which differ by rank.
+        # As many features as rows, and no rows in front: it drops rows, which differ by rank.
         if size in self._rows and all(shape[0] % each for each in self._rows):
             self.refusals[f"dropout in {name or 'the script'}"] = f"{_OWN_MASK}, over rows"
         with self._aside():
             self.masks.add((name, size))
-            # From its own generator, so that draws do not depend on what the rank drew before.
+            # An own generator, so that earlier draws of the rank do not matter.
             key = hashlib.blake2b(f"{self._step} {size} {name}".encode(), digest_size=6).digest()
             draws = torch.Generator().manual_seed(int.from_bytes(key))
             kept = torch.rand(size, generator=draws, dtype=torch.float64) >= p
@@ -116,17 +115,17 @@ def _reason(module: Module) -> str:
     """Return why a module's result depends on the number of ranks; empty if it does not."""
     if isinstance(module, (AlphaDropout, FeatureAlphaDropout)) and module.p > 0:
         return _OWN_MASK
-    # cuDNN and the CPU kernels draw these masks inside, out of reach.
+    # cuDNN and CPU kernels draw these masks inside, out of reach.
     if isinstance(module, RNNBase) and module.dropout > 0 and module.num_layers > 1:
         return _OWN_MASK
-    # SyncBatchNorm takes the mean over all ranks, so it can be compared.
+    # SyncBatchNorm averages over all ranks, so it can be compared.
     if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm):
         return "each rank normalises by the mean of its own rows"
     return ""
 
 
 def unlike_masks(expected: Set[Mask], got: Set[Mask]) -> Mapping[str, str]:
-    """Return modules with masks on only one side, with the reason."""
+    """Return modules with a mask on only one side, with the reason."""
     return {
         f"dropout in {name or 'the script'}": f"{_OWN_MASK}, of {size} features on one side alone"
         for name, size in sorted(expected ^ got)
@@ -134,7 +133,7 @@ def unlike_masks(expected: Set[Mask], got: Set[Mask]) -> Mapping[str, str]:
 
 
 def patches(design: Callable[[], ByDesign | None]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield functions with dropout, as place, name and replacement.
+    """Yield patches of functions with dropout: place, name and replacement.
 
     Args:
         design: Returns the running rank's `ByDesign`; None in an unobserved thread.
@@ -149,7 +148,7 @@ def patches(design: Callable[[], ByDesign | None]) -> Iterator[tuple[Any, str, A
             by = design()
             if by is None or not training or not 0 < p <= 1:
                 return original(input, p, training, inplace)
-            # dropout drops features, the others channels. Those come first in input of one row.
+            # `dropout` drops features. The others drop channels, which come first without rows.
             dim = 0 if name == "dropout1d" and input.dim() == 2 else 1
             kept = by.kept(input, p, -1 if name == "dropout" else dim)
             # At p = 1 torch returns zeros, not the 0/0 of the formula.
@@ -169,8 +168,7 @@ def patches(design: Callable[[], ByDesign | None]) -> Iterator[tuple[Any, str, A
     ) -> Tensor:
         by = design()
         if by is not None and 0 < dropout_p < 1:
-            # Dropping a key for all queries is the same as dropping its value: [..., keys,
-            # features].
+            # Dropping a key for all queries equals dropping its value: [..., keys, features].
             kept = by.kept(value, dropout_p, -2)
             value, dropout_p = value * kept * (1 / (1 - dropout_p)), 0.0
         return attention(query, key, value, attn_mask, dropout_p, *args, **kwargs)
@@ -180,7 +178,7 @@ def patches(design: Callable[[], ByDesign | None]) -> Iterator[tuple[Any, str, A
         # Stochastic depth (timm, torchvision) draws one number per row with `bernoulli_`.
         if by is None or generator is not None or not isinstance(p, float) or not by.is_inside:
             return bernoulli(self, p, generator=generator)
-        # p is the probability of a 1, that is to keep.
+        # p is the probability of a 1, which means keep.
         return self.copy_(by.kept(self, 1 - p).expand_as(self))
 
     attention, bernoulli = functional.scaled_dot_product_attention, Tensor.bernoulli_

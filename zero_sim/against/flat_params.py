@@ -1,7 +1,7 @@
-"""Places of shards in `FullyShardedDataParallel`, and shards behind params of `fully_shard`.
+"""Shard places in `FullyShardedDataParallel`, and shards behind `fully_shard`'s params.
 
-A flat param consists of all params of a module in order, padded at the end and cut into pieces of
-equal size. A rank's piece contains a part of each param, which may be empty.
+A flat param concatenates a module's params in order, with padding at the end, and is cut into
+pieces of equal size. A rank's piece contains a part of each param, which may be empty.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from zero_sim.against.points import Piece
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FlatPlace:
-    """Place of one rank's part of a param."""
+    """Place of a rank's part of a param."""
 
     flat: Any
     """FSDP's FlatParameter."""
     shape: tuple[int, ...]
     """Shape of the unsharded param."""
     index: int
-    """Position of this rank in the shard group."""
+    """This rank's position in the shard group."""
     count: int
 
     def placed(self, piece: Piece) -> Piece:
-        """Return a piece of the param, its gradient or its state, with its place."""
-        # While a forward or backward runs the flat param is unsharded, and so are its views.
+        """Add the place to a piece of the param, its gradient or its state."""
+        # The flat param and its views are unsharded while a forward or backward runs.
         is_sharded = self.flat.numel() == self.flat._sharded_size.numel()
         if piece.values.dim() != 1 or not is_sharded:
             return piece
@@ -39,7 +39,7 @@ class FlatPlace:
 
 
 def flat_places(module: Module) -> Iterator[tuple[Tensor, FlatPlace]]:
-    """Yield flat params of a module and its submodules, and the params in them, with places."""
+    """Yield flat params in a module, and the params in them, with places."""
     for each in module.modules():
         handle: Any = getattr(each, "_handle", None)
         flat = getattr(handle, "flat_param", None)
@@ -56,7 +56,7 @@ def flat_places(module: Module) -> Iterator[tuple[Tensor, FlatPlace]]:
 
 
 def shards_of_whole(module: Module) -> Iterator[tuple[Module, str, Tensor]]:
-    """Yield shards of `fully_shard`, each with the module and name of its param."""
+    """Yield `fully_shard`'s shards, each with its param's module and name."""
     for each in module.modules():
         state: Any = getattr(each, "_get_fsdp_state", lambda: None)()
         for group in () if state is None else _groups(state):

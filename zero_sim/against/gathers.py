@@ -1,13 +1,13 @@
-"""Places of shards that only the script knows, learned from its gathers.
+"""Shard places that only the script knows, learned from its gathers.
 
 An optimizer may hold a rank's part of a flat buffer, cut in any way. When the script gathers the
-updated parts, each element's position in the result is its place. State of a param has the same
+updated parts, an element's position in the result is its place. A param's state has the same
 places.
 
 [Note: the same gather on both sides]
-The k-th gather of a step gathers the same buffer on any number of ranks. So an element is
-identified by k and its position in the result. Padding at the end of a result depends on the number
-of ranks, and is not compared.
+The k-th gather of a step gathers the same buffer on any number of ranks. So k and the position in
+the result identify an element. Padding at the end depends on the number of ranks, so it is not
+compared.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from zero_sim.sim.dispatch import has_own_dispatch
 from zero_sim.sim.log import CollectiveRecord
 
 PADDING_MAX = 512
-"""Elements by which a gather's result may be longer on one side, as padding."""
+"""Padding elements that a gather's result may always have on one side."""
 _KINDS = frozenset({"all_gather", "all_gather_list"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Consecutive elements of a rank's tensor in the result of one gather."""
+    """Consecutive elements of a rank's tensor within a gather's result."""
 
     gather: int
-    """Index among the rank's gathers of one step."""
+    """Index among the rank's gathers in a step."""
     position: int
     """Position of the first element in the result."""
     offset: int
@@ -43,11 +43,11 @@ class Stretch:
 
 
 class GatherLog:
-    """Places of shards learned from the gathers of one run."""
+    """Shard places learned from one run's gathers."""
 
     def __init__(self) -> None:
         self.places: dict[str, dict[int, tuple[Stretch, ...]]] = defaultdict(dict)
-        """Stretches of each param that belongs to no module, by rank."""
+        """Stretches by rank, for each param that belongs to no module."""
         self._counts: dict[tuple[int, int], int] = defaultdict(int)
         self._found: dict[tuple[int, int, str], list[Stretch]] = defaultdict(list)
 
@@ -59,13 +59,13 @@ class GatherLog:
         step: int,
         params: Mapping[str, Tensor],
     ) -> None:
-        """Search a gather's contribution for the values of params.
+        """Search a gather's contribution for param values.
 
         Args:
             record: Call with its group.
-            call: Tensors of the call, before the data moves.
-            step: Optimizer steps that the rank has finished.
-            params: Params of the rank's optimizers that belong to no module.
+            call: Tensors of the call, before data moves.
+            step: Optimizer steps of the rank so far.
+            params: The rank's optimizer params that belong to no module.
         """
         if record.kind not in _KINDS:
             return
@@ -74,14 +74,14 @@ class GatherLog:
         place = record.group_ranks.index(rank)
         for contribution in call.inputs:
             index = self._counts[rank, step]
-            # Integers count too, so that indices agree on both sides.
+            # Count integers as well, so that indices agree on both sides.
             self._counts[rank, step] += 1
             if not contribution.is_floating_point():
                 continue
             flat = contribution.detach().reshape(-1).to(torch.float64)
             for name, param in params.items():
                 if has_own_dispatch(type(param)):
-                    continue  # A DTensor's placements contain its places.
+                    continue  # A DTensor declares its places.
                 self._search(flat, param, rank=rank, step=step, name=name, index=index, place=place)
 
     def _search(
@@ -97,10 +97,10 @@ class GatherLog:
     ) -> None:
         own = param.detach().reshape(-1).to(torch.float64)
         known = self.places[name].get(rank, ())
-        # All of it is placed already, by this or an earlier step.
+        # An earlier gather, perhaps of an earlier step, has placed all elements.
         if sum(each.numel for each in known) == own.numel():
             return
-        # Either the contribution is a part of the param, or the param a part of the contribution.
+        # Either may be a part of the other.
         found = _overlap(flat, own)
         if found is None:
             return
@@ -110,18 +110,18 @@ class GatherLog:
         )
         stretches = self._found[rank, step, name]
         stretches.append(stretch)
-        # Keep the step in which most of the param was found.
+        # Keep the step in which most elements were found.
         if sum(each.numel for each in stretches) > sum(each.numel for each in known):
             self.places[name][rank] = tuple(stretches)
 
 
 def _overlap(flat: Tensor, own: Tensor) -> tuple[int, int, int] | None:
-    """Find the shorter of two vectors in the longer; None if it is not in it, or all 0."""
+    """Find the shorter of two vectors in the longer; None if not found or all zero."""
     is_part = flat.numel() <= own.numel()
     short, long = (flat, own) if is_part else (own, flat)
     if not short.numel() or not bool(short.any()):
         return None
-    # Compare at positions of the largest element only, which is rare among the others.
+    # Only try positions of the largest element, because it is rare among the others.
     mark = int(short.abs().argmax())
     for at in (long == short[mark]).nonzero().reshape(-1).tolist():
         start = at - mark
@@ -139,10 +139,10 @@ def gathered(
     got: Mapping[int, Piece],
     got_log: GatherLog,
 ) -> tuple[Tensor, Tensor] | None:
-    """Assemble two flat tensors whose elements have equal places; None if places are unknown.
+    """Return flat expected and got elements with equal places; None if places are unknown.
 
     Args:
-        name: Param that the pieces belong to.
+        name: Name of the param.
         expected: Pieces of the expected run, by rank.
         expected_log: Gathers of the expected run.
         got: Pieces of the judged run, by rank.
@@ -155,9 +155,9 @@ def gathered(
     pairs: list[tuple[Tensor, Tensor]] = []
     for index, values in sorted(wanted.items()):
         other = came[index]
-        # Places that no piece of the expected run covers are not compared.
+        # Skip places without a piece of the expected run.
         present = ~values.isnan()
-        # Padding to a multiple of ranks or of alignment, in proportion for large buffers.
+        # Sizes may be padded to a multiple of ranks or alignment, more in large buffers.
         padding = max(PADDING_MAX, values.numel() // 8)
         if not 0 <= other.numel() - values.numel() <= padding:
             return None  # Too long for padding, so another tensor was gathered.
@@ -171,7 +171,7 @@ def gathered(
 
 
 def _joined(name: str, pieces: Mapping[int, Piece], log: GatherLog) -> dict[int, Tensor] | None:
-    """Return the results of gathers made from the pieces; NaN at places without one."""
+    """Return the gathers' results, rebuilt from the pieces; NaN at places without a piece."""
     places = log.places.get(name, {})
     if not set(pieces) <= set(places):
         return None
@@ -179,7 +179,7 @@ def _joined(name: str, pieces: Mapping[int, Piece], log: GatherLog) -> dict[int,
     for rank, piece in pieces.items():
         flat = piece.values.reshape(-1)
         for each in places[rank]:
-            # State may be smaller than its param, for example factored or per row.
+            # State may be smaller than its param, for example if it is factored or per row.
             if each.offset + each.numel > flat.numel():
                 return None
             stretches.append((each, flat[each.offset : each.offset + each.numel]))

@@ -1,15 +1,14 @@
-"""Precision faults hidden by float64: integers that a format rounds, and narrow reductions.
+"""Precision faults that float64 hides: integers that a format rounds, and narrow reductions.
 
 [Note: integers]
-Sums of integers, such as token counts, are exact in float64. So each sum that the script's own
-dtype cannot represent is certain to be wrong. Sums of other values are rounded in any case.
+Integer sums, such as token counts, are exact in float64. So a sum that the script's own dtype
+cannot represent is certainly wrong. Sums of other values are rounded in any case.
 
 [Note: reductions of gradients]
-The dtypes in which gradients are reduced are compared with the declared ones: of the params, of a
-compressing communication hook, and `reduce_dtype` of a mixed-precision policy. A narrower dtype is
-reported as a note, because it may be intended. A reduction counts as one of gradients if it is in a
-backward, has as many elements as a param, or has more than the largest. Losses and counts for logs
-are smaller.
+The dtype of a gradient reduction is compared with declared dtypes: of params, of a compressing
+communication hook, and `reduce_dtype` in a mixed-precision policy. A narrower dtype causes a note,
+because it may be intended. A reduction is taken for a gradient reduction if it runs in a backward,
+has as many elements as a param, or has more than the largest. Losses and logged counts are smaller.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _COMPRESSING = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch
 
 
 class IntegerSums:
-    """Sums of integers on all ranks of one run."""
+    """Integer sums on all ranks of a run."""
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}
@@ -55,23 +54,23 @@ class IntegerSums:
         self._pending: dict[tuple[str, tuple[int, ...], int], dict[int, list[Tensor]]] = {}
 
     def added(self, rank: int, operation: str, result: Any) -> None:
-        """Check the result of an operation of `ADDITIONS`: a tensor in float64, or a list."""
+        """Check the result of an operation in `ADDITIONS`: a float64 tensor or a list."""
         for each in tensors_in((result,)):
             dtype = native(each)
             if dtype in EXACT_BELOW and _is_whole(each):
                 self._check(rank, dtype, each, operation, site=None)
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
-        """Collect the contributions of ranks to a sum, and check the sum when all have come."""
+        """Collect ranks' contributions to a sum, and check it when all have come."""
         if call.kind not in _REDUCTIONS or call.reduce_op != ReduceOp.SUM:
             return
-        # Cloned, because the collective may write in place.
+        # Clones, because the collective may write in place.
         whole = [
             each.detach().clone()
             for each in call.inputs
             if native(each) in EXACT_BELOW and _is_whole(each)
         ]
-        # The number of the call in its group identifies the collective.
+        # The call's number in its group identifies the collective.
         key = record.group, record.group_ranks, record.sequence
         given = self._pending.setdefault(key, {})
         given[record.rank] = whole if len(whole) == len(call.inputs) else []
@@ -96,7 +95,7 @@ class IntegerSums:
         if site is None:
             file, line = call_site()
             if _is_of_simulator(file):
-                return  # A collective's own addition, which `called` checks as a whole.
+                return  # A collective's own addition. `called` checks the whole sum.
             site = site_of(file, line)
         place = f"{operation} at {site}"
         first = int(lost.nonzero()[0])
@@ -106,23 +105,23 @@ class IntegerSums:
             f"{float(sums.reshape(-1)[first]):,.0f} becomes "
             f"{float(rounded.reshape(-1)[first]):,.0f}. Count in integers or in a wider dtype."
         )
-        # Only the first at each place: a loop would repeat it in each step.
+        # Only the first at each place, because a loop repeats it in each step.
         self._found.setdefault(place, text)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Descriptions of the lossy sums, in the order in which they were found."""
+        """Note about lossy sums; empty if none was found."""
         if not self._found:
             return ()
         _, *others = self._found
         places = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-        # One note for all, because one mistake often has many places.
+        # One note for all, because one mistake often shows in many places.
         more = f" Also at {len(others)} more places: {places}." if others else ""
         return (next(iter(self._found.values())) + more,)
 
 
 def _is_of_simulator(file: str) -> bool:
-    """Return True if the simulator computes, called by the script's file."""
+    """Return True if simulator code is computing for the script's file."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != file:
         if frame.f_globals.get("__name__", "").startswith("zero_sim.sim."):
@@ -146,30 +145,30 @@ def _is_whole(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """Facts about one rank's modules."""
+    """Facts about a rank's modules."""
 
     roots: int
     counts: frozenset[int]
-    """Element count of each param with more than one element."""
+    """Element counts of params with more than one element."""
     dtypes: frozenset[torch.dtype]
-    """Dtypes declared by params and settings."""
+    """Dtypes that params and settings declare."""
 
 
 class Reductions:
-    """Reductions on all ranks of one run that are narrower than declared."""
+    """Reductions on all ranks of a run that are narrower than declared."""
 
     def __init__(self) -> None:
         self.narrow: dict[str, tuple[torch.dtype, torch.dtype]] = {}
-        """Dtype of the reduction and widest declared dtype, by description of the call."""
+        """Reduction dtype and widest declared dtype, by description of the call."""
         self._ranks: dict[int, _Rank] = {}
 
     def called(self, record: CollectiveRecord, call: Call, capture: RankCapture) -> None:
-        """Check a reduction by a rank whose modules a capture knows."""
+        """Check a reduction by a rank with known modules."""
         if call.kind not in _REDUCTIONS or call.reduce_op not in _SUMS or not capture.names.roots:
             return
         dtypes = {native(each) for each in call.inputs if each.is_floating_point()}
         known = self._ranks.get(record.rank)
-        # Computed again only when the rank has met another outermost module.
+        # Compute again only if the rank has a new outermost module.
         if known is None or known.roots != len(capture.names.roots):
             known = self._ranks[record.rank] = _facts_of(capture)
         sizes, largest = {each.numel() for each in call.inputs}, max(known.counts, default=0)
@@ -177,7 +176,7 @@ class Reductions:
         is_of_gradients = sizes & known.counts or max(sizes, default=0) > largest > 0
         if not known.dtypes or not (capture.is_in_backward or is_of_gradients):
             return
-        # The smallest epsilon is the widest mantissa.
+        # The smallest epsilon means the widest mantissa.
         widest = min(known.dtypes, key=_epsilon)
         for dtype in dtypes:
             if all(_epsilon(dtype) > _epsilon(each) for each in known.dtypes):
@@ -185,7 +184,7 @@ class Reductions:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Description of the narrow reductions."""
+        """Note about narrow reductions; empty if none was found."""
         if not self.narrow:
             return ()
         place, (dtype, declared) = next(iter(self.narrow.items()))
@@ -214,7 +213,7 @@ def _facts_of(capture: RankCapture) -> _Rank:
 def _of_settings(module: Module) -> Iterator[torch.dtype]:
     policies: list[Any] = []
     if isinstance(module, FSDPModule):
-        # FSDP2 keeps its policy on the state, the others on the module.
+        # FSDP2 keeps its policy in the state, the others on the module.
         policies.append(module._get_fsdp_state()._mp_policy)
     elif isinstance(module, FullyShardedDataParallel):
         policies.append(module.mixed_precision)

@@ -1,7 +1,7 @@
-"""Hooks and patches of torch that call the capture of the running thread.
+"""Hooks and patches through which torch calls the running thread's capture.
 
-torch's global hooks of modules and optimizers are used where they exist. Functions that start a
-backward, or write and read checkpoints, are replaced while a run is observed.
+Where torch has global module and optimizer hooks, these are used. Functions that start a backward,
+or write and read checkpoints, are replaced during an observed run.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from zero_sim.sim.callsite import call_site
 
 @contextlib.contextmanager
 def hooks_installed(*, observes_all: bool = True) -> Iterator[None]:
-    """Install the hooks that call the capture of the running thread.
+    """Install hooks that call the running thread's capture.
 
     Args:
-        observes_all: False to observe only forwards and optimizer steps. No function that a script
-            may compile or compare is replaced then.
+        observes_all: False to observe only forwards and optimizer steps. Then no function is
+            replaced that a script may compile or compare.
     """
 
     def before_forward(module: Module, args: Any, kwargs: Any) -> Any:
         return current.capture and current.capture.begin_forward(module, args, kwargs)
 
     def after_forward(module: Module, *_: Any) -> None:
-        # A compiler traces this hook as well, and must find no state here.
+        # A compiler also traces this hook, and must find no state here.
         if not torch.compiler.is_compiling() and current.capture is not None:
             current.capture.end_forward(module)
 
@@ -59,16 +59,16 @@ def hooks_installed(*, observes_all: bool = True) -> Iterator[None]:
         return iterate(self)
 
     with contextlib.ExitStack() as stack:
-        # A pass over the data is an epoch, within which each row is due once.
+        # A pass over the data is an epoch, in which each row is due once.
         stack.enter_context(mock.patch.object(DataLoader, "__iter__", iterated))
         for handle in (
-            # Also after a failed forward, so that the depth of forwards stays right.
+            # Also after a failed forward, so that the count of open forwards stays right.
             module_hooks.register_module_forward_hook(after_forward, always_call=True),
             optimizer_hooks.register_optimizer_step_pre_hook(before_step),
             optimizer_hooks.register_optimizer_step_post_hook(after_step),
         ):
             stack.callback(handle.remove)
-        # Installed after the forward hook, so that an open forward always gets its end.
+        # After the forward hook, so that each begun forward also ends.
         stack.enter_context(mock.patch.object(Module, "_call_impl", _call(before_forward)))
         for place, name, value in _patches() if observes_all else ():
             stack.enter_context(mock.patch.object(place, name, value))
@@ -76,7 +76,7 @@ def hooks_installed(*, observes_all: bool = True) -> Iterator[None]:
 
 
 def _call(before_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a module's call whose arguments may be replaced, keyword arguments included.
+    """Return a module call that can replace all arguments.
 
     torch's global hooks before forward only receive positional arguments.
     """
@@ -130,14 +130,14 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield from dropout.patches(lambda: current.capture.design if current.capture else None)
     for name in _LOSSES:
         yield functional, name, _loss(name, getattr(functional, name))
-    # torch creates optimizer state by a step with zero gradients, which is not the script's.
+    # torch creates optimizer state by a step with zero gradients. It is not the script's step.
     yield state_dict, "_init_optim_state", _unobserved(state_dict._init_optim_state)
     yield torch.autograd, "backward", backward_observed
     yield torch, "save", saved
     yield torch, "load", loaded
 
 
-# Functions of torch whose second argument contains the targets of rows.
+# torch functions whose second argument contains the targets of rows.
 _LOSSES = (
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "huber_loss",
     "kl_div", "l1_loss", "mse_loss", "nll_loss", "smooth_l1_loss",
@@ -166,7 +166,7 @@ def _unobserved(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_of_script() -> bool:
-    """Return True if code outside torch called: torch's checkpoints save parts in any order."""
+    """Return True if the caller is outside torch. torch's checkpoints save parts in any order."""
     # Frame 0 is this function, 1 the patch, 2 its caller.
     name = sys._getframe(2).f_globals.get("__name__", "")
     return not name.startswith("torch.")

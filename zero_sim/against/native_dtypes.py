@@ -1,8 +1,8 @@
 """Native dtypes of a script that runs in float64: each tensor reports the dtype it was made with.
 
-Rounding hides faults. A factor removed by clipping changes a float32 gradient by no more than
-rounding does, but a float64 gradient by 2^29 times that. So a script runs with each float tensor
-stored as float64, while `tensor.dtype`, sizes in bytes, and casts behave as with its own dtypes.
+Rounding hides faults. If clipping removes a wrong factor, a float32 gradient only changes by its
+rounding, but a float64 gradient by 2^29 times its rounding. So all float tensors are stored as
+float64, while `tensor.dtype`, byte sizes and casts behave as with the script's own dtypes.
 
 [Note: the native dtype belongs to the storage]
 Views share a storage and, apart from `view(dtype)`, a dtype. So the native dtype is recorded per
@@ -10,9 +10,9 @@ storage, and views, in-place operations and autograd's copies need no bookkeepin
 without a record is natively float64.
 
 [Note: casts copy where they natively would]
-`grad.float()` copies a bfloat16 gradient, and returns a float32 one itself. With one stored dtype
-both would return the same tensor, so code that reduces the copy in place would change the gradient.
-So `to` and its relatives compare native dtypes.
+`grad.float()` copies a bfloat16 gradient, but returns a float32 gradient itself. With one stored
+dtype, both would return the same tensor. Code that reduces the copy in place would then change the
+gradient, so `to` and similar casts compare native dtypes.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
-# Native dtype of each storage by address, if it is narrower than the stored one.
+# Native dtype by storage address, if narrower than the stored dtype.
 _noted: dict[int, torch.dtype] = {}
 
-# Modules that move data for the simulator, which see stored dtypes.
+# These modules move data for the simulator, so they see stored dtypes.
 _HARNESS = ("zero_sim.sim", "zero_sim.against", "zero_sim.script", "zero_sim.replicas")
 
 
 def _is_harness(depth: int = 2) -> bool:
-    """Return True if the calling code moves data for the simulator, and so needs stored dtypes."""
+    """Return True if the caller moves data for the simulator, and so needs stored dtypes."""
     return sys._getframe(depth).f_globals.get("__name__", "").startswith(_HARNESS)
 
 
 def _is_torch() -> bool:
-    """Return True if torch called the function, as when it fills buffers of bytes."""
+    """Return True if torch is the caller, for example to fill buffers of bytes."""
     return sys._getframe(2).f_globals.get("__name__", "").startswith("torch.")
 
 
@@ -94,9 +94,9 @@ def note(tensor: Tensor, dtype: torch.dtype) -> None:
         dtype: Native dtype.
     """
     if tensor.layout is torch.sparse_coo:
-        # A COO tensor has no storage itself.
+        # A COO tensor has no storage of its own.
         tensor = tensor._values()
-    # The address of the C++ object, which all Python objects for this storage share.
+    # Address of the C++ object. All Python objects for this storage share it.
     key = tensor.untyped_storage()._cdata
     if dtype in WIDE:
         _noted[key] = dtype
@@ -108,7 +108,7 @@ def note(tensor: Tensor, dtype: torch.dtype) -> None:
 def native(tensor: Tensor) -> torch.dtype:
     """Return the dtype that a tensor would have without this module."""
     dtype = _stored_dtype(tensor)
-    # Subclasses such as DTensor report the dtype of what they wrap, which is native already.
+    # Subclasses such as DTensor report the dtype of their inner tensor, which is native already.
     if dtype in _WIDE and not has_own_dispatch(type(tensor)) and tensor.device.type != "meta":
         if tensor.layout is not torch.strided:
             if tensor.layout is not torch.sparse_coo:
@@ -128,7 +128,7 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def stored_dtypes() -> Iterator[None]:
-    """Show and create tensors in their stored dtypes, in this thread."""
+    """Show and create stored dtypes in this thread."""
     was, thread.active = thread.active, False
     try:
         yield
@@ -137,7 +137,7 @@ def stored_dtypes() -> Iterator[None]:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Return a narrow tensor's copy in float64 with a record; any other tensor itself."""
+    """Return a float64 copy of a narrow tensor, with a record; return other tensors unchanged."""
     dtype = _stored_dtype(tensor)
     if dtype not in WIDE or has_own_dispatch(type(tensor)) or tensor.device.type == "meta":
         return tensor
@@ -155,7 +155,7 @@ def widened_tree(value: Any) -> Any:
     if type(value) is Tensor:
         return widened(value)
     if isinstance(value, dict):
-        # In place, because the dict's owner may hold it already.
+        # In place, because the dict's owner may keep it.
         for key in list(value):
             value[key] = widened_tree(value[key])
         return value
@@ -168,7 +168,7 @@ _to = Tensor.to
 
 
 def _noted_if_wide(value: Any, dtype: torch.dtype) -> Any:
-    """Record loaded float64 tensors as `dtype`: an earlier run of this kind wrote them."""
+    """Record loaded float64 tensors as `dtype`, because an earlier run in float64 wrote them."""
     if isinstance(value, Tensor):
         if _stored_dtype(value) is torch.float64 and not has_own_dispatch(type(value)):
             note(value, dtype)
@@ -207,12 +207,12 @@ def _to_by_native(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return _to(self, *args, **kwargs)
     here = native(self)
     if asked is here or _stored_dtype(self) in WIDE:
-        # Only the device and the memory format may change.
+        # Only device and memory format may change.
         args = tuple(_as_stored(each, self) for each in args)
         kwargs = {key: _as_stored(each, self) for key, each in kwargs.items()}
         return _to(self, *args, **kwargs)
     if WIDE.get(asked, asked) is _stored_dtype(self):
-        # A new storage with its own record, then the device and memory format.
+        # New storage with its own record first, then device and memory format.
         moved = [each for each in args if not isinstance(each, (torch.dtype, Tensor))]
         moved = [each for each in moved if not isinstance(each, bool)]
         kwargs = {key: each for key, each in kwargs.items() if key not in ("dtype", "other")}
@@ -244,7 +244,7 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
         torch.bfloat16: "torch.BFloat16Tensor",
         torch.float16: "torch.HalfTensor",
     }
-    # Also `torch.FloatTensor` itself, whose full name is the same.
+    # `torch.FloatTensor` itself, too: its full name is the same.
     dtypes = {name: dtype for dtype, name in names.items()} | {"torch.DoubleTensor": torch.float64}
 
     @functools.wraps(original)
@@ -269,7 +269,7 @@ def _item_bytes(self: Tensor) -> int:
 
 
 def _gradient(self: Tensor) -> Tensor | None:
-    """Return the gradient, which natively has its tensor's dtype, however it was computed."""
+    """Return the gradient with the native dtype of its tensor, as torch requires."""
     grad = _grad.__get__(self)
     if grad is not None and thread.active and not has_own_dispatch(type(grad)):
         dtype = native(self)
@@ -288,7 +288,7 @@ def _bytes_ratio(storage: Any) -> int:
 
 
 def _storage_patches() -> Iterator[tuple[Any, str, Any]]:
-    """Yield patches of a storage's size: libraries free and allocate it in native bytes."""
+    """Yield patches of storage sizes, because libraries free and allocate native bytes."""
     nbytes, resize = _storage_class.nbytes, _storage_class.resize_
 
     def shown_nbytes(self: Any) -> int:
@@ -297,7 +297,7 @@ def _storage_patches() -> Iterator[tuple[Any, str, Any]]:
     def resize_native(self: Any, size_bytes: int, /) -> Any:
         return resize(self, size_bytes * _bytes_ratio(self) if _shows_native() else size_bytes)
 
-    # `size` too, because torch's own calls `nbytes`, and would divide twice.
+    # `size` too, because torch's own calls `nbytes` and would divide twice.
     yield _storage_class, "size", shown_nbytes
     yield _storage_class, "nbytes", shown_nbytes
     yield _storage_class, "resize_", resize_native
@@ -311,7 +311,7 @@ def _tensor_patches() -> Iterator[tuple[Any, str, Any]]:
         return dtype
 
     def set_dtype(self: Tensor, source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-        # C++ would compare the dtype of a typed storage with the stored dtype.
+        # C++ would compare a typed storage's dtype with the stored dtype.
         if thread.active and isinstance(source, torch.TypedStorage):
             source = source._untyped_storage
         return set_(self, *(() if source is None else (source,)), *args, **kwargs)
@@ -323,10 +323,10 @@ def _tensor_patches() -> Iterator[tuple[Any, str, Any]]:
             if asked is here:
                 return plain_view(self, _stored_dtype(self))
             if here is torch.uint8 and asked in WIDE and not _is_torch():
-                # Bytes of a file, which are only read: readers of safetensors do this.
+                # Bytes from a file that are only read, as safetensors does.
                 return widened(plain_view(self, asked))
             if here in WIDE or asked in WIDE:
-                # The bytes of such a view do not exist in memory.
+                # Memory does not contain the bytes of such a view.
                 raise UnsupportedByFloat64(f"Tensor.view({asked}) of a {here} tensor")
         return plain_view(self, *args, **kwargs)
 
@@ -336,7 +336,7 @@ def _tensor_patches() -> Iterator[tuple[Any, str, Any]]:
 
     set_, plain_view = Tensor.set_, Tensor.view
     set_grad = _grad.__set__
-    # Replaced on the Python class. C++ code keeps seeing stored dtypes.
+    # On the Python class, so C++ code still sees stored dtypes.
     yield Tensor, "dtype", property(shown)
     yield Tensor, "grad", property(_gradient, set_grad, _grad.__delete__)
     yield Tensor, "to", _to_native
@@ -362,7 +362,7 @@ def _tensor_patches() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _module_patches() -> Iterator[tuple[Any, str, Any]]:
-    """Yield a patch for params made by a library's own thread, which our modes do not reach."""
+    """Yield a patch that widens params made in a library's own thread, outside our modes."""
     named = torch.nn.Module.named_parameters
 
     @functools.wraps(named)
@@ -402,17 +402,17 @@ def _function_patches() -> Iterator[tuple[Any, str, Any]]:
 
         return call
 
-    # These share memory with numpy or a file, so their tensors must be copied to widen them.
+    # These tensors share memory with numpy or a file, so they are copied to widen them.
     for name in ("from_numpy", "frombuffer", "from_dlpack"):
         yield torch, name, lifted(getattr(torch, name))
-    # A file may contain float64 that an earlier run stored for narrower tensors.
+    # An earlier run may have stored narrower tensors in the file as float64.
     yield torch, "load", lifted(torch.load, loaded)
     yield torch, "save", saved(torch.save)
 
     def result_type(one: Any, other: Any) -> torch.dtype:
         if not thread.active:
             return plain_result_type(one, other)
-        # On meta, a tensor of the native dtype costs no memory.
+        # A meta tensor has the native dtype and costs no memory.
         one, other = (
             torch.empty(each.shape, dtype=native(each), device="meta")
             if isinstance(each, Tensor)
@@ -448,7 +448,7 @@ def _autocast_patches() -> Iterator[tuple[Any, str, Any]]:
             init(self, device_type, dtype=dtype, enabled=enabled, **rest)
             return
         init(self, device_type, dtype=dtype, enabled=False, **rest)
-        # Read by `_promoted`, which gives results the dtype that autocast would.
+        # `_promoted` gives results the dtype that autocast would choose.
         self._native_dtype = self.fast_dtype if enabled else None
 
     def enter_noted(self: Any) -> Any:
@@ -466,7 +466,7 @@ def _autocast_patches() -> Iterator[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Install all patches; a thread shows native dtypes while `thread.active` is True."""
+    """Install all patches. A thread shows native dtypes while `thread.active` is True."""
     with contextlib.ExitStack() as stack:
         for patches in (_storage_patches, _tensor_patches, _module_patches, _function_patches):
             for place, name, value in patches():

@@ -1,12 +1,12 @@
-"""Rounding noise: random changes of operations' results, as rounding might make them.
+"""Rounding noise: random changes to results, as large as rounding.
 
 [Note: rounding noise]
-Monte Carlo arithmetic (Parker 1997; CESTAC and Verrou are tools of this kind) measures the effect
-of rounding on a result. Each operation's result is changed at random by up to one unit in the last
-place. Exact results have no rounding and stay: an exact result of inputs with few digits ends in
-zero bits, and a rounded one by chance in one case of 2^12. So values that end in as many zeros are
-kept, among them counts and powers of two. Narrower formats have fewer digits. There fewer zeros
-must suffice, and chance keeps more values.
+Monte Carlo arithmetic (Parker 1997; CESTAC and Verrou are such tools) measures how much rounding
+changes a result. Here each operation's result changes at random, by up to one unit in the last
+place. Exact results stay, because they are not rounded. An exact result of short inputs ends in
+zero bits. A rounded float64 ends in 12 zero bits only once in 2^12 cases, by chance. So values that
+end in 12 zero bits are kept, such as counts and powers of two. Narrower formats have fewer digits,
+so fewer zero bits must suffice, and chance keeps more values.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from zero_sim.against.native_dtypes import stored
 from zero_sim.against.points import tensors_in
 from zero_sim.sim.dispatch import has_own_dispatch
 
-# Elements per part: 256 KiB of float64, within a processor's cache.
+# Elements per part: 256 KiB of float64 fit into a processor's cache.
 _PART_ELEMS = 1 << 15
-# Factors drawn per format, from which parts take stretches.
+# Factors drawn per format. Each part of a tensor uses a stretch of them.
 _TABLE_ELEMS = 1 << 20
 
 
 class _Format(NamedTuple):
     bits: torch.dtype
-    """Integer dtype of its bits."""
+    """Integer dtype for reading its bits."""
     exact_bits: int
-    """Zero bits at the end that mark a value as exact."""
+    """Trailing zero bits that mark a value as exact."""
     computed_in: torch.dtype
-    """Dtype in which a value is multiplied by its factor."""
+    """Dtype in which values are multiplied by factors."""
 
 
 _FORMATS = {
@@ -45,17 +45,17 @@ _FORMATS = {
 
 
 class Noise:
-    """Random changes of one rank's results, drawn from a seed."""
+    """Random changes to one rank's results, drawn from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._places = random.Random(seed)
-        # Factors by format. For each part of a tensor a start in the table is drawn, because
-        # drawing each factor would take as long as the script's own operations.
+        # By format. Each part of a tensor starts at a random position in the table, because drawing
+        # every factor would take as long as the script's own operations.
         self._tables: dict[torch.dtype, Tensor] = {}
 
     def move(self, result: Any) -> None:
-        """Change the values of a tensor or list in place, by up to one unit in the last place."""
+        """Change a tensor or list of tensors in place, by up to one unit in the last place."""
         for each in tensors_in((result,)):
             if (
                 not has_own_dispatch(type(each))
@@ -72,7 +72,7 @@ class Noise:
             for part in tensor.view(-1).split(_PART_ELEMS):
                 _move_part(part, self._factors(stored(tensor), part.numel()))
             return
-        # Strided memory has no flat parts, so all factors are drawn for one operation.
+        # Strided memory has no flat parts, so collect factors for a single operation.
         whole, rest = divmod(tensor.numel(), _PART_ELEMS)
         sizes = [_PART_ELEMS] * whole + [rest] * bool(rest)
         factors = torch.cat([self._factors(stored(tensor), size) for size in sizes])
@@ -93,10 +93,10 @@ class Noise:
 def _move_part(values: Tensor, factors: Tensor) -> None:
     known = _FORMATS[stored(values)]
     digits = values.contiguous().view(known.bits)
-    # The last bits of the significand; see [Note: rounding noise].
+    # True if the last bits are not all zero; see [Note: rounding noise].
     is_rounded = (digits & ((1 << known.exact_bits) - 1)).bool()
     moved = values * factors
-    # In place, like the other branch, which converts back from the wider dtype of the factors.
+    # Written in place. The other branch converts back from the wider dtype of the factors.
     if stored(moved) is stored(values):
         torch.where(is_rounded, moved, values, out=values)
     else:

@@ -1,8 +1,8 @@
-"""Names of modules that a rank numbers differently, recognised by their params' first values.
+"""Names of modules that a rank numbers differently, recognised by their initial params.
 
 A rank with experts 4 to 7 may name them `experts.0` to `experts.3`. If a param has the bits of
-exactly one param of the expected run under another name, its module gets this name, with all params
-in it. (Params of zeros or ones cannot be recognised by themselves.)
+exactly one param of the expected run, under another name, its module gets that name. All params in
+the module follow, because params of zeros or ones cannot be recognised by themselves.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Mapping
 
 
 def other_prefixes(own: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the expected run's prefix for each prefix of one rank that is named differently.
+    """Return the expected prefix for each prefix that a rank names differently.
 
     Args:
-        own: Digests of one rank's params at their start, by name.
-        known: Digests of the expected run's params at their start, by name.
+        own: Digests of the rank's initial params, by name.
+        known: Digests of the expected run's initial params, by name.
 
     Returns:
-        Prefixes; empty if the names are the same, or the match is not certain.
+        Expected prefix by the rank's prefix; empty if names are equal or a match is uncertain.
     """
     counts = Counter(known.values())
     # Params with equal values, such as zeros, identify no module.
@@ -29,7 +29,7 @@ def other_prefixes(own: Mapping[str, str], known: Mapping[str, str]) -> dict[str
         if digest not in unique:
             continue
         mine, theirs = _without_common_end(name, unique[digest])
-        # Names without a common end differ in the param's own name, so this is no module's number.
+        # Without a common end, the params themselves are named differently, so no module is.
         if found.setdefault(mine, theirs) != theirs or (mine and unique[digest] == theirs):
             return {}
     found.pop("", None)  # Params with the same name.
@@ -39,9 +39,9 @@ def other_prefixes(own: Mapping[str, str], known: Mapping[str, str]) -> dict[str
 
 
 def renamed(name: str, prefixes: Mapping[str, str]) -> str:
-    """Replace a name's longest known prefix."""
+    """Replace the longest known prefix of a name."""
     parts = name.split(".")
-    # The longest prefix first: an inner module may be renumbered as well.
+    # Longest first, because an inner module may be renumbered as well.
     for count in range(len(parts), 0, -1):
         if (other := prefixes.get(".".join(parts[:count]))) is not None:
             return ".".join((other, *parts[count:]))

@@ -1,4 +1,4 @@
-"""Verdicts on a script as one self-contained HTML page, in the style of that of failed cases."""
+"""One self-contained HTML page of verdicts on a script, styled like pages of failed cases."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from zero_sim.report.svg_buffer_map import buffer_map_pictures
 from zero_sim.report.text_buffer_map import equal_elems
 
 ROWS_MAX = 200
-"""Differences listed for one verdict."""
-# Names of tensors and files come from the script, so the page may run no scripts.
+"""Number of differences listed per verdict."""
+# The script chooses names of tensors and files, so the page must run no scripts.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _HEAD = ("step and moment", "tensor", "of the largest value", "times rounding")
 
 
 def write_against_page(path: Path, reported: Sequence[Reported]) -> None:
-    """Write a page of verdicts on one script, replacing an existing one.
+    """Write verdicts on one script as a page, replacing an existing file.
 
     Raises:
         UsageError: The file cannot be written.

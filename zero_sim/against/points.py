@@ -1,4 +1,4 @@
-"""Points at which tensors of a script are observed, and one rank's piece of a tensor."""
+"""Points at which a script's tensors are observed, and a rank's piece of a tensor."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ MOMENTS: dict[Moment, str] = {
     "loaded": "tensor of a checkpoint that was loaded",
     "end": "tensor at the end of the script",
 }
-"""Moments of a step, in the order in which a fault passes through them, with a description."""
+"""Moments with descriptions, in the order in which a fault passes through them."""
 LOCALISING: frozenset[Moment] = frozenset({"backward", "gradient", "setting"})
-"""Moments that locate a difference but do not prove one: scaled gradients may be a convention."""
+"""Moments that locate a difference but do not prove it, because a script may scale gradients."""
 END_STEP = 1 << 30
-"""Step number of observations after the script's last line."""
+"""Step number for observations after the script's last line."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among values, and in lists and tuples of these."""
+    """Yield the tensors in values, lists and tuples."""
     for each in values:
         if isinstance(each, Tensor):
             yield each
@@ -55,27 +55,27 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class Point(NamedTuple):
-    """An observation of a tensor, identical on all ranks and in all runs."""
+    """Key of an observed tensor, identical on all ranks and in all runs."""
 
     step: int
-    """Calls of `Optimizer.step` on the rank before it, or `END_STEP`."""
+    """Earlier calls of `Optimizer.step` on this rank, or `END_STEP`."""
     moment: Moment
     name: str
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key: the time at which a fault would reach the point."""
+        """Sort key: when a fault would reach the point."""
         return self.step, _ORDER[self.moment]
 
     @property
     def when(self) -> str:
-        """Description of step and moment."""
+        """Step and moment, in words."""
         when = "the end" if self.step == END_STEP else f"step {self.step + 1}"
         return f"{when}, {MOMENTS[self.moment]}"
 
     @property
     def text(self) -> str:
-        """Description of the point."""
+        """The point, in words."""
         return f"{self.when}: {self.name}"
 
 
@@ -87,31 +87,31 @@ class Piece:
     """One rank's part of a tensor."""
 
     values: Tensor
-    """The rank's own elements, in float64."""
+    """This rank's elements, in float64."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor if the rank knows it, otherwise of its own elements."""
+    """Shape of the unsharded tensor if the rank knows it, otherwise of its own elements."""
     shards: tuple[tuple[int, int, int], ...] = ()
-    """For each mesh dimension that shards the tensor, from the outermost: the tensor dimension,
-    this rank's coordinate, and the number of ranks. Empty for an unsharded tensor."""
+    """Tensor dimension, this rank's coordinate and number of ranks, for each mesh dimension that
+    shards the tensor, outermost first. Empty for an unsharded tensor."""
     is_partial: bool = False
-    """True for a DTensor with a Partial placement, whose values are sums over ranks."""
+    """True for a DTensor with a Partial placement, whose values still need a sum over ranks."""
     is_flat: bool = False
-    """True if the shards are consecutive parts of the flattened tensor, perhaps with padding."""
+    """True if shards are consecutive parts of the flattened tensor, perhaps with padding."""
     is_buffer: bool = False
-    """True for a module's buffer, which may differ by rank, as a running mean does."""
+    """True for a module's buffer. Buffers may differ by rank, as running means do."""
     dtype: str = "float32"
     """Native dtype."""
 
 
 class Sink:
-    """Receiver of the observations of ranks. This base class keeps none."""
+    """Receiver of observations. This base class drops them."""
 
     def wants(self, point: Point) -> bool:
-        """Return True if a point should be observed."""
+        """Return True to observe a point."""
         return False
 
     def forget(self) -> None:
         """Forget all observations, because the run starts again."""
 
     def take(self, rank: int, point: Point, piece: Piece) -> None:
-        """Receive one rank's piece, whose memory changes after the call."""
+        """Receive a rank's piece. Copy it to keep it, because its memory changes after the call."""

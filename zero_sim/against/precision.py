@@ -4,9 +4,9 @@ float64 repairs precision faults, such as a reduction in bfloat16. In native pre
 separates all faults from rounding, so a large difference is only a warning.
 
 [Note: measured false alarms]
-Runs with rounding noise measure the effect of rounding on each tensor. Each of them is also judged
-by all others, as if it were the judged run. The share of them that causes a warning is the rate of
-false alarms for this script.
+Runs with rounding noise show how much rounding changes each tensor. Each noisy run is also judged
+by the others, as if it were the judged run. The share that causes a warning is the rate of false
+alarms for this script.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from zero_sim.script.record import ScriptRun
 
 NOISY_RUNS = 6
 LIMIT = 8.0
-"""Multiple of the largest rounding in all noisy runs above which a tensor causes a warning."""
-# Relative rounding above which a tensor is not compared, because it has no correct digit.
+"""Multiple of the largest measured rounding above which a tensor causes a warning."""
+# Relative rounding above which a tensor has no correct digit, so it is not compared.
 _UNDECIDED = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionReport:
-    """The comparison in native dtypes."""
+    """Result of the comparison in native dtypes."""
 
     trouble: str = ""
-    """Reason why there is none; empty if there is one."""
+    """Reason why nothing was compared; empty if tensors were."""
     compared_count: int = 0
     above: Mapping[Point, tuple[float, str]] = field(default_factory=dict)
-    """Multiple of rounding and dtype of each tensor above the limit, in the order of a fault."""
+    """Multiple of rounding and dtype for each tensor above the limit, earliest first."""
     false_runs: int = 0
     """Noisy runs that cause a warning when the others judge them."""
     false_points: int = 0
@@ -45,7 +45,7 @@ class PrecisionReport:
 
     @property
     def text(self) -> str:
-        """Description of the comparison, in one or two sentences."""
+        """The comparison in one or two sentences."""
         if self.trouble:
             return f"precision: not compared, because {self.trouble}."
         rate = (
@@ -75,7 +75,7 @@ def measure_precision(
     splits: bool = False,
     starts_alike: bool = False,
 ) -> PrecisionReport:
-    """Run both sides in native dtypes, and the expected one several times with rounding noise.
+    """Run both sides in native dtypes, and the expected side again with rounding noise.
 
     Args as for `prepare` and `judge`; `splits` is True to split each dealt batch among ranks.
     """
@@ -89,8 +89,8 @@ def measure_precision(
         )
 
     def relative(side: Side, **options: Any) -> tuple[dict[Point, float], ScriptRun]:
-        """Return the relative differences of tensors that can prove a fault."""
-        # Only distances are needed, so no tensor is kept.
+        """Return the relative difference of each tensor that can prove a fault."""
+        # Only distances matter, so keep no tensor.
         measurement = Measurement(baseline, keep_above=float("inf"))
         observed = observe(side, Way(sink=measurement, is_native=True, **options), seed=seed)
         measurement.finish(observed.gathers)
@@ -101,7 +101,7 @@ def measure_precision(
     runs: list[Mapping[Point, float]] = []
     for index in range(NOISY_RUNS):
         differs, script = relative(expected, noise_seed=index + 1)
-        # Branches on float values: the runs cannot be compared tensor by tensor.
+        # Branches depend on float values, so tensors of the runs do not correspond.
         if script.failure is not None or (runs and differs.keys() != runs[0].keys()):
             return PrecisionReport(trouble="rounding decides which operations the script performs")
         runs.append(differs)
@@ -122,9 +122,9 @@ def _report(
     for point in sorted(got, key=lambda each: (each.order, each.name)):
         noise = [run[point] for run in runs if point in run]
         dtype = next(iter(baseline.pieces[point].values())).dtype
-        # A tensor that no noisy run moved still has one rounding of its dtype.
+        # Even a tensor that no noise changed has one rounding of its dtype.
         floor = _epsilon(dtype)
-        # A tensor that some noisy run lacks has no measured rounding.
+        # A tensor that a noisy run lacks has no measured rounding.
         if len(noise) < len(runs) or max(noise) > _UNDECIDED:
             continue
         compared += 1
@@ -132,7 +132,7 @@ def _report(
         if multiple > LIMIT:
             above[point] = multiple, dtype
         for index, own in enumerate(noise):
-            # Leave one out: a noisy run must not judge itself.
+            # Leave one out, because a noisy run must not judge itself.
             if own > LIMIT * max(*noise[:index], *noise[index + 1 :], floor):
                 false_points += 1
                 false_runs.add(index)
@@ -147,6 +147,6 @@ def _report(
 
 
 def _epsilon(dtype: str) -> float:
-    """Return a dtype's relative rounding by name; Python's own numbers have `float`."""
+    """Return the relative rounding of a dtype's name. Python's numbers are named `float`."""
     known = getattr(torch, dtype)
     return torch.finfo(known).eps if known.is_floating_point or known.is_complex else 0.0

@@ -1,4 +1,4 @@
-"""Verdicts on two runs of a script."""
+"""Records of a verdict on two runs of a script."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class AgainstVerdict:
 
     outcome: Outcome
     reason: str = ""
-    """One sentence; empty for `equal`, and if tensors differ."""
+    """One sentence; empty for `equal`, and if `differences` has the reason."""
     remedy: str = ""
     expected: str = ""
-    """Side to compare with, such as `1 rank`."""
+    """Expected side, such as `1 rank`."""
     got: str = ""
     steps: int = 0
     differences: tuple[Difference, ...] = ()
@@ -53,17 +53,17 @@ class AgainstVerdict:
     unobserved: tuple[str, ...] = ()
     """Tensors whose shards could not be assembled."""
     undecided: tuple[str, ...] = ()
-    """Tensors with no digit that rounding leaves unchanged."""
+    """Tensors in which rounding changes every digit."""
     notes: tuple[str, ...] = ()
     ending: str = ""
     """Report of a failed run."""
 
     @property
     def first(self) -> str:
-        """Description of the first difference; empty if there is none."""
+        """Description of the first difference; empty without differences."""
         return self.differences[0].point.text if self.differences else ""
 
 
 def inconclusive(reason: str, remedy: str) -> AgainstVerdict:
-    """Return the verdict on sides that cannot be compared."""
+    """Return the verdict on two sides that cannot be compared."""
     return AgainstVerdict(outcome="inconclusive", reason=reason, remedy=remedy)

@@ -35,32 +35,32 @@ from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
 
 COPY_LIMIT_BYTES = 2 << 30
-# Value in memory that the script has not filled.
+# Initial value of memory that the script has not filled.
 FILL = 1 / 8
 COLLECTED_ELEMS = 1 << 20
-"""Param elements of all ranks above which a run's model is collected at once."""
-# Rank of a script's main part, for the seed of its rounding noise. No real rank is as large.
+"""Param elements on all ranks above which a run's model is freed at once."""
+# Stands for the script's main part in the seed of rounding noise. No real rank is as large.
 _STARTER = 999
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """One configuration of a script: settings and arguments."""
+    """Configuration of a script: settings and arguments."""
 
     settings: Settings
     name: str
     is_module: bool
     arguments: tuple[str, ...]
     earlier_arguments: tuple[str, ...] | None = None
-    """Arguments of a run before it in the same folder, which stops early; None for none."""
+    """Arguments of an earlier run in the same folder, which stops early; None for no such run."""
     spare_gpus: int = 0
     """GPUs to report to a script that does nothing with one per rank; 0 for no such attempt."""
     label: str = ""
-    """Name of the side; empty for its number of ranks."""
+    """Name of the side; empty to use its number of ranks."""
     allowed_drift: tuple[str, ...] = ()
-    """Patterns of names of tensors that may differ among ranks."""
+    """Name patterns of tensors that may differ among ranks."""
     started: int = 0
-    """Number of ranks that the script started itself; 0 if torchrun starts them."""
+    """Number of ranks, if the script starts them itself; 0 if torchrun starts them."""
 
     @property
     def world_size(self) -> int:
@@ -68,7 +68,7 @@ class Side:
         return self.started or self.settings.world_size
 
     def as_tried(self, other: Side) -> Side:
-        """Return this side with the settings that another side needed to run."""
+        """Return this side with the settings that the other side needed to run."""
         tried = other.settings
         settings = replace(
             self.settings,
@@ -89,28 +89,28 @@ class Side:
 
 @dataclass(kw_only=True, slots=True)
 class Observed:
-    """Facts about one run, without its tensors, which the sink has."""
+    """Facts about one run. Its tensors are in the sink."""
 
     script: ScriptRun
     side: Side
-    """The side with the settings that were needed, for example CUDA on the CPU."""
+    """Side with the settings that the run needed, for example CUDA on the CPU."""
     rows: list[RowLog] = field(default_factory=list)
     operations: tuple[tuple[str, int], ...] = ()
     """Digest and number of operations, by rank."""
     steps_of_ranks: tuple[int, ...] = ()
     """Calls of `Optimizer.step`, by rank."""
     saved_at: int = -1
-    """Optimizer steps before the last saved checkpoint; -1 for none."""
+    """Optimizer steps before the last saved checkpoint; -1 if none was saved."""
     started: tuple[Mapping[str, str], ...] = ()
-    """Digests of the params that were replaced at the start, by rank."""
+    """Digests of params that were replaced at the start, by rank."""
     gathers: GatherLog = field(default_factory=GatherLog)
     replicas: ReplicaCheck
     integers: IntegerSums = field(default_factory=IntegerSums)
     reductions: Reductions = field(default_factory=Reductions)
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Reason for each module that depends on the number of ranks by design."""
+    """Reason why a module's result depends on the number of ranks, by module."""
     masks: Set[Mask] = frozenset()
-    """Dropout masks drawn by ranks."""
+    """Dropout masks that ranks drew."""
 
     @property
     def step_count(self) -> int:
@@ -119,13 +119,13 @@ class Observed:
 
     @property
     def resumed_at(self) -> int:
-        """Optimizer steps that a resuming run does not repeat."""
+        """Number of optimizer steps that a resumed run does not repeat."""
         return self.saved_at if self.saved_at >= 0 else self.step_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """Options for the observation of a run."""
+    """Options for observing a run."""
 
     sink: Sink
     is_native: bool = False
@@ -134,17 +134,16 @@ class Way:
     """Seed of rounding noise; None for no noise."""
     fill: float = FILL
     dealt: tuple[RowLog, ...] | None = None
-    """Logs of the rows to deal: one for all ranks, or one per rank. None if ranks read their own
-    rows."""
+    """Rows to deal: one log for all ranks, or one per rank. None if ranks read their own rows."""
     splits: bool = False
-    """True to split each dealt batch among the ranks."""
+    """True to split each dealt batch among ranks."""
     keeps_rows: bool = False
     start: Mapping[str, Tensor] | None = None
-    """Values for params before their first forward, by name; None to keep the script's."""
+    """Values that params get before their first forward, by name; None to keep the script's."""
     known: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the params that the expected run started with, by name."""
+    """Digests of the expected run's initial params, by name."""
     called: Callable[[CollectiveRecord, Call], None] | None = None
-    """Receives each call of a collective."""
+    """Receives each collective."""
 
 
 class _Observer:
@@ -152,8 +151,8 @@ class _Observer:
 
     Args:
         way: Options of the observation.
-        steps: Optimizer steps of the run that this one continues.
-        replicas: Compares tensors that several ranks have.
+        steps: Optimizer steps of the earlier run that this one resumes.
+        replicas: Comparison of tensors that several ranks have.
     """
 
     needs_all_ranks = True
@@ -178,9 +177,9 @@ class _Observer:
             self.rows[rank] = self._row_log(rank)
         capture = self.captures[rank] = RankCapture(
             sink=way.sink,
-            # Kept over several worlds of one script, so that all rows of the rank are in one log.
+            # One log per rank, even if the script starts several worlds.
             rows=self.rows[rank],
-            # A script may start several worlds, one after another.
+            # Steps count on in a later world of the same script.
             steps=self._steps if earlier is None else earlier.steps,
             start=way.start,
             known=way.known,
@@ -190,7 +189,7 @@ class _Observer:
             yield
 
     def in_starter(self) -> AbstractContextManager[object]:
-        """Compute as the ranks do, without observation."""
+        """Compute like a rank, without observation."""
         return self._mode(_STARTER)
 
     def _mode(self, rank: int) -> AbstractContextManager[object]:
@@ -204,7 +203,7 @@ class _Observer:
                 noise_seed=seed,
                 fill=way.fill,
                 counts=lambda: rank in self.captures and self.captures[rank].is_computing(),
-                # Not with noise, which leaves few values whole.
+                # Not with noise, because it leaves few values whole.
                 added=functools.partial(self.integers.added, rank) if seed is None else None,
             )
         return self.operations[rank]
@@ -214,8 +213,7 @@ class _Observer:
         if way.dealt is None:
             return RowLog(rank=rank, keeps_values=way.keeps_rows)
         world_size = world_size_of_run()
-        # As many logs as ranks: each gets the rows of the same rank. Otherwise one log is shared
-        # out.
+        # One log per rank, or one log dealt to all ranks.
         if len(way.dealt) == world_size:
             dealer = Dealer(way.dealt[rank], rank=0, world_size=1, splits=way.splits)
         else:
@@ -223,9 +221,9 @@ class _Observer:
         return RowLog(rank=rank, deal=dealer.deal)
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
-        """Learn places from a gather, and pass the call on."""
+        """Check a call for places and precision faults, and pass it on."""
         capture = self.captures[record.rank]
-        # Comparisons of values need float64 as stored.
+        # Comparisons need the stored float64 values.
         with torch.no_grad(), native_dtypes.stored_dtypes():
             self.gathers.called(record, call, step=capture.steps, params=capture.names.others)
             if not self._way.is_native and self._way.noise_seed is None:
@@ -257,7 +255,7 @@ def observe(side: Side, way: Way, *, seed: int) -> Observed:
         before = _observe(side, way, side.earlier_arguments, path=name, seed=seed, before=None)
         if before.script.failure is not None:
             return before
-        # The run resumes with params of its own.
+        # The resumed run loads its own params.
         way = replace(way, start=None)
         return _observe(before.side, way, side.arguments, path=name, seed=seed, before=before)
 
@@ -270,7 +268,7 @@ def _observe(
     guest = _Observer(way, steps=steps, replicas=replicas)
     script = read_script(path, is_module=side.is_module, arguments=arguments)
     with Launcher(replace(script, name=side.name), side.settings, guest=guest) as launcher:
-        # Repeats are decided here, because the sink must forget the failed attempt.
+        # Repeat below, not in the launcher, because the sink must forget the failed attempt.
         run = launcher.run(seed=seed, quiet=True, repeats=False)
         other = None if before is not None else launcher.other_settings(run)
     if other is not None:
@@ -286,7 +284,7 @@ def _observe(
     observed = Observed(
         script=run,
         side=side,
-        # Rows after the checkpoint are read again by the resumed run.
+        # The resumed run reads the rows after the checkpoint again.
         rows=rows if before is None else [*(log.until(steps) for log in before.rows), *rows],
         operations=tuple(
             (guest.operations[rank].digest, guest.operations[rank].operation_count)
@@ -306,7 +304,7 @@ def _observe(
         masks={mask for each in captures for mask in each.design.masks},
     )
     elems = sum(param.numel() for each in captures for _, param in each.names.params())
-    # The log of the run refers to the captures, and these to the script's model.
+    # Break the reference from the run's log to the captures and on to the script's model.
     captures.clear()
     guest.captures.clear()
     if elems > COLLECTED_ELEMS:
@@ -315,16 +313,16 @@ def _observe(
 
 
 def _uncompiled(model: object = None, **options: object) -> object:
-    """Replace `torch.compile`, because compiled kernels have no float64 twin."""
+    """Replace `torch.compile`, because compiled kernels have no float64 version."""
     return model if model is not None else lambda function: function
 
 
 @contextlib.contextmanager
 def _in_copy(side: Side) -> Iterator[str]:
-    """Work in a copy of the working folder, and yield the script's path in it."""
-    # Checked first, so that an error contains the name that the user gave.
+    """Change to a copy of the working folder, and yield the script's path in it."""
+    # First, so that an error contains the name that the user gave.
     read_script(side.name, is_module=side.is_module, arguments=side.arguments)
-    # Sizes are added up first: a copy of a large folder would fill the disk before it fails.
+    # Add up sizes first, because a copy of a large folder would fill the disk before it fails.
     folder, total = Path.cwd(), 0
     for path in files_of(folder):
         with contextlib.suppress(OSError):

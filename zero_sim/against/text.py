@@ -1,4 +1,4 @@
-"""A verdict on a script as text, JSON, JUnit XML and a page."""
+"""Text, JSON and JUnit XML of a verdict on a script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNFED = "no collective of this rank wrote these values"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reported:
-    """A verdict with its account and command."""
+    """Verdict, with the data to report it."""
 
     verdict: AgainstVerdict
     account: Account | None
@@ -29,7 +29,7 @@ class Reported:
     """Command that repeats the judgement."""
     seconds: float
     bundle: str | None = None
-    """Id of the bundle; None if none was written."""
+    """Bundle id; None if no bundle was written."""
 
 
 def headline(verdict: AgainstVerdict) -> str:
@@ -47,7 +47,7 @@ def headline(verdict: AgainstVerdict) -> str:
 
 
 def render(verdict: AgainstVerdict, account: Account | None) -> str:
-    """Return the verdict with its account, line by line."""
+    """Return the verdict and its account as lines of text."""
     lines = [headline(verdict)]
     if account is not None:
         lines += [f"  {line}" for line in _account(verdict, account)]
@@ -108,7 +108,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _fed(feeds: Sequence[Feed]) -> list[str]:
-    """Return a line for each call that fed the tensor, with the fed ranks."""
+    """Return one line per call that fed the tensor, with the ranks it fed."""
     ranks: dict[str, list[int]] = {}
     for feed in feeds:
         # Equal to 1 within the accuracy of the search.
@@ -124,7 +124,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def as_dict(reported: Reported) -> dict[str, object]:
-    """Return a verdict as a dict for JSON, which has no infinity."""
+    """Return a verdict as a dict for JSON. Infinity becomes None."""
     verdict, account = reported.verdict, reported.account
     differences = [
         {
@@ -177,7 +177,7 @@ def verdicts_schema() -> dict[str, object]:
 
 
 def junit_case(reported: Reported) -> TestCase:
-    """Return a verdict as one test; inconclusive and unsupported ones are errors."""
+    """Return a verdict as a JUnit test. Inconclusive and unsupported verdicts are errors."""
     verdict = reported.verdict
     outcome = {"equal": "passed", "different": "failure"}.get(verdict.outcome, "error")
     return TestCase(

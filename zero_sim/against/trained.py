@@ -1,4 +1,4 @@
-"""Params changed by training, all-zero gradients, and metrics in checkpoints that may differ."""
+"""Trained params, all-zero gradients, and checkpoint metrics that may differ."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from zero_sim.replicas.rows import RowLog
 
 
 def trained(baseline: Baseline) -> list[str]:
-    """Return names of params that training changes; those of forwards if any of these change."""
+    """Return params that change between forwards; if none does, params of optimizers."""
     used: dict[str, Tensor] = {}
     moved: set[str] = set()
     for point in baseline.pieces:
-        # By forwards first: a step may also update params that no forward uses.
+        # Forwards first, because a step may also update params that no forward uses.
         if point.moment == "forward" and point.name not in moved:
             tensor = baseline.expected(point)
             if tensor is not None and not torch.equal(used.setdefault(point.name, tensor), tensor):
@@ -26,13 +26,13 @@ def trained(baseline: Baseline) -> list[str]:
 
 
 def trains_nothing(baseline: Baseline) -> bool:
-    """Return True if there are gradients, and all are zero."""
+    """Return True if there are gradients and all are zero."""
     grads = [
         piece.values
         for point, pieces in baseline.pieces.items()
         if point.moment in LOCALISING
         for piece in pieces.values()
-        if piece.dtype != "float"  # Without settings of groups, such as the learning rate.
+        if piece.dtype != "float"  # Skip group settings, such as the learning rate.
     ]
     return bool(grads) and not any(each.any() for each in grads)
 
@@ -40,10 +40,9 @@ def trains_nothing(baseline: Baseline) -> bool:
 def metrics_of(
     baseline: Baseline, points: Iterable[Point], rows: Sequence[Sequence[RowLog]]
 ) -> set[Point]:
-    """Return tensors of checkpoints that may depend on other rows, such as a validation loss.
+    """Return checkpoint tensors that may depend on evaluation rows, such as a validation loss.
 
-    These are tensors with a shape that no param has, if evaluations on the two sides read different
-    rows.
+    These have a shape that no param has. Empty if both sides evaluated the same rows.
     """
     first, *others = ({row for log in logs for row in log.evaluations} for logs in rows)
     if all(each == first for each in others):

@@ -1,4 +1,4 @@
-"""Judgement of a script by itself: whether two of its runs agree up to rounding."""
+"""Verdict on a script: compare two of its runs, and decide if they agree up to rounding."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from zero_sim.replicas.rows import RowsLack
 from zero_sim.replicas.shares import other_rows, wrongly_dealt
 
 NOISY_RUNS = 2
-"""Runs with rounding noise. With two, a one-element tensor exceeds ten times rounding by chance
-in 0.6 % of draws, and the limit in less than one of 10^8."""
+"""Number of runs with rounding noise. With two, a one-element tensor exceeds ten times its measured
+rounding by chance in 0.6 % of draws, and `LIMIT` in less than 1 of 10^8."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Prepared:
-    """The run to compare with: its tensors, and the effect of rounding on each."""
+    """The expected run: its tensors, and how much rounding alone changes each."""
 
     side: Side
     seed: int
@@ -32,29 +32,29 @@ class Prepared:
     rounding: dict[Point, float] = field(default_factory=dict)
     """Relative difference caused by rounding alone, by point."""
     failure: AgainstVerdict | None = None
-    """Verdict if the run is not suited to compare with; None if it is."""
+    """Verdict if the run cannot serve as the expected run; None if it can."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """A verdict, with the data for an account of the first difference."""
+    """A verdict, with the data to explain its first difference."""
 
     verdict: AgainstVerdict
     prepared: Prepared
     side: Side
     way: Way | None = None
-    """Options by which the judged side was observed."""
+    """Options with which the judged side was observed."""
     measurement: Measurement | None = None
 
 
 def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = False) -> Prepared:
-    """Run the side to compare with, and measure the effect of rounding on it.
+    """Run the expected side, and measure how much rounding changes its tensors.
 
     Args:
         side: Side that is assumed to be right, such as one rank.
         seed: Seed of schedules, and of random numbers that the script does not seed.
-        keeps_rows: True to keep its rows, so that they can be dealt.
-        by_rank: True if ranks of the judged sides have the same parts of tensors.
+        keeps_rows: True to keep the rows that it reads, so that they can be dealt to other sides.
+        by_rank: True if each rank has the same parts of tensors on all sides.
     """
 
     def run(side: Side) -> Prepared:
@@ -67,7 +67,7 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = 
     side, observed = prepared.side, prepared.observed
     stopped = not prepared.baseline.pieces or observed.script.failure is not None
     if side.spare_gpus > side.settings.ranks_per_node and stopped:
-        # Examples often refuse to run with one GPU, which does not mean that they need two ranks.
+        # Many examples refuse to run with one GPU, although one rank is enough.
         settings = replace(side.settings, gpus_per_node=side.spare_gpus)
         again = run(replace(side, settings=settings, spare_gpus=0))
         if again.baseline.pieces and len(again.observed.steps_of_ranks) == side.settings.world_size:
@@ -91,16 +91,16 @@ def judge(
     starts_alike: bool = False,
     all_read_all: bool = False,
 ) -> Comparison:
-    """Run another side, and compare it with the prepared one.
+    """Run another side, and compare it with the prepared side.
 
     Args:
         prepared: Side that is assumed to be right.
         side: Side to judge.
-        feeds: True to deal the rows that rank 0 of the prepared side read.
-        starts_alike: True to start its params with the values of the prepared side.
+        feeds: True to deal the rows that the prepared side's rank 0 read.
+        starts_alike: True to start with the prepared side's param values.
         all_read_all: True if each rank should read all rows, as with tensor parallelism.
     """
-    # Without a second failed attempt, if the expected side needed CUDA on the CPU or stubs.
+    # The expected side may have needed CUDA on the CPU, or stubs. Spare this side a failed attempt.
     side = side.as_tried(prepared.side)
     if prepared.failure is not None:
         verdict = replace(prepared.failure, expected=prepared.side.text, got=side.text)
@@ -114,7 +114,7 @@ def judge(
     )
     got, steps = observe(side, way, seed=prepared.seed), None
     if any(isinstance(log.trouble, RowsLack) for log in got.rows):
-        # Each rank reads as many rows as one rank does, and no argument of the script changes that.
+        # Each rank reads as many rows as the one rank, and no argument of the script changes that.
         measurement = Measurement(prepared.baseline)
         way = replace(way, sink=measurement, splits=True)
         got = observe(got.side, way, seed=prepared.seed)
@@ -122,9 +122,9 @@ def judge(
         steps = min(prepared.observed.step_count, got.step_count)
     verdict = _without_tensors(prepared, got)
     rows = prepared.observed.rows, got.rows
-    # Wrong rows explain all later differences, so they come first.
+    # Wrong rows explain all later differences, so check them first.
     if verdict is None and (reason := wrongly_dealt(*rows)):
-        remedy = "Let the samplers of all ranks draw one order from one seed, and share it out."
+        remedy = "Seed the samplers of all ranks alike, and let each rank read its share."
         verdict = AgainstVerdict(outcome="different", reason=reason, remedy=remedy)
     verdict = verdict or _own_params(got)
     if verdict is None and (other := other_rows(*rows, all_read_all=all_read_all, steps=steps)):
@@ -134,7 +134,7 @@ def judge(
         if steps is not None and steps < prepared.observed.step_count:
             measurement.keep_steps(steps)
         verdict = _judged(prepared, measurement, got)
-    # One rank counts alone what all ranks count together, so it may exceed the range alone.
+    # Only the expected side may exceed a format's range, because its one rank counts everything.
     lost = got.integers.notes or prepared.observed.integers.notes
     drifts = () if got.replicas.findings else got.replicas.notes
     notes = (*verdict.notes, *lost, *got.reductions.notes, *drifts)
@@ -145,7 +145,7 @@ def judge(
 
 
 def _without_tensors(prepared: Prepared, got: Observed) -> AgainstVerdict | None:
-    """Return the verdict if rows were not dealt, the run failed, or masks or replicas differ."""
+    """Return a verdict without tensors: rows not dealt, a failed run, unlike masks, or drift."""
     for log in got.rows:
         if log.trouble is not None:
             reason, _, remedy = str(log.trouble).partition(". ")
@@ -153,7 +153,7 @@ def _without_tensors(prepared: Prepared, got: Observed) -> AgainstVerdict | None
     if got.script.failure is not None:
         error = getattr(got.script.failure, "error", None)
         if isinstance(error, UsageError):
-            raise error  # The command is wrong, so this is no difference between the sides.
+            raise error  # A wrong command is no difference between the sides.
         return _failed(prepared, got)
     if reasons := {**got.reasons, **unlike_masks(prepared.observed.masks, got.masks)}:
         return _by_design(reasons)
@@ -161,21 +161,21 @@ def _without_tensors(prepared: Prepared, got: Observed) -> AgainstVerdict | None
 
 
 def _own_params(got: Observed) -> AgainstVerdict | None:
-    """Return the verdict if a replaced param had other values on each rank."""
+    """Return a verdict if ranks started a replaced param with different values."""
     for name in got.started[0] if got.started else ():
         if len({each.get(name) for each in got.started}) > 1:
             return inconclusive(
-                f"{name} starts with different values on each rank, so it may be another param on "
-                "each.",
+                f"{name} starts with different values on the ranks, so it may not be the same "
+                "param.",
                 "Use different names for params that ranks do not share, or broadcast them.",
             )
     return None
 
 
 def _failed(prepared: Prepared, got: Observed) -> AgainstVerdict:
-    """Return the verdict on a failed run, after trying whether it also fails in native dtypes."""
+    """Return the verdict on a failed run. Native dtypes show if float64 caused the failure."""
     side = got.side
-    # A failure in native dtypes, too, is the script's own and not caused by float64.
+    # A failure in native dtypes, too, is the script's own.
     native = observe(side, Way(sink=Sink(), is_native=True), seed=prepared.seed).script
     by_float64 = native.failure is None
     failed = got.script if by_float64 else native
@@ -185,7 +185,7 @@ def _failed(prepared: Prepared, got: Observed) -> AgainstVerdict:
         alone = " only in float64" if by_float64 else ""
         return AgainstVerdict(
             outcome="unsupported" if by_float64 else "different",
-            reason=f"The run on {side.text} fails{alone}, and that on {prepared.side.text} does "
+            reason=f"The run on {side.text} fails{alone}, but the run on {prepared.side.text} does "
             f"not: {failed.ending}",
             ending=ending,
         )
@@ -230,14 +230,14 @@ def _by_design(reasons: Mapping[str, str]) -> AgainstVerdict:
 
 
 def _measure_rounding(prepared: Prepared) -> AgainstVerdict | None:
-    """Measure the effect of rounding on each tensor; return a verdict if it decides too much."""
+    """Measure how much rounding changes each tensor. Return a verdict if nothing is decidable."""
     if not prepared.baseline.pieces:
         return inconclusive(
             "Nothing was observed: no forward, no Optimizer.step and no checkpoint.",
             "Use torch.nn modules or a torch.optim.Optimizer, or judge the engine with a target.",
         )
     for index in range(NOISY_RUNS):
-        # Another fill each time: memory that the script has not filled must not matter.
+        # A new fill in each run, because the values of unfilled memory must not matter.
         noisy, took_same_way = _run_again(prepared, noise_seed=index + 1, fill=(index + 2) / 8)
         if not took_same_way:
             return _irregular(prepared)
@@ -246,14 +246,14 @@ def _measure_rounding(prepared: Prepared) -> AgainstVerdict | None:
             prepared.rounding[point] = max(known, measured.relative)
     decided = {point for point, rounding in prepared.rounding.items() if rounding * LIMIT < 1}
     starts = {p for p in prepared.rounding if p.step == 0 and p.moment == "forward"}
-    # The params that a script starts with must not depend on rounding.
+    # Initial params must not depend on rounding.
     return None if decided and starts <= decided else _irregular(prepared)
 
 
 def _run_again(
     prepared: Prepared, *, fill: float, noise_seed: int | None = None
 ) -> tuple[Measurement, bool]:
-    """Measure another run of the prepared side; also return True if its operations are the same."""
+    """Measure another run of the expected side. Also return True if it did the same operations."""
     measurement = Measurement(prepared.baseline, keep_above=float("inf"))
     way = Way(sink=measurement, noise_seed=noise_seed, fill=fill)
     again, first = observe(prepared.side, way, seed=prepared.seed), prepared.observed
@@ -269,7 +269,7 @@ def _run_again(
 def _irregular(prepared: Prepared) -> AgainstVerdict:
     """Find why two runs of one side differ: unfilled memory, random numbers, or rounding."""
     side = prepared.side
-    # Without noise: only another fill, and whatever the script draws without a seed.
+    # Without noise, so only the fill and unseeded random numbers differ.
     again, took_same_way = _run_again(prepared, fill=7 / 8)
     differing = sorted(
         (point for point, each in again.measured.items() if each.relative),
@@ -277,14 +277,14 @@ def _irregular(prepared: Prepared) -> AgainstVerdict:
     )
     if differing or not took_same_way:
         first = f" First at {differing[0].text}." if differing else ""
-        # With the same fill as the first run, only random numbers can still differ.
+        # With the first run's fill, only random numbers can still differ.
         filled_alike, took_same_way = _run_again(prepared, fill=FILL)
         if took_same_way and not any(each.relative for each in filled_alike.measured.values()):
             reason = f"{side.text} computes with memory that was never filled.{first}"
             remedy = "Fill every tensor before it is read."
             return AgainstVerdict(outcome="different", reason=reason, remedy=remedy)
         remedy = "Seed all random numbers."
-        return inconclusive(f"Two runs on {side.text} are not the same.{first}", remedy)
+        return inconclusive(f"Two runs on {side.text} differ.{first}", remedy)
     return inconclusive(
         f"On {side.text} rounding decides which operations the script performs.",
         "Make branches depend on integers, or run fewer steps.",
@@ -297,12 +297,12 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
     decided: set[str] = set()
     unjudged: set[str] = set()
     rows = prepared.observed.rows, got.rows
-    # These may depend on rows of an evaluation, so a difference is listed as not observed.
+    # Metrics may depend on evaluation rows, so a difference in one is listed as not observed.
     metrics = metrics_of(prepared.baseline, measurement.measured, rows)
     for point, measured in measurement.measured.items():
         rounding = prepared.rounding.get(point, FLOOR)
         is_off = measured.relative > LIMIT * rounding
-        # Above this, LIMIT times rounding exceeds the values themselves.
+        # Otherwise LIMIT times rounding exceeds the values themselves.
         if rounding * LIMIT < 1:
             decided.add(point.name)
         if point in metrics and is_off:
@@ -313,24 +313,25 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
         elif measured.reduced_relative is not None and (
             measured.reduced_relative <= LIMIT * rounding
         ):
-            continue  # Not reduced yet, as before a reduction within Optimizer.step.
+            continue  # Not reduced yet. Optimizer.step may do it.
         if is_off:
             found.append(Difference(point=point, measured=measured, rounding=rounding))
-    # The first difference in time is nearest to the cause.
+    # The earliest difference is nearest to the cause.
     found.sort(key=_by_size)
     deciding = {p for p in prepared.rounding if p.moment not in LOCALISING}
-    # Points of the expected run that this run did not reach count as not observed.
+    # Points that only the expected run reached count as not observed.
     unknown = (measurement.unobserved | deciding) - measurement.measured.keys()
     unknown -= measurement.left_out
     unjudged |= {p.name for p in unknown if p.moment not in LOCALISING}
     judged = {point.name for point in measurement.measured} - unjudged
-    # In this order: wrong starts explain differences, differences decide, then sufficiency.
+    # Wrong starts explain all differences, so check them first. Without differences, check that
+    # enough was compared.
     verdict = _by_starts(measurement, found, got)
     if verdict is None and any(each.point.moment not in LOCALISING for each in found):
         verdict = AgainstVerdict(outcome="different", differences=tuple(found))
     verdict = verdict or _lacks(prepared, measurement, decided)
     if verdict is None:
-        such = "gradients differ and no param does, perhaps because they are scaled, such as"
+        such = "gradients differ but no param does, perhaps because they are scaled, such as"
         notes = [f"{len(found)} {such} {each.point.text}." for each in found[:1]]
         verdict = AgainstVerdict(outcome="equal", notes=tuple(notes))
     return replace(
@@ -344,19 +345,19 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
 
 
 def _by_size(each: Difference) -> tuple[object, ...]:
-    """Sort key: time, then size as printed, because rounding would order equal factors."""
+    """Sort key: time, then size. Sizes are rounded as printed, so that equal factors tie."""
     return each.point.order, -float(f"{each.measured.relative:.1e}"), each.point.name
 
 
 def _by_starts(
     measurement: Measurement, found: Sequence[Difference], got: Observed
 ) -> AgainstVerdict | None:
-    """Return the verdict if params have other names, or other first values on all ranks."""
+    """Return a verdict if params have unexpected names or initial values."""
     if absent := measurement.absent:
         return inconclusive(
-            f"No param of {got.side.text} is named {absent[0]}, so params of one name may be "
-            "different ones.",
-            "Use the names on one rank for the params of each rank.",
+            f"No param of {got.side.text} is named {absent[0]}, so equal names may belong to "
+            "different params.",
+            "Give the params of each rank the names that they have on one rank.",
         )
     starts = [each.point for each in found if each.point[:2] == (0, "forward")]
     if not starts or found[0].point != starts[0]:
@@ -364,7 +365,7 @@ def _by_starts(
     drawn: list[Point] = []
     for point in starts:
         expected, whole = measurement.compared(point)
-        # Unequal on the ranks: a missing broadcast, which is a difference and no other draw.
+        # Ranks that differ lack a broadcast. This is a real difference, not another draw.
         if not measurement.is_alike(point):
             continue
         if any(is_changed_draw(expected, each) for each in whole.candidates.values()):
@@ -382,7 +383,7 @@ def _by_starts(
 def _lacks(
     prepared: Prepared, measurement: Measurement, decided: set[str]
 ) -> AgainstVerdict | None:
-    """Return the verdict if the equal tensors prove too little."""
+    """Return a verdict if the equal tensors do not prove enough."""
     left = [name for name in trained(prepared.baseline) if name not in decided]
     if left or not measurement.measured:
         reason = "No tensor could be compared."
@@ -391,7 +392,7 @@ def _lacks(
             reason = f"No tensor of the param {left[0]} could be decided{more}."
         return inconclusive(
             reason,
-            "Shard it by DTensor, so the places of its elements are known, or use whole params.",
+            "Shard it with DTensor, so the places of its elements are known, or use whole params.",
         )
     if trains_nothing(prepared.baseline):
         return inconclusive(

@@ -1,4 +1,4 @@
-"""Observation of any run of a script: whether replicas stay equal, and which rows ranks read."""
+"""Observation of any script run: equality of replicas, and rows that ranks read."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _OF_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
 class ScriptWatch:
-    """Observer inside the ranks of one run.
+    """Observer inside the ranks of a run.
 
     Args:
-        allowed: Patterns of names of tensors that may drift apart.
+        allowed: Name patterns of tensors that may drift apart.
     """
 
     needs_all_ranks = False
@@ -44,7 +44,7 @@ class ScriptWatch:
             rows=self.rows[rank],
             replicas=RankReplicas(rank, self.replicas, world_size=world_size_of_run()),
         )
-        # torch.compile warns of global hooks, which are ours and not the script's.
+        # torch.compile warns about global hooks, but they are ours, not the script's.
         warnings.filterwarnings("ignore", message=_OF_HOOKS)
         with capture.observing():
             yield

@@ -1,4 +1,4 @@
-"""Whole tensors, assembled from the pieces of ranks with known places."""
+"""Whole tensors, assembled from the ranks' pieces."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Whole:
     kind: str
     """`replicated` or `sharded`."""
     candidates: Mapping[int, Tensor]
-    """Each rank's copy if replicated; otherwise the assembled tensor of each replica, under its
-    lowest rank."""
+    """Each rank's copy if replicated. Otherwise the assembled tensor of each replica, by its lowest
+    rank."""
 
 
 def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
-    """Assemble the pieces of ranks; None if their places are not known."""
+    """Assemble the pieces of ranks; None if their places are unknown."""
     first = pieces[min(pieces)]
     each = pieces.values()
     if any(piece.is_partial or len(piece.shards) != len(first.shards) for piece in each):
@@ -35,7 +35,7 @@ def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
         return Whole(
             kind="replicated", candidates={rank: piece.values for rank, piece in pieces.items()}
         )
-    # For each replica of a sharded tensor: the rank at each tuple of coordinates.
+    # One dict per replica: rank by coordinates.
     replicas: list[dict[tuple[int, ...], int]] = []
     for rank in sorted(pieces):
         place = tuple(shard[1] for shard in pieces[rank].shards)
@@ -46,13 +46,13 @@ def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
         home[place] = rank
     candidates: dict[int, Tensor] = {}
     for home in replicas:
-        # Equal replicas need to be assembled only once.
+        # Assemble a replica only if it differs from the first.
         parts = {place: pieces[rank].values for place, rank in home.items()}
         if candidates and all(
             torch.equal(values, pieces[replicas[0][place]].values)
             for place, values in parts.items()
         ):
-            continue  # Equal to the first replica, so it needs no memory.
+            continue
         tensor = _joined(parts, first)
         if tensor is None or tuple(tensor.shape) != first.shape:
             return None
@@ -61,9 +61,9 @@ def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
 
 
 def _joined(parts: Mapping[tuple[int, ...], Tensor], like: Piece) -> Tensor | None:
-    """Concatenate shards by the coordinates of their ranks.
+    """Concatenate shards by coordinates, innermost mesh dimension first.
 
-    The innermost mesh dimension comes first. Ranks of a flat tensor may have no shard.
+    In a flat tensor, some ranks may have no shard.
     """
     for depth in reversed(range(len(like.shards))):
         dim, _, count = like.shards[depth]
@@ -76,12 +76,12 @@ def _joined(parts: Mapping[tuple[int, ...], Tensor], like: Piece) -> Tensor | No
                 return None
             joined[prefix] = torch.cat(present, dim=dim)
         parts = joined
-    # All coordinates are joined, so one part with no coordinates is left.
+    # One part is left, without coordinates.
     tensor = parts.get(())
     if tensor is None or not like.is_flat:
         return tensor
     numel = math.prod(like.shape)
-    # Without the padding at the end.
+    # Cut off the padding.
     return tensor[:numel].reshape(like.shape) if tensor.numel() >= numel else None
 
 
@@ -90,7 +90,7 @@ def relative_difference(got: Tensor, expected: Tensor) -> float:
     if not expected.numel() or torch.equal(got, expected):
         return 0.0
     difference = (got - expected).abs().max().item()
-    # NaN at the same elements is equal, since a script may compute it.
+    # A script may compute NaN, so NaN at the same elements counts as equal.
     if difference != difference or difference == float("inf"):
         same = torch.equal(got.nan_to_num(), expected.nan_to_num())
         return 0.0 if same and torch.equal(got.isnan(), expected.isnan()) else float("inf")

@@ -1,4 +1,4 @@
-"""Operations of one rank in float64 with recorded native dtypes, or with rounding noise."""
+"""Dispatch modes that run a rank's operations in float64, or add rounding noise."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from zero_sim.against.noise import Noise
 from zero_sim.against.points import tensors_in
 from zero_sim.sim.dispatch import has_own_dispatch, is_fake, pop_mode, push_mode
 
-# Factories that can run in float64 directly, because their result does not depend on a generator.
+# Factories that can create float64 directly, because they draw no random numbers.
 _FACTORIES_WITHOUT_DRAWS = frozenset(
     {
         "empty", "zeros", "ones", "full", "empty_strided", "arange", "linspace", "eye",
         "scalar_tensor",
     }
 )  # fmt: skip
-# Factories of memory with any contents.
+# Factories of unfilled memory.
 _UNFILLED = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 # Operations that autocast runs in its dtype.
 _BY_AUTOCAST = frozenset(
@@ -34,7 +34,7 @@ _BY_AUTOCAST = frozenset(
         "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math",
     }
 )  # fmt: skip
-# Operations that move values, or round them on purpose, so their results have no rounding error.
+# Operations that move values or round them on purpose. They have no rounding error.
 _COPIES = frozenset(
     {
         "clone", "copy_", "_to_copy", "detach", "cat", "stack", "embedding", "index", "gather",
@@ -52,11 +52,11 @@ _COPIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Facts from one operator's schema."""
+    """Facts from an operator's schema."""
 
     name: str
     is_fresh: bool
-    """True if its results have their own memory."""
+    """True if results have their own memory."""
     takes_dtype: bool
     is_factory: bool
     """True if it takes no tensors."""
@@ -67,7 +67,7 @@ class Plan:
 
 @functools.cache
 def plan_of(func: Any) -> Plan:
-    """Return the facts of an operator."""
+    """Return facts about an operator."""
     schema = func._schema
     name = schema.name.partition("::")[2]
     aliases = any(each.alias_info is not None for each in schema.returns)
@@ -83,7 +83,7 @@ def plan_of(func: Any) -> Plan:
 
 
 class RankMode(TorchDispatchMode):
-    """Dispatch mode in one rank's stack of modes, while the rank runs a script."""
+    """Dispatch mode on one rank's own stack of modes."""
 
     supports_higher_order_operators = True
 
@@ -92,7 +92,7 @@ class RankMode(TorchDispatchMode):
         return False
 
     def __enter__(self) -> Self:
-        # The base class would also set flags of the whole process.
+        # Not the base class's method, because it sets flags of the whole process.
         push_mode(self)
         return self
 
@@ -104,12 +104,12 @@ class WideOperations(RankMode):
     """Dispatch mode that runs one rank's operations in float64.
 
     Args:
-        noise_seed: Seed of the rounding noise; None for no noise.
-        fill: Value in memory that the script has not filled. If the script reads such memory,
-            which is often zero by chance, runs with different values differ.
+        noise_seed: Seed of rounding noise; None for no noise.
+        fill: Value for memory that the script has not filled. Such memory is often zero by chance.
+            If the script reads it, runs with different fills differ.
         counts: Returns True during the script's forwards and backwards. Other operations depend on
-            torch's caches.
-        added: Receives name and result of each operation of `ADDITIONS`.
+            torch's caches, so they are not counted.
+        added: Receives name and result of each operation in `ADDITIONS`.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class WideOperations(RankMode):
 
     @property
     def digest(self) -> str:
-        """Hash of the operations so far, in their order."""
+        """Hash of the sequence of operations so far."""
         return self._taken.hexdigest()
 
     def __torch_dispatch__(
@@ -147,7 +147,7 @@ class WideOperations(RankMode):
         kwargs = kwargs or {}
         if not thread.active or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        # Fake tensors have no values. Subclasses such as DTensor come back here with their parts.
+        # Fake tensors have no values. DTensor and similar classes call again with their parts.
         for each in types:
             if is_fake(each):
                 return func(*args, **kwargs)
@@ -157,17 +157,17 @@ class WideOperations(RankMode):
         if self._counts():
             self.operation_count += 1
             self._taken.update(plan.name.encode())
-        # Off, so that operations below see stored dtypes.
+        # Off, because the operation itself needs stored dtypes.
         thread.active = False
         try:
             special = _SPECIAL.get(plan.name)
             if special is not None:
                 return special(func, args, kwargs)
             result = self._run(func, plan, args, kwargs)
-            # The fill shows scripts that compute with memory they have not filled.
+            # A script that computes with unfilled memory shows this value in its results.
             if plan.name in _UNFILLED and stored(result) in _STORED and not result.is_meta:
                 result.fill_(self._fill)
-            # After the operation: its result is what rounding would change.
+            # Rounding changes results, so add noise after the operation.
             if self._noise is not None and not plan.is_exact:
                 self._noise.move(result)
             if self._added is not None and plan.name in ADDITIONS:
@@ -178,7 +178,7 @@ class WideOperations(RankMode):
             thread.active = True
 
     def _run(self, func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Views and in-place operations keep their storage, and with it its record.
+        # Views and in-place operations keep their storage and so its record.
         if not plan.is_fresh:
             if plan.takes_dtype and kwargs.get("dtype") in WIDE:
                 kwargs = {**kwargs, "dtype": WIDE[kwargs["dtype"]]}
@@ -193,7 +193,7 @@ class WideOperations(RankMode):
         stays_meta = not kwargs.get("device") and all(_is_meta(each.device) for each in tensors)
         if tensors and stays_meta:
             return func(*args, **kwargs)
-        # Inputs that C++ code created in a narrow dtype.
+        # C++ code may have created inputs in a narrow dtype.
         if any(map(_is_narrow, tensors)):
             args = tuple(_stored_wide(each) for each in args)
         if dtype in WIDE:
@@ -202,14 +202,14 @@ class WideOperations(RankMode):
             dtype = _promoted(tensors, plan)
         result = func(*args, **kwargs)
         if any(map(_is_narrow, tensors_in((result,)))):
-            # An operation on integers: 1 / 3 must be rounded to float64, not to float32.
+            # An operation on integers: round 1 / 3 to float64, not to float32.
             if plan.takes_dtype:
                 kwargs = {**kwargs, "dtype": torch.float64}
             else:
                 args = tuple(_as_float64(each) for each in args)
                 dtype = torch.get_default_dtype()
             result = func(*args, **kwargs)
-        # Each entry keeps the dtype of the entry at its place: the lists may be mixed.
+        # Entry by entry, because a list may mix dtypes.
         if plan.is_list and isinstance(result, (list, tuple)):
             firsts = next((each for each in args if isinstance(each, (list, tuple))), ())
             for each, like in zip(result, firsts, strict=False):
@@ -246,7 +246,7 @@ def _is_meta(device: Any) -> bool:
 
 
 def _made(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a factory, with the random numbers that the script's own dtype would get."""
+    """Run a factory so that it draws the numbers that the script's own dtype would get."""
     dtype = kwargs.get("dtype")
     if plan.name in _FACTORIES_WITHOUT_DRAWS and dtype in WIDE:
         result = func(*args, **{**kwargs, "dtype": WIDE[dtype]})
@@ -255,7 +255,7 @@ def _made(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     result = func(*args, **kwargs)
     if _is_narrow(result):
         made = stored(result)
-        # Drawn narrow, then widened: a float64 draw takes other numbers from the generator.
+        # Draw narrow, then widen, because a float64 draw takes other numbers from the generator.
         wide = torch.empty_strided(result.shape, result.stride(), dtype=WIDE[made])
         if plan.name not in ("empty", "empty_strided"):
             wide.copy_(result)
@@ -266,8 +266,8 @@ def _made(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _promoted(tensors: list[Tensor], plan: Plan) -> torch.dtype | None:
-    """Return a result's dtype by torch's promotion: tensors with dimensions before scalars."""
-    # Autocast is disabled, so its choice of dtype is repeated here.
+    """Return a result's dtype as torch promotes it: tensors with dimensions before scalars."""
+    # Autocast is disabled, so repeat its choice of dtype.
     if thread.autocast and thread.autocast[-1] is not None and plan.name in _BY_AUTOCAST:
         return thread.autocast[-1]
     dtype: torch.dtype | None = None
@@ -300,7 +300,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _is_narrow(value: Any) -> bool:
-    """Return True for a tensor with memory in a narrow dtype, as created by C++ code."""
+    """Return True for a tensor that C++ code created in a narrow dtype."""
     return isinstance(value, Tensor) and stored(value) in WIDE and not value.is_meta
 
 
@@ -321,13 +321,13 @@ def _as_float64(value: Any) -> Any:
 
 
 def _lift_fresh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Widen a tensor of Python numbers, which C++ has made in its narrow dtype."""
+    """Widen a tensor of Python numbers, because C++ code creates it in a narrow dtype."""
     result = func(*args, **kwargs)
     return widened(result) if _is_narrow(result) else result
 
 
 def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record the tensor's dtype for the other memory that it is set to."""
+    """Set a tensor to other memory, and record its dtype for that memory."""
     dtype = native(args[0])
     result = func(*args, **kwargs)
     if dtype in WIDE and result.device.type != "meta":
