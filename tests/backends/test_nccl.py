@@ -193,7 +193,7 @@ def test_folding_hands_on_no_memory_of_another_device():
     call = Call(kind="all_reduce", inputs=[torch.ones(2, device="meta")], outputs=[])
     with pytest.raises(ContractViolation) as raised:
         carrier.issue(None, 0, call, asynchronous=False)
-    assert "expected all_reduce with tensors on cpu, got one of shape (2,) on meta" in str(
+    assert "expected all_reduce with tensors on cpu, got a tensor of shape (2,) on meta" in str(
         raised.value
     )
     assert raised.value.aspect == "device"

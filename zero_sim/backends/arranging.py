@@ -1,7 +1,7 @@
-"""The arrangement of a communicator, recovered from a probe's observations.
+"""Arrangement of a communicator, recovered from a probe's observations.
 
-Every part is observed: a ring's ranks come from reduce-scatters, a tree from all-reduces. The
-assembled arrangement must reproduce each observed tree.
+Rings show in reduce-scatters, and trees in all-reduces. The assembled arrangement must reproduce
+each observed tree.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from zero_sim.reference.arrangement import ADD, Tree, in_order, pieces
 ELEMS_A_RANK = 5
 """Elements per rank in observed calls: enough to distinguish the chunks of an all-reduce."""
 CHANNELS_MAX = 64
-"""Largest number of channels of an NCCL communicator."""
+"""Largest channel count of an NCCL communicator."""
 
 
 def arrangement_of(group: dist.ProcessGroup, *, device: str) -> tuple[Arrangement | None, str]:
-    """Determine the summation order of a communicator; called by all of its ranks.
+    """Determine a communicator's summation order. All of its ranks must call this.
 
     Args:
         group: Communicator.
         device: Device of the data.
 
     Returns:
-        The arrangement, or None if no model fits; and a description of the observations.
+        Arrangement, or None if no model fits; and a description of the observations.
     """
     size, dtype = group.size(), torch.float32
     elems = ELEMS_A_RANK * size
-    # Both kinds, because a ring's order shows in one and a tree only in the other.
+    # Both kinds, because rings show in one and trees only in the other.
     scattered, reduced = (
         observe(
             by_calling(kind, group=group, elems=elems, device=device),
@@ -71,11 +71,11 @@ def fit(
     Args:
         scattered: Observed order of a reduce-scatter.
         reduced: Observed order of an all-reduce.
-        rank_count: Ranks of the communicator.
-        elems: Elements of each call.
-        elem_bytes: Size of an element.
+        rank_count: Ranks in the communicator.
+        elems: Elements per call.
+        elem_bytes: Bytes per element.
     """
-    # NCCL keeps partial sums of fp32 in fp32. Anything else is no arrangement of the models here.
+    # NCCL keeps partial sums of fp32 in fp32, so no model here fits anything else.
     if (scattered.accumulator, reduced.accumulator) != ("data", "data"):
         return None
     for candidate in _candidates(scattered, reduced, rank_count=rank_count):
@@ -88,8 +88,8 @@ def fit(
 
 
 def with_channels(arrangement: Arrangement) -> Iterator[Arrangement]:
-    """Yield the arrangement on several equal channels, as NCCL uses them for larger calls."""
-    # Thread counts of NCCL's kernels, which decide the sizes of chunks.
+    """Yield the arrangement on 2 or more equal channels, which NCCL uses for larger calls."""
+    # NCCL's kernels have one of these thread counts, which decides chunk sizes.
     for threads in (512, 256):
         for channels in range(2, CHANNELS_MAX + 1):
             yield replace(
@@ -117,10 +117,10 @@ def in_words(arrangement: Arrangement) -> str:
 def _gives(
     arrangement: Arrangement, observed: ObservedOrder, *, kind: str, elems: int, elem_bytes: int
 ) -> bool:
-    # Each rank's part of a reduce-scatter ends on that rank; an all-reduce has no such end.
+    # A rank's part of a reduce-scatter ends on that rank. An all-reduce has no such end.
     ends = range(len(arrangement.rings[0])) if kind == "reduce_scatter" else (0,)
     for ends_on in ends:
-        # Element by element of the model's runs, so that a shifted boundary is a contradiction.
+        # Compare every element of the model's runs, because a shifted boundary is a contradiction.
         for start, stop, tree in pieces(
             arrangement, kind=kind, elems=elems, elem_bytes=elem_bytes, ends_on=ends_on
         ):
@@ -136,7 +136,7 @@ def _candidates(
     rings = [*_rings_of(scattered, rank_count), *_rings_of(reduced, rank_count)]
     plain = in_order(rank_count)
     arrangements = [replace(plain, rings=(ring,)) for ring in dict.fromkeys(rings)] or [plain]
-    # Only a tree that is the same for all elements is taken as NCCL's tree algorithm.
+    # NCCL's tree algorithm uses one tree for all elements, so any other result is no such tree.
     trees = (tree_of(reduced.trees[0]),) if "?" not in reduced.trees else ()
     for arrangement in arrangements:
         yield arrangement
@@ -150,27 +150,27 @@ def _candidates(
 
 
 def _rings_of(observed: ObservedOrder, rank_count: int) -> Iterator[tuple[int, ...]]:
-    """Yield the rings that can have produced the observed chains.
+    """Yield the rings that may have produced the observed chains.
 
-    The order of a chain's first two ranks cannot be observed, because a + b is b + a.
+    A chain's first two ranks have no observable order, because a + b is b + a.
     """
     for text in dict.fromkeys(observed.trees):
         chain = [] if text == "?" else _chain(tree_of(text))
         if len(chain) == rank_count:
             for ranks in (chain, [chain[1], chain[0], *chain[2:]]):
-                # As NCCL writes rings: from rank 0.
+                # NCCL writes rings from rank 0.
                 zero = ranks.index(0)
                 yield (*ranks[zero:], *ranks[:zero])
 
 
 def _chain(tree: Tree) -> list[int]:
-    """Return the ranks of a tree that adds one rank after another; empty for any other tree."""
+    """Return the ranks of a tree that adds one rank after another; empty for other trees."""
     stack: list[list[int]] = []
     for step in tree:
         if step != ADD:
             stack.append([step])
             continue
-        # Postfix order: the operands of an addition are on top of the stack.
+        # In postfix order, an addition's operands are on top of the stack.
         right, left = stack.pop(), stack.pop()
         # Addition commutes, so the longer side is the chain so far.
         if len(left) < len(right):

@@ -1,4 +1,4 @@
-"""Calls of CUDA and NCCL in torch that real processes need, and no others.
+"""All calls of CUDA and NCCL in torch that real processes need.
 
 Only this module needs a GPU to run. All decisions are in `zero_sim.backends.nccl`.
 """
@@ -20,7 +20,7 @@ class Cuda:
     device_type: str = "cuda"
     """Device type in torch."""
     torch_name: str = "nccl"
-    """Name of the process groups' backend in torch."""
+    """Name of torch's backend."""
     binds: bool = True
     """True if torch binds groups to devices, as it does except on the CPU."""
 
@@ -33,19 +33,19 @@ class Cuda:
         return torch.cuda.device_count()
 
     def version(self) -> tuple[int, ...]:
-        """Return the version of NCCL."""
+        """Return NCCL's version."""
         return tuple(part for part in torch.cuda.nccl.version() if isinstance(part, int))
 
     def toolkit(self) -> str:
-        """Return the version of CUDA that torch was built with."""
+        """Return torch's CUDA version."""
         return str(torch.version.cuda)
 
     def device_name(self, index: int) -> str:
-        """Return the model of a GPU."""
+        """Return a GPU's model."""
         return torch.cuda.get_device_name(index)
 
     def device_id(self, index: int) -> str:
-        """Return the unique id of a GPU."""
+        """Return a GPU's unique id."""
         return str(torch.cuda.get_device_properties(index).uuid)
 
     def use(self, index: int) -> None:
@@ -54,7 +54,7 @@ class Cuda:
 
     def make_group(self, membership: Membership, *, device: torch.device) -> Any:
         """Return a connected `ProcessGroupNCCL`."""
-        # As torch's own `_new_process_group_helper` sets the options of an NCCL group.
+        # Set options like torch's own `_new_process_group_helper`.
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = membership.timeout
         options.global_ranks_in_group = list(membership.ranks)
@@ -62,7 +62,7 @@ class Cuda:
         size = len(membership.ranks)
         group = dist.ProcessGroupNCCL(membership.store, membership.rank, size, options)
         group._set_sequence_number_for_group()
-        # Connects now, as torch does for groups that are bound to a device.
+        # Connect now, as torch does if a group is bound to a device.
         group.eager_connect_single_device(device)
         return group
 
@@ -71,5 +71,5 @@ class Cuda:
         c10d._abort_process_group()
 
     def synchronize(self) -> None:
-        """Wait for all work on the GPU of this process."""
+        """Wait for all work on this process's GPU."""
         torch.cuda.synchronize()

@@ -1,12 +1,12 @@
-"""Named orders over a real transport: gloo or NCCL moves the data, and each rank adds by itself.
+"""Named orders on a real transport: gloo or NCCL moves the data, and each rank adds by itself.
 
-A backend adds in an order of its own, which may be unknown or differ between calls. Here a
-reduction gathers the ranks' contributions, which rounds nothing. Then every rank performs the
-collective on them with the code and order of the simulated world. So any program can be judged
-exactly on real processes. Collectives that only move data go to the transport unchanged.
+A backend's own order may be unknown, or differ between calls. So a reduction here gathers all
+contributions, which rounds nothing. Then every rank adds them with the code and order of the
+simulated world. This makes exact judgement possible for any program on real processes. Collectives
+that only move data go to the transport unchanged.
 
-Each collective is complete when its call returns, and asynchronous ones return a finished work. On
-a device, complete means enqueued on the current stream, as after NCCL's own `wait`.
+A collective is complete when its call returns, and an asynchronous call returns finished work. On a
+device, complete means enqueued on the current stream, as after NCCL's own `wait`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list")
 
 
 def folding_backend(transport: str, order: str, *, seed: int = 0) -> str:
-    """Return the backend that moves data with a transport and adds in a named order.
+    """Return a backend for `init_process_group` that adds in a named order.
 
-    Registers it with torch once per process. `init_process_group` takes the returned name.
+    It is registered with torch once per process.
 
     Args:
-        transport: `gloo` or `nccl`.
+        transport: `gloo` or `nccl`, to move data.
         order: One of `zero_sim.sim.order_backends.ORDERS`.
         seed: Seed of an order that draws.
     """
     name = f"{transport}_{order}_{seed}".replace("-", "_")
     if not hasattr(dist.Backend, name.upper()):
         create = functools.partial(_create, transport=transport, order=ORDERS[order](seed))
-        # Only this device type: torch then moves objects by it as well, and passes no CPU tensor.
+        # Only this device type, so that torch also moves objects with it and passes no CPU tensor.
         devices = [find_transport(transport).device_type]
         dist.Backend.register_backend(name, create, extended_api=True, devices=devices)
     return name
@@ -59,14 +59,14 @@ def make_group(options: Any, *, transport: str, order: Order) -> SimProcessGroup
     """Return a process group that moves data with a transport and adds in an order.
 
     Args:
-        options: torch's options for the creator of a group.
+        options: torch's options for creating a group.
         transport: `gloo` or `nccl`.
         order: Summation order.
     """
     carrying = find_transport(transport)
-    # torch leaves the ranks of the default group empty.
+    # torch lists no ranks for the default group.
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    # The simulated world's group object, so that its process group class works on real ones.
+    # The simulated world's record, so that its process group class works here.
     group = Group(options.group_id, members, label=options.group_id)
     inner = carrying.make_group(
         Membership(
@@ -83,14 +83,14 @@ def make_group(options: Any, *, transport: str, order: Order) -> SimProcessGroup
 
 
 def _outputs_of(call: Call, rank: int) -> list[Tensor]:
-    """Allocate a rank's outputs; entries of a list may have different lengths."""
+    """Allocate a rank's outputs. Entries of a list may differ in length."""
     if call.kind == "reduce_scatter_list":
         return [torch.empty_like(call.inputs[rank])]
     return [torch.empty_like(output) for output in call.outputs]
 
 
 class _DoneWork(dist.Work):
-    """Work of a completed operation."""
+    """Finished work."""
 
     def __init__(self, tensors: Sequence[Tensor], source: int = -1) -> None:
         super().__init__()
@@ -110,12 +110,12 @@ class _DoneWork(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future:
-        # With the devices, so that callbacks run on streams that see the written data.
+        # With devices, so that callbacks run on streams that see the written data.
         devices = {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
         future: torch.futures.Future = torch.futures.Future(
             devices=sorted(devices, key=str) or None
         )
-        # Finished already, so a callback runs at once.
+        # Finished already, so callbacks run at once.
         future.set_result(self._tensors)
         return future
 
@@ -129,17 +129,17 @@ class _DoneWork(dist.Work):
 
 
 class _Carrier:
-    """Cluster protocol of a process group over a real transport, with a named order."""
+    """Cluster protocol on a real transport, with a named order."""
 
     def __init__(self, inner: Any, order: Order, *, rank: int, device: torch.device) -> None:
         self._inner = inner
         self._rank = rank
         self._order = order
         self.device = device
-        """Device whose data it moves."""
+        """Device of the data it moves."""
 
     def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> dist.Work:
-        """Perform one rank's side of a collective to its end."""
+        """Perform a rank's side of a collective to its end."""
         self._check(call.kind, *call.inputs, *call.outputs)
         if call.kind == "barrier":
             _barrier(self._inner, self.device)
@@ -152,7 +152,7 @@ class _Carrier:
     def send(
         self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
     ) -> dist.Work:
-        """Send a tensor, and return once it is on its way."""
+        """Send a tensor. Return once it is on its way."""
         self._check("send", tensor)
         return self._inner.send([tensor.contiguous()], peer, tag)
 
@@ -169,29 +169,29 @@ class _Carrier:
     def join_works(
         self, rank: int, works: Sequence[dist.Work], *, result: Sequence[Any] | None = None
     ) -> dist.Work:
-        """Return one finished work for several, after waiting for them."""
+        """Wait for several works, and return finished work."""
         for work in works:
             work.wait()
         return _DoneWork(result or [])
 
     def note_destroyed(self, group: Group, group_rank: int) -> None:
-        """Close the transport of a destroyed group."""
+        """Close a destroyed group's transport."""
         self._inner.shutdown()
         # gloo closes its connections when the object is freed.
         self._inner = None
 
     def device_kinds(self) -> Sequence[str]:
-        """Return the transport's device type. Otherwise torch would put objects elsewhere."""
+        """Return the transport's device type, because torch would put objects elsewhere."""
         return [self.device.type]
 
     def note_aborted(self, group: Group, group_rank: int) -> None:
-        """Abort the transport without waiting for pending operations."""
+        """Abort the transport. Do not wait for pending operations."""
         if self._inner is not None:
             self._inner.abort()
             self._inner = None
 
     def _check(self, kind: str, *tensors: Tensor) -> None:
-        """Check that the transport can access all memory of a call.
+        """Check that the transport can access a call's memory.
 
         Raises:
             ContractViolation: A tensor is on another device.
@@ -199,7 +199,7 @@ class _Carrier:
         for tensor in tensors:
             if tensor.device.type != self.device.type:
                 raise ContractViolation(
-                    f"expected {kind} with tensors on {self.device.type}, got one of shape "
+                    f"expected {kind} with tensors on {self.device.type}, got a tensor of shape "
                     f"{tuple(tensor.shape)} on {tensor.device}, whose memory this backend cannot "
                     f"move. Move it to {self.device} first.",
                     aspect="device",
@@ -208,7 +208,7 @@ class _Carrier:
                 )
 
     def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> ContractViolation:
-        """Return the error for a member that uses a group after destroying it."""
+        """Return the error for a call in a group that its member destroyed."""
         rank = group.ranks[group_rank]
         return ContractViolation(
             f"use after destroy_process_group: rank {rank} issues {kind} in group {group.label}, "
@@ -219,8 +219,8 @@ class _Carrier:
         )
 
     def _fold(self, call: Call, group_rank: int, *, world_size: int) -> None:
-        """Add the contributions of all ranks here, and keep this rank's part."""
-        # [input][rank]: each of this rank's inputs, as all ranks contribute it.
+        """Add all ranks' contributions here, and keep this rank's part."""
+        # [input][rank]: for each of this rank's inputs, the contributions of all ranks.
         gathered = [self._gather(tensor, world_size) for tensor in call.inputs]
         calls = [
             Call(
@@ -242,13 +242,13 @@ class _Carrier:
         # In-place collectives, such as all_reduce, have no outputs.
         results = own.outputs or own.inputs
         for tensor, result in zip(call.outputs or call.inputs, results, strict=True):
-            # Into the caller's memory, which autograd and views may share.
+            # Into the caller's memory, because autograd and views may share it.
             tensor.copy_(result)
 
     def _gather(self, tensor: Tensor, world_size: int) -> list[Tensor]:
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format)
                  for _ in range(world_size)]  # fmt: skip
-        # Nothing to gather: a tensor has the same size on all ranks.
+        # Empty tensors need no call, because sizes are equal on all ranks.
         if tensor.numel():
             self._inner.allgather([parts], [tensor.contiguous()]).wait()
         return parts
@@ -258,7 +258,7 @@ def _all_gather(inner: Any, call: Call, rank: int) -> None:
     for output, value in zip(call.outputs, call.inputs, strict=True):
         if not value.numel():
             continue
-        # Parts have the input's shape, while the output may be flat or stacked.
+        # Parts have the input's shape, but the output may be flat or stacked.
         parts = [torch.empty_like(value) for _ in range(output.numel() // value.numel())]
         inner.allgather([parts], [value.contiguous()]).wait()
         output.copy_(torch.cat([part.reshape(-1) for part in parts]).view(output.shape))
@@ -314,7 +314,7 @@ def _all_to_all(inner: Any, call: Call, rank: int) -> None:
 
 
 def _all_to_all_list(inner: Any, call: Call, rank: int) -> None:
-    """Exchange lists as one tensor each, because gloo has no form for lists."""
+    """Exchange each list as one tensor, because gloo cannot exchange lists."""
     sent = torch.cat([part.reshape(-1) for part in call.inputs])
     counts = [output.numel() for output in call.outputs]
     received = sent.new_empty(sum(counts))
@@ -328,7 +328,7 @@ def _all_to_all_list(inner: Any, call: Call, rank: int) -> None:
 def _barrier(inner: Any, device: torch.device) -> None:
     options = dist.BarrierOptions()
     if device.index is not None:
-        # NCCL would guess the device by the rank within the group.
+        # NCCL would guess the device from the group rank.
         options.device_ids = [device.index]
         options.device = device  # pyrefly: ignore  # torch's stub shows it as read-only.
     inner.barrier(options).wait()

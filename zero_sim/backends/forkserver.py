@@ -1,12 +1,12 @@
-"""Fork server: a process that imports once what workers need, then forks them.
+"""Fork server: a process that imports modules for workers once, then forks workers.
 
-Importing torch takes seconds, forking milliseconds. This process never computes, so no thread of
-torch is alive when it forks.
+Importing torch takes seconds, forking milliseconds. This process never computes, so torch has no
+threads when it forks.
 
-`Teams` runs it with the module search path of its own process. Messages are JSON over a connection.
-First come the names of the modules to import. Then `{"fork": rank}`, with the descriptor of the
-worker's connection, is answered by the process id, and `{"reap": pid}` by the exit status after the
-process has ended. The server ends with its connection, and each worker with its own.
+`Teams` starts it with its own module search path. Messages are JSON over a connection. The first
+message has the names of modules to import. `{"fork": rank}`, with the descriptor of the worker's
+connection, returns the process id. `{"reap": pid}` waits for the process's end and returns its exit
+status. The server ends with its connection, and each worker with its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(requests: Connection) -> None:
     collect_seldom()
     for name in json.loads(requests.recv_bytes()):
         importlib.import_module(name)
-    # Before the forks, because a collection writes into the pages that they share.
+    # Before forking, because a collection would write into pages that workers share.
     spare_imports()
     while True:
         try:
@@ -49,10 +49,10 @@ def main(requests: Connection) -> None:
 
 
 def _be_worker(requests: Connection, connection: Connection, *, rank: int) -> None:
-    """Serve as a worker, and exit. Nothing of the fork server may run in the child after this."""
+    """Serve as a worker, and exit. The fork server's code must not go on in the child."""
     status = 1
     try:
-        # While a worker keeps this open, `Teams` would not notice the end of the fork server.
+        # If a worker kept this open, `Teams` would not notice the fork server's end.
         requests.close()
         from zero_sim.backends.worker import serve
 

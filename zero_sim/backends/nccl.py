@@ -1,6 +1,6 @@
-"""NCCL transport: one rank per GPU, pinned to a known summation order.
+"""NCCL transport: one rank per GPU, with a pinned summation order.
 
-Calls of CUDA and NCCL themselves are in `Cuda`, for which tests use a stand-in.
+All calls of CUDA and NCCL are in `Cuda`, for which tests use a stand-in.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Nccl:
         return None if _may_share() else self._library.device_count()
 
     def check(self) -> None:
-        """Check that this torch was built with NCCL, and that there is a GPU."""
+        """Check that torch was built with NCCL and finds a GPU."""
         if not self._library.is_built():
             raise EnvironmentProblem(
                 f"expected a torch with NCCL, got torch {torch.__version__}, which was built "
-                "without it. Try a CUDA build of torch; `zero-sim doctor` lists what there is."
+                "without it. Install a CUDA build of torch, and check it with `zero-sim doctor`."
             )
         if not self._library.device_count():
             raise EnvironmentProblem(
@@ -61,7 +61,7 @@ class Nccl:
         pin(environment)
 
     def take_device(self, local_rank: int) -> None:
-        """Take the GPU with the local rank as number; the only one if each process sees one."""
+        """Take the GPU with the local rank's number, or the only visible GPU."""
         self.check()
         count = self._library.device_count()
         if local_rank >= count > 1 and not _may_share():
@@ -69,30 +69,30 @@ class Nccl:
                 f"expected a GPU for local rank {local_rank}, but this machine has {count}. Try "
                 f"fewer processes per node, or {SHARING}=1 with NCCL 2.30 or newer."
             )
-        # With one visible GPU per process, or with shared GPUs, local ranks exceed the count.
+        # Local ranks exceed the count if each process sees only its GPU, or if ranks share GPUs.
         index = local_rank % count
         self._library.use(index)
         self.device = torch.device(self.device_type, index)
         self.bound_device = self.device if self._library.binds else None
 
     def make_group(self, membership: Membership) -> Any:
-        """Return a `ProcessGroupNCCL` with name, ranks and time limit, bound to the device."""
+        """Return a `ProcessGroupNCCL` bound to the device."""
         assert self.device is not None
         return self._library.make_group(membership, device=self.device)
 
     def warm_up(self) -> None:
-        """Complete one call of the default group."""
+        """Complete a call of the default group."""
         # The first call includes all slow set-up of NCCL.
         dist.all_reduce(torch.ones(1, device=self.device))
         self._library.synchronize()
 
     def abort(self) -> None:
-        """Abort every communicator, because destroying one waits for kernels that may never end."""
+        """Abort all communicators, because destroying them waits for kernels that may never end."""
         if dist.is_initialized():
             self._library.abort_all()
 
     def identity(self) -> Mapping[str, str]:
-        """Return model and versions, equal on all processes, and `only`, this process's GPU."""
+        """Return GPU model and versions, equal on all processes, and `only`: this process's GPU."""
         assert self.device is not None
         index = self.device.index or 0
         return {
@@ -104,7 +104,7 @@ class Nccl:
         }
 
     def notes(self, process_count: int) -> Sequence[str]:
-        """Describe NCCL, the GPU and the variables that are set."""
+        """Describe NCCL, the GPU and variables that are set."""
         told = self.identity()
         kinds = f"NCCL {told['NCCL']}, CUDA {told['CUDA']} on {told['GPU']}"
         return (f"{kinds}, {process_count} processes", *shown(os.environ))
@@ -115,15 +115,15 @@ def _may_share() -> bool:
 
 
 def check_alike(identities: Sequence[Mapping[str, str]]) -> None:
-    """Check that the processes of one job can be judged together.
+    """Check that the processes of a job can be judged together.
 
     Args:
         identities: Identity of each process, by rank.
 
     Raises:
-        EnvironmentProblem: Two of them differ in a version or model, or share a GPU.
+        EnvironmentProblem: Two processes differ in a version or model, or share a GPU.
     """
-    # Bits of matrix products depend on the GPU's model and on these versions.
+    # GPU model and versions decide the bits of matrix products.
     first = identities[0]
     for rank, other in enumerate(identities):
         for what in first:
@@ -135,7 +135,7 @@ def check_alike(identities: Sequence[Mapping[str, str]]) -> None:
                 )
     places: dict[str, int] = {}
     for rank, other in enumerate(identities):
-        # Transports without `only`, such as gloo, share their device freely.
+        # Without `only`, as with gloo, processes share their device freely.
         before = places.setdefault(other.get("only", f"rank {rank}"), rank)
         if before != rank and not _may_share():
             raise EnvironmentProblem(

@@ -1,9 +1,9 @@
 """Variables that decide the order in which NCCL adds: pinned values, and contradictions to them.
 
 From NCCL's source (2.30). Its configuration files, `NCCL_CONF_FILE` or `~/.nccl.conf`, then
-`/etc/nccl.conf`, only set variables that the environment does not set, so pins take precedence; the
-existing files are shown. `NCCL_MIN_NCHANNELS` and its older names count beside `NCCL_MIN_CTAS`.
-They are not other spellings of it, so they must have the same value.
+`/etc/nccl.conf`, only set variables that the environment lacks, so pins take precedence. Existing
+files are shown. `NCCL_MIN_NCHANNELS` and its older names are not other spellings of
+`NCCL_MIN_CTAS`. They count beside it, so they must have the same value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zero_sim.errors import EnvironmentProblem
 
 BUFFER_BYTES = 4 << 20
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""Variable that lets several ranks share a GPU."""
+"""Variable that lets ranks share a GPU."""
 
 PINS: Mapping[str, str] = {
     "NCCL_ALGO": "Ring",
@@ -32,7 +32,7 @@ PINS: Mapping[str, str] = {
 """Variables that make NCCL add in one ring on one channel, with chunks of half a buffer."""
 
 TORCH_PINS: Mapping[str, str] = {
-    # The supervising process ends and reports a case that hangs. torch would end the process.
+    # torch would end a process that hangs. The supervising process ends and reports it instead.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "0",
     # Cases contain non-finite gradients on purpose.
@@ -41,12 +41,12 @@ TORCH_PINS: Mapping[str, str] = {
 """Variables that keep torch from ending a process or registering memory; always overwritten."""
 
 RECORDER: Mapping[str, str] = {"TORCH_FR_BUFFER_SIZE": "2000"}
-"""Number of calls in torch's Flight Recorder; not overwritten."""
+"""Calls that torch's Flight Recorder keeps; not overwritten."""
 
 _AS_ONE: Mapping[str, str] = dict.fromkeys(
     ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NRINGS", "NCCL_MAX_NRINGS"), "1"
 )
-"""Older names of the number of channels: if set, they must be 1."""
+"""Older names of the channel count: if set, they must be 1."""
 
 _FILES = ("NCCL_CONF_FILE", "NCCL_GRAPH_FILE", "NCCL_TOPO_FILE")
 # Spellings that count as 0.
@@ -54,10 +54,10 @@ _OFF = ("0", "false", "off", "no")
 
 
 def pin(environment: MutableMapping[str, str]) -> None:
-    """Set all pinned variables, before the first communicator is created.
+    """Set all pinned variables. Must run before the first communicator is created.
 
     Raises:
-        EnvironmentProblem: Variables contradict a pin; lists all of them.
+        EnvironmentProblem: Variables contradict a pin. The message lists all of them.
     """
     wrong = contradictions(environment)
     if wrong:
@@ -70,13 +70,13 @@ def pin(environment: MutableMapping[str, str]) -> None:
             f"an environment that contradicts this:\n{lines}\nTry `env {names}` before the command."
         )
     for name, value in {**PINS, **RECORDER}.items():
-        # Agreeing values may be spelled differently, so they are not overwritten.
+        # Keep existing values, because agreeing values may be spelled differently.
         environment.setdefault(name, value)
     environment.update(TORCH_PINS)
 
 
 def contradictions(environment: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Return the variables that contradict a pin, each with its expected and its set value."""
+    """Return variables that contradict a pin, each with its expected and its set value."""
     expected = {**PINS, **_AS_ONE}
     return [
         (name, wanted, environment[name])
@@ -89,14 +89,14 @@ def _agrees(got: str, wanted: str) -> bool:
     if wanted == "0":
         return got.strip().lower() in _OFF
     try:
-        # With base 0, so that hexadecimal numbers are read as well.
+        # Base 0 reads hexadecimal numbers as well.
         return int(got, 0) == int(wanted)
     except ValueError:
         return got.strip().lower() == wanted.lower()
 
 
 def shown(environment: Mapping[str, str]) -> Iterator[str]:
-    """Describe the settings: pins, other variables of NCCL and torch, and files that NCCL reads."""
+    """Describe the settings: pins, other NCCL and torch variables, and files that NCCL reads."""
     yield "pinned: " + " ".join(f"{name}={environment.get(name, '')}" for name in PINS)
     told = {*PINS, *_FILES}
     also = [

@@ -1,7 +1,7 @@
 """Pools that run several calls at once: this process, own processes, or a Dask cluster.
 
-The death of a worker only affects the call that it runs. Ranks of a real backend, which run one job
-together, are in `Teams`.
+If a worker dies, only its current call fails. Ranks of a real backend run jobs together, so they
+are in `Teams`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from zero_sim.host.warnings_once import tell_once
 
 Answer = TypeVar("Answer")
 
-# A scheduler that is up answers at once, so this only bounds a wrong address.
+# A running scheduler answers at once, so this only bounds the wait at a wrong address.
 CONNECT_SECONDS = 30
 
 
 class Pool(Protocol):
-    """A pool that runs several calls at once."""
+    """Pool that runs several calls at once."""
 
     slots: int
     """Number of calls at once."""
@@ -45,13 +45,13 @@ class Pool(Protocol):
         """Start a call on a free worker. The future fails if the worker dies.
 
         Args:
-            call: A module's function, with arguments and result that can be pickled.
+            call: Function of a module. Arguments and result must be picklable.
             arguments: Arguments of the call.
         """
         ...
 
     def prepare(self, call: Callable[..., object], *arguments: object) -> None:
-        """Make a call in this process, and in every process that exists already."""
+        """Make a call in this process, and in every existing worker process."""
         ...
 
     def interrupt(self) -> None:
@@ -60,12 +60,12 @@ class Pool(Protocol):
 
 
 class OwnProcess:
-    """A pool of one call at a time in this process, which ends before `submit` returns."""
+    """Pool in this process. A call ends before `submit` returns."""
 
     slots = 1
 
     def submit(self, call: Callable[..., Answer], *arguments: object) -> Future[Answer]:
-        """Make a call; its exceptions are raised here."""
+        """Make a call. Its exceptions are raised here."""
         future: Future[Answer] = Future()
         future.set_result(call(*arguments))
         return future
@@ -79,7 +79,7 @@ class OwnProcess:
 
 
 class Processes:
-    """A pool of processes on this machine, which replaces each that dies; must be closed.
+    """Pool of processes on this machine. Dead processes are replaced. Must be closed.
 
     Args:
         slots: Number of processes.
@@ -101,7 +101,7 @@ class Processes:
     def prepare(self, call: Callable[..., object], *arguments: object) -> None:
         """Make the call here, where an error is raised, and in every process."""
         call(*arguments)
-        # A dead process is only replaced at its next call, so its failure is ignored here.
+        # Ignore dead processes. Each is replaced at its next call.
         wait([worker.submit(call, *arguments) for worker in self._workers])
 
     def interrupt(self) -> None:
@@ -110,13 +110,13 @@ class Processes:
             worker.interrupt()
 
     def close(self) -> None:
-        """End the processes. Calls that still run are abandoned."""
+        """End all processes, and abandon running calls."""
         for worker in self._workers:
             worker.close()
 
 
 class Cluster:
-    """A pool of the workers of a Dask cluster. The call of a worker that dies is not retried.
+    """Pool of a Dask cluster's workers. If a worker dies, its call is not retried.
 
     Args:
         executor: Executor of the cluster.
@@ -129,7 +129,7 @@ class Cluster:
         self._running: list[Future[Any]] = []
 
     def submit(self, call: Callable[..., Answer], *arguments: object) -> Future[Answer]:
-        """Start a call on some worker."""
+        """Start a call on any worker."""
         future = self._executor.submit(call, *arguments)
         self._running = [other for other in self._running if not other.done()] + [future]
         return future
@@ -149,7 +149,7 @@ def connected(scheduler: str, *, slots: int | None) -> Iterator[Cluster]:
 
     Args:
         scheduler: Address of the scheduler.
-        slots: Calls at once; by default the number of workers.
+        slots: Number of calls at once; by default the number of workers.
 
     Raises:
         EnvironmentProblem: The cluster cannot be used.
@@ -174,22 +174,22 @@ def connected(scheduler: str, *, slots: int | None) -> Iterator[Cluster]:
             raise EnvironmentProblem(
                 f"expected workers at {scheduler!r}, got none. Try `dask worker {scheduler}`."
             )
-        # One call per process, because two would get in the way of each other's ranks.
+        # One call per process, because two would disturb each other's ranks.
         executor = client.get_executor(pure=False, retries=0)
         yield Cluster(executor, slots=slots or len(client.ncores()))
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return True if the error means that the worker is gone, instead of a failed call."""
+    """Return True if the worker is gone, False if its call failed."""
     # By name, because Dask's classes cannot be imported without Dask.
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, CancelledError) or bool(names & {"BrokenExecutor", "KilledWorker"})
 
 
 class _Worker(Generic[Answer]):
-    """One process, which is replaced if it dies; must be closed."""
+    """A process, replaced if it dies; must be closed."""
 
-    # A pool breaks as a whole if one of its processes dies, so each process is a pool of one.
+    # A pool breaks as a whole if a process dies, so each process is a pool of its own.
     def __init__(self) -> None:
         self._running: Future[Answer] | None = None
         self._executor, self._pid = _start()
@@ -200,12 +200,7 @@ class _Worker(Generic[Answer]):
         return self._running is None or self._running.done()
 
     def submit(self, call: Callable[..., Answer], *arguments: object) -> Future[Answer]:
-        """Start a call. The future fails if the process dies.
-
-        Args:
-            call: A module's function, with arguments and result that can be pickled.
-            arguments: Arguments of the call.
-        """
+        """Start a call. The future fails if the process dies."""
         # A dead process breaks its executor for good.
         if self._running is not None and self._running.exception() is not None:
             self.close()
@@ -219,16 +214,16 @@ class _Worker(Generic[Answer]):
             self._signal(FROM_OWNER)
 
     def close(self) -> None:
-        """End the process. A call that still runs is abandoned."""
+        """End the process, and abandon a running call."""
         is_free = self.is_free
-        # A busy worker is not waited for, but killed below.
+        # Do not wait for a busy worker. It is killed below.
         self._executor.shutdown(wait=is_free, cancel_futures=True)
         if not is_free:
             self._signal(signal.SIGKILL)
         self._running = None
 
     def _signal(self, number: int) -> None:
-        # A process that has not started yet has no id, and one that died early never gets one.
+        # A process has no id before it starts. If it died early, it never gets an id.
         if self._pid.done() and self._pid.exception() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid.result(), number)
@@ -237,18 +232,18 @@ class _Worker(Generic[Answer]):
 def share_out(
     call: Callable[..., Answer], tasks: Sequence[tuple[object, ...]], *, jobs: int
 ) -> Generator[tuple[int, Future[Answer]], None, None]:
-    """Make calls on several processes, and yield each at its end.
+    """Make calls on several processes, and yield each call when it ends.
 
-    Closing the iterator ends the processes. A call only starts while the next result is requested.
+    Closing the iterator ends the processes. Calls only start while a result is requested.
 
     Args:
-        call: A module's function, with arguments and result that can be pickled.
-        tasks: Arguments of each call, in the order of their start.
+        call: Function of a module. Arguments and result must be picklable.
+        tasks: Arguments of each call, in starting order.
         jobs: Largest number of processes.
 
     Yields:
-        Index of a call in `tasks`, and its finished future, which raises `BrokenExecutor` if the
-        process died.
+        Index in `tasks`, and the finished future, which raises `BrokenExecutor` if the process
+        died.
     """
     running: dict[Future[Answer], int] = {}
     waiting = iter(enumerate(tasks))
@@ -264,8 +259,8 @@ def share_out(
 
 
 def _start() -> tuple[Executor, Future[int]]:
-    """Start a process that signals to the process group do not reach; return it and its id."""
-    # By spawn, because a fork of a process with threads and torch would hang.
+    """Start a process that signals to the process group do not reach. Return it with its id."""
+    # By spawn, because forking a process with threads and torch would hang.
     executor = ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), initializer=_begin
     )
@@ -286,10 +281,10 @@ def _begin() -> None:
 
 
 def end_with_parent() -> None:
-    """Make this process end with its parent; does nothing in a process without a parent.
+    """End this process when its parent ends. Does nothing in a process without a parent.
 
-    If the owner of a `concurrent.futures` pool is killed, its workers stay: each of them keeps the
-    pipe open whose end the others wait for.
+    If the owner of a `concurrent.futures` pool is killed, its workers stay, because each worker
+    keeps the pipe open whose end the others wait for.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -297,7 +292,7 @@ def end_with_parent() -> None:
 
     def watch() -> None:
         connection.wait([parent.sentinel])
-        # Results and exceptions have no reader any more.
+        # Nobody reads results or exceptions any more.
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watchdog", daemon=True).start()

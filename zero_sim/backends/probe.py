@@ -1,25 +1,27 @@
-"""Measurement of the order in which a backend adds, from its outputs alone.
+"""Measurement of a backend's order of addition, from its outputs alone.
 
 Every rank of a group calls it, on any backend, before an order model is trusted.
 
 [Note: pairs that cancel]
-Let rank i contribute B, rank j -B, some others a power of two each, and the rest 0. B is so large
-that anything added to it is rounded away, and the powers are so few that their sums are exact. All
-contributions that meet i or j before these two are joined are lost, and those joined later are
-kept. So the bits of the sum are the ranks outside the least subtree that contains i and j. For one
-i and every j these subtrees are the ancestors of i, one inside the other. The ranks between two of
-them form a smaller tree, measured in the same way. A binary tree is determined by the leaf sets of
-its subtrees, with one pair for each, so as many calls verify a tree. Elements do not affect each
-other's sums. So each is measured with its own pair, and a run of elements that are added alike
-shows all pairs in one call.
+Let rank i contribute B, rank j -B, some other ranks a power of two each, and the rest 0. B is so
+large that anything added to it is rounded away. The powers are so few that their sums are exact. A
+contribution is lost if it joins i or j before these two join, and kept if it joins later. So the
+bits of the sum show the ranks outside the smallest subtree that contains i and j.
 
-A tree of N ranks takes N to 2 N pairs if i is chosen well. Each pair takes as many calls as the
-significand needs to hold the others: 20 for 128 ranks and bf16. Verifying a model takes as many
-calls as one pair, for any N.
+For a fixed i and every j, these subtrees are the ancestors of i, nested in each other. The ranks
+between two ancestors form a smaller tree, which is measured in the same way. The leaf sets of its
+subtrees determine a binary tree, and one pair tests one subtree. Elements do not affect each
+other's sums, so each element has its own pair, and a run of elements that are added alike tests all
+pairs in one call.
 
-Powers and B are chosen twice: so that only the data's significand is too short for their sum, and
-so that fp32's (fp64's) is too. If nothing is lost the first time and all the second time, the
-accumulator is wider than the data. If some is lost, partial sums have more than one dtype.
+If i is chosen well, a tree of N ranks takes N to 2 N pairs. Each pair takes as many calls as the
+significand needs for the powers of the other ranks: 20 for 128 ranks and bf16. Verifying a model
+takes as many calls as one pair, for any N.
+
+There are two choices of powers and B. In the first, only the data's significand is too short for
+their sum; in the second, fp32's (fp64's) is too. If nothing is lost in the first and all in the
+second, the accumulator is wider than the data. If some is lost, partial sums have more than one
+dtype.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ from torch import Tensor
 from zero_sim.reference.arrangement import ADD, Tree
 
 Values = Callable[[int], Tensor]
-"""Contribution of a rank of the group: 1D, on the CPU."""
+"""Contribution of a group rank: 1D, on the CPU."""
 Reduction = Callable[[Values], Tensor]
-"""Reduces the ranks' contributions; returns the sum of each element, 1D, on the CPU, equal on
-every rank."""
+"""Reduces the contributions of all ranks. Returns each element's sum: 1D, on the CPU, equal on all
+ranks."""
 
 Kind = Literal["all_reduce", "reduce_scatter", "reduce_scatter_list"]
 Accumulator = Literal["data", "wider", "mixed"]
@@ -46,13 +48,13 @@ Accumulator = Literal["data", "wider", "mixed"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """Numbers so large that small ones added to them are rounded away."""
+    """A number so large that small powers of two are rounded away when added to it."""
 
     large: float
     small: float
-    """Smallest power of two that is used."""
+    """Smallest power of two in use."""
     room: int
-    """Number of powers in one call."""
+    """Number of powers per call."""
 
 
 _SCALES: Mapping[torch.dtype, tuple[Scale, Scale]] = {
@@ -62,7 +64,7 @@ _SCALES: Mapping[torch.dtype, tuple[Scale, Scale]] = {
     ),
     torch.float16: (
         Scale(large=2.0**15, small=2.0**-6, room=9),
-        # Smaller numbers are subnormal, and may be flushed to 0.
+        # Smaller numbers are subnormal and may be flushed to 0.
         Scale(large=2.0**15, small=2.0**-14, room=5),
     ),
     torch.float32: (
@@ -74,7 +76,7 @@ _SCALES: Mapping[torch.dtype, tuple[Scale, Scale]] = {
         Scale(large=2.0**110, small=1.0, room=50),
     ),
 }
-"""By dtype: scales beyond the data's own significand, and beyond that of fp32 (fp64)."""
+"""By dtype: scales beyond the data's own significand, and beyond fp32's (fp64's)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,10 +89,10 @@ class ObservedOrder:
     starts: tuple[int, ...]
     """First element of each run."""
     accumulator: Accumulator
-    """Dtype of partial sums: the data's, a wider one, or both."""
+    """Dtype of partial sums: the data's, a wider dtype, or both."""
 
     def tree_of(self, element: int) -> str:
-        """Return the tree of one element."""
+        """Return an element's tree."""
         return [
             tree for tree, start in zip(self.trees, self.starts, strict=True) if start <= element
         ][-1]
@@ -100,16 +102,16 @@ def observe(reduce: Reduction, *, rank_count: int, elems: int, dtype: torch.dtyp
     """Measure a reduction; see [Note: pairs that cancel].
 
     Args:
-        reduce: Reduction to measure; called equally often on every rank.
-        rank_count: Ranks of the group.
-        elems: Elements of the reduction.
+        reduce: Reduction to measure. Every rank calls it equally often.
+        rank_count: Ranks in the group.
+        elems: Elements in the reduction.
         dtype: Dtype of the data: bf16, fp16, fp32 or fp64.
     """
     narrow, wide = _SCALES[dtype]
     ask = _Asking(reduce, rank_count=rank_count, elems=elems, dtype=dtype)
-    # All elements form one class, until they are seen to be added differently.
+    # All elements form one class, until some are added differently.
     classes = [_Class(elements=torch.arange(elems), rank_count=rank_count)]
-    # Each round measures one subtree of every class, so all ranks make the same calls.
+    # Each round measures one subtree per class, so all ranks make the same calls.
     while any(each.next_set() for each in classes):
         classes = list(_look(ask, classes, wide))
     found = sorted((start, each.text()) for each in classes for start in _starts_of(each.elements))
@@ -128,7 +130,7 @@ def observe(reduce: Reduction, *, rank_count: int, elems: int, dtype: torch.dtyp
 
 
 class _Asking:
-    """Queries of a reduction: the ranks outside the least subtree of two given ranks."""
+    """Queries for the ranks outside the smallest subtree of two given ranks."""
 
     def __init__(
         self,
@@ -150,25 +152,25 @@ class _Asking:
         """Query all elements at once, in as many calls as needed.
 
         Args:
-            firsts: 1D: a rank, by element.
-            seconds: 1D: another rank, by element; the same rank for no query.
-            members: 2D (elements, ranks), bool: the ranks to query.
+            firsts: [elements]: a rank per element.
+            seconds: [elements]: another rank per element; the same rank for no query.
+            members: [elements, ranks], bool: ranks to query.
             scale: Numbers to contribute.
 
         Returns:
-            2D (elements, ranks), bool: ranks outside; and 1D, bool: True if the sum was a possible
-            result of some tree.
+            [elements, ranks], bool: ranks outside; and [elements], bool: True if some tree can have
+            this sum.
         """
         rank_ids = torch.arange(self._ranks)
-        # [elements, ranks]: the pair itself contributes B and -B, and no power.
+        # [elements, ranks]: the pair itself contributes B and -B, but no power.
         asked = members & (rank_ids != firsts[:, None]) & (rank_ids != seconds[:, None])
         asked &= (firsts != seconds)[:, None]
-        place = asked.cumsum(1) - 1  # (elements, ranks): index among the element's queried ranks.
+        place = asked.cumsum(1) - 1  # [elements, ranks]: index among the element's queried ranks.
         outside = torch.zeros_like(asked)
         fits = torch.ones(len(firsts), dtype=torch.bool)
         # Rounded up, at least one.
         calls = -(-max(1, int(asked.sum(1).max())) // scale.room) if len(firsts) else 0
-        # The same number on every rank, because each call is a collective.
+        # The same on every rank, because each call is a collective.
         for turn in range(calls):
             here = asked & (place // scale.room == turn)
 
@@ -182,7 +184,7 @@ class _Asking:
                 whole[self._positions] = values.to(self._dtype)
                 return whole
 
-            # In units of the smallest power, so that bit k belongs to the rank with power k.
+            # In units of the smallest power, so bit k belongs to the rank with power k.
             sums = self._reduce(bring)[self._positions].double() / scale.small
             bits = sums.round().clamp(0, 2.0**scale.room - 1).to(torch.int64)
             # Bits of ranks that were not queried must be 0.
@@ -199,18 +201,18 @@ class _Class:
         self.elements = elements
         whole = frozenset(range(rank_count))
         self.parts: dict[frozenset[int], tuple[frozenset[int], ...]] = {}
-        """For each known subtree, by its set of ranks: the subtrees joined in it, in order."""
+        """For each known subtree, by its ranks: the subtrees joined in it, in order."""
         self._whole = whole
         self.is_tree = True
 
     def next_set(self) -> frozenset[int]:
-        """Return a subtree to measure next; empty if all are known."""
+        """Return the next subtree to measure; empty if all are known."""
         if not self.is_tree:
             return frozenset()
         waiting = [self._whole]
         while waiting:
             here = waiting.pop()
-            # A subtree of one or two ranks has only one form.
+            # One or two ranks have only one tree.
             if len(here) < 3:
                 continue
             if here not in self.parts:
@@ -219,14 +221,14 @@ class _Class:
         return frozenset()
 
     def split(self, elements: Tensor) -> _Class:
-        """Return a copy for some of the elements."""
+        """Return a copy for some elements."""
         new = _Class(elements=elements, rank_count=len(self._whole))
-        # What was measured before the split holds for all parts.
+        # Measurements from before the split hold for all parts.
         new.parts, new.is_tree = dict(self.parts), self.is_tree
         return new
 
     def text(self) -> str:
-        """Return the text of the tree; `?` if there is none."""
+        """Return the tree as text; `?` if there is none."""
         return self._text(self._whole) if self.is_tree else "?"
 
     def _text(self, ranks: frozenset[int]) -> str:
@@ -242,7 +244,7 @@ class _Class:
         return total
 
     def pairs(self) -> Iterator[tuple[int, int, frozenset[int]]]:
-        """Yield for each subtree of two or more ranks: a rank of either side, and those outside."""
+        """Yield a rank of either side and the ranks outside, for subtrees of 2 or more ranks."""
         waiting = [self._whole] if self.is_tree else []
         while waiting:
             here = waiting.pop()
@@ -260,12 +262,12 @@ class _Class:
 
 
 def _look(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Iterator[_Class]:
-    """Measure one subtree of each class, and split classes whose elements differ."""
+    """Measure one subtree per class, and split classes whose elements differ."""
     elems = sum(len(each.elements) for each in classes)
     ranks = len(classes[0]._whole)
     sets = [each.next_set() for each in classes]
     members = torch.zeros((elems, ranks), dtype=torch.bool)
-    # [elements]: the rank whose ancestors this round measures.
+    # [elements]: rank whose ancestors this round measures.
     pivots = torch.zeros(elems, dtype=torch.int64)
     for each, here in zip(classes, sets, strict=True):
         if here:
@@ -275,7 +277,7 @@ def _look(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Iterator[_Cl
     # [pairs, elements, ranks].
     outsides = torch.zeros((max(map(len, others)), elems, ranks), dtype=torch.bool)
     fits = torch.ones(elems, dtype=torch.bool)
-    # All classes share each call, so the class with most pairs decides the number of calls.
+    # Classes share calls, so the class with the most pairs decides the number of calls.
     for turn in range(len(outsides)):
         seconds = pivots.clone()
         for each, rest in zip(classes, others, strict=True):
@@ -287,7 +289,7 @@ def _look(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Iterator[_Cl
         if not here:
             yield each
             continue
-        # [elements, pairs * ranks], and whether all sums fitted: equal rows stay in one class.
+        # [elements, pairs * ranks + 1]: results, and if all sums fitted. Equal rows stay together.
         seen = outsides[: len(rest), each.elements].permute(1, 0, 2).reshape(len(each.elements), -1)
         seen = torch.cat([seen, fits[each.elements, None]], dim=1)
         # One new class per distinct row.
@@ -303,20 +305,20 @@ def _look(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Iterator[_Cl
 
 
 def _pivot_of(ranks: frozenset[int]) -> int:
-    """Return the rank whose ancestors are measured: the middle one, as good as any."""
+    """Return the rank whose ancestors are measured. The middle rank is as good as any."""
     return sorted(ranks)[len(ranks) // 2]
 
 
 def _chain_of(
     pivot: int, inside: Mapping[int, frozenset[int]]
 ) -> tuple[frozenset[int], ...] | None:
-    """Return the subtrees joined to a rank, in order; None if the sets belong to no tree."""
+    """Return the subtrees that join a rank, in order; None if no tree has these sets."""
     # From the smallest ancestor to the largest.
     chain, before = [frozenset({pivot})], frozenset({pivot})
     for ancestor in sorted(set(inside.values()), key=len):
         new = ancestor - before
-        # Ancestors are nested, and a rank that joins in one has this one as the least common
-        # subtree.
+        # Ancestors are nested. If a rank joins in an ancestor, this is its smallest common subtree
+        # with the pivot.
         if not before < ancestor or any(inside[rank] != ancestor for rank in new):
             return None
         chain.append(new)
@@ -325,7 +327,7 @@ def _chain_of(
 
 
 def _starts_of(elements: Tensor) -> list[int]:
-    """Return the first element of each run of neighbours."""
+    """Return the first element of each consecutive run."""
     ordered = elements.sort().values
     is_start = torch.ones_like(ordered, dtype=torch.bool)
     is_start[1:] = ordered[1:] != ordered[:-1] + 1
@@ -333,7 +335,7 @@ def _starts_of(elements: Tensor) -> list[int]:
 
 
 def _accumulator(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Accumulator:
-    """Return the width of partial sums, by numbers for which only the data has no room."""
+    """Return the dtype of partial sums, measured with numbers for which only the data is narrow."""
     elems = sum(len(each.elements) for each in classes)
     pairs = [list(each.pairs()) for each in classes]
     ranks = len(classes[0]._whole)
@@ -348,12 +350,12 @@ def _accumulator(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Accum
                 firsts[each.elements], seconds[each.elements] = first, second
                 if outside:
                     wanted[each.elements[:, None], torch.tensor(sorted(outside))] = True
-        # With the narrow scale: only the data's dtype has no room for both numbers.
+        # With the narrow scale, only the data's dtype has no room for both numbers.
         got, fits = ask(firsts, seconds, members, scale)
         ids = torch.arange(ranks)
         all_others = (ids != firsts[:, None]) & (ids != seconds[:, None])
         all_others &= (firsts != seconds)[:, None]
-        # Lost exactly as the tree predicts: every partial sum is rounded to the data's dtype.
+        # Lost exactly as the tree predicts, so every partial sum was rounded to the data's dtype.
         are_lost &= bool(fits.all()) and torch.equal(got, wanted)
         are_kept &= bool(fits.all()) and torch.equal(got, all_others)
     if are_lost:
@@ -370,29 +372,29 @@ def verify(
 ) -> int | None:
     """Check that a reduction adds as a model predicts, in as many calls as one pair takes.
 
-    Neighbours at both ends of a run test the subtrees in turn. A run with fewer elements than its
-    tree has subtrees tests as many as it has elements.
+    Neighbours at both ends of a run test the subtrees in turn. A run with fewer elements than
+    subtrees tests as many subtrees as it has elements.
 
     Args:
         reduce: Reduction to check.
         pieces: Model.
-        rank_count: Ranks of the group.
-        elems: Elements of the reduction.
+        rank_count: Ranks in the group.
+        elems: Elements in the reduction.
         dtype: Dtype of the data.
 
     Returns:
-        The first element that is added in another way, or in a wider dtype; None if there is none.
+        First element that is added in another way or in a wider dtype; None without such elements.
     """
     known: dict[Tree, tuple[Tensor, Tensor, Tensor]] = {}
     where: list[Tensor] = []
     tables: list[tuple[Tensor, ...]] = []
     for start, stop, tree in pieces:
         if tree not in known:
-            # Once per tree, which many runs of a ring share.
+            # Once per tree, because many runs of a ring share a tree.
             known[tree] = _pairs_of(tree, rank_count)
         pair_count = len(known[tree][0])
         here = torch.arange(start, stop)
-        # Both ends, so that a shifted boundary of a run is seen.
+        # Both ends, so that a shifted boundary shows.
         if len(here) > 2 * pair_count:
             here = torch.cat([here[:pair_count], here[-pair_count:]])
         where.append(here)
@@ -404,7 +406,7 @@ def verify(
     # [positions], [positions], [positions, ranks].
     firsts, seconds, wanted = (torch.cat(column) for column in zip(*tables, strict=True))
     ask = _Asking(reduce, rank_count=rank_count, elems=elems, dtype=dtype, positions=positions)
-    # All other ranks are queried, so one pair per element suffices.
+    # Query all other ranks, so one pair per element suffices.
     members = torch.ones_like(wanted)
     got, fits = ask(firsts, seconds, members, _SCALES[dtype][0])
     wrong = ((got != wanted).any(1) | ~fits).nonzero().flatten()
@@ -412,7 +414,7 @@ def verify(
 
 
 def _pairs_of(tree: Tree, rank_count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each sum of a tree: a rank of either side, and by rank, True if outside."""
+    """Return a rank of either side, and by rank True if outside, for each sum in a tree."""
     stack: list[set[int]] = []
     firsts, seconds, outside = [], [], []
     for step in tree:
@@ -435,22 +437,22 @@ def by_calling(
     device: str = "cpu",
     sizes: Sequence[int] = (),
 ) -> Reduction:
-    """Return a real reduction over a group.
+    """Return a reduction that calls the backend.
 
     Args:
-        kind: Kind of the reduction.
+        kind: Kind of reduction.
         group: Group whose ranks all call it.
-        elems: Elements; for a `reduce_scatter` a multiple of the ranks.
+        elems: Number of elements; for `reduce_scatter` a multiple of the ranks.
         device: Device of the data.
-        sizes: For a `reduce_scatter_list`, the elements of each rank.
+        sizes: For `reduce_scatter_list`, the elements of each rank.
     """
     rank, rank_count = group.rank(), group.size()
-    # Newer versions of torch have other names for both.
+    # Newer versions of torch have other names.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def reduce(values: Values) -> Tensor:
-        # [elems], of which each call reduces all.
+        # [elems], all reduced by each call.
         x = values(rank).to(device)
         if kind == "all_reduce":
             dist.all_reduce(x, group=group)
@@ -463,7 +465,7 @@ def by_calling(
             part = torch.empty_like(entries[rank])
             dist.reduce_scatter(part, entries, group=group)
             entries[rank].copy_(part)
-            # Parts of different lengths cannot be gathered, so each rank broadcasts its own.
+            # Parts differ in length and cannot be gathered, so each rank broadcasts its own.
             for root, entry in enumerate(entries):
                 if len(entry):
                     dist.broadcast(entry, dist.get_global_rank(group, root), group=group)
@@ -473,7 +475,7 @@ def by_calling(
 
 
 def compare(expected: ObservedOrder, observed: ObservedOrder, *, name: str) -> str:
-    """Compare the measured order of a backend with that of a model.
+    """Compare a backend's measured order with a model's order.
 
     Args:
         expected: Order of the model, measured with `by_model`.
@@ -481,7 +483,7 @@ def compare(expected: ObservedOrder, observed: ObservedOrder, *, name: str) -> s
         name: Name of the model.
 
     Returns:
-        `agrees with NAME`; or `drift: expected ..., observed ...`, at the first element that is
+        `agrees with NAME`; or `drift: expected ..., observed ...` at the first element that is
         added in another way.
     """
     if expected.accumulator != observed.accumulator:

@@ -1,4 +1,4 @@
-"""Models of orders for the probe: reductions without communication, and their trees."""
+"""Order models for the probe: reductions without communication, and their trees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def by_model(
     arrangement: Arrangement | None = None,
     sizes: Sequence[int] = (),
 ) -> Reduction:
-    """Return the reduction as modelled by the oracle, without communication."""
+    """Return a reduction as the oracle models it, without communication."""
     spans = [
         SumSpan(start=start, stop=stop, site=site)
         for start, stop, site in sites_of(
@@ -47,17 +47,17 @@ def sites_of(
     arrangement: Arrangement | None = None,
     sizes: Sequence[int] = (),
 ) -> Iterator[tuple[int, int, SumSite]]:
-    """Yield the parts of a reduction with the same end, and their position in it."""
+    """Yield parts of a reduction that end on the same rank, with their sites."""
     arrangements = () if arrangement is None else (arrangement,)
     if kind == "all_reduce":
         site = SumSite(kind=kind, elems=elems, offset=0, arrangements=arrangements)
         yield 0, elems, site
         return
-    # Elements of each rank's part.
+    # Elements per rank.
     shares = list(sizes) if kind == "reduce_scatter_list" else [elems // rank_count] * rank_count
     start = 0
     for rank, share in enumerate(shares):
-        # Entries of a list are reduced as calls of their own.
+        # List entries are reduced like separate calls.
         is_list = kind == "reduce_scatter_list"
         yield (
             start,
@@ -83,16 +83,16 @@ def pieces_of(
     sizes: Sequence[int] = (),
     arrangement: Arrangement | None = None,
 ) -> list[tuple[int, int, Tree]]:
-    """Return runs of elements that a model adds alike, with their tree.
+    """Return runs of elements that a model adds alike, with their trees.
 
     Args:
-        kind: Kind of the reduction.
-        order: Model: an order that adds in chains, or `tree`.
-        rank_count: Ranks of the group.
-        elems: Elements of the reduction.
-        elem_bytes: Size of an element.
-        sizes: For a `reduce_scatter_list`, the elements of each rank.
-        arrangement: Observed arrangement, which replaces the model's.
+        kind: Kind of reduction.
+        order: Order that adds in chains, or `tree`.
+        rank_count: Ranks in the group.
+        elems: Elements in the reduction.
+        elem_bytes: Bytes per element.
+        sizes: For `reduce_scatter_list`, the elements of each rank.
+        arrangement: Observed arrangement, to use instead of the model's.
     """
     found = []
     for start, stop, site in sites_of(kind, elems=elems, rank_count=rank_count, sizes=sizes):
@@ -100,7 +100,7 @@ def pieces_of(
             continue
         offset = start - site.offset
         if arrangement is not None:
-            # In the call's own offsets, so they are shifted below.
+            # Offsets are within the call, so shift them below.
             kept = arranged_pieces(
                 arrangement,
                 kind=kind,
@@ -119,8 +119,8 @@ def pieces_of(
 def _chains(
     site: SumSite, start: int, stop: int, order: AddOrder, rank_count: int, elem_bytes: int
 ) -> Iterator[tuple[int, int, Tree]]:
-    """Yield runs of a call that an order adds one rank after another."""
-    # Within the call, because a ring's first rank depends on the position in it.
+    """Yield runs of a call that an order adds as chains."""
+    # Within the call, because a ring's first rank depends on this position.
     positions = torch.arange(site.offset, site.offset + stop - start)
     if order == "linear":
         firsts, stride = torch.zeros_like(positions), 1
@@ -128,7 +128,7 @@ def _chains(
         firsts, stride = first_ranks(
             site, positions=positions, order=order, rank_count=rank_count, elem_bytes=elem_bytes
         )
-    # Chunks of a ring start at different ranks, and go round it with a fixed stride.
+    # Ring chunks start at different ranks, and go round with a fixed stride.
     values, counts = (firsts % rank_count).unique_consecutive(return_counts=True)
     for first, count in zip(values.tolist(), counts.tolist(), strict=True):
         ranks = [(first + stride * hop) % rank_count for hop in range(rank_count)]
@@ -137,7 +137,7 @@ def _chains(
 
 
 def _balanced(ranks: Sequence[int]) -> Tree:
-    """Return the tree that adds neighbours first, then their sums; an odd one out moves up."""
+    """Return the tree that adds neighbours, then their sums. An odd one out moves up."""
     level: list[Tree] = [(rank,) for rank in ranks]
     while len(level) > 1:
         pairs = [(*one, *other, ADD) for one, other in zip(level[::2], level[1::2], strict=False)]
@@ -146,7 +146,7 @@ def _balanced(ranks: Sequence[int]) -> Tree:
 
 
 def text_of(tree: Tree) -> str:
-    """Return the text of a tree as in `ObservedOrder`: the side with the least rank first."""
+    """Return a tree's text as in `ObservedOrder`: the side with the smallest rank comes first."""
     stack: list[tuple[int, str]] = []
     for step in tree:
         if step != ADD:
@@ -158,7 +158,7 @@ def text_of(tree: Tree) -> str:
 
 
 def tree_of(text: str) -> Tree:
-    """Return the tree of a text made by `text_of`."""
+    """Parse a tree's text, as made by `text_of`."""
     steps: list[int] = []
     number = ""
     for char in text:
@@ -168,7 +168,7 @@ def tree_of(text: str) -> Tree:
         if number:
             steps.append(int(number))
             number = ""
-        # In postfix order, so an addition comes at its closing bracket.
+        # In postfix order, an addition comes at its closing bracket.
         if char == ")":
             steps.append(ADD)
     return (*steps, int(number)) if number else tuple(steps)

@@ -1,4 +1,4 @@
-"""Process groups of one rank of a real backend."""
+"""A rank's process groups on a real backend."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from zero_sim.backends.folding import folding_backend
 from zero_sim.backends.side_channel import SideChannel
 from zero_sim.backends.transports import find_transport
 
-# Time for connections and NCCL's first call, during which the process counts as alive.
+# Limit for connecting and NCCL's first call. Until then the process counts as alive.
 _SET_UP_SECONDS = 300.0
 
 
 class RealRank:
-    """This process as a rank that runs programs one after another.
+    """This process as a rank that runs one program after another.
 
     Args:
         backend: `gloo` or `nccl`.
         rank: Rank among all processes.
-        store: Store shared by all processes, for the side channel and for the set-up of groups.
-        timeout_seconds: Time limit of the backend for a collective.
+        store: Store shared by all processes, for the side channel and group set-up.
+        timeout_seconds: The backend's time limit for a collective.
 
     Raises:
-        EnvironmentProblem: This machine does not have the backend.
+        EnvironmentProblem: This machine lacks the backend.
     """
 
     def __init__(
@@ -43,21 +43,21 @@ class RealRank:
         self._open: tuple[int, str] | None = None
         self.channel = SideChannel(rank=rank, store=store)
         self.last_words = ""
-        """Reason for giving up on the program; empty if this rank did not."""
+        """Reason why this rank gave up on the program; empty if it did not."""
         self._set_up_by = 0.0
-        """Time by which connections must be made."""
+        """Deadline for connecting."""
         self.memory: dict[Any, Any] = {}
-        """Results that later programs reuse, the same on all processes."""
+        """Results that later programs reuse, equal on all processes."""
         self.is_spoilt = False
-        """True if this process may be of no use for another program."""
+        """True if this process may be unusable for another program."""
 
     @property
     def is_setting_up(self) -> bool:
-        """True while it connects, which is slow the first time and gives no sign of life."""
+        """True while connecting, which is slow the first time and gives no sign of life."""
         return time.monotonic() < self._set_up_by
 
     def begin(self, number: int) -> None:
-        """Start a program with a number that is the same on all processes; see `SideChannel`."""
+        """Start a program. Its number is the same on all processes; see `SideChannel`."""
         self.channel.begin(number)
         self.last_words = ""
 
@@ -67,11 +67,11 @@ class RealRank:
     ) -> Iterator[None]:
         """Open a default group of the first `size` processes, for one program.
 
-        It is kept for the next program of this size if this one succeeded on all ranks and created
-        no further groups, because connecting takes longer than a small case.
+        If the program succeeds on all ranks and creates no other groups, the next program of this
+        size reuses the group, because connecting takes longer than a small case.
 
         Args:
-            size: Number of ranks; this process must be one of them. The others call `leave`.
+            size: Number of ranks, including this process. Other processes call `leave`.
             about: Name of the group, if a program opens several.
             order: Order in which reductions add, see `zero_sim.backends.folding`; None for the
                 backend's own.
@@ -80,36 +80,35 @@ class RealRank:
         name = self.transport.torch_name
         if order is not None:
             name = folding_backend(self.backend, order, seed=order_seed)
-        # Otherwise the group of the last program serves again.
+        # Otherwise reuse the last program's group.
         if self._open != (size, name):
             self._join(name, size=size, about=about)
             self._open = (size, name)
         try:
             yield
         except BaseException:
-            # Others may hang in a collective, so wait for none. They read this when they get here.
+            # Other ranks may hang in a collective, so do not wait. They will read this message.
             self.channel.tell(False, about=f"left {about}")
             self.leave(abort=True)
             raise
-        # One group is the default group itself.
+        # The default group counts as one.
         clean = len(dist.distributed_c10d._world.pg_map) == 1
         heard = self.channel.exchange(clean, size=size, about=f"left {about}")
-        # All ranks must decide alike: a group is kept by all or by none.
+        # All ranks must decide alike: all keep the group, or none does.
         if not all(heard):
             self.leave()
 
     def _join(self, backend: str, *, size: int, about: str) -> None:
-        """Connect to the other ranks, and return when all have connected.
+        """Connect to the other ranks, and return when all ranks are connected.
 
-        A rank that left at once would cut off those that still connect.
+        A rank that left earlier would cut off ranks that still connect.
         """
         self.leave()
         self._set_up_by = time.monotonic() + _SET_UP_SECONDS
         try:
             dist.init_process_group(
                 backend,
-                # A prefix of its own, because keys of an earlier group of this name may still be
-                # there.
+                # A unique prefix, because an earlier group of this name may have left keys.
                 store=dist.PrefixStore(f"{self.channel.number}/{about}/{size}", self.store),
                 rank=self.rank,
                 world_size=size,
@@ -118,7 +117,7 @@ class RealRank:
             )
             self.transport.warm_up()
         except BaseException:
-            # Others may wait for this message.
+            # Other ranks may wait for this message.
             self.channel.withdraw([f"joined {about}"])
             self.leave(abort=True)
             raise
@@ -131,13 +130,13 @@ class RealRank:
             raise
 
     def leave(self, *, abort: bool = False) -> None:
-        """Destroy every group of this process.
+        """Destroy all groups of this process.
 
         Args:
-            abort: True if an operation may be pending that never ends.
+            abort: True if a pending operation may never end.
         """
         if abort:
-            # After an abort of NCCL, this process may be of no use.
+            # NCCL may leave this process unusable.
             self.is_spoilt = self.transport.renews
             self.transport.abort()
         elif dist.is_initialized():

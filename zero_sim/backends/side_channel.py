@@ -1,4 +1,4 @@
-"""Side channel of a real rank: messages between ranks and signs of life, in a shared store.
+"""Side channel of a real rank: messages and signs of life, in a shared store.
 
 It uses no process group, so it does not interfere with the system's collectives.
 """
@@ -20,7 +20,7 @@ _SIGN_SECONDS = 0.25
 
 
 class RankGone(ZeroSimError):
-    """Another rank gave up on the program, so no message of it will come."""
+    """Another rank gave up on the program, so it sends no more messages."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -28,7 +28,7 @@ class RankGone(ZeroSimError):
 
 
 class SideChannel:
-    """One rank's side of the channel, for programs one after another.
+    """A rank's side of the channel, for one program after another.
 
     Args:
         rank: Rank among all processes.
@@ -38,26 +38,27 @@ class SideChannel:
     def __init__(self, *, rank: int, store: dist.Store) -> None:
         self.rank = rank
         self.number = -1
-        """Number of the program, the same for all ranks."""
+        """Program number, the same on all ranks."""
         self.on_sign: Callable[[], None] = lambda: None
         """Called from time to time as a sign of life."""
         self.is_listening = False
-        """True while it waits for messages. Then the others decide how long it takes."""
+        """True while waiting for messages. Then the other ranks decide how long it takes."""
         self._store = store
         self._last_sign = 0.0
-        # Keys of this program, and of the one before.
+        # Keys of this program and of the last.
         self._told: set[str] = set()
         self._earlier: set[str] = set()
 
     def begin(self, number: int) -> None:
-        """Start a program with a number that is the same on all processes.
+        """Start a program.
 
         Args:
-            number: Unique number, so that messages of two programs cannot be confused.
+            number: Unique number, the same on all processes. It keeps messages of different
+                programs apart.
         """
-        # Each rank that starts this program has read all messages of the program before the last.
+        # Each rank that starts this program has read all messages from before the last program.
         for key in self._earlier:
-            # Stores never forget by themselves, and a campaign has thousands of programs.
+            # A store never forgets by itself, and a campaign has thousands of programs.
             self._store.delete_key(key)
         self._earlier, self._told = self._told, set()
         self.number = number
@@ -71,15 +72,15 @@ class SideChannel:
             self.on_sign()
 
     def exchange(self, what: Any, *, size: int, about: str = "") -> list[Any]:
-        """Send a value to all ranks, and receive that of each.
+        """Send a value to all ranks, and receive their values.
 
         Args:
             what: Value that can be written as JSON.
-            size: Number of ranks that take part, including this one.
+            size: Number of ranks that take part, including this rank.
             about: Name of the exchange, if a program has several.
 
         Returns:
-            Values of the ranks, in rank order.
+            Values in rank order.
 
         Raises:
             RankGone: A rank withdrew.
@@ -95,7 +96,7 @@ class SideChannel:
         return [_said(each, rank=rank) for rank, each in enumerate(heard)]
 
     def tell(self, what: Any, *, about: str) -> None:
-        """Send a value to all ranks, none of which has to receive it.
+        """Send a value to all ranks. They need not receive it.
 
         Args:
             what: Value that can be written as JSON.
@@ -104,7 +105,7 @@ class SideChannel:
         self._tell({"says": what}, about=about)
 
     def hear(self, rank: int, *, about: str, seconds: float) -> Any:
-        """Receive a message of a rank.
+        """Receive a rank's message.
 
         Args:
             rank: Sender.
@@ -128,7 +129,7 @@ class SideChannel:
         return _said(heard, rank=rank)
 
     def has_told(self, rank: int, *, about: str) -> bool:
-        """Return True if a rank has sent a message, or withdrawn it.
+        """Return True if a rank has sent or withdrawn a message.
 
         Args:
             rank: Sender.
@@ -140,10 +141,10 @@ class SideChannel:
         """Withdraw messages that this rank will not send, so that no rank waits for them.
 
         Args:
-            abouts: Names of messages of this program; those already sent are skipped.
+            abouts: Names of this program's messages. Messages already sent are skipped.
 
         Returns:
-            True if any had not been sent.
+            True if a message had not been sent.
         """
         left = [each for each in abouts if f"{self._key(each)}/{self.rank}" not in self._told]
         for about in left:

@@ -1,4 +1,4 @@
-"""The end of long work: no further case starts after a deadline, or after Ctrl-C or SIGTERM."""
+"""The end of long work: no case starts after a deadline, Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Stop:
     """Condition to start no further case."""
 
     deadline: float | None = None
-    """Deadline on the clock of `time.monotonic`; None for none."""
+    """Deadline on the `time.monotonic` clock; None for none."""
     asked: bool = False
 
     @property
@@ -28,14 +28,14 @@ class Stop:
 def interrupts_ask(stop: Stop) -> Iterator[None]:
     """Stop after the current case at the first signal that ends a command, at once at the second.
 
-    Python delivers signals only to the main thread; in any other thread this does nothing.
+    Does nothing outside the main thread, because Python delivers signals only there.
 
     Args:
         stop: Set at the first signal.
     """
 
     def ask() -> None:
-        # A case may take long, so a second signal must not wait for it.
+        # A case may take long, so the second signal does not wait for it.
         if stop.asked:
             interrupt()
         stop.asked = True

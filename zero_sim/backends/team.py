@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from zero_sim.errors import EnvironmentProblem
 
-# Each team holds as many processes with torch loaded as it has ranks.
+# A team has a process with torch loaded for each rank.
 TEAMS_OPEN_MAX = 4
 _START_SECONDS = 120.0
 _STACK_SECONDS = 5.0
-# Workers use this process's search path, because `-m` would add the current folder to it.
+# With this process's search path, because `-m` would add the current folder.
 _FORKSERVER = """
 import json, sys
 from multiprocessing.connection import Connection
@@ -35,26 +35,26 @@ sys.path[:] = [*path, *(each for each in sys.path if each not in path)]
 from zero_sim.backends.forkserver import main
 main(connection)
 """
-# Interval at which the loss of another process's worker is checked.
+# Interval between checks if another process has lost its worker.
 _LOOK = 0.25
-# Time for other ranks to notice that one died or gave up.
+# Time for other ranks to notice that a rank died or gave up.
 _OTHERS_SECONDS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """Ending of one worker's part of a job."""
+    """Ending of a job on one worker."""
 
     rank: int
     how: Literal["done", "raised", "died", "hung"]
     result: Any = None
     """Result of the job."""
     error: str = ""
-    """Exception of the job, or description of the process's death."""
+    """Exception of the job, or how the process died."""
     detail: str = ""
     """Traceback, or stack of a hang."""
     gave_up: bool = False
-    """True if other ranks may wait for this one in vain."""
+    """True if other ranks may wait in vain for this rank."""
     spoilt: bool = False
     """True if the process may be unusable for another job."""
 
@@ -71,29 +71,29 @@ _Team = Sequence[_Worker]
 
 @dataclass(kw_only=True, slots=True)
 class JobRank:
-    """The one worker of a process that is part of a larger job."""
+    """The only worker of a process in a larger job."""
 
     rank: int
-    """Rank of the worker in the job."""
+    """Worker's rank in the job."""
     size: int
-    """Workers of the whole job."""
+    """Number of workers in the job."""
     store: tuple[str, int]
     """Host and port of the shared store."""
     generation: int = 0
-    """Restarts of the job's workers so far; equal in all processes."""
+    """Restarts of the job's workers so far, equal in all processes."""
     is_lost: Callable[[], bool] = lambda: False
-    """Returns True if the worker of another process died, hangs or gave up."""
+    """Returns True if another process's worker died, hangs or gave up."""
     note_lost: Callable[[], None] = lambda: None
     """Reports that this process's worker is lost."""
 
 
 class Teams:
-    """Worker processes in teams, one team per world size. A broken team is replaced.
+    """Teams of worker processes, by size. A broken team is replaced.
 
     Args:
         backend: Backend of the workers, `gloo` or `nccl`.
-        preload: Modules to import before the workers are forked.
-        job_rank: Part of a larger job; None if each team is a whole job.
+        preload: Modules to import before workers are forked.
+        job_rank: This process's part of a larger job; None if each team is a whole job.
 
     Example:
         >>> with Teams(backend="gloo") as teams:  # doctest: +SKIP
@@ -113,7 +113,7 @@ class Teams:
         self._numbers = itertools.count()
         self._store = None
         if job_rank is None:
-            # Port 0 lets the system choose a free one.
+            # With port 0 the system chooses a free port.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # One thread per process: ranks share the cores, and the count decides the bits of products.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -124,7 +124,7 @@ class Teams:
                 [sys.executable, "-P", "-c", _FORKSERVER, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                # Output of imported modules goes to stderr, because stdout is this process's own.
+                # Imported modules print to stderr, because stdout belongs to this process.
                 stdout=2,
                 env={**os.environ, **threads},
             )
@@ -144,14 +144,14 @@ class Teams:
 
         Args:
             job: `module:name` of a function of the payload and a `RealRank`.
-            payload: Argument, the same for all; must be writable as JSON.
+            payload: Argument for all workers; must be writable as JSON.
             size: Number of workers.
-            timeout_seconds: Time without a result or a sign of life from any worker, after which
+            timeout_seconds: Time without a result or sign of life from any worker, after which
                 workers count as hung.
 
         Returns:
-            Ending of each rank, in rank order. After a death or hang the team is gone, and the next
-            job of this size gets a new one.
+            Ending of each rank, in rank order. After a death or hang, the next job of this size
+            gets a new team.
 
         Raises:
             EnvironmentProblem: Workers cannot be started.
@@ -162,9 +162,9 @@ class Teams:
             team, message, timeout_seconds=timeout_seconds, job_rank=self._job_rank
         )
         if any(self.ends_with(ending) for ending in endings.values()):
-            # Exit statuses are known only after the processes are reaped.
+            # Reaping a process gives its exit status.
             deaths = self.renew(size)
-            # With the signal or exit status, which says more than the end of the connection.
+            # Add the status, because the end of a connection does not show why a process died.
             endings = {rank: _with_status(end, deaths[rank]) for rank, end in endings.items()}
         return tuple(endings[rank] for rank in sorted(endings))
 
@@ -174,17 +174,17 @@ class Teams:
         return ending.how in ("died", "hung") or ending.spoilt
 
     def renew(self, size: int) -> Mapping[int, int]:
-        """End a team, if it exists. The next job of this size gets a new one.
+        """End a team, if it exists. The next job of this size gets a new team.
 
         Returns:
-            Exit status that each worker had before, by rank.
+            Exit status of each worker, by rank; -SIGKILL if it was still alive.
         """
         team = self._teams.pop(size, None)
         return {} if team is None else self._end(team)
 
     def close(self) -> None:
         """End every worker and the fork server."""
-        # If the fork server has ended, it cannot report exit statuses.
+        # A fork server that has ended cannot report exit statuses.
         with contextlib.suppress(EnvironmentProblem):
             for team in self._teams.values():
                 self._end(team)
@@ -195,8 +195,8 @@ class Teams:
     def _team(self, size: int) -> _Team:
         team = self._teams.pop(size, None)
         if team is None:
-            # The first in the dict is the least recently used, because `_team` moves a used one
-            # back.
+            # The least recently used team is first in the dict, because `_team` moves a used team
+            # to the end.
             while len(self._teams) >= TEAMS_OPEN_MAX:
                 self._end(self._teams.pop(next(iter(self._teams))))
             team = self._start(size)
@@ -215,7 +215,7 @@ class Teams:
         if any(ending.how != "done" for ending in endings):
             deaths = self._end(team)
             endings = [_with_status(ending, deaths[ending.rank]) for ending in endings]
-            # A worker that gave up has the reason; the others only report that one did.
+            # The worker that gave up has the reason. The others only report that it did.
             endings.sort(key=lambda ending: not ending.gave_up)
         for ending in endings:
             if ending.gave_up:
@@ -228,7 +228,7 @@ class Teams:
         return team
 
     def _meeting(self, size: int) -> dict[str, Any]:
-        """Return the workers' meeting point: the store, their number, and the team's name."""
+        """Return the store, worker count and team name by which workers find each other."""
         if self._job_rank is None:
             assert self._store is not None
             store = [self._store.host, self._store.port]
@@ -250,15 +250,15 @@ class Teams:
         return _Worker(rank, self._hear(), ours)
 
     def _end(self, team: _Team) -> dict[int, int]:
-        """Kill a team's workers, and return the exit status that each had before, by rank."""
+        """Kill a team's workers. Return exit statuses by rank, as from `renew`."""
         statuses = {}
         for worker in team:
             worker.connection.close()
             with contextlib.suppress(ProcessLookupError):
-                # Not by a message: the worker may hang in C++ code.
+                # Not by a message, because the worker may hang in C++ code.
                 os.kill(worker.pid, signal.SIGKILL)
         for worker in team:
-            # By the fork server, because only a parent can read the exit status.
+            # By the fork server, because only a parent can read an exit status.
             self._say({"reap": worker.pid})
             statuses[worker.rank] = self._hear()
         return statuses
@@ -286,7 +286,7 @@ def _broadcast(
     timeout_seconds: float,
     job_rank: JobRank | None = None,
 ) -> dict[int, Ending]:
-    """Send a message to all workers, and collect their endings; arguments as for `Teams`."""
+    """Send a message to all workers, and collect their endings. Arguments as for `Teams`."""
     endings: dict[int, Ending] = {}
     pending: dict[Any, _Worker] = {}
     for worker in team:
@@ -300,7 +300,7 @@ def _broadcast(
     while pending:
         # Each sign of life moves the deadline.
         left = deadline - time.monotonic()
-        # A lost worker of another process: this one will hang, so do not wait for the full limit.
+        # If another process lost its worker, this worker will hang. Do not wait for the full limit.
         if job_rank is not None and not is_lost and job_rank.is_lost():
             is_lost = True
             deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
@@ -316,13 +316,13 @@ def _broadcast(
         for connection in ready:
             ending = _receive(pending[connection])
             if not isinstance(ending, Ending):
-                # Waiting for messages is no sign of life, unless they come from other processes.
+                # Waiting for messages is a sign of life only if other processes send them.
                 if not is_lost and (ending == "alive" or job_rank is not None):
                     deadline = time.monotonic() + timeout_seconds
                 continue
             del pending[connection]
             endings[ending.rank] = ending
-            # The others may hang now, so they get a short time instead of the full limit.
+            # The others may hang now, so they only get a short time.
             if (ending.how == "died" or ending.gave_up) and not is_lost:
                 is_lost = True
                 deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
@@ -332,7 +332,7 @@ def _broadcast(
 
 
 def _receive(worker: _Worker) -> Ending | Literal["alive", "listening"]:
-    """Return a worker's ending or sign of life: "listening" if it waits for other ranks."""
+    """Return a worker's ending or sign of life. "listening" means that it waits for other ranks."""
     try:
         answer = json.loads(worker.connection.recv_bytes())
     except (EOFError, ConnectionResetError):
@@ -359,7 +359,7 @@ def _ask_where(pending: Mapping[Any, _Worker]) -> dict[int, Ending]:
             connection.send_bytes(json.dumps({"op": "stack"}).encode())
             while connection.poll(_STACK_SECONDS):
                 answer = json.loads(connection.recv_bytes())
-                # Skip signs of life that were sent before.
+                # Skip earlier signs of life.
                 if answer["op"] == "stack":
                     text = answer["text"]
                     break
@@ -371,7 +371,7 @@ def _ask_where(pending: Mapping[Any, _Worker]) -> dict[int, Ending]:
 
 
 def _death(rank: int) -> Ending:
-    # The exit status is not known yet; see `_with_status`.
+    # Without the exit status, which is not known yet; see `_with_status`.
     return Ending(rank=rank, how="died", error="its process ended")
 
 

@@ -1,8 +1,8 @@
 """Jobs started by torchrun, or by a launcher that sets the same variables.
 
-Each process of a job keeps one worker, which is the rank: it trains and judges, and may die or
-hang. The process itself only passes cases on, so it survives a case that kills its worker. Then all
-processes start new workers.
+Each process keeps a worker, which is the rank: it trains and judges, and may die or hang. The
+process itself only passes cases on, so it survives a case that kills its worker. All processes then
+start new workers.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _IDLE = f"{__name__}:be_there"
 
 
 def is_launched() -> bool:
-    """Return True if this process was started as one rank of several."""
+    """Return True if a launcher started this process as a rank."""
     return all(name in os.environ for name in _NEEDED)
 
 
 def place() -> tuple[int, int]:
-    """Return this process's rank and the world size, as set by the launcher."""
+    """Return the rank and world size that the launcher set."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def be_there(payload: Mapping[str, Any], real_rank: RealRank) -> list[str]:
-    """Return the notes of a worker's transport; run as a job."""
+    """Return the notes of a worker's transport. Runs as a job."""
     return list(real_rank.transport.notes(payload["processes"]))
 
 
@@ -49,11 +49,11 @@ class LaunchedJob:
     Args:
         backend: `gloo` or `nccl`.
         preload: Modules that the worker imports first.
-        start_seconds: Time limit for the start of the workers.
+        start_seconds: Time limit for starting the workers.
 
     Raises:
-        EnvironmentProblem: Variables are not set, or the device of a rank does not exist, differs
-            in model from others, or is used by another rank.
+        EnvironmentProblem: Variables are not set, or a rank's device does not exist, is of another
+            model, or is already used by another rank.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class LaunchedJob:
                 f"{'is' if len(missing) == 1 else 'are'} not set. "
                 "Try torchrun --nproc-per-node 4 -m zero_sim run PATH."
             )
-        # torch's own rendezvous, so that all variables mean what they mean under torchrun.
+        # torch's own rendezvous, so that variables mean the same as under torchrun.
         store, rank, self.count = next(dist.rendezvous("env://"))
         self._store = dist.PrefixStore("zero_sim", store)
         # This process joins no group. It only exchanges messages.
         self._own = SideChannel(rank=rank, store=dist.PrefixStore("keepers", self._store))
         find_transport(backend).check()
-        # Workers use the launcher's store as well, under other prefixes.
+        # Workers also use the launcher's store, with other prefixes.
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._job_rank = JobRank(rank=rank, size=self.count, store=address)
         self._teams = Teams(backend=backend, preload=preload, job_rank=self._job_rank)
@@ -87,7 +87,7 @@ class LaunchedJob:
     def run(
         self, job: str, payload: Mapping[str, Any], *, stall_seconds: float
     ) -> Sequence[Ending]:
-        """Run a job on the workers of all processes, each of which calls this.
+        """Run a job on the workers of all processes. Every process must call this.
 
         Args:
             job: `module:name`, as for `Teams.run`.
@@ -102,12 +102,11 @@ class LaunchedJob:
         """
         self._number += 1
         self._own.begin(self._number)
-        # Paths in it are those of rank 0's machine, so cases with paths need a shared file system.
+        # Paths in it are from rank 0's machine, so cases with paths need a shared file system.
         shared = {**self._exchange(payload, about="payload")[0], "processes": self.count}
-        # A key per job, so that a loss in an earlier job does not count again.
+        # A key per job, so that a loss does not count again in later jobs.
         self._watch(f"lost/{self._number}")
-        # A problem here is exchanged before it is raised, or the other processes would wait for
-        # this one.
+        # Exchange a problem before raising it, because the other processes wait for a message.
         problem, ending = "", None
         try:
             (ending,) = self._teams.run(job, shared, size=1, timeout_seconds=stall_seconds)
@@ -118,10 +117,10 @@ class LaunchedJob:
         )
         problems: list[str] = [each["problem"] for each in told if each["problem"]]
         if problems:
-            # A rank that left because of another one only reports that; prefer the cause.
+            # A rank that left because of another rank only reports that. Prefer the cause.
             raise EnvironmentProblem(min(problems, key=_is_second))
         endings = [Ending(**each["ending"]) for each in told]
-        # All processes see the same endings, so all start new workers, or none does.
+        # All processes see the same endings, so they agree on starting new workers.
         if any(self._teams.ends_with(each) for each in endings):
             self._teams.renew(1)
             self._job_rank.generation += 1
@@ -131,7 +130,7 @@ class LaunchedJob:
         """End the worker.
 
         Args:
-            in_order: True if all processes close. Then they wait for each other, because one of
+            in_order: True if all processes close. Then they wait for each other, because any of
                 them may host the store.
         """
         self._teams.close()

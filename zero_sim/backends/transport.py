@@ -1,8 +1,8 @@
 """Protocol of transports, which carry the collectives of real processes.
 
-All differences between gloo and NCCL are behind this protocol, so the code around it runs with
-either. Calls of CUDA and NCCL themselves are one object further, in `zero_sim.backends.cuda`.
-`zero_sim.backends.transports` has all transports.
+All differences between gloo and NCCL are behind it, so other code runs with either. Calls of CUDA
+and NCCL themselves are in `zero_sim.backends.cuda`; `zero_sim.backends.transports` finds a
+transport by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
-    """One process's membership in a group to be created."""
+    """A process's membership in a new group."""
 
     store: dist.Store
     rank: int
@@ -30,22 +30,22 @@ class Membership:
 
 
 class Transport(Protocol):
-    """Carrier of one process's collectives."""
+    """Carrier of a process's collectives."""
 
     name: str
     """`gloo` or `nccl`."""
     own_order: str
-    """Order in which the transport adds by itself, as it is set up here."""
+    """Order in which the transport adds by itself, with the settings made here."""
     device_type: str
-    """Device type of its ranks, `cpu` or `cuda`."""
+    """Device type of its ranks: `cpu` or `cuda`."""
     torch_name: str
-    """Name of its backend in torch."""
+    """Backend name in torch."""
     device: torch.device | None
-    """Device of this process, once it is taken; None on the CPU."""
+    """This process's device, once taken; None on the CPU."""
     bound_device: torch.device | None
-    """The device, if torch should bind groups to it, and so connect them at their creation."""
+    """Device to which torch should bind groups, which connects them at creation; None for none."""
     lacks: tuple[str, ...]
-    """Names of reduce operations that it does not have."""
+    """Names of reduce operations that it lacks."""
     renews: bool
     """True if a process may be unusable after a failed case."""
 
@@ -58,12 +58,12 @@ class Transport(Protocol):
         """Check that this machine has the transport.
 
         Raises:
-            EnvironmentProblem: It does not; the message names the missing part.
+            EnvironmentProblem: It does not. The message names the missing part.
         """
         ...
 
     def prepare(self, environment: MutableMapping[str, str]) -> None:
-        """Set the environment variables that a process needs before it uses the transport.
+        """Set environment variables that a process needs before it uses the transport.
 
         Raises:
             EnvironmentProblem: A variable contradicts them.
@@ -71,7 +71,7 @@ class Transport(Protocol):
         ...
 
     def take_device(self, local_rank: int) -> None:
-        """Take the device for the process with this number on its machine.
+        """Take the device for a local rank.
 
         Raises:
             EnvironmentProblem: There is none.
@@ -79,21 +79,21 @@ class Transport(Protocol):
         ...
 
     def make_group(self, membership: Membership) -> Any:
-        """Return a process group of this transport that is not registered with torch."""
+        """Return a process group that is not registered with torch."""
         ...
 
     def warm_up(self) -> None:
-        """Make the first call of the default group, which includes all slow set-up."""
+        """Make the default group's first call, which includes all slow set-up."""
         ...
 
     def abort(self) -> None:
-        """Leave every group of this process at once, with operations pending."""
+        """Leave all groups at once, even with pending operations."""
         ...
 
     def identity(self) -> Mapping[str, str]:
-        """Return facts that must be equal, or different, on the processes of one job."""
+        """Return facts that must be equal, or different, on the processes of a job."""
         ...
 
     def notes(self, process_count: int) -> Sequence[str]:
-        """Describe the fixed settings, once the device is taken."""
+        """Describe the fixed settings, after the device is taken."""
         ...

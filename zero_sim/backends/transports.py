@@ -1,4 +1,4 @@
-"""Transports by name, one of each per process; and gloo, for any number of ranks on the CPU."""
+"""Transports by name, and gloo, for any number of ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Gloo:
         """Do nothing, because groups connect at their creation."""
 
     def abort(self) -> None:
-        """Destroy the groups, which does not wait with gloo."""
+        """Destroy all groups. With gloo this does not wait."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def identity(self) -> Mapping[str, str]:
-        """Return the kernels by which each process replays the work of all ranks."""
+        """Return versions, equal on all ranks because each replays the work of all."""
         return {
             "torch": torch.__version__,
             "cpu kernels": str(torch.backends.cpu.get_cpu_capability()),
@@ -72,20 +72,20 @@ class Gloo:
         return ()
 
 
-# Made at first use, so that a process that uses gloo never touches CUDA.
+# Made on first use, so that a process with gloo never touches CUDA.
 _MAKERS: dict[str, Callable[[], Transport]] = {"gloo": Gloo, "nccl": lambda: Nccl(Cuda())}
 _MADE: dict[str, Transport] = {}
 
 
 def find_transport(name: str) -> Transport:
-    """Return the transport of a name, one object per process.
+    """Return a transport by name, one object per process.
 
     Raises:
         EnvironmentProblem: There is no such transport.
     """
     if name not in _MAKERS:
         raise EnvironmentProblem(
-            f"expected a backend that is one of {', '.join(_MAKERS)}, got {name!r}. "
+            f"expected the backend to be one of {', '.join(_MAKERS)}, got {name!r}. "
             "Try `zero-sim doctor`."
         )
     if name not in _MADE:
@@ -101,5 +101,5 @@ def put_transport(name: str, make: Callable[[], Transport]) -> None:
 
 
 def local_rank_of(environment: Mapping[str, str] = os.environ, *, rank: int) -> int:
-    """Return the process's number on its machine, as set by a launcher; by default its rank."""
+    """Return the local rank that a launcher set; by default the rank."""
     return int(environment.get("LOCAL_RANK", rank))

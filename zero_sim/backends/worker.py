@@ -1,4 +1,4 @@
-"""Worker process: runs the jobs that it receives, and reports its stack on request.
+"""Worker process: runs jobs, and reports its stack on request.
 
 A job names a function, `module:name`, of the job's payload and this rank's `RealRank`. Its result
 must be writable as JSON. The names come from the process that started the workers.
@@ -30,7 +30,7 @@ from zero_sim.backends.transports import local_rank_of
 from zero_sim.errors import EnvironmentProblem
 
 _PACKAGE = str(Path(__file__).parent.parent)
-# Our own process groups, which stacks count as torch's.
+# Our own process groups count as torch's in stacks.
 _CALLED = (f"{_PACKAGE}/sim/", f"{_PACKAGE}/backends/folding")
 _FRAMES_MAX = 10
 _TICK_SECONDS = 0.25
@@ -43,15 +43,15 @@ def serve(connection: Connection, *, rank: int) -> None:
 
     Args:
         connection: Connection to the process that sends jobs, as JSON.
-        rank: Rank of this worker in its team.
+        rank: Rank in the team.
     """
-    # One thread, because the count decides the bits of a product. Read back, because torch applies
-    # the process-wide count to a thread at its first computation, and reading counts as one.
+    # One thread, because the thread count decides the bits of products. Read it back: torch applies
+    # the process-wide count to a thread at its first computation, and reading counts as such.
     torch.set_num_threads(1)
     torch.get_num_threads()
     # Messages arrive in a thread, so that a stack can be requested while a job hangs.
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    # Three threads answer, and messages must not mix.
+    # Three threads send answers, which must not mix.
     sending = threading.Lock()
     main_thread = threading.get_ident()
 
@@ -75,14 +75,13 @@ def serve(connection: Connection, *, rank: int) -> None:
     threading.Thread(target=listen, name="listen", daemon=True).start()
     real_rank: RealRank | None = None
 
-    # From a thread, because the main thread is blocked in the store or in NCCL.
+    # In a thread, because the main thread may be blocked in the store or in NCCL.
     def tick() -> None:
         while True:
             time.sleep(_TICK_SECONDS)
             if real_rank is not None and real_rank.is_setting_up:
                 answer({"op": "alive"})
-            # A rank that waits for a message gives no other sign of life, but is not the one that
-            # hangs.
+            # A rank that waits for a message gives no other sign of life, but does not hang.
             elif real_rank is not None and real_rank.channel.is_listening:
                 answer({"op": "listening"})
 
@@ -94,8 +93,7 @@ def serve(connection: Connection, *, rank: int) -> None:
                 real_rank = _join(message, rank=rank)
                 real_rank.channel.on_sign = lambda: answer({"op": "alive"})
             except (EnvironmentProblem, RankGone) as error:
-                # Only the rank with the actual problem gave up. RankGone is its consequence on
-                # others.
+                # Only the rank with the actual problem gave up. RankGone follows on other ranks.
                 first = isinstance(error, EnvironmentProblem)
                 answer({"op": "raised", "error": str(error), "traceback": "", "gave_up": first})
                 continue
@@ -112,14 +110,14 @@ def _join(message: Mapping[str, Any], *, rank: int) -> RealRank:
     own = dist.PrefixStore(f"team-{message['team']}", store)
     real_rank = RealRank(backend=message["backend"], rank=rank, store=own)
     try:
-        # The environment first: NCCL reads it when the device's first communicator is made.
+        # First, because NCCL reads the environment at the device's first communicator.
         real_rank.transport.prepare(os.environ)
         real_rank.transport.take_device(local_rank_of(rank=rank))
         identity = dict(real_rank.transport.identity())
     except EnvironmentProblem:
         real_rank.channel.withdraw(["identity"])
         raise
-    # On every rank, so that all of them refuse together.
+    # On every rank, so that all ranks refuse together.
     check_alike(real_rank.channel.exchange(identity, size=message["size"], about="identity"))
     return real_rank
 
@@ -129,7 +127,7 @@ def _run(message: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any]:
     real_rank.begin(message["payload"]["number"])
     try:
         result = getattr(importlib.import_module(module), name)(message["payload"], real_rank)
-    # A failed job is a result. The worker continues.
+    # A failed job is a result, and the worker continues.
     except Exception as error:  # noqa: BLE001
         return {
             "op": "raised",
@@ -142,9 +140,9 @@ def _run(message: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any]:
 
 
 def stack_of(thread: int) -> str:
-    """Return a thread's stack, innermost call last, without frames up to the last one of ours.
+    """Return a thread's stack, innermost call last, without frames up to our last frame.
 
-    Calls inside our own process group count as torch's.
+    Calls inside our own process groups count as torch's.
     """
     frame = sys._current_frames().get(thread)
     if frame is None:
@@ -153,19 +151,18 @@ def stack_of(thread: int) -> str:
     # A stack that ends in our process group shows the caller of the collective last.
     while frames and frames[-1].filename.startswith(_CALLED):
         frames.pop()
-    # Frames below our last one belong to the user's code, or to torch.
+    # Frames below our last frame belong to the user's code or to torch.
     ours = [i for i, entry in enumerate(frames) if entry.filename.startswith(_PACKAGE)]
     below = frames[ours[-1] + 1 :] if ours else frames
     return "".join(traceback.format_list((below or frames)[-_FRAMES_MAX:])).rstrip()
 
 
 def _recorded_calls() -> dict[str, Any]:
-    """Return all records of torch's Flight Recorder, for gloo and NCCL.
+    """Return all records of torch's Flight Recorder, for gloo and NCCL; empty without any.
 
-    Empty if this torch has none, or nothing is recorded. `TORCH_FR_BUFFER_SIZE` sets the number of
-    calls.
+    `TORCH_FR_BUFFER_SIZE` sets the number of calls it keeps.
     """
-    # Until torch 2.11 it had NCCL's name.
+    # Until torch 2.11 the function had NCCL's name.
     read = getattr(c10d, "_dump_fr_trace_json", None) or getattr(
         c10d, "_dump_nccl_trace_json", None
     )
@@ -173,7 +170,7 @@ def _recorded_calls() -> dict[str, Any]:
 
 
 def pending_calls() -> str:
-    """List the calls that have not ended, oldest first, one per line; empty if there are none."""
+    """List calls that have not ended, oldest first, one per line."""
     entries = _recorded_calls().get("entries", ())
     pending = [_in_words(entry) for entry in entries if not _is_over(entry)]
     left = len(pending) - _PENDING_MAX
@@ -182,7 +179,7 @@ def pending_calls() -> str:
 
 
 def _is_over(entry: Mapping[str, Any]) -> bool:
-    # Backends mark the end of a call in one way or the other.
+    # A backend marks the end of a call in one of two ways.
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 

@@ -1,4 +1,4 @@
-"""Simulated worlds kept open between cases, because set-up would dominate small cases."""
+"""Simulated worlds that stay open between cases, because set-up would dominate small cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORLDS_OPEN_MAX = 8
 
 
 class WorldPool:
-    """Open worlds by size. The least recently used one is closed when there are too many."""
+    """Open worlds by size. If there are too many, the least recently used world is closed."""
 
     def __init__(self, *, worlds_open_max: int = WORLDS_OPEN_MAX) -> None:
         # Before the first world is made, because torch's process groups import the compiler.
@@ -31,10 +31,10 @@ class WorldPool:
         self.close()
 
     def world_for(self, scenario: Scenario) -> World:
-        """Return a world of the scenario's size, with all of its settings.
+        """Return a world with a scenario's size and settings.
 
         Args:
-            scenario: Case that will run on it. Only one case may run at a time.
+            scenario: Case that will run in it. Only one case may run at a time.
         """
         size = scenario.world.size
         world = self._worlds.pop(size, None)
@@ -45,7 +45,7 @@ class WorldPool:
             world = World(size)
             while len(self._worlds) >= self._worlds_open_max:
                 self._worlds.pop(next(iter(self._worlds))).close()
-        # Last in the dict is the most recently used.
+        # The most recently used world is last in the dict.
         self._worlds[size] = world
         world.configure(
             order=scenario.world.order,
@@ -55,7 +55,7 @@ class WorldPool:
             races=scenario.world.races,
             strict=scenario.world.strict,
             stall_seconds=scenario.run.stall_seconds,
-            # The world does not know records of scenarios.
+            # The world does not know scenario records.
             faults=[Fault(**asdict(spec)) for spec in scenario.faults],
         )
         return world
